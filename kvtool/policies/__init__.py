@@ -1,0 +1,95 @@
+"""The policies, found by file name: kvtool/policies/NAME.py with a POLICY in it is `--policy NAME`."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, get_type_hints
+
+from kvtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.policy import Policy
+
+_COMMON = ("budget", "slack")
+
+
+def names() -> list[str]:
+    """Every policy's name, sorted."""
+    return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
+
+
+def load(name: str) -> type[Policy]:
+    """The policy class of that name. Raises UsageError with the names that there are."""
+    if name not in names():
+        raise UsageError(f"no policy {name!r}; there are: {', '.join(names())}")
+    return import_module(f"kvtool.policies.{name}").POLICY
+
+
+def params(policy: type[Policy]) -> dict[str, object]:
+    """The parameters that `-o name=value` sets, with their defaults; None where the budget decides."""
+    return {
+        f.name: None if f.default is MISSING else f.default
+        for f in fields(policy)
+        if f.name not in _COMMON
+    }
+
+
+def parse_options(policy: type[Policy], options: list[str]) -> dict[str, object]:
+    """["window=64", ...] to values of the fields' types. Raises UsageError naming what would be right."""
+    kinds = get_type_hints(policy)
+    known = params(policy)
+    parsed: dict[str, object] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals:
+            raise UsageError(f"-o takes name=value, got {option!r}")
+        if name not in known:
+            right = ", ".join(known) or "none"
+            raise UsageError(f"{policy.__name__} has no parameter {name!r}; it has: {right}")
+        parsed[name] = _value(kinds[name], name, text)
+    return parsed
+
+
+def _value(kind: type, name: str, text: str) -> object:
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise UsageError(f"{name} must be true or false, got {text!r}")
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
+
+
+def default_slack(budget: int) -> int:
+    """How many tokens apart evictions are unless asked: 16, less for a small budget."""
+    return max(1, min(16, budget // 8))
+
+
+def fit(name: str, budget: int, evict_every: int | None = None, options: list[str] | None = None) -> Policy:
+    """The named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
+    policy = load(name)
+    given = parse_options(policy, options or [])
+    try:
+        return policy.fit(budget, evict_every or default_slack(budget), **given)
+    except ValueError as error:
+        smallest = _smallest_budget(policy, budget, evict_every, given)
+        if smallest is None:
+            raise UsageError(f"{name}: {error}") from None
+        raise UsageError(
+            f"{name}: {error}; the smallest budget that works with these parameters is {smallest}"
+        ) from None
+
+
+def _smallest_budget(
+    policy: type[Policy], above: int, evict_every: int | None, given: dict[str, object]
+) -> int | None:
+    for budget in range(max(above, 0) + 1, max(above, 0) + 1_000_000):
+        try:
+            policy.fit(budget, evict_every or default_slack(budget), **given)
+        except ValueError:
+            continue
+        return budget
+    return None
