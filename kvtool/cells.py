@@ -1,0 +1,37 @@
+"""Which cell goes where after an eviction: the host's side of an edit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtool.kernels import kernel
+
+
+@kernel("void(b1[:,::1], i8, i4[:,::1])")
+def fill_holes(keep, n_keep, source):
+    """The cell that each of the first n_keep cells takes its content from, with as few moves as evictions.
+
+    keep b1[row, n], n_keep of them true in each row -> source i32[row, n_keep]: a kept cell below
+    n_keep stays; the hole of an evicted one takes a kept cell from the tail, both from the left.
+    """
+    n_row, n = keep.shape
+    for row in range(n_row):
+        tail = n_keep
+        for cell in range(n_keep):
+            if keep[row, cell]:
+                source[row, cell] = cell
+                continue
+            while not keep[row, tail]:
+                tail += 1
+            source[row, cell] = tail
+            tail += 1
+
+
+@kernel("void(i4[:,::1], i4[:,::1])")
+def rank_by_pos(pos, rank):
+    """How many tokens of its row are older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
+    n_row, n = pos.shape
+    for row in range(n_row):
+        order = np.argsort(pos[row], kind="mergesort")
+        for i in range(n):
+            rank[row, order[i]] = i

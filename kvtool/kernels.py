@@ -15,6 +15,8 @@ def _digest() -> str:
     digest = hashlib.sha256()
     for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
         digest.update(path.read_bytes())
+    # numba would take kernels without bounds checks from its cache for ones with them
+    digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return digest.hexdigest()[:16]
 
 
@@ -35,41 +37,68 @@ def kernel(signature: str):
     return numba.njit(signature, cache=True, nogil=True, error_model="numpy")
 
 
+@kernel("i8(i8[::1], i8, i8)")
+def nth_lowest(values, n_value, nth):
+    """values i64[n_value or more] -> the one with `nth` lower ones, by quickselect. Reorders the values.
+
+    numpy.partition does the same, but takes seconds to compile.
+    """
+    low, high = 0, n_value - 1
+    while low < high:
+        a, b, c = values[low], values[(low + high) // 2], values[high]
+        pivot = max(min(a, b), min(max(a, b), c))
+        left, right = low, high
+        while left <= right:
+            while values[left] < pivot:
+                left += 1
+            while values[right] > pivot:
+                right -= 1
+            if left <= right:
+                values[left], values[right] = values[right], values[left]
+                left += 1
+                right -= 1
+        if nth <= right:
+            high = right
+        elif nth >= left:
+            low = left
+        else:
+            break
+    return values[nth]
+
+
+@kernel("i8(i4, i4)")
+def _key(bits, pos):
+    """Orders tokens by score, then by position, NaN included: bits are the score's, a float32.
+
+    No two tokens of a row have the same key, so that a row always keeps the number it should.
+    """
+    rank = np.int64(bits)
+    if rank < 0:
+        rank = -(rank & 0x7FFFFFFF)
+    return (rank << 32) | pos
+
+
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
 def keep_highest(pos, score, sinks, recent, n_keep, keep):
     """Tokens before `sinks` and from `recent` on stay, and of the others the highest scores, n_keep in all.
 
     pos i32[row, n], score f32[row, n or more], sinks, recent: positions -> keep b1[row, n].
-    Among equal scores the newer token stays. The protected cells must not be more than n_keep.
+    Among equal scores the newer token stays. Where more than n_keep are protected, just these stay.
     """
     n_row, n = pos.shape
+    bits = score.view(np.int32)
+    keys = np.empty(n, np.int64)
     for row in range(n_row):
-        where = np.empty(n, np.int32)
         n_open = 0
         for cell in range(n):
             keep[row, cell] = True
             if sinks <= pos[row, cell] < recent:
-                where[n_open] = cell
+                keys[n_open] = _key(bits[row, cell], pos[row, cell])
                 n_open += 1
-        n_evict = n - n_keep
+        n_evict = min(n - n_keep, n_open)
         if n_evict <= 0:
             continue
-        where = where[:n_open]
-        open_score = np.empty(n_open, np.float32)
-        for i in range(n_open):
-            open_score[i] = score[row, where[i]]
-        threshold = np.partition(open_score, n_evict - 1)[n_evict - 1]
-        ties = np.empty(n_open, np.int32)
-        n_tie = 0
-        n_left = n_evict
-        for i in range(n_open):
-            if open_score[i] < threshold:
-                keep[row, where[i]] = False
-                n_left -= 1
-            elif open_score[i] == threshold:
-                ties[n_tie] = pos[row, where[i]]
-                n_tie += 1
-        newest_out = np.partition(ties[:n_tie], n_left - 1)[n_left - 1]
-        for i in range(n_open):
-            if open_score[i] == threshold and pos[row, where[i]] <= newest_out:
-                keep[row, where[i]] = False
+        last_out = nth_lowest(keys, n_open, n_evict - 1)
+        for cell in range(n):
+            if sinks <= pos[row, cell] < recent:
+                keep[row, cell] = _key(bits[row, cell], pos[row, cell]) > last_out

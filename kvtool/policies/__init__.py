@@ -86,10 +86,15 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
 def _smallest_budget(
     policy: type[Policy], above: int, evict_every: int | None, given: dict[str, object]
 ) -> int | None:
-    for budget in range(max(above, 0) + 1, max(above, 0) + 1_000_000):
+    def works(budget: int) -> bool:
         try:
             policy.fit(budget, evict_every or default_slack(budget), **given)
         except ValueError:
-            continue
-        return budget
-    return None
+            return False
+        return True
+
+    largest = max(above, 0) + 1_000_000
+    # what even this budget does not mend is no matter of the budget
+    if not works(largest):
+        return None
+    return next(filter(works, range(max(above, 0) + 1, largest + 1)))

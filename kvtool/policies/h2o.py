@@ -19,7 +19,7 @@ from kvtool.policy import Plan, Signal, View, check_kept, protected
 
 @dataclass(frozen=True, slots=True)
 class H2O:
-    """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, likewise."""
+    """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, too."""
 
     budget: int
     slack: int
@@ -34,7 +34,7 @@ class H2O:
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: object) -> H2O:
-        return cls(budget, slack, **{"window": max((budget - slack) // 2, 0), **params})
+        return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
         return (np.zeros((n_row, n_cell), np.float32),)

@@ -1,0 +1,82 @@
+# GNU make 3.81 is enough. What this needs: Python 3.10 or newer with venv, a C++ compiler, make.
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/kvtool-ready
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+
+# two threads on a busy machine are slower than one, and results must not depend on their number
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
+KERNEL_TESTS := tests/test_policies.py tests/test_contract.py tests/test_cells.py
+STAGES := lint test-patches test-unjitted test-bounds test-plain
+
+.DEFAULT_GOAL := help
+.PHONY: help setup library chat test $(STAGES) stock check-stock clean
+
+help:
+	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
+	@echo 'make setup        build llama.cpp (once), install kvtool into $(VENV), compile its kernels'
+	@echo 'make test         set up, then every check: $(STAGES)'
+	@echo 'make lint         ruff'
+	@echo 'make stock        build the same llama.cpp without the patch, for comparing'
+	@echo 'make check-stock  compare logits of the two, bit by bit'
+	@echo 'make clean        remove $(VENV); what was built and downloaded stays in the cache'
+	@echo
+	@echo 'PYTHON=python3.12           another Python'
+	@echo 'CMAKE_ARGS=-DGGML_CUDA=on   build for a GPU; later calls keep it, CMAKE_ARGS= goes back'
+
+$(PY):
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo 'kvtool needs Python 3.10 or newer; name one: make setup PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) >&2 || { rm -rf $(VENV); \
+		echo 'no virtual environment could be made (Debian, Ubuntu: sudo apt install python3-venv)' >&2; exit 1; }
+
+# asks every time, and is quick when the wheel for these flags is there and installed
+library: $(PY)
+	@$(PY) -m kvtool.build --install >/dev/null
+
+$(READY): pyproject.toml | library
+	@echo 'installing kvtool and what it needs' >&2
+	@$(PY) -m pip install -q --disable-pip-version-check -e '.[test]' >&2
+	@touch $@
+
+setup: library $(READY)
+	@$(PY) -m kvtool.warm
+
+chat: setup
+	@$(VENV)/bin/kvtool chat $(ARGS)
+
+test: setup
+	@for stage in $(STAGES); do \
+		echo "== $$stage" >&2; start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$stage || exit 1; \
+		echo "== $$stage: $$(($$(date +%s) - start)) s" >&2; \
+	done
+
+lint: $(READY)
+	@$(PY) -m ruff check
+
+test-patches: $(READY)
+	@$(PY) patches/sync.py check
+	@$(PYTEST) tests/test_patches.py tests/test_build.py
+
+test-unjitted: $(READY)
+	@NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS)
+
+test-bounds: $(READY)
+	@NUMBA_BOUNDSCHECK=1 $(PYTEST) $(KERNEL_TESTS)
+
+test-plain: $(READY)
+	@$(PYTEST)
+
+stock: $(PY)
+	@$(PY) -m kvtool.build --stock
+
+check-stock: setup
+	@wheel=$$($(PY) -m kvtool.build --stock) && $(ONE_THREAD) $(PY) tests/compare_stock.py "$$wheel"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find kvtool tests patches -name __pycache__ -prune -exec rm -rf {} +

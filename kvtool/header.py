@@ -1,0 +1,305 @@
+"""What the header of a GGUF file says: the sizes that a cache needs, and what kvtool cannot run yet."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGMLQuantizationType,
+    GGUFValueType,
+    LlamaFileType,
+)
+
+from kvtool.errors import ModelError, UsageError
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+_FORMATS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+# llama.cpp's LLAMA_MAX_LAYERS: an array that says something for every layer is no longer than this
+_MAX_LAYERS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """n_head, n_head_kv: one number a layer, only of layers that have a cache. size: of the file, in bytes.
+
+    metadata: the header's values, without strings and numbers that come in lists longer than the layers.
+    """
+
+    path: Path
+    size: int
+    architecture: str
+    name: str
+    quantization: str
+    n_layer: int
+    n_head: tuple[int, ...]
+    n_head_kv: tuple[int, ...]
+    head_size_k: int
+    head_size_v: int
+    n_ctx_train: int
+    tokenizer: bool
+    chat_template: bool
+    metadata: dict[str, object] = field(repr=False)
+
+    def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of K and V that a token takes in all layers. Raises UsageError for types that do not fit."""
+        key = _row_bytes("K", type_k, self.head_size_k)
+        value = _row_bytes("V", type_v, self.head_size_v)
+        return sum(self.n_head_kv) * (key + value)
+
+    def cells_that_fit(self, n_bytes: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """How many cells n_bytes hold; 0 for a model without attention."""
+        cell_bytes = self.cell_bytes(type_k, type_v)
+        return n_bytes // cell_bytes if cell_bytes else 0
+
+
+def _row_bytes(which: str, cache_type: str, head_size: int) -> int:
+    if cache_type not in CACHE_TYPES:
+        raise UsageError(f"no cache type {cache_type!r} for {which}; there are: {', '.join(CACHE_TYPES)}")
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[cache_type.upper()]]
+    if head_size % block:
+        raise UsageError(
+            f"{which} cannot be {cache_type}: blocks of {block} do not divide the head size of {head_size}"
+        )
+    return head_size // block * block_bytes
+
+
+def read(path: Path) -> ModelInfo:
+    """Reads the header alone. Raises ModelError for what is not a whole GGUF language model."""
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise ModelError(f"{path} is a folder; name the GGUF file in it")
+        if size == 0:
+            raise ModelError(f"{path} is empty; download it again")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            metadata, end = _Reader(path, data).header()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    if size < end:
+        raise ModelError(f"{path} is truncated: {size} bytes of {end}; download it again")
+    return _info(path, size, metadata)
+
+
+class _Reader:
+    """Walks over a header. gguf's GGUFReader builds objects for every token: 1.6 s for 49,000 of them."""
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path = path
+        self.data = data
+        self.at = 0
+
+    def header(self) -> tuple[dict[str, object], int]:
+        """The metadata, and how long the file must be for its tensors."""
+        if self.data[:4] != b"GGUF":
+            raise ModelError(f"{self.path} is not a GGUF file")
+        self.at = 4
+        try:
+            version = self._number("I")
+            if version not in (2, 3):
+                raise ModelError(
+                    f"{self.path} is of GGUF version {version} or big-endian; versions 2 and 3 can be read"
+                )
+            n_tensor, n_key = self._number("Q"), self._number("Q")
+            metadata: dict[str, object] = {}
+            for _ in range(n_key):
+                key = self._string()
+                metadata[key] = self._value(self._number("I"))
+            ends = [self._tensor_end() for _ in range(n_tensor)]
+        except (struct.error, OverflowError):
+            raise ModelError(f"{self.path} is truncated or damaged; download it again") from None
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{self.path} is damaged ({error}); download it again") from None
+        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self.path} is damaged (alignment {alignment!r}); download it again")
+        start = -(-self.at // alignment) * alignment
+        return metadata, start + max(ends) if ends else self.at
+
+    def _number(self, code: str):
+        number = struct.unpack_from("<" + code, self.data, self.at)[0]
+        self.at += struct.calcsize("<" + code)
+        return number
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        start = self.at
+        self.at += length
+        return self.data[start : self.at].decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> object:
+        kind = GGUFValueType(kind)
+        if kind is GGUFValueType.STRING:
+            return self._string()
+        if kind is GGUFValueType.ARRAY:
+            return self._array()
+        return self._number(_FORMATS[kind])
+
+    def _array(self) -> tuple | None:
+        """None for strings and for more numbers than there can be layers: nothing here needs those."""
+        kind, length = GGUFValueType(self._number("I")), self._number("Q")
+        if kind is GGUFValueType.STRING:
+            unpack, at = struct.Struct("<Q").unpack_from, self.at
+            for _ in range(length):
+                at += 8 + unpack(self.data, at)[0]
+            self.at = at
+            return None
+        code = _FORMATS[kind]
+        start = self.at
+        self.at += length * struct.calcsize("<" + code)
+        if length > _MAX_LAYERS:
+            return None
+        return struct.unpack_from(f"<{length}{code}", self.data, start)
+
+    def _tensor_end(self) -> int:
+        self._string()
+        n_item = 1
+        for _ in range(self._number("I")):
+            n_item *= self._number("Q")
+        kind, offset = self._number("I"), self._number("Q")
+        try:
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        except (ValueError, KeyError):
+            # newer than the gguf package: whether llama.cpp knows it is llama.cpp's answer to give
+            return offset
+        return offset + n_item // block * block_bytes
+
+
+def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelError(f"{path} names no architecture in its header: not a language model")
+
+    def number(key: str, default: int | None = None) -> int:
+        value = metadata.get(f"{arch}.{key}", default)
+        if not isinstance(value, int):
+            raise ModelError(f"{path} has no {arch}.{key} in its header: not a language model")
+        return value
+
+    n_block = number("block_count")
+    # multi-token prediction has layers of its own at the end, outside the cache of the model proper
+    n_layer = n_block - number("nextn_predict_layers", 0)
+    n_loop = number("num_loops", 1)
+    if not 0 < n_layer <= _MAX_LAYERS:
+        raise ModelError(f"{path} has {n_layer} layers by its header; download it again")
+
+    def per_layer(key: str, default: object) -> tuple[int, ...]:
+        value = metadata.get(f"{arch}.{key}", default)
+        values = value if isinstance(value, tuple) else (value,) * n_block
+        if len(values) < n_layer or not all(isinstance(v, int) for v in values):
+            raise ModelError(f"{path} has a damaged {arch}.{key} in its header; download it again")
+        return values[:n_layer] * n_loop
+
+    n_head = per_layer("attention.head_count", 0)
+    head_size = number("embedding_length") // max(n_head) if max(n_head) > 0 else 0
+    file_type = metadata.get("general.file_type")
+    try:
+        quantization = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        quantization = "unknown"
+    return ModelInfo(
+        path=path,
+        size=size,
+        architecture=arch,
+        name=str(metadata.get("general.name", path.stem)),
+        quantization=quantization,
+        n_layer=n_layer * n_loop,
+        n_head=n_head,
+        n_head_kv=per_layer("attention.head_count_kv", metadata.get(f"{arch}.attention.head_count", 0)),
+        head_size_k=number("attention.key_length", head_size),
+        head_size_v=number("attention.value_length", head_size),
+        n_ctx_train=number("context_length"),
+        tokenizer="tokenizer.ggml.model" in metadata,
+        chat_template="tokenizer.chat_template" in metadata,
+        metadata=metadata,
+    )
+
+
+_SLIDING = "attention through a sliding window"
+_RECURRENT = "recurrent or convolution layers, whose state has no cells"
+_LATENT = "latent attention (MLA), where all heads share one compressed row"
+_MROPE = "positions of more than one dimension (M-RoPE)"
+_ALIBI = "ALiBi, which takes a distance from the shared cells and not from the key"
+
+# from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
+_NAMES = {
+    _SLIDING: (
+        "cohere2 cohere2moe exaone-moe gemma2 gemma3n gemma4 gpt-oss granite_swa maple mimo2 muse-glimmer "
+        "spark2_5 step35"
+    ),
+    _RECURRENT: (
+        "arwkv7 bailingmoe3 falcon-h1 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe mamba "
+        "mamba2 minimax-01 nemotron_h nemotron_h_moe plamo2 qwen35 qwen35moe qwen3next rwkv6 rwkv6qwen2 rwkv7"
+    ),
+    _LATENT: "deepseek2 deepseek32 dots3note glm-dsa minicpm3 mistral4 plm",
+    _MROPE: "paddleocr qwen2vl qwen3tts qwen3vl qwen3vlmoe",
+    _ALIBI: "bloom jais mpt refact",
+    "sparse attention with an index beside the cache": "deepseek4 hy_v4 minimax-m3 qwen4exp",
+    "learned positions, which end with the trained context": "gpt2 gptj starcoder",
+    "layers without rotary positions among others that have them": "afmoe llama4 smollm3",
+    "a router that attends through the cache as well": "graniteswitch",
+    "an encoder, which has no cache of past tokens": (
+        "bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert "
+        "nomic-bert nomic-bert-moe t5 t5encoder wavtokenizer-dec"
+    ),
+    "diffusion instead of one token after another": "dream llada llada-moe rnd1",
+    "a draft head that needs another model": "dflash eagle3 gemma4-assistant",
+    "speech": "pockettts",
+}
+_BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
+# llama.cpp reads the window of these files and attends to everything all the same
+_IGNORE_THE_WINDOW = ("phi3", "phimoe")
+
+
+def unsupported(info: ModelInfo) -> str | None:
+    """Why kvtool cannot run this model yet, or None. The engine checks again what the loaded model does."""
+    reason = _BY_NAME.get(info.architecture) or _by_keys(info)
+    return reason and f"kvtool cannot run {info.architecture} models yet: no support for {reason}"
+
+
+def _by_keys(info: ModelInfo) -> str | None:
+    def value(key: str) -> object:
+        return info.metadata.get(f"{info.architecture}.{key}")
+
+    if _positive(value("attention.sliding_window")) and info.architecture not in _IGNORE_THE_WINDOW:
+        return _SLIDING
+    recurrent = tuple(f"{info.architecture}.{part}." for part in ("ssm", "wkv", "kda", "shortconv"))
+    if any(key.startswith(recurrent) for key in info.metadata):
+        return _RECURRENT
+    if _positive(value("attention.kv_lora_rank")):
+        return _LATENT
+    sections = value("rope.dimension_sections")
+    if isinstance(sections, tuple) and sum(map(_positive, sections)) > 1:
+        return _MROPE
+    # llama.cpp knows the 13B Baichuan by its layers alone
+    if _positive(value("attention.max_alibi_bias")) or (info.architecture, info.n_layer) == ("baichuan", 40):
+        return _ALIBI
+    if value("attention.causal") is False:
+        return "attention to later tokens"
+    if 0 in info.n_head_kv:
+        return "layers without attention"
+    return None
+
+
+def _positive(value: object) -> bool:
+    """Of a list: whether any of it is."""
+    if isinstance(value, tuple):
+        return any(map(_positive, value))
+    return isinstance(value, int | float) and value > 0

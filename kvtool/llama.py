@@ -1,0 +1,469 @@
+"""The only module that talks to llama.cpp: models, contexts, samplers, and the patched library's calls.
+
+Return codes become LibraryError here, and nothing of ctypes leaves this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvtool.errors import LibraryError, ModelError, UsageError
+from kvtool.policy import Merge, Signal
+
+try:
+    import llama_cpp.llama_cpp as api
+except (ImportError, OSError, RuntimeError) as error:  # no package, no library in it, or one that does not load
+    raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
+
+ABI = 1
+
+CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+}
+"""The names of -ctk and -ctv, and ggml's numbers for them."""
+
+FLASH = {"auto": -1, "off": 0, "on": 1}
+
+_QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
+
+_lib = api._lib
+
+
+class _Move(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("row", "dst", "src", "delta")]
+
+
+class _Term(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int32) for name in ("row", "dst", "src")), ("weight", ctypes.c_float)]
+
+
+class _Edit(ctypes.Structure):
+    _fields_ = [
+        ("moves", ctypes.POINTER(_Move)),
+        ("terms", ctypes.POINTER(_Term)),
+        ("n_move", ctypes.c_int32),
+        ("n_term", ctypes.c_int32),
+        ("n_keep", ctypes.c_int32),
+        ("pos_0", ctypes.c_int32),
+        ("force_graph", ctypes.c_bool),
+    ]
+
+
+TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
+
+
+def _bind(name: str, result: type, *arguments: object) -> None:
+    function = getattr(_lib, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+
+
+def _is_patched() -> bool:
+    return hasattr(_lib, "llama_kvtool_abi")
+
+
+if _is_patched():
+    _bind("llama_kvtool_abi", ctypes.c_int32)
+    _bind("llama_kvtool_digest", ctypes.c_char_p)
+    _bind("llama_kvtool_error", ctypes.c_char_p)
+    _bind("llama_kvtool_enable", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32)
+    _bind("llama_kvtool_row_layers", ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+    _bind("llama_kvtool_cache_bytes", ctypes.c_int64, ctypes.c_void_p)
+    _bind(
+        "llama_kvtool_read",
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_int32,
+    )
+    _bind("llama_kvtool_apply", ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Edit))
+
+
+def library_path() -> Path:
+    """The shared library that is loaded."""
+    return Path(_lib._name)
+
+
+def library_info() -> dict[str, object]:
+    """What is built: version, path, patched, abi, abi_wanted, digest, devices, system_info."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        package = version("llama-cpp-python")
+    except PackageNotFoundError:
+        package = "unknown"
+    return {
+        "version": package,
+        "path": str(library_path()),
+        "patched": _is_patched(),
+        "abi": _lib.llama_kvtool_abi() if _is_patched() else None,
+        "abi_wanted": ABI,
+        "digest": _lib.llama_kvtool_digest().decode() if _is_patched() else None,
+        "devices": devices(),
+        "system_info": api.llama_print_system_info().decode().strip(),
+    }
+
+
+def require_patched() -> None:
+    """Raises LibraryError unless the library has our patch, of the ABI that this kvtool speaks."""
+    if not _is_patched():
+        raise LibraryError(
+            f"the llama.cpp in {library_path().parent} is not patched for kvtool; build the right one: make setup"
+        )
+    abi = _lib.llama_kvtool_abi()
+    if abi != ABI:
+        raise LibraryError(
+            f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
+            f"this kvtool ABI {ABI}; build the right one: make setup"
+        )
+
+
+_DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
+
+
+def devices() -> list[dict[str, object]]:
+    """The devices of ggml: name, description, type, memory_total and memory_free in bytes."""
+    _start_backends()
+    _bind("ggml_backend_dev_count", ctypes.c_size_t)
+    _bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    _bind("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    _bind("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    _bind("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    size = ctypes.POINTER(ctypes.c_size_t)
+    _bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
+    found = []
+    for i in range(_lib.ggml_backend_dev_count()):
+        device = _lib.ggml_backend_dev_get(i)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        _lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        kind = _lib.ggml_backend_dev_type(device)
+        found.append(
+            {
+                "name": _lib.ggml_backend_dev_name(device).decode(),
+                "description": _lib.ggml_backend_dev_description(device).decode(),
+                "type": _DEVICE_TYPES[kind] if kind < len(_DEVICE_TYPES) else str(kind),
+                "memory_total": total.value,
+                "memory_free": free.value,
+            }
+        )
+    return found
+
+
+def has_gpu() -> bool:
+    """Whether any device is not the CPU (RPC devices count)."""
+    return any(device["type"] in ("gpu", "igpu") for device in devices())
+
+
+def add_rpc(endpoint: str) -> None:
+    """Adds the devices of an rpc-server at host:port; models loaded later use them."""
+    _start_backends()
+    _bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    _bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    _bind("ggml_backend_register", None, ctypes.c_void_p)
+    registry = _lib.ggml_backend_reg_by_name(b"RPC")
+    if not registry:
+        raise LibraryError("llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON make setup")
+    address = _lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
+    add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
+    server = add_server(endpoint.encode())
+    if not server:
+        raise LibraryError(f"no rpc-server answers at {endpoint}")
+    _lib.ggml_backend_register(server)
+
+
+_log_tail: deque[str] = deque(maxlen=8)
+_verbose = False
+
+
+@api.llama_log_callback
+def _log(level: int, text: bytes, _: object) -> None:
+    line = text.decode("utf-8", "replace")
+    if level >= 3 and level != 4 and line.strip():
+        _log_tail.append(line.strip())
+    if _verbose:
+        sys.stderr.write(line)
+
+
+_started = False
+
+
+def _start_backends() -> None:
+    global _started
+    if not _started:
+        api.llama_log_set(_log, ctypes.c_void_p(0))
+        api.llama_backend_init()
+        _started = True
+
+
+def set_verbose(on: bool) -> None:
+    """Whether llama.cpp's own log goes to stderr."""
+    global _verbose
+    _verbose = on
+    _start_backends()
+
+
+def _because() -> str:
+    """llama.cpp's last complaint, for the end of an error message."""
+    return f": {_log_tail[-1]}" if _log_tail else ""
+
+
+class Model:
+    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it."""
+
+    def __init__(self, path: Path | str, *, n_gpu_layers: int | None = None) -> None:
+        require_patched()
+        _start_backends()
+        _log_tail.clear()
+        params = api.llama_model_default_params()
+        if n_gpu_layers is not None:
+            params.n_gpu_layers = n_gpu_layers
+        self.path = Path(path)
+        self._model = api.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise ModelError(f"llama.cpp cannot load {path}{_because()}")
+        self._vocab = api.llama_model_get_vocab(self._model)
+        self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
+        self.bos: int = api.llama_vocab_bos(self._vocab)
+        self.eos: int = api.llama_vocab_eos(self._vocab)
+        self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
+
+    def close(self) -> None:
+        if self._model:
+            api.llama_model_free(self._model)
+            self._model = None
+
+    def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
+        """Tokens i32[n]. special: markers like <|im_end|> in the text become their tokens. start: BOS if the model wants it."""
+        data = text.encode()
+        room = len(data) + 8
+        while True:
+            tokens = (api.llama_token * room)()
+            n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+            if n >= 0:
+                return np.array(tokens[:n], np.int32)
+            room = -n
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of a token, perhaps a part of a character. special: markers are written out."""
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = api.llama_token_to_piece(self._vocab, int(token), buffer, room, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether the token is one of the model's end-of-generation tokens."""
+        return bool(api.llama_vocab_is_eog(self._vocab, int(token)))
+
+    def chat_template(self) -> str | None:
+        """The Jinja template in the model's header."""
+        text = api.llama_model_chat_template(self._model, None)
+        return text.decode() if text else None
+
+
+class Context:
+    """A cache of n_cell cells and the decode that fills it, for one sequence.
+
+    signals: what `read` can be asked for. n_output: the most tokens of a step whose logits are wanted.
+    Raises UsageError for cache types that cannot go together, LibraryError for what llama.cpp refuses.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_cell: int,
+        n_batch: int,
+        signals: Signal = Signal.NONE,
+        *,
+        n_output: int = 1,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash: str = "auto",
+        n_threads: int | None = None,
+    ) -> None:
+        self.model = model
+        self.n_batch = n_batch
+        params = api.llama_context_default_params()
+        params.n_ctx = n_cell
+        params.n_batch = params.n_ubatch = n_batch
+        params.n_seq_max = 1
+        params.n_outputs_max = min(n_output, n_batch)
+        if n_threads is None:
+            n_threads = os.cpu_count() or 1
+        params.n_threads = params.n_threads_batch = n_threads
+        params.type_k = CACHE_TYPES[type_k]
+        params.type_v = CACHE_TYPES[type_v]
+        params.flash_attn_type = FLASH[_choose_flash(flash, type_v)]
+        _log_tail.clear()
+        self._context = api.llama_init_from_model(model._model, params)
+        if not self._context:
+            raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{_because()}")
+        self.n_cell: int = api.llama_n_ctx(self._context)
+        self.n_row: int = _lib.llama_kvtool_enable(self._context, int(signals))
+        if self.n_row < 0:
+            why = _kvtool_error()
+            self.close()
+            raise ModelError(f"{model.path.name} cannot be used yet: {why}")
+        self.row_layers = np.empty(self.n_row, np.int32)
+        _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        self._batch = api.llama_batch_init(n_batch, 0, 1)
+        self._n_output = 0
+
+    def close(self) -> None:
+        if self._context:
+            api.llama_free(self._context)
+            self._context = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the K and V tensors."""
+        return _lib.llama_kvtool_cache_bytes(self._context)
+
+    def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        n = len(tokens)
+        batch = self._batch
+        batch.n_tokens = n
+        for i in range(n):
+            batch.token[i] = tokens[i]
+            batch.pos[i] = pos_0 + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = i >= n - n_output
+        _log_tail.clear()
+        status = api.llama_decode(self._context, batch)
+        if status != 0:
+            raise LibraryError(f"llama.cpp cannot decode (status {status}){_because()}")
+        self._n_output = n_output
+
+    def logits(self) -> np.ndarray:
+        """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
+        pointer = api.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
+
+    def read(self, signal: Signal, n_kv: int) -> np.ndarray:
+        """One signal since the last edit, f32[row, n_kv]."""
+        out = np.empty((self.n_row, n_kv), np.float32)
+        _check(_lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
+        return out
+
+    def apply(
+        self,
+        moves: np.ndarray,
+        n_keep: int,
+        pos_0: int,
+        merge: Merge | None = None,
+        *,
+        force_graph: bool = False,
+    ) -> None:
+        """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; then cells 0..n_keep-1 live.
+
+        Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep.
+        Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
+        """
+        moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
+        edit = _Edit(
+            moves=moves.ctypes.data_as(ctypes.POINTER(_Move)),
+            n_move=len(moves),
+            n_keep=n_keep,
+            pos_0=pos_0,
+            force_graph=force_graph,
+        )
+        terms = np.empty(0, TERM)
+        if merge is not None:
+            terms = np.empty(len(merge.row), TERM)
+            for name in TERM.names:
+                terms[name] = getattr(merge, name)
+            edit.terms = terms.ctypes.data_as(ctypes.POINTER(_Term))
+            edit.n_term = len(terms)
+        _check(_lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+
+    def state(self) -> bytes:
+        """The raw bytes of all live cells, as llama.cpp saves a sequence."""
+        n = api.llama_state_seq_get_size(self._context, 0)
+        buffer = (ctypes.c_uint8 * n)()
+        return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
+
+
+def _choose_flash(flash: str, type_v: str) -> str:
+    if flash == "off" and type_v in _QUANTIZED:
+        raise UsageError(f"a {type_v} V cache needs flash attention: -fa on, or another -ctv")
+    if flash == "auto":
+        if type_v in _QUANTIZED:
+            return "on"
+        # on a CPU a transposed V without flash attention is faster from 512 cells on, and never much slower
+        return "auto" if has_gpu() else "off"
+    return flash
+
+
+def _kvtool_error() -> str:
+    return _lib.llama_kvtool_error().decode()
+
+
+def _check(status: int) -> None:
+    if status < 0:
+        raise LibraryError(f"llama.cpp refused: {_kvtool_error()}")
+
+
+class Sampler:
+    """llama.cpp's own chain of samplers, in its own order. temp <= 0 is greedy."""
+
+    def __init__(
+        self,
+        *,
+        temp: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repeat_penalty: float,
+        seed: int | None,
+    ) -> None:
+        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        self._chain = chain
+        if repeat_penalty != 1.0:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_penalties(64, repeat_penalty, 0.0, 0.0))
+        if temp <= 0:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_greedy())
+            return
+        if top_k > 0:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_k(top_k))
+        if top_p < 1:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_p(top_p, 1))
+        if min_p > 0:
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_min_p(min_p, 1))
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(temp))
+        random_seed = 0xFFFFFFFF
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(random_seed if seed is None else seed))
+
+    def sample(self, context: Context) -> int:
+        """The next token, from the last logits of the context."""
+        return api.llama_sampler_sample(self._chain, context._context, -1)
+
+    def close(self) -> None:
+        if self._chain:
+            api.llama_sampler_free(self._chain)
+            self._chain = None
+
+
+def tokens_of(values: Sequence[int]) -> np.ndarray:
+    """Any sequence of token numbers as i32[n]."""
+    return np.asarray(values, np.int32)

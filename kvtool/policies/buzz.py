@@ -1,0 +1,151 @@
+"""BUZZ: sinks, a window, and between them one token a segment stay (Zhao et al. 2024, arXiv:2410.23079).
+
+Section 3.3. At an eviction the tokens that came to the middle since the last one are cut into segments of
+`stride`, and the one with the highest attention sum stays, the oldest among equals (Algorithm 2). Those that
+have survived an eviction there are thinned by half that stride, whatever their attention: the first of each
+group stays (Algorithm 1). Where that leaves too many, after a long prompt, the middle is thinned again
+(Remark 2). The paper's k, w, T and s are our sinks, window, threshold and stride.
+
+Evicts when more than `threshold` tokens are in the middle: sinks + window + threshold + 1 is the budget.
+Slack is ignored, the threshold plays its part.
+
+Differs from the paper: one decision a KV head, on the sum over its group of query heads (the paper has no
+grouped queries); attention is not scaled by log n (section 3.5). The authors' code sets the attention sums
+of thinned tokens to zero; they are never read again either way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels import kernel
+from kvtool.policy import Plan, Signal, View
+
+_SINKS = 4
+_STRIDE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class BUZZ:
+    """sinks: first tokens, never evicted. window: newest tokens, likewise. threshold: the most between them.
+
+    stride: tokens in a segment; half of it in a group of old ones. Unless given, window and threshold share
+    the budget by Theorem 3.1; if one of them is given, the other takes the rest.
+    """
+
+    budget: int
+    slack: int
+    window: int
+    threshold: int
+    sinks: int = _SINKS
+    stride: int = _STRIDE
+
+    reads: ClassVar[Signal] = Signal.ATTENTION
+    paper: ClassVar[str] = "arXiv:2410.23079"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise ValueError(f"sinks must not be negative, got {self.sinks}")
+        if self.stride < 3:
+            raise ValueError(f"stride must be 3 or more (or old tokens are never thinned), got {self.stride}")
+        if self.window < 1:
+            raise ValueError(f"window must be 1 or more, got {self.window}")
+        # of 2 tokens, one old and one new, sampling frees none
+        if self.threshold < 2:
+            raise ValueError(
+                f"threshold must be 2 or more, got {self.threshold} (the budget of {self.budget} less "
+                f"{self.sinks} sinks, {self.window} window and the token being decoded)"
+            )
+        if (total := self.sinks + self.window + self.threshold + 1) != self.budget:
+            raise ValueError(
+                f"sinks {self.sinks} + window {self.window} + threshold {self.threshold} + 1 for the token "
+                f"being decoded must be the budget of {self.budget}, got {total}"
+            )
+
+    @classmethod
+    def fit(
+        cls,
+        budget: int,
+        slack: int,
+        *,
+        window: int | None = None,
+        threshold: int | None = None,
+        sinks: int = _SINKS,
+        stride: int = _STRIDE,
+    ) -> BUZZ:
+        rest = budget - 1 - sinks
+        if window is None:
+            window = _best_window(rest, stride) if threshold is None else rest - threshold
+        if threshold is None:
+            threshold = rest - window
+        return cls(budget, slack, window, threshold, sinks, stride)
+
+    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
+        """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""
+        return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
+
+    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+        mass, old = state
+        mass[:, : view.n_kv] += view.attn
+        keep = np.ones(view.pos.shape, np.bool_)
+        if view.n_kv >= self.budget:
+            # no two positions of a row are equal: the sort need not be stable
+            order = np.argsort(view.pos, axis=1)
+            first = max(self.sinks, view.pinned)
+            _sample(order, view.pos, mass, first, self.window, self.budget - 1, self.stride, old, keep)
+        return Plan(keep)
+
+
+def _best_window(rest: int, stride: int) -> int:
+    """The window when window + threshold = rest and threshold / window is that of equation 6."""
+    if stride % 2:
+        return max(rest * (stride + 1) // (stride * stride + stride + 2), 1)
+    return max(rest // max(stride, 1), 1)
+
+
+@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, u1[:,::1], b1[:,::1])")
+def _sample(order, pos, mass, first, window, n_max, stride, old, keep):
+    """order i64[row, n]: cells, oldest first; pos i32[row, n], mass f32[row, n or more] -> keep b1[row, n].
+
+    At most n_max stay: tokens before position `first`, the newest `window`, which gives way where both do not
+    fit, and what is sampled from the middle, whose old tokens are older than its new ones. Sets old
+    u1[row, n or more] for a token of the middle that stays.
+    """
+    n_row, n = order.shape
+    small_stride = (stride + 1) // 2
+    stays = np.empty(n, np.int64)
+    for row in range(n_row):
+        begin = 0
+        while begin < n and pos[row, order[row, begin]] < first:
+            begin += 1
+        n_window = max(min(window, n_max - begin), 0)
+        room = max(n_max - begin - n_window, 0)
+        n_stay = n_old = n_new = 0
+        for i in range(begin, n - n_window):
+            cell = order[row, i]
+            keep[row, cell] = False
+            if old[row, cell]:
+                if n_old % small_stride == 0:
+                    stays[n_stay] = cell
+                    n_stay += 1
+                n_old += 1
+            else:
+                if n_new % stride == 0:
+                    stays[n_stay] = cell
+                    n_stay += 1
+                elif mass[row, cell] > mass[row, stays[n_stay - 1]]:
+                    stays[n_stay - 1] = cell
+                n_new += 1
+        while n_stay > room > 0:
+            for i in range(0, n_stay, small_stride):
+                stays[i // small_stride] = stays[i]
+            n_stay = (n_stay + small_stride - 1) // small_stride
+        for i in range(min(n_stay, room)):
+            keep[row, stays[i]] = True
+            old[row, stays[i]] = 1
+
+
+POLICY = BUZZ

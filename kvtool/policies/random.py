@@ -1,0 +1,70 @@
+"""Random: the newest tokens and a uniformly random choice of the others stay.
+
+The baseline that a score must beat. The choice is drawn afresh at every plan and for every row; it is a
+hash of (seed, row, token, step), so that a stream can be repeated and nothing has to be remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels import keep_highest
+from kvtool.policy import Plan, Signal, View, check_kept, protected
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, too.
+
+    seed: another seed, another choice.
+    """
+
+    budget: int
+    slack: int
+    window: int
+    sinks: int = 0
+    seed: int = 0
+
+    reads: ClassVar[Signal] = Signal.NONE
+    paper: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_kept(self.budget, self.slack, self.sinks, self.window)
+
+    @classmethod
+    def fit(cls, budget: int, slack: int, **params: object) -> Random:
+        return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
+
+    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
+        return ()
+
+    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+        n_keep = self.budget - self.slack
+        keep = np.empty(view.pos.shape, np.bool_)
+        score = _draw(self.seed, view.next, view.pos)
+        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
+        return Plan(keep)
+
+
+def _draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
+    """pos i32[row, n] -> f32[row, n]: whole numbers below 2**24, which a float32 holds exactly."""
+    # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
+    hashed = _mix(np.array([seed % 2**64], np.uint64))
+    hashed = _mix(hashed + np.uint64(step))
+    hashed = _mix(hashed + np.arange(pos.shape[0], dtype=np.uint64))
+    hashed = _mix(hashed[:, None] + pos.astype(np.uint64))
+    return (hashed >> np.uint64(40)).astype(np.float32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """u64 -> u64: one step of splitmix64 (Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+POLICY = Random

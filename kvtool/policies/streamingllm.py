@@ -1,0 +1,50 @@
+"""StreamingLLM: the first tokens and the newest ones stay (Xiao et al. 2023, arXiv:2309.17453, section 3.2).
+
+The paper's attention sinks are our sinks, its rolling KV cache is our window. Its positions within the
+cache are not a policy's matter.
+
+Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels import keep_highest
+from kvtool.policy import Plan, Signal, View, check_kept
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingLLM:
+    """sinks: first tokens, never evicted; the window is all the rest."""
+
+    budget: int
+    slack: int
+    sinks: int = 4
+
+    reads: ClassVar[Signal] = Signal.NONE
+    paper: ClassVar[str] = "arXiv:2309.17453"
+
+    def __post_init__(self) -> None:
+        check_kept(self.budget, self.slack, self.sinks, window=1)
+
+    @classmethod
+    def fit(cls, budget: int, slack: int, **params: object) -> StreamingLLM:
+        return cls(budget, slack, **params)
+
+    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
+        return ()
+
+    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+        keep = np.empty(view.pos.shape, np.bool_)
+        # among equal scores the newer token stays
+        equal = np.zeros(view.pos.shape, np.float32)
+        first = max(self.sinks, view.pinned)
+        keep_highest(view.pos, equal, first, view.next, self.budget - self.slack, keep)
+        return Plan(keep)
+
+
+POLICY = StreamingLLM

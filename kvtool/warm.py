@@ -1,0 +1,63 @@
+"""Compiles every kernel into the disk cache: `python -m kvtool.warm`, so that no user waits for numba.
+
+Standard library only until there is something to compile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvtool.paths import cache_dir
+
+
+def kernel_dir() -> Path:
+    """kernels.CACHE_DIR, found without importing numba; a test compares the two."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
+        digest.update(path.read_bytes())
+    digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
+    return cache_dir() / "kernels" / digest.hexdigest()[:16]
+
+
+def stamp() -> Path:
+    """The file that says: all kernels are compiled, for this Python and this numba."""
+    try:
+        numba = version("numba")
+    except PackageNotFoundError:
+        numba = "none"
+    return kernel_dir() / f"compiled-{sys.implementation.cache_tag}-numba-{numba}"
+
+
+def is_warm() -> bool:
+    return stamp().is_file()
+
+
+def warm() -> None:
+    """Imports every module with kernels: each has its signature, and so is compiled on import."""
+    if is_warm() or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+        return
+    from kvtool import policies
+
+    modules = ["kvtool.kernels", "kvtool.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
+    tty = sys.stderr.isatty()
+    for n_done, module in enumerate(modules, start=1):
+        if tty:
+            sys.stderr.write(f"\rcompiling kernels (once): {n_done}/{len(modules)} ")
+            sys.stderr.flush()
+        elif n_done == 1:
+            sys.stderr.write(f"compiling the kernels of {len(modules)} modules (once)\n")
+        import_module(module)
+    if tty:
+        sys.stderr.write("\n")
+    kernel_dir().mkdir(parents=True, exist_ok=True)
+    stamp().touch()
+
+
+if __name__ == "__main__":
+    warm()

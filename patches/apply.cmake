@@ -1,0 +1,71 @@
+# Brings kvtool's patch into llama-cpp-python's build. CMake includes this file at the end of
+# project(llama_cpp), in the unpacked source distribution, when it gets
+#   -DCMAKE_PROJECT_llama_cpp_INCLUDE=<absolute path of this file>
+# -DKVTOOL_PATCH=OFF leaves llama.cpp as it is (for comparing with it).
+
+set(kvtool_llama "${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.cpp")
+set(kvtool_files hooks.patch llama-kvtool.h llama-kvtool.cpp)
+
+if(NOT DEFINED KVTOOL_PATCH)
+    set(KVTOOL_PATCH ON)
+endif()
+
+if(KVTOOL_PATCH)
+    if(NOT IS_DIRECTORY "${kvtool_llama}/src")
+        message(FATAL_ERROR "kvtool: no llama.cpp in ${kvtool_llama}; "
+            "this is not llama-cpp-python's source distribution")
+    endif()
+
+    set(kvtool_digest "")
+    foreach(file IN LISTS kvtool_files)
+        if(NOT EXISTS "${CMAKE_CURRENT_LIST_DIR}/${file}")
+            message(FATAL_ERROR "kvtool: ${file} is missing beside apply.cmake in ${CMAKE_CURRENT_LIST_DIR}")
+        endif()
+        file(SHA256 "${CMAKE_CURRENT_LIST_DIR}/${file}" kvtool_sha256)
+        string(APPEND kvtool_digest "${kvtool_sha256}")
+    endforeach()
+    string(SHA256 kvtool_digest "${kvtool_digest}")
+
+    # pip's build names its Python in one of these
+    set(kvtool_python "")
+    foreach(variable Python3_EXECUTABLE Python_EXECUTABLE PYTHON_EXECUTABLE)
+        if(NOT kvtool_python AND ${variable})
+            set(kvtool_python "${${variable}}")
+        endif()
+    endforeach()
+    if(NOT kvtool_python)
+        find_program(kvtool_any_python NAMES python3 python)
+        set(kvtool_python "${kvtool_any_python}")
+    endif()
+    if(NOT kvtool_python)
+        message(FATAL_ERROR "kvtool: no Python to apply hooks.patch with; name one with -DPython3_EXECUTABLE=")
+    endif()
+
+    # the second call must find the patch applied: a patch that did nothing must not go unnoticed
+    foreach(expected applied before)
+        execute_process(
+            COMMAND "${kvtool_python}" "${CMAKE_CURRENT_LIST_DIR}/apply.py"
+                "${CMAKE_CURRENT_LIST_DIR}/hooks.patch" "${kvtool_llama}"
+            RESULT_VARIABLE kvtool_result
+            OUTPUT_VARIABLE kvtool_output
+            ERROR_VARIABLE kvtool_output
+            OUTPUT_STRIP_TRAILING_WHITESPACE)
+        if(NOT kvtool_result EQUAL 0 OR NOT kvtool_output MATCHES "${expected}")
+            message(FATAL_ERROR "kvtool: the patch does not apply to this llama.cpp (${kvtool_output}); "
+                "it is for the version in ${CMAKE_CURRENT_LIST_DIR}/UPSTREAM, unchanged")
+        endif()
+    endforeach()
+
+    foreach(file llama-kvtool.h llama-kvtool.cpp)
+        configure_file("${CMAKE_CURRENT_LIST_DIR}/${file}" "${kvtool_llama}/src/${file}" COPYONLY)
+    endforeach()
+    file(CONFIGURE OUTPUT "${kvtool_llama}/src/llama-kvtool-digest.h" @ONLY
+        CONTENT "#define LLAMA_KVTOOL_DIGEST \"@kvtool_digest@\"\n")
+    message(STATUS "kvtool: patched, digest ${kvtool_digest}")
+endif()
+
+# Only mtmd's programs need llama.cpp's common library, and it is a good part of the build. llama-cpp-python forces
+# its cache entry ON; a plain variable hides that (policy CMP0126).
+if(DEFINED LLAVA_BUILD AND NOT LLAVA_BUILD)
+    set(LLAMA_BUILD_COMMON OFF)
+endif()

@@ -1,0 +1,32 @@
+"""Random: of tokens outside window and sinks that with the lowest hash goes, one at a time."""
+
+
+def keep(rows, *, next, pinned, budget, slack, window, sinks, seed):
+    return [_keep(row, next, max(sinks, pinned), budget - slack, window, seed) for row in rows]
+
+
+def _keep(row, next, first, n_keep, window, seed):
+    recent = next - min(window, n_keep - first)
+    alive = list(row)
+    while len(alive) > n_keep:
+        lowest = min(
+            (token for token in alive if first <= token["pos"] < recent),
+            key=lambda token: (_hash(seed, next, token["row"], token["pos"]) >> 40, token["pos"]),
+        )
+        alive.remove(lowest)
+    return [token["pos"] for token in alive]
+
+
+def _hash(*numbers):
+    state = 0
+    for number in numbers:
+        state = splitmix64((state + number) % 2**64)
+    return state
+
+
+def splitmix64(x):
+    """The output of the generator in state x, as its authors publish it (prng.di.unimi.it/splitmix64.c)."""
+    z = (x + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)

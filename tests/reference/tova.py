@@ -1,0 +1,18 @@
+"""TOVA (arXiv:2401.06104): the least attended, oldest token goes, one at a time."""
+
+
+def keep(rows, *, next, pinned, budget, slack, per, window, sinks):
+    scores = [{token["pos"]: token["last"] for token in row} for row in rows]
+    if per == "layer":
+        total = {pos: sum(score[pos] for score in scores) for pos in scores[0]}
+        scores = [total] * len(rows)
+    first, n_keep = max(sinks, pinned), budget - slack
+    return [_keep(score, next, first, n_keep, window) for score in scores]
+
+
+def _keep(score, next, first, n_keep, window):
+    recent = next - min(window, n_keep - first)
+    alive = sorted(score)
+    while len(alive) > n_keep:
+        alive.remove(min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos)))
+    return alive

@@ -1,0 +1,294 @@
+"""A Llama by the definition: every row has a list of the entries it still has, and evicting takes them out.
+
+There are no cells, and keys are stored as they were before RoPE: they are rotated from there at every
+step, so that nothing drifts. Weights are F32; all else but the matrix products with them is float64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+
+POSITIONS = ("original", "in-cache", "auto")
+
+
+class Llama:
+    """The F32 weights and the numbers of a GGUF, architecture llama or (without biases) qwen2."""
+
+    def __init__(self, path):
+        reader = gguf.GGUFReader(path)
+        arch = reader.fields["general.architecture"].contents()
+
+        def number(key, default=None):
+            field = reader.fields.get(f"{arch}.{key}")
+            return default if field is None else field.contents()
+
+        if arch not in ("llama", "qwen2"):
+            raise ValueError(f"architecture must be llama or qwen2, got {arch}")
+        if number("rope.scaling.type", "none") != "none":
+            raise ValueError("RoPE scaling is not known here")
+        self.pairs_are_halves = arch == "qwen2"
+        self.n_layer = number("block_count")
+        self.n_head = number("attention.head_count")
+        self.n_head_kv = number("attention.head_count_kv", self.n_head)
+        self.n_ctx_train = number("context_length")
+        self.eps = number("attention.layer_norm_rms_epsilon")
+        self.head_dim = number("attention.key_length", number("embedding_length") // self.n_head)
+        if number("rope.dimension_count", self.head_dim) != self.head_dim:
+            raise ValueError("RoPE over a part of the head is not known here")
+        self.freq = number("rope.freq_base", 10000.0) ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        self._phase = np.empty((0, self.head_dim // 2), np.complex128)
+
+        weights = {}
+        for tensor in reader.tensors:
+            if tensor.tensor_type != gguf.GGMLQuantizationType.F32:
+                raise ValueError(f"{tensor.name} must be F32, got {tensor.tensor_type.name}")
+            weights[tensor.name.removesuffix(".weight")] = tensor.data.view(np.ndarray)
+        self.embd = weights.pop("token_embd")
+        self.output_norm = weights.pop("output_norm")
+        self.output = weights.pop("output", self.embd)
+        names = (
+            *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
+            *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+        )
+        self.layers = [{name: weights.pop(f"blk.{i}.{name}") for name in names} for i in range(self.n_layer)]
+        if weights:
+            raise ValueError(f"tensors not known here: {', '.join(weights)}")
+
+    def norm(self, x, weight):
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
+
+    def pairs(self, x):
+        """x f64[..., head_dim] -> c128[..., head_dim / 2], so that a rotation is a product."""
+        half = self.head_dim // 2
+        re, im = (x[..., :half], x[..., half:]) if self.pairs_are_halves else (x[..., 0::2], x[..., 1::2])
+        return re + 1j * im
+
+    def rotate(self, pairs, rot):
+        """pairs c128[..., n, head_dim / 2], rot i64[n] -> f64[..., n, head_dim], in the order of the pairs.
+
+        Only products of two such vectors have a meaning; the order of their axes has none.
+        """
+        if len(rot) and rot.max() >= len(self._phase):
+            self._phase = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq))
+        return (pairs * self._phase[rot]).view(np.float64)
+
+
+class Row:
+    """The entries of one (layer, KV head), in the order of the stream.
+
+    pos i64[n]: in the stream. rot i64[n]: what the key is rotated by. key c128[n, head_dim / 2]: before
+    RoPE. value f64[n, head_dim]. mass f64[n]: attention sum over all queries so far and the group.
+    last f64[n]: attention of the newest query, summed over the group. old: the policy's own, False at
+    first. number: of the row among those of all layers.
+    """
+
+    def __init__(self, number, head_dim):
+        self.number = number
+        self.pos = np.empty(0, np.int64)
+        self.rot = np.empty(0, np.int64)
+        self.key = np.empty((0, head_dim // 2), np.complex128)
+        self.value = np.empty((0, head_dim))
+        self.mass = np.empty(0)
+        self.last = np.empty(0)
+        self.old = []
+
+    def __len__(self):
+        return len(self.pos)
+
+    def append(self, pos, rot, key, value):
+        none_yet = np.zeros(len(pos))
+        self.pos = np.concatenate((self.pos, pos))
+        self.rot = np.concatenate((self.rot, rot))
+        self.key = np.concatenate((self.key, key))
+        self.value = np.concatenate((self.value, value))
+        self.mass = np.concatenate((self.mass, none_yet))
+        self.last = np.concatenate((self.last, none_yet))
+        self.old += [False] * len(pos)
+
+    def records(self):
+        columns = zip(self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.old, strict=True)
+        return [
+            {"pos": pos, "mass": mass, "last": last, "old": old, "row": self.number}
+            for pos, mass, last, old in columns
+        ]
+
+    def keep(self, positions):
+        index = self.index(positions)
+        if not np.all(np.diff(index) > 0):
+            raise ValueError(f"the positions that stay must be sorted and no two equal, got {positions}")
+        for name in ("pos", "rot", "key", "value", "mass", "last"):
+            setattr(self, name, getattr(self, name)[index])
+        self.old = [self.old[i] for i in index]
+
+    def merge(self, terms):
+        """terms {dst pos: [(src pos, weight), ...]}; every source is read before any value is written."""
+        merged = {
+            dst: sum(weight * self.value[self.index([src])[0]] for src, weight in sources)
+            for dst, sources in terms.items()
+        }
+        for dst, value in merged.items():
+            self.value[self.index([dst])[0]] = value
+
+    def index(self, positions):
+        index = np.searchsorted(self.pos, positions)
+        if np.any(index == len(self)) or np.any(self.pos[index] != positions):
+            raise ValueError(f"not all of these positions are in the row: {positions}")
+        return index
+
+
+class Stream:
+    """A text being decoded. rows[layer][head]: what is left of it. next: position of the next token.
+
+    counter: what the next token's query and key are rotated by; it starts at `counter`.
+    """
+
+    def __init__(self, model, *, positions="original", n_ctx_train=None, counter=0):
+        if positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
+        self.model = model
+        self.positions = positions
+        self.n_ctx_train = n_ctx_train or model.n_ctx_train
+        self.in_cache = positions == "in-cache"
+        self.counter = counter
+        self.next = 0
+        self.rows = [
+            [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
+            for i in range(model.n_layer)
+        ]
+
+    @property
+    def n(self):
+        """Entries of every row."""
+        counts = {len(row) for rows in self.rows for row in rows}
+        if len(counts) != 1:
+            raise ValueError(f"all rows must keep the same number of entries, got {sorted(counts)}")
+        return counts.pop()
+
+    def decode(self, tokens):
+        """Logits f64[n_tokens, n_vocab] of a batch; its attention goes into the rows' mass and last."""
+        m = len(tokens)
+        self._make_room(m)
+        pos = np.arange(self.next, self.next + m)
+        rot = np.arange(self.counter, self.counter + m)
+        x = self.model.embd[np.asarray(tokens)].astype(np.float64)
+        for layer, rows in zip(self.model.layers, self.rows, strict=True):
+            x = x + self._attend(layer, rows, self.model.norm(x, layer["attn_norm"]), pos, rot)
+            h = self.model.norm(x, layer["ffn_norm"])
+            gate = _linear(h, layer["ffn_gate"])
+            x = x + _linear(gate / (1 + np.exp(-gate)) * _linear(h, layer["ffn_up"]), layer["ffn_down"])
+        self.next += m
+        self.counter += m
+        return _linear(self.model.norm(x, self.model.output_norm), self.model.output)
+
+    def evict(self, keep, *, pinned, budget, slack, **params):
+        """Lets `keep` choose, layer by layer, and takes out what does not stay."""
+        for rows in self.rows:
+            records = [row.records() for row in rows]
+            answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
+            kept, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
+            for row, own, positions, terms in zip(rows, records, kept, merges, strict=True):
+                row.old = [record["old"] for record in own]
+                row.merge(terms)
+                row.keep(positions)
+        if self.in_cache:
+            self._close_gaps(self.counter)
+
+    def _attend(self, layer, rows, h, pos, rot):
+        """The attention block's output f64[n_tokens, n_embd] for the normed input h."""
+        model, m = self.model, len(pos)
+
+        def heads(name, n_head):
+            """f64[n_head, n_tokens, head_dim]"""
+            return _linear(h, layer[name]).reshape(m, n_head, model.head_dim).swapaxes(0, 1)
+
+        query = model.rotate(model.pairs(heads("attn_q", model.n_head)), rot)
+        key = model.pairs(heads("attn_k", model.n_head_kv))
+        value = heads("attn_v", model.n_head_kv)
+        group = model.n_head // model.n_head_kv
+        out = np.empty((model.n_head, m, model.head_dim))
+        for i, row in enumerate(rows):
+            row.append(pos, rot, key[i], value[i])
+            mine = slice(i * group, (i + 1) * group)
+            scores = query[mine] @ model.rotate(row.key, row.rot).T / np.sqrt(model.head_dim)
+            scores[:, row.pos > pos[:, None]] = -np.inf
+            attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            attn /= attn.sum(axis=-1, keepdims=True)
+            out[mine] = attn @ row.value
+            row.mass += attn.sum(axis=(0, 1))
+            row.last = attn[:, -1].sum(axis=0)
+        return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
+
+    def _make_room(self, m):
+        """Goes over to small in-cache positions when m more tokens would go past the trained context."""
+        if self.positions == "original" or self.counter + m <= self.n_ctx_train:
+            return
+        n = self.n
+        if n + m > self.n_ctx_train:
+            raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
+        self.in_cache = True
+        self.counter = n
+        self._close_gaps(n)
+
+    def _close_gaps(self, end):
+        n = self.n
+        for rows in self.rows:
+            for row in rows:
+                row.rot = np.arange(end - n, end)
+
+
+class Result(NamedTuple):
+    """nll f64[n - 1]: of every token but the first. logits f64[n, n_vocab], or None. stream: as it ended."""
+
+    nll: np.ndarray
+    logits: np.ndarray | None
+    stream: Stream
+
+
+def run(
+    model,
+    tokens,
+    *,
+    budget=None,
+    slack=None,
+    keep=None,
+    pinned=0,
+    positions="original",
+    n_ctx_train=None,
+    counter=0,
+    logits=False,
+    **params,
+):
+    """Scores a text in batches of `slack` tokens (all at once without a slack), never over the budget.
+
+    Whenever the rows hold `budget` entries (None: never), keep(rows, *, next, pinned, budget, slack,
+    **params) says for the rows of one layer which positions stay, rows being lists of records
+    {pos, mass, last, old, row} in the order of the stream; or (positions, merges), with terms for Row.merge.
+    """
+    stream = Stream(model, positions=positions, n_ctx_train=n_ctx_train, counter=counter)
+    nll, kept_logits, at = [], [], 0
+    while at < len(tokens):
+        m = min(slack or len(tokens), len(tokens) - at)
+        if budget is not None:
+            m = min(m, budget - stream.n)
+        if m < 1:
+            raise ValueError(f"an eviction must leave fewer than {budget} entries, got {stream.n}")
+        batch_logits = stream.decode(tokens[at : at + m])
+        at += m
+        targets = np.asarray(tokens[at - m + 1 : at + 1], np.int64)
+        scored = batch_logits[: len(targets)]
+        top = scored.max(axis=-1)
+        total = np.log(np.exp(scored - top[:, None]).sum(axis=-1)) + top
+        nll.append(total - scored[np.arange(len(targets)), targets])
+        if logits:
+            kept_logits.append(batch_logits)
+        if budget is not None and stream.n >= budget:
+            stream.evict(keep, pinned=pinned, budget=budget, slack=slack, **params)
+    return Result(np.concatenate(nll), np.concatenate(kept_logits) if logits else None, stream)
+
+
+def _linear(x, weight):
+    """x f64[n, n_in], weight f32[n_out, n_in] -> f64[n, n_out]"""
+    return (x.astype(np.float32) @ weight.T).astype(np.float64)

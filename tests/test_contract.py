@@ -1,0 +1,197 @@
+"""What every policy promises, whichever it is: found by name, never by type."""
+
+import re
+from dataclasses import fields
+from functools import partial
+
+import numpy as np
+import pytest
+from reference.cache import Cache
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.policy import Signal, View
+
+BUDGETS = [16, 40, 65]
+
+every_policy = pytest.mark.parametrize("name", policies.names())
+# full promises the opposite of the rest: it never evicts
+every_evicting_policy = pytest.mark.parametrize("name", [name for name in policies.names() if name != "full"])
+every_budget = pytest.mark.parametrize("budget", BUDGETS)
+
+
+def make(name, budget, seed=0):
+    policy = policies.fit(name, budget)
+    n_cell = 3 * budget
+    return policy, Cache(3, 2, n_cell, policy.start(6, n_cell), seed)
+
+
+def view_of(cache, policy, pinned=0):
+    return View(
+        pos=cache.live(),
+        layer=cache.layer,
+        next=cache.next,
+        pinned=pinned,
+        attn=cache.attn if policy.reads & Signal.ATTENTION else None,
+        last=cache.last if policy.reads & Signal.LAST else None,
+    )
+
+
+def plans(name, budget, pinned=0, n_plan=10):
+    """A stream's plans: (policy, cache before the plan is applied, view, plan)."""
+    policy, cache = make(name, budget)
+    for step in range(n_plan):
+        cache.grow(max(budget - cache.n_kv + (0, 0, 1, budget)[step % 4], 1))
+        view = view_of(cache, policy, pinned)
+        plan = policy.plan(view, cache.state)
+        yield policy, cache, view, plan
+        cache.apply(plan.keep)
+
+
+def kept(view, plan):
+    return [set(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
+
+
+@every_budget
+@every_evicting_policy
+def test_keeps_fewer_than_the_budget_and_the_same_number_in_every_row(name, budget):
+    for policy, _, view, plan in plans(name, budget):
+        assert plan.keep.dtype == np.bool_
+        assert plan.keep.shape == view.pos.shape
+        n_kept = set(plan.keep.sum(axis=1).tolist())
+        assert len(n_kept) == 1
+        assert 1 <= n_kept.pop() < policy.budget
+
+
+@every_policy
+def test_keeps_all_that_fits(name):
+    policy, cache = make(name, 40)
+    cache.grow(40 - policy.slack)
+    assert policy.plan(view_of(cache, policy), cache.state).keep.all()
+
+
+def test_full_keeps_all_even_at_the_budget():
+    policy, cache = make("full", 40)
+    for n_token in (40, 1):
+        cache.grow(n_token)
+        assert policy.plan(view_of(cache, policy), cache.state).keep.all()
+
+
+@every_budget
+@every_evicting_policy
+def test_keeps_the_newest_token(name, budget):
+    for _, cache, view, plan in plans(name, budget):
+        assert all(cache.next - 1 in row for row in kept(view, plan))
+
+
+@every_budget
+@every_evicting_policy
+def test_keeps_the_sinks(name, budget):
+    for policy, _, view, plan in plans(name, budget):
+        assert all(row >= set(range(getattr(policy, "sinks", 0))) for row in kept(view, plan))
+
+
+@every_budget
+@every_evicting_policy
+def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
+    n_keep = budget - policies.default_slack(budget)
+    for pinned in (1, 7, n_keep - 2, n_keep - 1):
+        for policy, cache, view, plan in plans(name, budget, pinned):
+            for row in kept(view, plan):
+                assert row >= {*range(pinned), cache.next - 1}
+                assert len(row) < policy.budget
+            assert len({len(row) for row in kept(view, plan)}) == 1
+
+
+@every_policy
+def test_plans_the_same_for_the_same_input(name):
+    for policy, cache, view, _ in plans(name, 40):
+        states = [tuple(array.copy() for array in cache.state) for _ in range(2)]
+        first, second = (policy.plan(view, state) for state in states)
+        np.testing.assert_array_equal(first.keep, second.keep)
+        for one, other in zip(*states, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@every_policy
+def test_leaves_the_view_as_it_is(name):
+    policy, cache = make(name, 40)
+    cache.grow(50)
+    view = view_of(cache, policy)
+    arrays = [array for array in (view.pos, view.layer, view.attn, view.last) if array is not None]
+    before = [array.copy() for array in arrays]
+    policy.plan(view, cache.state)
+    for array, copy in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+@every_policy
+def test_writes_to_the_state_of_live_cells_only(name):
+    policy, cache = make(name, 40)
+    cache.grow(50)
+    policy.plan(view_of(cache, policy), cache.state)
+    assert not any(array[:, cache.n_kv :].any() for array in cache.state)
+
+
+@every_policy
+def test_the_order_of_cells_means_nothing(name):
+    policy, cache = make(name, 40)
+    for n_token in (50, 30):
+        cache.grow(n_token)
+        state = tuple(array.copy() for array in cache.state)
+        view = view_of(cache, policy)
+        once = kept(view, policy.plan(view, state))
+        cache.shuffle()
+        view = view_of(cache, policy)
+        plan = policy.plan(view, cache.state)
+        assert kept(view, plan) == once
+        cache.apply(plan.keep)
+
+
+@every_policy
+def test_its_state_is_zeroed_arrays_of_a_value_per_cell(name):
+    for array in policies.fit(name, 40).start(6, 70):
+        assert array.shape == (6, 70)
+        assert array.flags.c_contiguous
+        assert not array.any()
+
+
+@every_policy
+def test_its_parameters_are_listed_explained_and_settable(name):
+    policy = policies.load(name)
+    listed = policies.params(policy)
+    assert list(listed) == [field.name for field in fields(policy)][2:]
+    fitted = policies.fit(name, 64, 8)
+    for param, default in listed.items():
+        assert f"{param}:" in policy.__doc__
+        assert default is None or default == getattr(fitted, param)
+    options = [f"{param}={getattr(fitted, param)}" for param in listed]
+    assert policies.fit(name, 64, 8, options) == fitted
+
+
+@every_evicting_policy
+def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
+    fit = partial(policies.fit, name)
+    with pytest.raises(UsageError, match="the smallest budget that works") as refused:
+        fit(1)
+    smallest = int(re.search(r"is (\d+)$", str(refused.value))[1])
+    with pytest.raises(UsageError):
+        fit(smallest - 1)
+    assert fit(smallest).budget == smallest
+
+
+@every_evicting_policy
+def test_keeps_its_promises_at_the_smallest_budget(name):
+    budget = next(budget for budget in range(1, 100) if _works(name, budget))
+    for policy, cache, view, plan in plans(name, budget):
+        for row in kept(view, plan):
+            assert row >= {*range(getattr(policy, "sinks", 0)), cache.next - 1}
+            assert len(row) < budget
+
+
+def _works(name, budget):
+    try:
+        policies.fit(name, budget)
+    except UsageError:
+        return False
+    return True

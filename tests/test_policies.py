@@ -1,0 +1,290 @@
+"""Every policy against its twin in tests/reference: the same tokens stay, at every plan of a long stream."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+from reference.cache import Cache
+from reference.random import splitmix64
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.kernels import keep_highest, nth_lowest
+from kvtool.policies.buzz import BUZZ
+from kvtool.policies.tova import TOVA
+from kvtool.policy import Signal, View
+
+CASES = [
+    ("full", []),
+    ("local", []),
+    ("streamingllm", []),
+    ("streamingllm", ["sinks=0"]),
+    ("h2o", []),
+    ("h2o", ["window=3", "sinks=4"]),
+    ("h2o", ["window=0"]),
+    ("random", []),
+    ("random", ["window=1", "sinks=2", "seed=7"]),
+    ("random", ["window=0", "seed=-1"]),
+    ("tova", []),
+    ("tova", ["window=0"]),
+    ("tova", ["per=row", "window=2", "sinks=1"]),
+    ("buzz", []),
+    ("buzz", ["stride=3"]),
+    ("buzz", ["stride=4", "sinks=0"]),
+    ("buzz", ["stride=6", "threshold=2"]),
+    ("buzz", ["window=7"]),
+]
+
+
+def make(name, options, budget, evict_every, seed, shape=(2, 3), n_value=4):
+    policy = policies.fit(name, budget, evict_every, options)
+    n_cell = 3 * budget
+    n_row = shape[0] * shape[1]
+    return policy, Cache(*shape, n_cell, policy.start(n_row, n_cell), seed, n_value)
+
+
+def view_of(cache, policy, pinned=0):
+    return View(
+        pos=cache.live(),
+        layer=cache.layer,
+        next=cache.next,
+        pinned=pinned,
+        attn=cache.attn if policy.reads & Signal.ATTENTION else None,
+        last=cache.last if policy.reads & Signal.LAST else None,
+    )
+
+
+def kept_by_policy(cache, plan):
+    pos = cache.live()
+    return [sorted(pos[row][keep].tolist()) for row, keep in enumerate(plan.keep)]
+
+
+def kept_by_twin(name, policy, cache, pinned=0):
+    twin = import_module(f"reference.{name}")
+    own = {param: getattr(policy, param) for param in policies.params(type(policy))}
+    kept = []
+    for layer in np.unique(cache.layer):
+        rows = [cache.rows[row] for row in np.flatnonzero(cache.layer == layer)]
+        common = {"next": cache.next, "pinned": pinned, "budget": policy.budget, "slack": policy.slack}
+        kept += twin.keep(rows, **common, **own)
+    return kept
+
+
+def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=12, **kwargs):
+    """Runs a stream that comes to each plan with fewer cells than the budget, just as many, or more."""
+    policy, cache = make(name, options, budget, evict_every, seed, **kwargs)
+    for step in range(n_plan):
+        target = budget + (0, -1, 0, 1, budget // 2)[step % 5]
+        cache.grow(max(target - cache.n_kv, 1))
+        plan = policy.plan(view_of(cache, policy, pinned), cache.state)
+        assert kept_by_policy(cache, plan) == kept_by_twin(name, policy, cache, pinned), f"plan {step}"
+        cache.apply(plan.keep)
+
+
+@pytest.mark.parametrize("evict_every", [1, 5])
+@pytest.mark.parametrize("budget", [14, 37])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_keeps_the_same_tokens_as_the_definition(name, options, budget, evict_every):
+    stream(name, options, budget, evict_every, seed=budget)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_keeps_the_same_tokens_where_hardly_any_scores_are_equal(name, options):
+    stream(name, options, 30, 4, seed=1, n_value=4096)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_keeps_the_same_tokens_where_all_scores_are_equal(name, options):
+    stream(name, options, 30, 4, seed=2, n_value=1)
+
+
+@pytest.mark.parametrize("pinned", [3, 9, 10, 11, 12])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_keeps_the_same_tokens_around_pinned_ones(name, options, pinned):
+    stream(name, options, 14, 1, seed=pinned, pinned=pinned)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4)])
+@pytest.mark.parametrize("name", policies.names())
+def test_keeps_the_same_tokens_whatever_the_number_of_layers_and_heads(name, shape):
+    stream(name, [], 20, 3, seed=3, shape=shape)
+
+
+def test_every_policy_has_cases():
+    assert {name for name, _ in CASES} == set(policies.names())
+
+
+def test_nth_lowest_is_that_of_a_sort():
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 3, 10, 57):
+        up = np.arange(n)
+        for values in (up, up[::-1], np.abs(up - n // 2), rng.integers(0, 9, n)):
+            for nth in range(n):
+                padded = np.append(values, [-1, -1]).astype(np.int64)
+                assert nth_lowest(padded, n, nth) == sorted(values)[nth]
+
+
+def test_keep_highest_orders_negative_scores_and_both_zeros():
+    pos = np.arange(7, dtype=np.int32)[None]
+    score = np.array([[0.0, -2.0, 1.0, -0.0, -1.0, 0.0, -np.inf]], np.float32)
+    leaves = [6, 1, 4, 0, 3, 5, 2]
+    for n_keep in range(8):
+        keep = np.empty((1, 7), np.bool_)
+        keep_highest(pos, score, 0, 7, n_keep, keep)
+        assert np.flatnonzero(~keep[0]).tolist() == sorted(leaves[: 7 - n_keep])
+
+
+def test_keep_highest_keeps_the_number_asked_for_when_scores_are_nan():
+    pos = np.arange(9, dtype=np.int32)[None]
+    score = np.full((1, 9), np.nan, np.float32)
+    score[0, ::2] = 1
+    keep = np.empty((1, 9), np.bool_)
+    keep_highest(pos, score, 1, 8, 4, keep)
+    assert keep.sum() == 4
+    assert keep[0, [0, 8]].all()
+
+
+def test_keep_highest_keeps_just_the_protected_where_they_are_too_many():
+    # the first row, all open, leaves low scores behind where the second one has no more of its own
+    pos = np.array([[30, 31, 32, 33, 34, 35, 36, 37, 38], [0, 1, 2, 40, 41, 42, 43, 90, 91]], np.int32)
+    score = np.repeat(np.array([[1], [2]], np.float32), 9, axis=1)
+    keep = np.empty((2, 9), np.bool_)
+    keep_highest(pos, score, 3, 90, 2, keep)
+    assert np.flatnonzero(keep[0]).tolist() == [7, 8]
+    assert np.flatnonzero(keep[1]).tolist() == [0, 1, 2, 7, 8]
+
+
+def test_random_hashes_with_splitmix64():
+    # the generator's first two outputs from state 0, as published
+    assert splitmix64(0) == 0xE220A8397B1DCDAF
+    assert splitmix64(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
+
+
+def test_random_keeps_every_token_about_as_often_and_rows_draw_on_their_own():
+    n_row, n = 400, 24
+    policy = policies.fit("random", 24, 12, ["window=0"])
+    cache = Cache(1, n_row, n, (), seed=0)
+    cache.grow(n)
+    pos = cache.live()
+    kept = np.zeros(n, int)
+    np.add.at(kept, pos[policy.plan(view_of(cache, policy), ()).keep], 1)
+    # 5 standard deviations of a fair choice
+    assert np.abs(kept - n_row / 2).max() < 5 * np.sqrt(n_row / 4)
+
+
+def test_random_draws_afresh_at_every_step_and_for_every_seed():
+    cache = Cache(1, 1, 64, (), seed=0)
+    cache.grow(40)
+    draws = set()
+    for seed in (0, 1, -1):
+        policy = policies.fit("random", 40, 20, ["window=0", f"seed={seed}"])
+        for later in range(3):
+            view = View(cache.live(), cache.layer, next=cache.next + later)
+            draws.add(tuple(kept_by_policy(cache, policy.plan(view, ()))[0]))
+    assert len(draws) == 9
+
+
+def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
+    def distinct(options):
+        policy, cache = make("tova", options, 40, 20, seed=0, shape=(2, 4), n_value=4096)
+        cache.grow(40)
+        kept = kept_by_policy(cache, policy.plan(view_of(cache, policy), ()))
+        return [len({tuple(row) for row in kept[:4]}), len({tuple(row) for row in kept[4:]})]
+
+    assert distinct([]) == [1, 1]
+    assert distinct(["per=row"]) == [4, 4]
+
+
+def test_tova_refuses_an_unknown_choice_with_the_ones_there_are():
+    with pytest.raises(ValueError, match="per must be one of layer, row, got head"):
+        TOVA(20, 2, per="head")
+
+
+def test_names_no_budget_where_none_would_help():
+    with pytest.raises(UsageError) as refused:
+        policies.fit("tova", 20, None, ["per=head"])
+    assert str(refused.value) == "tova: per must be one of layer, row, got head"
+
+
+def test_tova_of_the_paper_can_evict_the_newest_token():
+    pos = np.arange(4, dtype=np.int32)[None]
+    last = np.array([[3, 1, 2, 0]], np.float32)
+    view = View(pos, np.zeros(1, np.int32), next=4, last=last)
+    assert TOVA(4, 1, window=0).plan(view, ()).keep.tolist() == [[True, True, True, False]]
+    assert TOVA(4, 1).plan(view, ()).keep.tolist() == [[True, False, True, True]]
+
+
+def buzz_plan(mass, old, **params):
+    n = len(mass)
+    policy = BUZZ.fit(n, 1, **params)
+    state = policy.start(1, n)
+    state[1][0] = old
+    view = View(
+        np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32), n, attn=np.array([mass], np.float32)
+    )
+    keep = policy.plan(view, state).keep[0]
+    return np.flatnonzero(keep).tolist(), np.flatnonzero(state[1][0]).tolist()
+
+
+def test_buzz_keeps_the_local_maximum_of_each_new_segment_and_the_first_of_equals():
+    # 1 sink | 1 5 2  7 7 0  9 | 1 in the window
+    kept, old = buzz_plan([9, 1, 5, 2, 7, 7, 0, 9, 0], [0] * 9, sinks=1, window=1, stride=3)
+    assert kept == [0, 2, 4, 7, 8]
+    assert old == [2, 4, 7]
+
+
+def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
+    # 1 sink | old: 0 9 9  0 9, new: 1 2 3 | 1 in the window
+    was_old = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+    kept, old = buzz_plan([9, 0, 9, 9, 0, 9, 1, 2, 3, 0], was_old, sinks=1, window=1, stride=5)
+    assert kept == [0, 1, 4, 8, 9]
+    assert {1, 4, 8} <= set(old)
+
+
+def test_buzz_samples_a_long_prompt_until_it_fits():
+    policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
+    state = policy.start(1, 100)
+    pos = np.arange(46, dtype=np.int32)[None]
+    view = View(pos, np.zeros(1, np.int32), 46, attn=np.zeros((1, 46), np.float32))
+    keep = policy.plan(view, state).keep[0]
+    # the middle: 40 tokens, 14 after one sampling, then 7, 4, 2: every 3 * 2 * 2 * 2 = 24th
+    assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 4, 28, 44, 45]
+
+
+def test_buzz_shares_the_budget_by_the_parameter_theorem():
+    odd, even = BUZZ.fit(500, 16), BUZZ.fit(500, 16, stride=4)
+    assert odd.threshold / odd.window == pytest.approx(26 / 6, rel=0.02)
+    assert even.threshold / even.window == pytest.approx(3, rel=0.02)
+    for policy in (odd, even, BUZZ.fit(500, 16, window=100), BUZZ.fit(500, 16, threshold=100)):
+        assert policy.sinks + policy.window + policy.threshold + 1 == 500
+    assert BUZZ.fit(500, 16, window=100).window == 100
+    assert BUZZ.fit(500, 16, threshold=100).threshold == 100
+
+
+@pytest.mark.parametrize("stride", [3, 4, 5, 8])
+def test_buzz_frees_a_cell_by_one_sampling_at_every_eviction(stride):
+    # a second sampling would thin the old tokens, and with them the far past, once more
+    small_stride = (stride + 1) // 2
+    for threshold in range(2, 20):
+        for n_old in range(threshold + 1):
+            n_new = threshold + 1 - n_old
+            was_old = [1] * n_old + [0] * (n_new + 1)
+            kept, _ = buzz_plan([0] * len(was_old), was_old, sinks=0, window=1, stride=stride)
+            n_sampled = -(-n_old // small_stride) + -(-n_new // stride)
+            assert len(kept) == n_sampled + 1 <= threshold + 1
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"sinks": -1}, "sinks must not be negative, got -1"),
+        ({"stride": 2}, "stride must be 3 or more .*, got 2"),
+        ({"stride": 0}, "stride must be 3 or more .*, got 0"),
+        ({"window": 0}, "window must be 1 or more, got 0"),
+        ({"window": 58}, r"threshold must be 2 or more, got 1 \(the budget of 64 less 4 sinks, 58 window"),
+        ({"window": 5, "threshold": 9}, r"sinks 4 \+ window 5 \+ threshold 9 .* the budget of 64, got 19"),
+    ],
+)
+def test_buzz_refuses_parameters_that_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        BUZZ.fit(64, 8, **params)

@@ -1,0 +1,146 @@
+"""Small GGUF models for the tests: random ones from nothing, exact ones from a quantized file."""
+
+from __future__ import annotations
+
+import itertools
+import string
+
+import gguf
+import numpy as np
+
+ROPE_ARCH = {"norm": "llama", "neox": "qwen2"}
+"""Two architectures of one layout that llama.cpp rotates differently: pairs (2i, 2i+1) and (i, i + d/2)."""
+
+N_SPECIAL = 3
+"""<unk>, <s> and </s> come first; the 256 bytes follow in order."""
+
+Q_STD = K_STD = 1.8
+O_STD = 2.0
+LOGIT_STD = 2.0
+
+
+def write_llama(
+    path,
+    *,
+    n_layer=2,
+    n_head=4,
+    n_head_kv=2,
+    head_dim=32,
+    n_ff=64,
+    n_vocab=320,
+    n_ctx_train=1024,
+    rope="norm",
+    rope_base=10000.0,
+    tied=False,
+    seed=0,
+):
+    """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
+
+    Any text is tokenized without a BOS token and comes back as it was. The output rows of special
+    tokens are zero, so that greedy text hardly ever ends by itself.
+    """
+    if n_head % n_head_kv:
+        raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
+    n_embd = n_head * head_dim
+    writer = gguf.GGUFWriter(path, ROPE_ARCH[rope])
+    writer.add_name("tiny")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_block_count(n_layer)
+    writer.add_context_length(n_ctx_train)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(rope_base)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(n_vocab)
+    _add_tokenizer(writer, n_vocab)
+
+    rng = np.random.default_rng(seed)
+
+    def matrix(n_out, n_in, std):
+        """F32 [n_out, n_in] that turns a vector with entries of size 1 into one with entries of size std."""
+        return (rng.standard_normal((n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
+
+    def norm():
+        return rng.uniform(0.8, 1.2, n_embd).astype(np.float32)
+
+    embd = rng.standard_normal((n_vocab, n_embd)).astype(np.float32)
+    embd[:N_SPECIAL] *= not tied
+    # a tied output row has the size of an embedding: the last norm brings its logits down
+    writer.add_tensor("output_norm.weight", norm() * np.float32(LOGIT_STD / np.sqrt(n_embd) if tied else 1))
+    writer.add_tensor("token_embd.weight", embd)
+    if not tied:
+        output = matrix(n_vocab, n_embd, LOGIT_STD)
+        output[:N_SPECIAL] = 0
+        writer.add_tensor("output.weight", output)
+    for i in range(n_layer):
+        for name, tensor in {
+            "attn_norm": norm(),
+            "attn_q": matrix(n_embd, n_embd, Q_STD),
+            "attn_k": matrix(n_head_kv * head_dim, n_embd, K_STD),
+            "attn_v": matrix(n_head_kv * head_dim, n_embd, 1),
+            "attn_output": matrix(n_embd, n_embd, O_STD),
+            "ffn_norm": norm(),
+            "ffn_gate": matrix(n_ff, n_embd, 1),
+            "ffn_up": matrix(n_ff, n_embd, 1),
+            "ffn_down": matrix(n_embd, n_ff, 1),
+        }.items():
+            writer.add_tensor(f"blk.{i}.{name}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer, n_vocab):
+    """SentencePiece: special tokens, the bytes, a space, and as many pairs of letters as fit."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    if n_vocab < len(tokens):
+        raise ValueError(f"n_vocab must be at least {len(tokens)}, got {n_vocab}")
+    kinds = [gguf.TokenType.UNKNOWN] + 2 * [gguf.TokenType.CONTROL] + 256 * [gguf.TokenType.BYTE]
+    pairs = map("".join, itertools.product(string.ascii_lowercase + string.ascii_uppercase, repeat=2))
+    tokens += itertools.islice(pairs, n_vocab - len(tokens))
+    if len(tokens) < n_vocab:
+        raise ValueError(f"n_vocab must be at most {len(tokens)}, got {n_vocab}")
+    kinds += [gguf.TokenType.NORMAL] * (n_vocab - len(kinds))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0 if kind != gguf.TokenType.NORMAL else -1.0 for kind in kinds])
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+
+
+def dequantize(src, dst):
+    """Rewrites a GGUF with every tensor as F32; the metadata stays, but for the file type."""
+    reader = gguf.GGUFReader(src)
+    writer = gguf.GGUFWriter(dst, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        # the writer makes these itself
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        if key == "general.alignment":
+            writer.add_custom_alignment(field.contents())
+        elif field.types[0] != gguf.GGUFValueType.ARRAY:
+            writer.add_key_value(key, field.contents(), field.types[0])
+        elif len(field.data):  # the writer cannot write an empty array
+            writer.add_key_value(key, field.contents(), gguf.GGUFValueType.ARRAY, field.types[-1])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for tensor in reader.tensors:
+        # the reader has ggml's order of axes here, the writer wants NumPy's
+        shape = tensor.shape[::-1].tolist()
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), 4 * tensor.n_elements)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    # one tensor at a time, so that the model need not fit into memory
+    for tensor in reader.tensors:
+        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.write_tensor_data(np.ascontiguousarray(data, np.float32))
+    writer.close()
