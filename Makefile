@@ -39,7 +39,7 @@ library: $(PY)
 
 $(READY): pyproject.toml | library
 	@echo 'installing kvtool and what it needs' >&2
-	@$(PY) -m pip install -q --disable-pip-version-check -e '.[test]' >&2
+	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[test]' >&2
 	@touch $@
 
 setup: library $(READY)

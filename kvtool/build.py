@@ -331,7 +331,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
     archive = source(Upstream.read(folder), log)
     what = "an unpatched llama.cpp" if stock else "llama.cpp"
     flags = f" with {cmake_args}" if cmake_args else ""
-    progress = Progress(f"building {what}{flags} (once; about 10 minutes on 2 cores)")
+    progress = Progress(f"building {what}{flags} (once; a few minutes on 2 cores)")
     progress.wait()
 
     def on_line(line: str) -> None:

@@ -102,3 +102,17 @@ def keep_highest(pos, score, sinks, recent, n_keep, keep):
         for cell in range(n):
             if sinks <= pos[row, cell] < recent:
                 keep[row, cell] = _key(bits[row, cell], pos[row, cell]) > last_out
+
+
+@kernel("void(f4[:,::1], i4[::1], f8[::1])")
+def token_nll(logits, target, nll):
+    """Negative log-likelihood in nats: logits f32[n, n_vocab], target i32[n] -> nll f64[n]."""
+    n, n_vocab = logits.shape
+    for i in range(n):
+        top = logits[i, 0]
+        for j in range(1, n_vocab):
+            top = max(top, logits[i, j])
+        total = 0.0
+        for j in range(n_vocab):
+            total += np.exp(np.float64(logits[i, j] - top))
+        nll[i] = np.log(total) - np.float64(logits[i, target[i]] - top)

@@ -408,6 +408,7 @@ def test_the_figures_of_a_header(tmp_path):
     assert (info.n_layer, info.n_head, info.n_head_kv) == (3, (8, 8, 8), (2, 2, 2))
     assert (info.head_size_k, info.head_size_v, info.n_ctx_train) == (16, 16, 512)
     assert (info.tokenizer, info.chat_template) == (True, False)
+    assert info.metadata["tokenizer.ggml.tokens"] is info.metadata["tokenizer.ggml.scores"] is None
     # 3 layers, 2 KV heads, 16 + 16 numbers of 2 bytes
     assert info.cell_bytes() == 384
     assert info.cell_bytes("f32", "bf16") == 576
@@ -451,8 +452,10 @@ def test_a_file_cut_anywhere_is_one_error(tmp_path):
     whole = tiny_gguf(tmp_path / "whole.gguf").read_bytes()
     end = len(whole)
     path = tmp_path / "cut.gguf"
-    # the last tensor ends in padding that nobody needs
-    for n in [*range(1, 400, 7), *range(400, end - 100, 501)]:
+    # the last tensor is 400 bytes long, with 16 of padding that nobody needs
+    path.write_bytes(whole[:-16])
+    header.read(path)
+    for n in [*range(1, 400, 7), *range(400, end, 501), end - 17]:
         path.write_bytes(whole[:n])
         with pytest.raises(ModelError, match="truncated|not a GGUF file") as error:
             header.read(path)

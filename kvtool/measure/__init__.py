@@ -1,0 +1,1 @@
+"""What kvtool measures: perplexity, memory."""

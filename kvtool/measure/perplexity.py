@@ -1,0 +1,76 @@
+"""How well a model under a policy foretells a text.
+
+Two readings: the text streamed through one cache, every token after the first scored; and
+independent windows, as llama.cpp's own llama-perplexity reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvtool.engine import Engine
+from kvtool.kernels import token_nll
+
+Progress = Callable[[np.ndarray], None]
+"""Called after each step with the nll f64[n] of the tokens it scored."""
+
+
+def stream(engine: Engine, tokens: np.ndarray, progress: Progress | None = None) -> np.ndarray:
+    """The nll f64[n - 1] of every token i32[n] but the first, all through the engine's one cache.
+
+    Steps are as long as they can be without an eviction being late: exactly the policy's own schedule.
+    """
+    parts = [np.empty(0)]
+    for at, n in _steps(engine, len(tokens)):
+        engine.step(tokens[at : at + n], n)
+        parts.append(_nll(engine, tokens[at + 1 : at + 1 + n]))
+        if progress:
+            progress(parts[-1])
+    return np.concatenate(parts)
+
+
+def windows(
+    engine: Engine,
+    tokens: np.ndarray,
+    n_window: int,
+    stride: int | None = None,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """The nll of independent windows, one after the other, each in an empty cache.
+
+    Without a stride windows follow each other and the second half of each is scored, with one they start
+    that far apart and the last `stride` tokens are. Where the model wants a BOS token, it takes the place
+    of each window's first token, but not with a stride. All of this as llama-perplexity does it; an
+    incomplete window at the end is left out.
+    """
+    if stride:
+        first, starts = n_window - stride - 1, range(0, len(tokens) - n_window, stride)
+    else:
+        first, starts = n_window // 2, range(0, len(tokens) - n_window + 1, n_window)
+    parts = [np.empty(0)]
+    for start in starts:
+        window = tokens[start : start + n_window].copy()
+        if engine.model.adds_bos and not stride:
+            window[0] = engine.model.bos
+        engine.reset()
+        nll = stream(engine, window)[first:]
+        parts.append(nll)
+        if progress:
+            progress(nll)
+    return np.concatenate(parts)
+
+
+def _steps(engine: Engine, n_tokens: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    while at < n_tokens:
+        n = min(engine.room(), engine.policy.budget - engine.n_kv, n_tokens - at)
+        yield at, n
+        at += n
+
+
+def _nll(engine: Engine, target: np.ndarray) -> np.ndarray:
+    nll = np.empty(len(target))
+    token_nll(engine.context.logits()[: len(target)], np.ascontiguousarray(target), nll)
+    return nll

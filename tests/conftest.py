@@ -1,0 +1,42 @@
+"""What several test files need: models, and one thread for everything."""
+
+from __future__ import annotations
+
+import os
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+
+import pytest  # noqa: E402
+
+import tests.tiny as tiny  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The real small model, pulled when it is not there."""
+    from kvtool import models
+
+    return models.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_f32(smollm2, tmp_path_factory):
+    """The same with every weight as F32: only so do reordered sums agree."""
+    path = tmp_path_factory.mktemp("f32") / "smollm2-f32.gguf"
+    tiny.dequantize(smollm2, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """tiny_model(n_head_kv=2, ...) -> path of a small random model, written once."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def make(**shape):
+        path = folder / ("-".join(f"{k}{v}" for k, v in sorted(shape.items())) + ".gguf")
+        if not path.exists():
+            tiny.write_llama(path, **shape)
+        return path
+
+    return make
