@@ -224,7 +224,8 @@ def _run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
-        process = subprocess.Popen(
+        # leaving the block early, by Ctrl-C, ends the build too: it got the same signal
+        with subprocess.Popen(
             command,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -232,8 +233,7 @@ def _run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-        )
-        try:
+        ) as process:
             for line in process.stdout:
                 out.write(line)
                 on_line(line)
@@ -245,11 +245,7 @@ def _run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[
                 n_after = 4 if "CMake Error" in text else n_after - 1
                 if (_ERROR.search(text) and not _NINJA.match(line) and len(text) < 1000) or n_after > 0:
                     errors.append(text[:200])
-        finally:
-            if process.poll() is None and sys.exc_info()[0]:
-                process.terminate()
-            returncode = process.wait()
-    if returncode == 0:
+    if process.returncode == 0:
         return None
     return "\n".join(f"  {line}" for line in (errors or last))
 

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvtool.budget import PAD
 from kvtool.cells import fill_holes, rank_by_pos
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama import Context, Model
 from kvtool.policy import Merge, Plan, Policy, Signal, View
-
-PAD = 256
-"""llama.cpp pads attention to this many cells; more would cost, fewer would not gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How the engine runs, apart from the policy.
 
-    positions: "original", "in-cache" or "auto". n_batch: the most tokens of a step.
+    positions: "original", "in-cache" or "auto". n_ctx: the positions there are, the trained context unless
+    given (never more). n_batch: the most tokens of a step.
     n_output: the most tokens of a step whose logits are wanted.
     """
 
     positions: str = "auto"
+    n_ctx: int | None = None
     n_batch: int = 256
     n_output: int = 1
     type_k: str = "f16"
@@ -51,18 +51,20 @@ class Engine:
         self.settings = settings = settings or Settings()
         self.model = model
         self.policy = policy
-        if policy.budget > model.n_ctx_train:
+        self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
+        if policy.budget > self.n_ctx:
             raise UsageError(
-                f"the model was trained on {model.n_ctx_train} tokens; "
+                f"the context is {self.n_ctx} tokens (trained: {model.n_ctx_train}); "
                 f"choose at most that many cells, not {policy.budget}"
             )
-        # a step may go over the budget by what it is longer than the slack; the eviction follows at once
-        n_cell = max(policy.budget, min(policy.budget - policy.slack + settings.n_batch, model.n_ctx_train))
-        if policy.slack == 0:
-            n_cell = policy.budget
+        self.n_cell = policy.budget
+        if policy.slack:
+            # a step longer than the slack goes over the budget; the eviction follows at once
+            over = policy.budget - policy.slack + settings.n_batch
+            self.n_cell = max(policy.budget, min(over, self.n_ctx))
         self.context = Context(
             model,
-            -(-n_cell // PAD) * PAD,
+            -(-self.n_cell // PAD) * PAD,
             settings.n_batch,
             policy.reads,
             n_output=settings.n_output,
@@ -71,7 +73,6 @@ class Engine:
             flash=settings.flash,
             n_threads=settings.n_threads,
         )
-        self.n_cell = n_cell
         shape = (self.context.n_row, self.context.n_cell)
         self.pos = np.zeros(shape, np.int32)
         self.rot = np.zeros(shape, np.int32)
@@ -115,7 +116,7 @@ class Engine:
         """
         if self.n_kv >= self.policy.budget:
             self._evict()
-        return min(self.settings.n_batch, self.n_cell - self.n_kv)
+        return min(self.settings.n_batch, self.n_cell - self.n_kv, self.n_ctx - self.n_kv)
 
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decodes i32[n] tokens, n <= room(), in one batch; the last n_output give logits.
@@ -124,7 +125,7 @@ class Engine:
         """
         n = len(tokens)
         assert 0 < n <= self.n_cell - self.n_kv
-        if self._next_rot + n > self.model.n_ctx_train:
+        if self._next_rot + n > self.n_ctx:
             self._roll_back()
         self.context.decode(tokens, self._next_rot, n_output)
         new = slice(self.n_kv, self.n_kv + n)
@@ -148,7 +149,7 @@ class Engine:
         """Lets positions start over behind the live cells: what counts from now on is the distance in the cache."""
         if self.settings.positions == "original":
             raise StreamEnd(
-                f"the stream has reached the trained context of {self.model.n_ctx_train} tokens; "
+                f"the stream has reached the context of {self.n_ctx} tokens; "
                 "go on with --positions auto or in-cache"
             )
         self._in_cache = True
@@ -187,7 +188,7 @@ class Engine:
             raise PlanError(f"{name}: keep must be bool{view.pos.shape}, got {keep.dtype}{keep.shape}")
         counts = keep.sum(axis=1)
         n_keep = int(counts[0])
-        if n_keep == self.n_kv and self.policy.slack == 0:
+        if n_keep == self.n_kv == counts.min():
             raise StreamEnd(
                 f"all {self.n_kv} cells are taken and nothing may be evicted; "
                 "choose a policy with a budget, or more cells with -c"

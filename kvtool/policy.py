@@ -77,7 +77,8 @@ class Policy(Protocol):
     """A frozen dataclass of parameters; what it remembers between plans is arrays that the engine keeps.
 
     budget: the most cells a row may hold, that of the token being decoded included.
-    slack: how many cells below the budget an eviction goes, so that the next is that many tokens away.
+    slack: how many cells below the budget an eviction goes, so that the next is that many tokens away;
+    0 for a policy that never evicts.
     The constructor raises ValueError for parameters that cannot work.
     """
 

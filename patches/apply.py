@@ -1,8 +1,7 @@
 """Applies hooks.patch to a source tree: `python apply.py PATCH TREE`. Called by apply.cmake.
 
-Exact: every old line must stand where the patch says, or nothing is changed. This needs no git and no
-patch(1), which a machine may lack; and `git apply` fails on the dangling .git file that the source
-distribution carries, and inside another work tree exits 0 and changes nothing.
+Exact: every old line must stand where the patch says, or nothing is changed. No git and no patch(1), which
+a machine may lack; and `git apply` inside another work tree exits 0 and changes nothing.
 """
 
 from __future__ import annotations

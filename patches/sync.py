@@ -1,6 +1,6 @@
 """For maintainers: the patch to a work tree and back.
 
-    python patches/sync.py import DIR   llama.cpp of UPSTREAM in DIR, a git repository, with the patch in its work tree
+    python patches/sync.py import DIR   llama.cpp of UPSTREAM as a git repository, the patch in its work tree
     python patches/sync.py export DIR   writes hooks.patch from that work tree; the header stays
     python patches/sync.py check        the patch applies to UPSTREAM, and export would write the same bytes
 """
@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import apply  # noqa: E402
+
 from kvtool import build  # noqa: E402
 from kvtool.errors import KvtoolError  # noqa: E402
 
@@ -28,7 +29,7 @@ OURS = ("llama-kvtool.h", "llama-kvtool.cpp", "llama-kvtool-digest.h")
 
 
 def header(patch: str) -> str:
-    """All before the first file's changes. Raises PatchError unless every field is there and says something."""
+    """All before the first file's changes. Raises PatchError unless every field of it says something."""
     head, found, _ = patch.partition("diff --git ")
     fields = dict(line.split(":", 1) for line in head.splitlines() if ":" in line)
     missing = [field for field in FIELDS if not fields.get(field[:-1], "").strip()]
@@ -58,9 +59,9 @@ def unpack(archive: Path, tree: Path, only: set[str] | None = None) -> None:
     """llama.cpp's files from the source distribution into tree, all or only these."""
     with tarfile.open(archive) as tar:
         for member in tar:
-            _, _, name = member.name.partition("/vendor/llama.cpp/")
-            # the .git there is a file that points nowhere
-            if not name or not member.isfile() or name == ".git" or (only is not None and name not in only):
+            top, _, name = member.name.partition("/vendor/llama.cpp/")
+            # the distribution carries its own .git, with another of llama.cpp in it
+            if "/" in top or name in ("", ".git") or not member.isfile() or (only and name not in only):
                 continue
             path = tree / name
             if not path.resolve().is_relative_to(tree.resolve()):
@@ -84,9 +85,8 @@ def exported(tree: Path, head: str) -> bytes:
     """hooks.patch as the work tree has it: the same bytes on every machine."""
     diff = _git(
         tree,
-        *("-c", "core.autocrlf=false"),
         *("diff", "-U2", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"),
-        *("--diff-algorithm=myers", "--indent-heuristic", "--src-prefix=a/", "--dst-prefix=b/", "HEAD"),
+        *("--diff-algorithm=myers", "--indent-heuristic", "--src-prefix=a/", "--dst-prefix=b/", "HEAD", "--"),
     )
     return head.encode() + diff
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from json import dumps
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from kvtool.errors import KvtoolError, LibraryError
 from kvtool.paths import cache_dir
 
 _BUILD = "make setup"
-_WARM = "python -m kvtool.warm"
+_WARM = f"{sys.executable} -m kvtool.warm"
 
 
 def doctor(
@@ -101,7 +102,7 @@ def _text(found: dict[str, object]) -> str:
                 f"device      {device['name']}: {device['description']}, {_gib(device['memory_free'])} of "
                 f"{_gib(device['memory_total'])} GiB free"
             )
-        lines.append(f"CPU         {library['system_info']}")
+        lines.append(f"features    {library['system_info']}")
     kernels, models = found["kernels"], found["models"]
     state = "compiled" if kernels["compiled"] else "not compiled"
     lines.append(f"kernels     {state}, {kernels['path']}")

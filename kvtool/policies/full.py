@@ -15,7 +15,7 @@ from kvtool.policy import Plan, Signal, View
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """No parameters."""
+    """No parameters. slack is 0: there is never an eviction to make room for."""
 
     budget: int
     slack: int
@@ -25,7 +25,7 @@ class Full:
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: object) -> Full:
-        return cls(budget, slack, **params)
+        return cls(budget, 0, **params)
 
     def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
         return ()

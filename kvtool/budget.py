@@ -1,0 +1,50 @@
+"""A budget as people write it: cells, a share of the trained context, or bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtool.errors import UsageError
+from kvtool.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from kvtool.header import ModelInfo
+
+PAD = 256
+"""llama.cpp rounds a cache up to a multiple of this many cells."""
+
+
+def cells(text: str, info: ModelInfo, type_k: str = "f16", type_v: str = "f16") -> tuple[int, bool]:
+    """What "512", "10%" or "64MiB" is in cells, and whether it bounds the whole cache, padding included.
+
+    A share is rounded down; bytes give the largest cache, in steps of 256 cells, that fits into them.
+    Raises UsageError.
+    """
+    text = text.strip()
+    if text.isdecimal():
+        n = int(text)
+        if n < 1:
+            raise UsageError("the budget must be at least one cell")
+        return n, False
+    if text.endswith("%"):
+        return _share(text, info.n_ctx_train), False
+    try:
+        n_bytes = parse_bytes(text)
+    except UsageError:
+        raise UsageError(f"a budget is cells (512), a share of the context (10%) or bytes (64MiB), got {text!r}") from None
+    n = info.cells_that_fit(n_bytes, type_k, type_v) // PAD * PAD
+    if n == 0:
+        smallest = format_bytes(PAD * info.cell_bytes(type_k, type_v))
+        raise UsageError(f"{text} is too little for {info.path.name}: {PAD} cells take {smallest}")
+    return min(n, info.n_ctx_train), True
+
+
+def _share(text: str, n_ctx_train: int) -> int:
+    try:
+        share = float(text[:-1])
+    except ValueError:
+        share = -1.0
+    n = int(n_ctx_train * share / 100)
+    if not (0 < share <= 100 and n > 0):
+        raise UsageError(f"a share of the trained context of {n_ctx_train} tokens is 1% to 100%, got {text!r}")
+    return n

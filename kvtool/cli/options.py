@@ -1,0 +1,162 @@
+"""The options that several commands share, and what they open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.engine import Engine
+    from kvtool.header import ModelInfo
+
+Model = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="A name (kvtool models list) or a GGUF file.", show_default="$KVTOOL_MODEL"),
+]
+Policy = Annotated[str, typer.Option("--policy", help="Which cells stay (kvtool policies).")]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", help="The most each row may hold: cells (512), a share (10%) or bytes (64MiB)."),
+]
+Options = Annotated[
+    list[str] | None, typer.Option("-o", metavar="NAME=VALUE", help="A parameter of the policy.", show_default=False)
+]
+EvictEvery = Annotated[
+    int | None, typer.Option("--evict-every", min=1, help="Tokens from one eviction to the next.", show_default="16")
+]
+Positions = Annotated[
+    str,
+    typer.Option(
+        "--positions", help="original; in-cache; auto: original as long as they fit into the context, then in-cache."
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("-c", "--ctx-size", min=1, help="Positions there are; with policy full the cells.", show_default="trained"),
+]
+Batch = Annotated[int | None, typer.Option("-b", "--batch-size", min=1, help="The most tokens of a step.")]
+Threads = Annotated[int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="all cores")]
+GpuLayers = Annotated[
+    int | None, typer.Option("-ngl", "--gpu-layers", min=0, help="Layers on the GPU.", show_default="all")
+]
+TypeK = Annotated[str, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f32, f16, q8_0, ...")]
+TypeV = Annotated[str, typer.Option("-ctv", "--cache-type-v", help="Type of the cached values.")]
+Flash = Annotated[str, typer.Option("-fa", "--flash-attn", help="Flash attention: on, off or auto.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="llama.cpp's own log and statistics on stderr.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+Temp = Annotated[float, typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens; 0: all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens up to this probability.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Only tokens this likely against the likeliest.")]
+RepeatPenalty = Annotated[float, typer.Option("--repeat-penalty", help="Against repetition; 1: none.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the sampler.", show_default="random")]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the shared options say, as typed."""
+
+    model: str | None
+    policy: str
+    budget: str | None
+    options: list[str] | None
+    evict_every: int | None
+    positions: str
+    n_ctx: int | None
+    n_batch: int | None
+    threads: int | None
+    gpu_layers: int | None
+    type_k: str
+    type_v: str
+    flash: str
+    verbose: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An engine that is ready, and the header of its model."""
+
+    engine: Engine
+    info: ModelInfo
+
+
+@contextmanager
+def open_engine(
+    wanted: EngineOptions,
+    *,
+    default_budget: int,
+    n_batch: int,
+    length: Callable[[Any], int] | None = None,
+    all_logits: bool = False,
+) -> Iterator[Opened]:
+    """Loads the model, makes the cache and the policy, and closes all of it at the end.
+
+    default_budget: cells unless --budget is given. n_batch: tokens a step unless -b is given.
+    length: called with the loaded model, tells how many tokens there will be: policy full needs no more cells.
+    all_logits: of every token of a step, not only of the last.
+    Raises KvtoolError.
+    """
+    from kvtool.cli.models import download_progress
+    from kvtool.header import CACHE_TYPES
+
+    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
+        if kind not in CACHE_TYPES:
+            raise UsageError(f"{flag} takes one of {', '.join(CACHE_TYPES)}, got {kind!r}")
+    if wanted.flash not in ("on", "off", "auto"):
+        raise UsageError(f"-fa takes on, off or auto, got {wanted.flash!r}")
+
+    from kvtool import budget, models, policies
+
+    kind = policies.load(wanted.policy)
+    policies.parse_options(kind, wanted.options or [])
+    with download_progress(wanted.model or "the model") as progress:
+        path = models.resolve(wanted.model, progress)
+    info = models.check(path)
+    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    n_batch = wanted.n_batch or n_batch
+    if wanted.policy == "full":
+        if wanted.budget:
+            raise UsageError("policy full keeps everything and takes no --budget; -c sets its cells")
+        policy = None
+    else:
+        n, is_bound = budget.cells(wanted.budget or str(default_budget), info, wanted.type_k, wanted.type_v)
+        slack = wanted.evict_every or policies.default_slack(n)
+        if is_bound:
+            # the batch has to fit into the bytes as well
+            n_batch = max(1, min(n_batch, n // 4))
+            n -= max(n_batch - slack, 0)
+        policy = policies.fit(wanted.policy, n, wanted.evict_every, wanted.options)
+
+    from kvtool import llama
+    from kvtool.engine import Engine, Settings
+
+    llama.set_verbose(wanted.verbose)
+    model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
+    try:
+        n_tokens = length(model) if length else n_ctx
+        if policy is None:
+            policy = policies.fit("full", min(n_ctx, n_tokens))
+        settings = Settings(
+            positions=wanted.positions,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_output=n_batch if all_logits else 1,
+            type_k=wanted.type_k,
+            type_v=wanted.type_v,
+            flash=wanted.flash,
+            n_threads=wanted.threads,
+        )
+        engine = Engine(model, policy, settings)
+        try:
+            yield Opened(engine, info)
+        finally:
+            engine.close()
+    finally:
+        model.close()

@@ -1,0 +1,193 @@
+"""kvtool perplexity: how well a model under a policy foretells a text."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtool.cli import options as opt
+from kvtool.errors import InputError, UsageError
+
+
+def perplexity(
+    file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
+    policy: opt.Policy = "buzz",
+    budget: opt.Budget = None,
+    options: opt.Options = None,
+    evict_every: opt.EvictEvery = None,
+    positions: opt.Positions = "auto",
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Only the text's first tokens.")] = None,
+    windows: Annotated[
+        int | None,
+        typer.Option("--windows", min=2, help="Independent windows of this many tokens, as llama-perplexity -c."),
+    ] = None,
+    stride: Annotated[int | None, typer.Option("--stride", min=1, help="How far apart the windows start.")] = None,
+    model: opt.Model = None,
+    n_ctx: opt.Context = None,
+    n_batch: opt.Batch = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    type_k: opt.TypeK = "f16",
+    type_v: opt.TypeV = "f16",
+    flash: opt.Flash = "auto",
+    verbose: opt.Verbose = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Stream a text through the cache and score every token after the first."""
+    text = _read(file)
+    if stride is not None and (windows is None or stride >= windows):
+        raise UsageError("--stride goes with --windows and must be smaller than it")
+    wanted = opt.EngineOptions(
+        model,
+        policy,
+        budget,
+        options,
+        evict_every,
+        positions,
+        n_ctx,
+        n_batch,
+        threads,
+        gpu_layers,
+        type_k,
+        type_v,
+        flash,
+        verbose,
+    )
+
+    from kvtool.llama import Model
+    from kvtool.measure import perplexity as measure
+    from kvtool.measure.memory import peak_rss_bytes
+
+    tokens = None
+
+    def length(loaded: Model) -> int:
+        nonlocal tokens
+        tokens = loaded.tokenize(text, start=windows is None)[:max_tokens]
+        if len(tokens) < (windows or 2):
+            raise InputError(f"{file} has {len(tokens)} tokens, {windows or 2} are needed")
+        return windows or len(tokens)
+
+    with opt.open_engine(
+        wanted, default_budget=512, n_batch=64, length=length, all_logits=True
+    ) as opened:
+        engine = opened.engine
+        if windows is None:
+            _check_length(engine, len(tokens))
+        n_scored = _n_scored(len(tokens), windows, stride)
+        started = time.monotonic()
+        with _progress(n_scored) as report:
+            if windows is None:
+                nll = measure.stream(engine, tokens, report)
+            else:
+                nll = measure.windows(engine, tokens, windows, stride, report)
+        seconds = time.monotonic() - started
+        mean = float(nll.mean())
+        params = {
+            key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")
+        }
+        result = {
+            "perplexity": math.exp(mean),
+            "nll": mean,
+            "tokens": len(nll),
+            "policy": policy,
+            "budget": engine.policy.budget,
+            "params": params,
+            "model": str(engine.model.path),
+            "kv_bytes": engine.cache_bytes,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "tokens_per_s": len(tokens) / seconds,
+            "seconds": seconds,
+        }
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(f"{result['perplexity']:.4f}")
+        _summary(result)
+
+
+def _read(file: str) -> str:
+    """The text of a file or of stdin. Raises InputError where it is none."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    name = "stdin" if file == "-" else file
+    if not data.strip():
+        raise InputError(f"{name} is empty; give it a text")
+    if b"\0" in data:
+        raise InputError(f"{name} is binary, not a text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it first, with iconv for example"
+        ) from None
+
+
+def _check_length(engine, n_tokens: int) -> None:
+    if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
+        raise InputError(
+            f"the text has {n_tokens} tokens and the full cache {engine.policy.budget} cells; "
+            "choose a policy that evicts, --windows, or --max-tokens"
+        )
+    if engine.settings.positions == "original" and n_tokens > engine.n_ctx:
+        raise InputError(
+            f"the text has {n_tokens} tokens, original positions end at {engine.n_ctx}; "
+            "choose --positions auto or in-cache, or --max-tokens"
+        )
+
+
+def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
+    if windows is None:
+        return n_tokens - 1
+    if stride:
+        return len(range(0, n_tokens - windows, stride)) * stride
+    return n_tokens // windows * (windows - windows // 2 - 1)
+
+
+def _progress(n_scored: int):
+    """A context that yields measure's progress callback: a bar with the running perplexity, on a terminal."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextmanager
+    def show():
+        console = Console(stderr=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        total, n = 0.0, 0
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("perplexity", total=n_scored)
+
+            def report(nll) -> None:
+                nonlocal total, n
+                total, n = total + float(nll.sum()), n + len(nll)
+                bar.update(
+                    task, completed=n, description=f"perplexity {math.exp(total / n):.3f}" if n else "perplexity"
+                )
+
+            yield report
+
+    return show()
+
+
+def _summary(result: dict) -> None:
+    from kvtool.units import format_bytes
+
+    sys.stderr.write(
+        f"{result['tokens']} tokens scored, policy {result['policy']}, {result['budget']} cells, "
+        f"cache {format_bytes(result['kv_bytes'])}, {result['tokens_per_s']:.1f} tokens/s\n"
+    )

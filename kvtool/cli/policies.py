@@ -1,0 +1,52 @@
+"""kvtool policies: what decides which cells stay."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from kvtool.cli.options import EvictEvery, Json, Options
+
+
+def policies(
+    name: Annotated[str | None, typer.Argument(help="Only this policy.")] = None,
+    budget: Annotated[int | None, typer.Option("--budget", help="Show what parameters this many cells give.")] = None,
+    evict_every: EvictEvery = None,
+    options: Options = None,
+    as_json: Json = False,
+) -> None:
+    """The policies with their parameters, defaults and papers."""
+    from kvtool import policies as known
+
+    listed = []
+    for each in [name] if name else known.names():
+        policy = known.load(each)
+        params = known.params(policy)
+        if budget is not None:
+            fitted = known.fit(each, budget, evict_every, options)
+            params = {key: getattr(fitted, key) for key in params}
+        what = (__import__(policy.__module__, fromlist=["_"]).__doc__ or "").split("\n")[0]
+        listed.append({"name": each, "paper": policy.paper, "params": params, "what": what})
+    if as_json:
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    _print(listed, budget)
+
+
+def _print(listed: list[dict], budget: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("policy", style="bold")
+    table.add_column(f"parameters at {budget} cells" if budget else "parameters (-o name=value)")
+    table.add_column("paper")
+    table.add_column("what stays")
+    for policy in listed:
+        params = " ".join(
+            f"{key}={'(budget)' if value is None else value}" for key, value in policy["params"].items()
+        )
+        table.add_row(policy["name"], params, policy["paper"], policy["what"])
+    Console().print(table)

@@ -1,0 +1,260 @@
+"""Building: what the key depends on, what is done again and what is not, and what a failure says.
+
+pip is played by a script: nothing is downloaded or compiled here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtool import build, kernels, warm
+from kvtool.errors import LibraryError
+
+PATCHES = Path(__file__).parent.parent / "patches"
+ARCHIVE = b"the source distribution"
+
+PIP = """\
+import os, pathlib, sys
+WHEEL = "llama_cpp_python-9.9-py3-none-any.whl"
+a = sys.argv[1:]
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(" ".join(a) + "\\n")
+if "download" in a:
+    pathlib.Path(a[a.index("-d") + 1], "llama_cpp_python-9.9.tar.gz").write_bytes(b"the source distribution")
+if "wheel" in a:
+    folder = pathlib.Path(a[a.index("-w") + 1])
+    folder.mkdir()
+    folder.joinpath(WHEEL).write_text(os.environ["CMAKE_ARGS"])
+    for n in range(1, 101):
+        print(f"  [{n}/100] /usr/bin/c++ -c x.cpp")
+print(os.environ.get("SAYS", ""))
+sys.exit(int(os.environ.get("FAILS", "0")))
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A cache, an environment and a pip of the test's own. Returns the patch files' folder."""
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(build, "check_tools", lambda cmake_args="": None)
+    pip = tmp_path / "pip.py"
+    pip.write_text(PIP)
+    monkeypatch.setattr(build, "_pip", lambda *arguments: [sys.executable, str(pip), *arguments])
+    folder = tmp_path / "checkout with spaces" / "patches"
+    folder.mkdir(parents=True)
+    for name in (*build.DIGESTED, "apply.cmake"):
+        (folder / name).write_text(name)
+    sha256 = hashlib.sha256(ARCHIVE).hexdigest()
+    (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
+    monkeypatch.setattr(build, "patches_dir", lambda: folder)
+    return folder
+
+
+def calls(tmp_path):
+    path = tmp_path / "calls"
+    found = path.read_text().splitlines() if path.exists() else []
+    return [line.split()[0] for line in found]
+
+
+def test_builds_once(place, tmp_path):
+    wheel = build.build(place, "")
+    assert wheel.parent.parent == tmp_path / "cache" / "wheels"
+    assert build.build(place, "") == wheel
+    assert calls(tmp_path) == ["download", "wheel"]
+    assert [path.name for path in wheel.parent.parent.iterdir()] == [wheel.parent.name]
+
+
+def test_another_build_downloads_nothing_again(place, tmp_path):
+    wheels = {build.build(place, ""), build.build(place, "-DA=1"), build.build(place, "", stock=True)}
+    assert len(wheels) == 3
+    assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
+
+
+@pytest.mark.parametrize("name", [*build.DIGESTED, "apply.cmake", "UPSTREAM"])
+def test_key_changes_with_each_patch_file(place, name):
+    before = build.wheel_key(place, "")
+    with (place / name).open("a") as file:
+        file.write("\n")
+    assert build.wheel_key(place, "") != before
+
+
+def test_key_changes_with_flags_and_cpu(place, monkeypatch):
+    before = build.wheel_key(place, "-DA=1 -DB=2")
+    assert build.wheel_key(place, "  -DA=1   -DB=2") == before
+    assert build.wheel_key(place, "-DA=1") != before
+    monkeypatch.setattr(build, "cpu_features", lambda: "x86_64 avx9")
+    assert build.wheel_key(place, "-DA=1 -DB=2") != before
+
+
+def test_a_stock_build_is_kept_apart_and_does_not_care_about_the_patch(place):
+    before = build.wheel_key(place, "", stock=True)
+    assert before.startswith("stock-")
+    (place / "hooks.patch").write_text("other")
+    assert build.wheel_key(place, "", stock=True) == before
+
+
+def test_cmake_gets_our_file_whole_and_the_users_flags_last(place):
+    wheel = build.build(place, "-DGGML_RPC=OFF")
+    flags = shlex.split(wheel.read_text())
+    assert flags[0] == f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={place / 'apply.cmake'}"
+    assert flags[-1] == "-DGGML_RPC=OFF"
+    assert "-DGGML_RPC=ON" in flags
+    assert "-DKVTOOL_PATCH=OFF" in build.build(place, "", stock=True).read_text()
+
+
+def test_pips_own_wheel_cache_is_not_asked(place, tmp_path):
+    build.build(place, "")
+    wheel_call = (tmp_path / "calls").read_text().splitlines()[1]
+    assert "--no-cache-dir" in wheel_call
+
+
+def test_progress_without_a_terminal_is_a_line_a_tenth(place, capfd):
+    build.build(place, "")
+    shown = [line.strip() for line in capfd.readouterr().err.splitlines() if "/100" in line]
+    assert shown == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
+
+
+def test_progress_on_a_terminal_is_one_line(place, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    build.build(place, "")
+    shown = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
+    assert shown.endswith("100/100 [####################]")
+
+
+def test_a_failed_build_names_its_log_and_errors_and_keeps_nothing(place, tmp_path, monkeypatch):
+    build.build(place, "-DFIRST=1")
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "x.cpp:7: error: no such thing\nmake it so\nmore")
+    with pytest.raises(LibraryError, match=r"x\.cpp:7: error: no such thing") as caught:
+        build.build(place, "")
+    log = tmp_path / "cache" / "logs" / f"build-{build.wheel_key(place, '')}.log"
+    assert str(log) in str(caught.value)
+    assert "[100/100]" in log.read_text()
+    assert len(list((tmp_path / "cache" / "wheels").iterdir())) == 1
+
+
+def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
+    build.build(place, "-DFIRST=1")
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply")
+    with pytest.raises(LibraryError, match="kvtool: the patch does not apply"):
+        build.build(place, "")
+
+
+def test_a_download_that_is_not_the_pinned_one_is_said_so(place, monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
+    with pytest.raises(LibraryError, match="sha256 differs"):
+        build.build(place, "")
+
+
+def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
+    build.build(place, "")
+    (tmp_path / "cache" / "source" / "llama_cpp_python-9.9.tar.gz").write_bytes(b"damaged")
+    build.build(place, "-DA=1")
+    assert calls(tmp_path) == ["download", "wheel", "download", "wheel"]
+
+
+def installed(monkeypatch, url):
+    class Distribution:
+        def read_text(self, name):
+            return json.dumps({"url": url}) if url and name == "direct_url.json" else None
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
+
+
+def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypatch):
+    wheel = build.build(place, "")
+    installed(monkeypatch, None)
+    assert build.install(wheel, "")
+    installed(monkeypatch, build.build(place, "-DA=1").as_uri())
+    assert build.install(wheel, "")
+    installed(monkeypatch, wheel.as_uri())
+    assert not build.install(wheel, "")
+    assert calls(tmp_path) == ["download", "wheel", "install", "wheel", "install"]
+
+
+def test_installs_into_a_virtual_environment_only(place, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    with pytest.raises(LibraryError, match="make setup"):
+        build.install(Path("x.whl"), "")
+
+
+def test_the_last_installed_flags_stay_until_others_are_asked_for(place, monkeypatch):
+    installed(monkeypatch, None)
+    assert build.asked_cmake_args() == ""
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
+    assert build.main(["--install"]) == 0
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert build.asked_cmake_args() == "-DGGML_CUDA=on"
+    monkeypatch.setenv("CMAKE_ARGS", "")
+    assert build.main(["--install"]) == 0
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert build.asked_cmake_args() == ""
+
+
+def test_flags_that_do_not_build_are_not_remembered(place, monkeypatch, capsys):
+    monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
+    monkeypatch.setenv("FAILS", "1")
+    assert build.main(["--install"]) == LibraryError.exit_code
+    assert capsys.readouterr().err.splitlines()[-2].startswith("kvtool: ")
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert build.asked_cmake_args() == ""
+
+
+def test_stdout_is_the_wheel(place, capsys):
+    assert build.main([]) == 0
+    assert capsys.readouterr().out == f"{build.find_wheel(build.wheel_key(place, ''))}\n"
+
+
+def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
+    script = (
+        "from kvtool import build, errors\n"
+        "try: build.check_tools()\n"
+        "except errors.LibraryError as error: print(error)\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
+    root = Path(__file__).parent.parent
+    for path, said in ((str(tmp_path), "C++ compiler"), (env["PATH"], "")):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**env, "PATH": path},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stderr == ""
+        assert said in done.stdout
+        assert len(done.stdout.splitlines()) == bool(said)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
+    shutil.copy(Path(__file__).parent.parent / "Makefile", tmp_path)
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "Python 3.10 or newer" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_kernel_folder_is_where_the_kernels_are(monkeypatch):
+    monkeypatch.undo()
+    assert warm.kernel_dir() == kernels.CACHE_DIR

@@ -1,0 +1,110 @@
+"""`kvtool doctor`: names what is wrong and what mends it, and ends with 0 only when nothing is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import typer
+
+from kvtool import build, warm
+from kvtool.cli import doctor
+from kvtool.errors import LibraryError
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """What the library says of itself; all is well until a test changes it."""
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "asked_cmake_args", lambda: "")
+    monkeypatch.setattr(build, "installed_key", lambda: build.wheel_key(build.patches_dir(), ""))
+    warm.stamp().parent.mkdir(parents=True)
+    warm.stamp().touch()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.gguf").write_bytes(b"12345")
+    info = {
+        "version": "0.3.36",
+        "path": "lib/libllama.so",
+        "patched": True,
+        "abi": 1,
+        "abi_wanted": 1,
+        "digest": build.patch_digest(build.patches_dir()),
+        "devices": [
+            {"name": "CPU", "description": "x", "type": "cpu", "memory_total": 2**31, "memory_free": 2**30}
+        ],
+        "system_info": "AVX2 = 1",
+    }
+    monkeypatch.setitem(sys.modules, "kvtool.llama", SimpleNamespace(library_info=lambda: dict(info)))
+    return info
+
+
+def run(capsys, **options):
+    with pytest.raises(typer.Exit) as ended:
+        doctor.doctor(**options)
+    return ended.value.exit_code, capsys.readouterr().out
+
+
+def test_all_is_well(library, capsys):
+    code, out = run(capsys)
+    assert code == 0
+    assert "all is well" in out
+    assert "CPU: x, 1.0 of 2.0 GiB free" in out
+    assert "small.gguf" in out
+
+
+def test_json_has_it_all(library, capsys):
+    code, out = run(capsys, json=True)
+    found = json.loads(out)
+    assert (code, found["ok"], found["problems"]) == (0, True, [])
+    assert found["library"]["digest"] == found["library"]["digest_wanted"]
+    assert found["models"]["files"] == [{"name": "small.gguf", "bytes": 5}]
+    assert found["kernels"] == {"path": str(warm.kernel_dir()), "compiled": True}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("patched", False, "not patched"),
+        ("abi", 0, "ABI 0, this kvtool 1"),
+        ("digest", "0" * 64, "other patch files"),
+    ],
+)
+def test_a_library_that_does_not_fit_is_to_be_built(library, capsys, field, value, said):
+    library[field] = value
+    code, out = run(capsys)
+    assert code == 1
+    assert said in out
+    assert "make setup" in out
+
+
+def test_a_library_of_another_machine_is_to_be_built(library, capsys, monkeypatch):
+    monkeypatch.setattr(build, "installed_key", lambda: "0123456789abcdef")
+    code, out = run(capsys)
+    assert code == 1
+    assert "another CPU" in out
+
+
+def test_a_library_that_was_built_by_hand_has_no_key_to_compare(library, capsys, monkeypatch):
+    monkeypatch.setattr(build, "installed_key", lambda: None)
+    assert run(capsys)[0] == 0
+
+
+def test_no_library_at_all(library, capsys, monkeypatch):
+    def fails():
+        raise LibraryError("no libllama")
+
+    monkeypatch.setitem(sys.modules, "kvtool.llama", SimpleNamespace(library_info=fails))
+    code, out = run(capsys, json=True)
+    found = json.loads(out)
+    assert code == 1
+    assert found["library"] is None
+    assert "no libllama" in found["problems"][0]["wrong"]
+
+
+def test_kernels_that_are_not_compiled(library, capsys):
+    warm.stamp().unlink()
+    code, out = run(capsys)
+    assert code == 1
+    assert f"{sys.executable} -m kvtool.warm" in out

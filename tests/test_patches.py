@@ -1,0 +1,278 @@
+"""The patch: its header, its digest, and that it is applied exactly or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtool import build
+from kvtool.errors import LibraryError
+
+ROOT = Path(__file__).parent.parent
+PATCHES = ROOT / "patches"
+sys.path.insert(0, str(PATCHES))
+apply = importlib.import_module("apply")
+sync = importlib.import_module("sync")
+
+BEFORE = "one\ntwo\nthree\nfour\nfive\nsix\n"
+AFTER = "one\ntwo\nTHREE\nfour\nfive\nsix\nseven\n"
+PATCH = b"""\
+Subject: a test
+Why: to test
+Remove-when: never
+Touches: nothing
+
+diff --git a/src/a.cpp b/src/a.cpp
+--- a/src/a.cpp
++++ b/src/a.cpp
+@@ -2,3 +2,3 @@ one
+ two
+-three
++THREE
+ four
+@@ -6 +6,2 @@
+ six
++seven
+"""
+
+needs_cmake = pytest.mark.skipif(not shutil.which("cmake"), reason="there is no cmake to ask")
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git to compare with")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """llama.cpp as far as the test patch knows it."""
+    folder = tmp_path / "tree"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "a.cpp").write_text(BEFORE)
+    return folder
+
+
+def read(tree):
+    return (tree / "src" / "a.cpp").read_text()
+
+
+def test_header_says_what_why_and_until_when():
+    assert sync.header((PATCHES / "hooks.patch").read_text())
+
+
+@pytest.mark.parametrize("field", sync.FIELDS)
+def test_a_header_without_a_field_is_refused(field):
+    text = PATCH.decode().replace(field, "Other:")
+    with pytest.raises(apply.PatchError, match=field):
+        sync.header(text)
+
+
+def test_hooks_are_call_sites_only():
+    lines = (PATCHES / "hooks.patch").read_bytes().split(b"diff --git", 1)[1].splitlines()
+    changed = [line for line in lines if line[:1] in (b"+", b"-") and line[:4] not in (b"+++ ", b"--- ")]
+    assert 0 < len(changed) < 100
+
+
+@pytest.mark.parametrize("name", build.DIGESTED)
+def test_patch_files_are_ascii(name):
+    assert (PATCHES / name).read_bytes().isascii()
+
+
+def test_what_kvtool_depends_on_is_what_the_patch_is_for():
+    upstream = build.Upstream.read(PATCHES)
+    assert f'"{upstream.package}=={upstream.version}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("text", ["version = 1\n", "package = a\nversion = 1\nsha256 = 12\n", "", "x = 1\n"])
+def test_an_upstream_file_that_lacks_something_is_refused(tmp_path, text):
+    (tmp_path / "UPSTREAM").write_text(text)
+    with pytest.raises(LibraryError, match="sha256"):
+        build.Upstream.read(tmp_path)
+
+
+def test_applies_once(tree):
+    assert apply.apply(PATCH, tree)
+    assert read(tree) == AFTER
+    assert not apply.apply(PATCH, tree)
+    assert read(tree) == AFTER
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        BEFORE.replace("three", "3"),
+        BEFORE.replace("two", "2"),
+        BEFORE.replace("six\n", "six"),
+        BEFORE.replace("\n", "\r\n"),
+        "zero\n" + BEFORE,
+        AFTER.replace("seven\n", ""),
+        "",
+    ],
+)
+def test_another_source_is_left_alone(tree, content):
+    (tree / "src" / "a.cpp").write_bytes(content.encode())
+    with pytest.raises(apply.PatchError, match=r"src/a\.cpp:\d+ is not what"):
+        apply.apply(PATCH, tree)
+    assert (tree / "src" / "a.cpp").read_bytes() == content.encode()
+
+
+def test_nothing_is_changed_when_one_of_two_files_does_not_fit(tree):
+    (tree / "src" / "b.cpp").write_text(BEFORE.replace("four", "4"))
+    both = PATCH + PATCH[PATCH.index(b"diff") :].replace(b"a.cpp", b"b.cpp")
+    with pytest.raises(apply.PatchError, match=r"b\.cpp:4"):
+        apply.apply(both, tree)
+    assert read(tree) == BEFORE
+
+
+def test_a_missing_file_is_named(tree):
+    (tree / "src" / "a.cpp").unlink()
+    with pytest.raises(apply.PatchError, match=r"src/a\.cpp is not in"):
+        apply.apply(PATCH, tree)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        b"",
+        b"no diff at all\n",
+        PATCH[: PATCH.index(b"+seven")],
+        PATCH.replace(b"-2,3 +2,3", b"-2,2 +2,3"),
+        PATCH.replace(b"+++ b/src/a.cpp", b"+++ b/../a.cpp"),
+        PATCH.replace(b"--- a/", b"new file mode 100644\n--- a/"),
+    ],
+)
+def test_a_damaged_patch_is_refused(tree, patch):
+    with pytest.raises(apply.PatchError):
+        apply.apply(patch, tree)
+    assert read(tree) == BEFORE
+
+
+def test_a_last_line_without_an_end_is_kept_so(tree):
+    (tree / "src" / "a.cpp").write_text("one\ntwo")
+    head, hunk = b"--- a/src/a.cpp\n+++ b/src/a.cpp\n", b"@@ -1,2 +1,2 @@\n-one\n+ONE\n two\n"
+    assert apply.apply(head + hunk + b"\\ No newline at end of file\n", tree)
+    assert read(tree) == "ONE\ntwo"
+
+
+@needs_git
+def test_export_gives_back_the_bytes_that_git_would_apply(tree):
+    sync.commit(tree)
+    (tree / "src" / "a.cpp").write_text(AFTER)
+    patch = sync.exported(tree, sync.header(PATCH.decode()))
+    sync._git(tree, "checkout", "-q", "--", ".")
+    assert apply.apply(patch, tree)
+    assert read(tree) == AFTER
+    assert sync.exported(tree, sync.header(PATCH.decode())) == patch
+    sync._git(tree, "checkout", "-q", "--", ".")
+    (tree / "p.patch").write_bytes(patch)
+    sync._git(tree, "apply", "p.patch")
+    assert read(tree) == AFTER
+
+
+def project(folder: Path, patch: bytes = PATCH) -> Path:
+    """A source distribution as CMake sees it, and patch files, in `folder`."""
+    patches = folder / "patches"
+    patches.mkdir()
+    for name in ("apply.cmake", "apply.py"):
+        shutil.copy(PATCHES / name, patches)
+    (patches / "hooks.patch").write_bytes(patch)
+    for name in ("llama-kvtool.h", "llama-kvtool.cpp"):
+        (patches / name).write_text(f"// {name}\n")
+    source = folder / "source distribution"
+    (source / "vendor/llama.cpp/src").mkdir(parents=True)
+    (source / "vendor/llama.cpp/src/a.cpp").write_text(BEFORE)
+    (source / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.21)\n"
+        "project(llama_cpp LANGUAGES NONE)\n"
+        'set(LLAMA_BUILD_COMMON ON CACHE BOOL "as llama-cpp-python does it" FORCE)\n'
+        "add_subdirectory(vendor/llama.cpp)\n"
+    )
+    (source / "vendor/llama.cpp/CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.14...3.28)\n"
+        'project("llama.cpp" LANGUAGES NONE)\n'
+        'option(LLAMA_BUILD_COMMON "as llama.cpp does it" OFF)\n'
+        'message(STATUS "common: ${LLAMA_BUILD_COMMON}")\n'
+    )
+    return source
+
+
+def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [
+            *("cmake", "-G", "Unix Makefiles", "-S", str(source), "-B", str(source / "build")),
+            f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={source.parent / 'patches' / 'apply.cmake'}",
+            f"-DPython3_EXECUTABLE={sys.executable}",
+            *flags,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_cmake
+def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
+    source = project(tmp_path)
+    for _ in range(2):  # once more on the patched tree: the same
+        done = configure(source)
+        assert done.returncode == 0, done.stderr
+        llama = source / "vendor/llama.cpp"
+        assert read(llama) == AFTER
+        assert (llama / "src/llama-kvtool.cpp").read_text() == "// llama-kvtool.cpp\n"
+        define = f'#define LLAMA_KVTOOL_DIGEST "{build.patch_digest(tmp_path / "patches")}"\n'
+        assert (llama / "src/llama-kvtool-digest.h").read_text() == define
+
+
+@needs_cmake
+def test_cmake_stops_when_the_patch_does_not_apply(tmp_path):
+    source = project(tmp_path)
+    (source / "vendor/llama.cpp/src/a.cpp").write_text(BEFORE.replace("three", "3"))
+    done = configure(source)
+    assert done.returncode != 0
+    assert "does not apply to this llama.cpp" in " ".join(done.stderr.split())
+    assert "src/a.cpp:3" in done.stderr
+
+
+@needs_cmake
+@pytest.mark.parametrize("name", build.DIGESTED)
+def test_cmake_stops_when_a_patch_file_is_missing(tmp_path, name):
+    source = project(tmp_path)
+    (tmp_path / "patches" / name).unlink()
+    done = configure(source)
+    assert done.returncode != 0
+    assert f"{name} is missing" in done.stderr
+
+
+@needs_cmake
+@needs_git
+def test_a_work_tree_around_the_build_does_not_swallow_the_patch(tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    source = project(tmp_path)
+    done = configure(source)
+    assert done.returncode == 0, done.stderr
+    assert read(source / "vendor/llama.cpp") == AFTER
+
+
+@needs_cmake
+def test_cmake_stops_when_applying_did_nothing(tmp_path):
+    source = project(tmp_path)
+    (tmp_path / "patches" / "apply.py").write_text("print('hooks.patch: applied')\n")
+    done = configure(source)
+    assert done.returncode != 0
+    assert "does not apply" in " ".join(done.stderr.split())
+
+
+@needs_cmake
+def test_a_stock_build_is_not_patched(tmp_path):
+    source = project(tmp_path)
+    done = configure(source, "-DKVTOOL_PATCH=OFF")
+    assert done.returncode == 0, done.stderr
+    assert read(source / "vendor/llama.cpp") == BEFORE
+    assert [path.name for path in (source / "vendor/llama.cpp/src").iterdir()] == ["a.cpp"]
+
+
+@needs_cmake
+@pytest.mark.parametrize(("flags", "common"), [([], "ON"), (["-DLLAVA_BUILD=OFF"], "OFF")])
+def test_the_common_library_is_left_out_where_nothing_needs_it(tmp_path, flags, common):
+    assert f"common: {common}\n" in configure(project(tmp_path), *flags).stdout
