@@ -31,7 +31,9 @@ def cells(text: str, info: ModelInfo, type_k: str = "f16", type_v: str = "f16") 
     try:
         n_bytes = parse_bytes(text)
     except UsageError:
-        raise UsageError(f"a budget is cells (512), a share of the context (10%) or bytes (64MiB), got {text!r}") from None
+        raise UsageError(
+            f"a budget is cells (512), a share of the context (10%) or bytes (64MiB), got {text!r}"
+        ) from None
     n = info.cells_that_fit(n_bytes, type_k, type_v) // PAD * PAD
     if n == 0:
         smallest = format_bytes(PAD * info.cell_bytes(type_k, type_v))
@@ -46,5 +48,7 @@ def _share(text: str, n_ctx_train: int) -> int:
         share = -1.0
     n = int(n_ctx_train * share / 100)
     if not (0 < share <= 100 and n > 0):
-        raise UsageError(f"a share of the trained context of {n_ctx_train} tokens is 1% to 100%, got {text!r}")
+        raise UsageError(
+            f"a share of the trained context of {n_ctx_train} tokens is 1% to 100%, got {text!r}"
+        )
     return n

@@ -183,7 +183,8 @@ class Progress:
     """One line on a terminal, redrawn; elsewhere a line every tenth of the way."""
 
     def __init__(self, title: str) -> None:
-        self.title = title
+        # a line that wraps is not redrawn but repeated
+        self.title = title[: max(shutil.get_terminal_size().columns - 32, 20)]
         self.shown = -1
         self.drawn = False
         self.tty = sys.stderr.isatty()
@@ -261,7 +262,7 @@ def source(upstream: Upstream, log: Path) -> Path:
     if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(f"getting the sources of {upstream.package} {upstream.version} (once; 77 MB)")
+    progress = Progress(f"getting llama.cpp's sources (once; 77 MB)")
     progress.wait()
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         wanted = Path(folder) / "requirements.txt"
@@ -327,7 +328,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
     archive = source(Upstream.read(folder), log)
     what = "an unpatched llama.cpp" if stock else "llama.cpp"
     flags = f" with {cmake_args}" if cmake_args else ""
-    progress = Progress(f"building {what}{flags} (once; a few minutes on 2 cores)")
+    progress = Progress(f"building {what}{flags} (once; a few minutes)")
     progress.wait()
 
     def on_line(line: str) -> None:

@@ -24,13 +24,15 @@ class Settings:
 
     positions: "original", "in-cache" or "auto". n_ctx: the positions there are, the trained context unless
     given (never more). n_batch: the most tokens of a step.
-    n_output: the most tokens of a step whose logits are wanted.
+    n_output: the most tokens of a step whose logits are wanted. over_budget: whether a step may go over the
+    budget until its eviction, so that a prompt is read in steps longer than the slack.
     """
 
     positions: str = "auto"
     n_ctx: int | None = None
     n_batch: int = 256
     n_output: int = 1
+    over_budget: bool = True
     type_k: str = "f16"
     type_v: str = "f16"
     flash: str = "auto"
@@ -45,6 +47,7 @@ class Engine:
     """One stream of tokens through one cache under one policy.
 
     n_past: tokens decoded so far. n_kv: live cells of each row. n_evicted: cells evicted so far, a row.
+    n_pinned: first tokens that are never evicted. is_in_cache: whether positions follow the cache by now.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -58,8 +61,7 @@ class Engine:
                 f"choose at most that many cells, not {policy.budget}"
             )
         self.n_cell = policy.budget
-        if policy.slack:
-            # a step longer than the slack goes over the budget; the eviction follows at once
+        if policy.slack and settings.over_budget:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = max(policy.budget, min(over, self.n_ctx))
         self.context = Context(
@@ -84,7 +86,7 @@ class Engine:
         self.state = self.policy.start(*self.pos.shape)
         self.n_past = self.n_kv = self.n_evicted = self.n_pinned = 0
         self._next_rot = 0
-        self._in_cache = self.settings.positions == "in-cache"
+        self.is_in_cache = self.settings.positions == "in-cache"
 
     def close(self) -> None:
         self.context.close()
@@ -152,7 +154,7 @@ class Engine:
                 f"the stream has reached the context of {self.n_ctx} tokens; "
                 "go on with --positions auto or in-cache"
             )
-        self._in_cache = True
+        self.is_in_cache = True
         self._apply(Plan(np.ones((len(self.pos), self.n_kv), np.bool_)), self.n_kv, self.n_kv)
 
     def _view(self) -> View:
@@ -212,7 +214,7 @@ class Engine:
         pos = np.take_along_axis(self.pos, source, axis=1)
         rot = np.take_along_axis(self.rot, source, axis=1)
         delta = np.zeros_like(rot)
-        if self._in_cache:
+        if self.is_in_cache:
             rank = np.empty_like(pos)
             rank_by_pos(pos, rank)
             target = next_rot - n_keep + rank

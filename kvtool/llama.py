@@ -9,7 +9,6 @@ import ctypes
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,11 @@ from kvtool.policy import Merge, Signal
 
 try:
     import llama_cpp.llama_cpp as api
-except (ImportError, OSError, RuntimeError) as error:  # no package, no library in it, or one that does not load
+except (
+    ImportError,
+    OSError,
+    RuntimeError,
+) as error:  # no package, no library in it, or one that does not load
     raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
 
 ABI = 1
@@ -178,7 +181,9 @@ def add_rpc(endpoint: str) -> None:
     _bind("ggml_backend_register", None, ctypes.c_void_p)
     registry = _lib.ggml_backend_reg_by_name(b"RPC")
     if not registry:
-        raise LibraryError("llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON make setup")
+        raise LibraryError(
+            "llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON make setup"
+        )
     address = _lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
     add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
     server = add_server(endpoint.encode())
@@ -269,6 +274,10 @@ class Model:
             if n >= 0:
                 return buffer.raw[:n]
             room = -n
+
+    def marker(self, token: int) -> str:
+        """A special token written out; empty where the model has none."""
+        return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def ends_turn(self, token: int) -> bool:
         """Whether the token is one of the model's end-of-generation tokens."""
@@ -462,8 +471,3 @@ class Sampler:
         if self._chain:
             api.llama_sampler_free(self._chain)
             self._chain = None
-
-
-def tokens_of(values: Sequence[int]) -> np.ndarray:
-    """Any sequence of token numbers as i32[n]."""
-    return np.asarray(values, np.int32)

@@ -258,3 +258,12 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
 def test_kernel_folder_is_where_the_kernels_are(monkeypatch):
     monkeypatch.undo()
     assert warm.kernel_dir() == kernels.CACHE_DIR
+    monkeypatch.setenv("NUMBA_BOUNDSCHECK", "0" if os.environ.get("NUMBA_BOUNDSCHECK") else "1")
+    assert warm.kernel_dir().name == kernels._digest() != kernels.CACHE_DIR.name
+
+
+def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    build.Progress("building with " + "-DGGML_SOMETHING=on " * 9).show(1234, 1234)
+    assert len(capsys.readouterr().err.strip("\r")) <= 80

@@ -143,9 +143,10 @@ def test_a_missing_file_is_named(tree):
     ],
 )
 def test_a_damaged_patch_is_refused(tree, patch):
+    (tree.parent / "a.cpp").write_text(BEFORE)
     with pytest.raises(apply.PatchError):
         apply.apply(patch, tree)
-    assert read(tree) == BEFORE
+    assert read(tree) == (tree.parent / "a.cpp").read_text() == BEFORE
 
 
 def test_a_last_line_without_an_end_is_kept_so(tree):
@@ -160,6 +161,7 @@ def test_export_gives_back_the_bytes_that_git_would_apply(tree):
     sync.commit(tree)
     (tree / "src" / "a.cpp").write_text(AFTER)
     patch = sync.exported(tree, sync.header(PATCH.decode()))
+    assert patch.startswith(PATCH[: PATCH.index(b"diff")] + b"diff --git a/src/a.cpp b/src/a.cpp\nindex ")
     sync._git(tree, "checkout", "-q", "--", ".")
     assert apply.apply(patch, tree)
     assert read(tree) == AFTER

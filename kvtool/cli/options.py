@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str | None,
-    typer.Option("-m", "--model", help="A name (kvtool models list) or a GGUF file.", show_default="$KVTOOL_MODEL"),
+    typer.Option(
+        "-m", "--model", help="A name (kvtool models list) or a GGUF file.", show_default="$KVTOOL_MODEL"
+    ),
 ]
 Policy = Annotated[str, typer.Option("--policy", help="Which cells stay (kvtool policies).")]
 Budget = Annotated[
@@ -25,30 +27,45 @@ Budget = Annotated[
     typer.Option("--budget", help="The most each row may hold: cells (512), a share (10%) or bytes (64MiB)."),
 ]
 Options = Annotated[
-    list[str] | None, typer.Option("-o", metavar="NAME=VALUE", help="A parameter of the policy.", show_default=False)
+    list[str] | None,
+    typer.Option("-o", metavar="NAME=VALUE", help="A parameter of the policy.", show_default=False),
 ]
 EvictEvery = Annotated[
-    int | None, typer.Option("--evict-every", min=1, help="Tokens from one eviction to the next.", show_default="16")
+    int | None,
+    typer.Option("--evict-every", min=1, help="Tokens from one eviction to the next.", show_default="16"),
 ]
 Positions = Annotated[
     str,
     typer.Option(
-        "--positions", help="original; in-cache; auto: original as long as they fit into the context, then in-cache."
+        "--positions",
+        help="original; in-cache; auto: original as long as they fit into the context, then in-cache.",
     ),
 ]
 Context = Annotated[
     int | None,
-    typer.Option("-c", "--ctx-size", min=1, help="Positions there are; with policy full the cells.", show_default="trained"),
+    typer.Option(
+        "-c",
+        "--ctx-size",
+        min=1,
+        help="Positions there are; with policy full the cells.",
+        show_default="trained",
+    ),
 ]
 Batch = Annotated[int | None, typer.Option("-b", "--batch-size", min=1, help="The most tokens of a step.")]
-Threads = Annotated[int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="all cores")]
+Threads = Annotated[
+    int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="all cores")
+]
 GpuLayers = Annotated[
     int | None, typer.Option("-ngl", "--gpu-layers", min=0, help="Layers on the GPU.", show_default="all")
 ]
-TypeK = Annotated[str, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f32, f16, q8_0, ...")]
+TypeK = Annotated[
+    str, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f32, f16, q8_0, ...")
+]
 TypeV = Annotated[str, typer.Option("-ctv", "--cache-type-v", help="Type of the cached values.")]
 Flash = Annotated[str, typer.Option("-fa", "--flash-attn", help="Flash attention: on, off or auto.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="llama.cpp's own log and statistics on stderr.")]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="llama.cpp's own log and statistics on stderr.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Temp = Annotated[float, typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.")]
@@ -56,7 +73,9 @@ TopK = Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens;
 TopP = Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens up to this probability.")]
 MinP = Annotated[float, typer.Option("--min-p", help="Only tokens this likely against the likeliest.")]
 RepeatPenalty = Annotated[float, typer.Option("--repeat-penalty", help="Against repetition; 1: none.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the sampler.", show_default="random")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Seed of the sampler.", show_default="random")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +113,13 @@ def open_engine(
     default_budget: int,
     n_batch: int,
     length: Callable[[Any], int] | None = None,
-    all_logits: bool = False,
+    scoring: bool = False,
 ) -> Iterator[Opened]:
     """Loads the model, makes the cache and the policy, and closes all of it at the end.
 
     default_budget: cells unless --budget is given. n_batch: tokens a step unless -b is given.
     length: called with the loaded model, tells how many tokens there will be: policy full needs no more cells.
-    all_logits: of every token of a step, not only of the last.
+    scoring: logits of every token are wanted, and no step over the budget.
     Raises KvtoolError.
     """
     from kvtool.cli.models import download_progress
@@ -126,12 +145,14 @@ def open_engine(
             raise UsageError("policy full keeps everything and takes no --budget; -c sets its cells")
         policy = None
     else:
-        n, is_bound = budget.cells(wanted.budget or str(default_budget), info, wanted.type_k, wanted.type_v)
+        n, is_bound = budget.cells(
+            wanted.budget or str(min(default_budget, n_ctx)), info, wanted.type_k, wanted.type_v
+        )
         slack = wanted.evict_every or policies.default_slack(n)
         if is_bound:
             # the batch has to fit into the bytes as well
             n_batch = max(1, min(n_batch, n // 4))
-            n -= max(n_batch - slack, 0)
+            n -= 0 if scoring else max(n_batch - slack, 0)
         policy = policies.fit(wanted.policy, n, wanted.evict_every, wanted.options)
 
     from kvtool import llama
@@ -147,7 +168,8 @@ def open_engine(
             positions=wanted.positions,
             n_ctx=n_ctx,
             n_batch=n_batch,
-            n_output=n_batch if all_logits else 1,
+            n_output=n_batch if scoring else 1,
+            over_budget=not scoring,
             type_k=wanted.type_k,
             type_v=wanted.type_v,
             flash=wanted.flash,

@@ -23,12 +23,18 @@ def perplexity(
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=2, help="Only the text's first tokens.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=2, help="Only the text's first tokens.")
+    ] = None,
     windows: Annotated[
         int | None,
-        typer.Option("--windows", min=2, help="Independent windows of this many tokens, as llama-perplexity -c."),
+        typer.Option(
+            "--windows", min=2, help="Independent windows of this many tokens, as llama-perplexity -c."
+        ),
     ] = None,
-    stride: Annotated[int | None, typer.Option("--stride", min=1, help="How far apart the windows start.")] = None,
+    stride: Annotated[
+        int | None, typer.Option("--stride", min=1, help="How far apart the windows start.")
+    ] = None,
     model: opt.Model = None,
     n_ctx: opt.Context = None,
     n_batch: opt.Batch = None,
@@ -74,9 +80,7 @@ def perplexity(
             raise InputError(f"{file} has {len(tokens)} tokens, {windows or 2} are needed")
         return windows or len(tokens)
 
-    with opt.open_engine(
-        wanted, default_budget=512, n_batch=64, length=length, all_logits=True
-    ) as opened:
+    with opt.open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
         engine = opened.engine
         if windows is None:
             _check_length(engine, len(tokens))
@@ -176,7 +180,9 @@ def _progress(n_scored: int):
                 nonlocal total, n
                 total, n = total + float(nll.sum()), n + len(nll)
                 bar.update(
-                    task, completed=n, description=f"perplexity {math.exp(total / n):.3f}" if n else "perplexity"
+                    task,
+                    completed=n,
+                    description=f"perplexity {math.exp(total / n):.3f}" if n else "perplexity",
                 )
 
             yield report

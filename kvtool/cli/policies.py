@@ -12,7 +12,9 @@ from kvtool.cli.options import EvictEvery, Json, Options
 
 def policies(
     name: Annotated[str | None, typer.Argument(help="Only this policy.")] = None,
-    budget: Annotated[int | None, typer.Option("--budget", help="Show what parameters this many cells give.")] = None,
+    budget: Annotated[
+        int | None, typer.Option("--budget", help="Show what parameters this many cells give.")
+    ] = None,
     evict_every: EvictEvery = None,
     options: Options = None,
     as_json: Json = False,

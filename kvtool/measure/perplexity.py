@@ -6,7 +6,7 @@ independent windows, as llama.cpp's own llama-perplexity reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,14 +20,17 @@ Progress = Callable[[np.ndarray], None]
 def stream(engine: Engine, tokens: np.ndarray, progress: Progress | None = None) -> np.ndarray:
     """The nll f64[n - 1] of every token i32[n] but the first, all through the engine's one cache.
 
-    Steps are as long as they can be without an eviction being late: exactly the policy's own schedule.
+    No step goes over the budget, so that no eviction is late: exactly the policy's own schedule.
     """
     parts = [np.empty(0)]
-    for at, n in _steps(engine, len(tokens)):
+    at = 0
+    while at < len(tokens):
+        n = min(engine.room(), engine.policy.budget - engine.n_kv, len(tokens) - at)
         engine.step(tokens[at : at + n], n)
         parts.append(_nll(engine, tokens[at + 1 : at + 1 + n]))
         if progress:
             progress(parts[-1])
+        at += n
     return np.concatenate(parts)
 
 
@@ -60,14 +63,6 @@ def windows(
         if progress:
             progress(nll)
     return np.concatenate(parts)
-
-
-def _steps(engine: Engine, n_tokens: int) -> Iterator[tuple[int, int]]:
-    at = 0
-    while at < n_tokens:
-        n = min(engine.room(), engine.policy.budget - engine.n_kv, n_tokens - at)
-        yield at, n
-        at += n
 
 
 def _nll(engine: Engine, target: np.ndarray) -> np.ndarray:

@@ -30,9 +30,7 @@ def load(name: str) -> type[Policy]:
 def params(policy: type[Policy]) -> dict[str, object]:
     """The parameters that `-o name=value` sets, with their defaults; None where the budget decides."""
     return {
-        f.name: None if f.default is MISSING else f.default
-        for f in fields(policy)
-        if f.name not in _COMMON
+        f.name: None if f.default is MISSING else f.default for f in fields(policy) if f.name not in _COMMON
     }
 
 

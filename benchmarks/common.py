@@ -1,0 +1,88 @@
+"""What the benchmarks share: the machine in words, real text as tokens, medians and the spread of ratios."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import kvtool
+from kvtool import models
+from kvtool.llama import Model, library_info
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """FILE, -m, -t and --json."""
+    parser.add_argument("file", type=Path, help="a text, UTF-8")
+    parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: as kvtool itself)")
+    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+
+
+def machine() -> dict[str, object]:
+    """What a reader must know of the machine to compare numbers."""
+    info = library_info()
+    return {
+        "cpu": _cpu(),
+        "n_core": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "kvtool": kvtool.__version__,
+        "llama_cpp_python": info["version"],
+        "patch": info["digest"],
+    }
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def describe(what: dict[str, object]) -> str:
+    """One line of `name value` pairs."""
+    return ", ".join(f"{name} {value}" for name, value in what.items())
+
+
+def load_model(name: str | None) -> Model:
+    return Model(models.resolve(name))
+
+
+def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
+    """The first n tokens of the text. Ends the program where the text is shorter."""
+    text = path.read_text(encoding="utf-8")
+    # no token is longer than this on average in any language: a long text need not be read whole
+    tokens = model.tokenize(text[: 16 * n], start=True)
+    if len(tokens) < n:
+        sys.exit(f"{path} has {len(tokens)} tokens; {n} are needed")
+    return tokens[:n]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def show(values: dict[str, float], digits: int = 3) -> str:
+    """"1.020 (0.990-1.051)" of what `spread` gives."""
+    return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
+
+
+def note(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_json(path: Path | None, results: dict[str, object]) -> None:
+    if path:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,51 @@
+"""Markdown that is still being written, on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+
+
+class MarkdownStream:
+    """Draws the paragraph being written again and again, and leaves each finished one above it for good.
+
+    Only the last paragraph is live, so that a long answer scrolls like any other text.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._text = ""
+        self._live = Live(console=console, refresh_per_second=12, vertical_overflow="visible", transient=True)
+
+    def __enter__(self) -> MarkdownStream:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.update("")
+        self._live.stop()
+        self._print(self._text)
+
+    def write(self, piece: str) -> None:
+        self._text += piece
+        done, rest = self._split()
+        if done:
+            self._live.update("")
+            self._print(done)
+            self._text = rest
+        self._live.update(Markdown(self._text))
+
+    def _split(self) -> tuple[str, str]:
+        """The finished blocks and the open one; a blank line within a code fence ends nothing."""
+        end = self._text.rfind("\n\n")
+        while end >= 0:
+            if self._text[:end].count("```") % 2 == 0:
+                return self._text[:end], self._text[end + 2 :]
+            end = self._text.rfind("\n\n", 0, end)
+        return "", self._text
+
+    def _print(self, block: str) -> None:
+        if block.strip():
+            self._console.print(Markdown(block))
+            self._console.print()

@@ -1,0 +1,67 @@
+"""A model's own chat template: Jinja from the GGUF header, run in a sandbox."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvtool.errors import ModelError
+
+Message = dict[str, str]
+
+_STAND_IN = "kvtool stands in for the reply"
+
+
+class Template:
+    """Turns messages ({"role", "content"}) into the text the model was trained on. Raises ModelError when it fails."""
+
+    def __init__(self, source: str, bos: str, eos: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals.update(
+            bos_token=bos,
+            eos_token=eos,
+            raise_exception=_raise,
+            strftime_now=lambda form: datetime.now().strftime(form),
+        )
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise _failed(error) from None
+
+    def render(self, messages: list[Message], *, reply: bool = True) -> str:
+        """The whole text of a chat. reply: with the words after which the model answers."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=reply, tools=None)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise _failed(error) from None
+
+    def turn(self, before: list[Message], user: str) -> str:
+        """What follows the model's last reply when the user says something: its end, the turn, the next beginning.
+
+        before: the chat up to that reply, without it.
+        """
+        chat = [*before, {"role": "assistant", "content": _STAND_IN}, {"role": "user", "content": user}]
+        _, found, text = self.render(chat).rpartition(_STAND_IN)
+        if not found:
+            raise ModelError("the model's chat template leaves replies out; use kvtool generate --raw")
+        return text
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _failed(error: Exception) -> ModelError:
+    first = str(error).split("\n")[0]
+    return ModelError(f"the model's chat template fails ({first}); use kvtool generate --raw")
