@@ -6,8 +6,8 @@ Stock is the same library through llama_cpp's low-level API with nothing of kvto
 the text, no sampling, a cache kept full by removing a block's tokens after the block. All of it runs in one
 process; short blocks take turns, and a kvtool block is compared with the stock blocks just before and just
 after it. A kvtool block goes from one eviction to another, so that it contains its full share of them
-(BUZZ evicts seldom: its blocks are longer). Ratios are paired by round; times are of a busy machine or an
-idle one, ratios are what counts.
+(BUZZ evicts seldom: its blocks are longer). Ratios are paired by round. Where other programs run as well,
+`--clock cpu` with one thread leaves out the time that was theirs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ from kvtool.llama import FLASH, Model
 
 SHORT, LONG = "stock", "stock, long"
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
 
 class Stock:
     """Stock llama.cpp with n_cell cells, all but the block's tokens filled once."""
 
-    def __init__(self, model: Model, n_cell: int, flash: str, n_threads: int, tokens: np.ndarray, n_block: int):
+    def __init__(self, model: Model, n_cell: int, tokens: np.ndarray, n_block: int, flash: str, args) -> None:
         params = api.llama_context_default_params()
         params.n_ctx = n_cell
         params.n_batch = params.n_ubatch = min(n_cell, 512)
-        params.n_threads = params.n_threads_batch = n_threads
+        params.n_threads = params.n_threads_batch = args.threads
         params.flash_attn_type = FLASH[flash]
         self.context = api.llama_init_from_model(model._model, params)
         if not self.context:
             sys.exit(f"llama.cpp cannot make a context of {n_cell} cells")
+        self.now = CLOCKS[args.clock]
         self.n_fill = n_cell - n_block
         self.n_block = n_block
         self.tokens = tokens
@@ -65,14 +68,14 @@ class Stock:
         """Seconds and tokens."""
         batch, context = self.batch, self.context
         tokens = self.tokens[self.n_fill : self.n_fill + self.n_block].tolist()
-        start = time.perf_counter()
+        start = self.now()
         for i, token in enumerate(tokens):
             batch.token[0] = token
             batch.pos[0] = self.n_fill + i
             if api.llama_decode(context, batch) != 0:
                 sys.exit("llama.cpp cannot decode")
             api.llama_get_logits(context)
-        seconds = time.perf_counter() - start
+        seconds = self.now() - start
         api.llama_memory_seq_rm(api.llama_get_memory(context), 0, self.n_fill, -1)
         return seconds, len(tokens)
 
@@ -80,10 +83,13 @@ class Stock:
 class Kvtool:
     """An engine in its steady state, and where its time goes: measured from outside."""
 
-    def __init__(self, model: Model, policy, settings: Settings, tokens: np.ndarray, n_block: int) -> None:
+    def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
+        policy = policies.fit(name, args.budget, args.evict_every)
+        settings = Settings(positions=args.positions, flash=flash, n_threads=args.threads)
         self.engine = Engine(model, policy, settings)
+        self.now = CLOCKS[args.clock]
         self.tokens = tokens
-        self.n_block = n_block
+        self.n_block = args.block
         self.at = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.n_token = self.n_eviction = 0
@@ -109,9 +115,9 @@ class Kvtool:
 
     def _timed(self, name: str, function):
         def call(*args, **kwargs):
-            start = time.perf_counter()
+            start = self.now()
             result = function(*args, **kwargs)
-            self.seconds[name] += time.perf_counter() - start
+            self.seconds[name] += self.now() - start
             self.n_eviction += name == "evict"
             return result
 
@@ -120,13 +126,13 @@ class Kvtool:
     def block(self) -> tuple[float, int]:
         """Seconds and tokens, from just before an eviction to just before another."""
         engine, budget, n = self.engine, self.engine.policy.budget, 0
-        start = time.perf_counter()
+        start = self.now()
         while n < self.n_block or engine.n_kv < budget:
             engine.room()
             engine.step(self._next(1))
             engine.context.logits()
             n += 1
-        seconds = time.perf_counter() - start
+        seconds = self.now() - start
         self.seconds["all"] += seconds
         self.n_token += n
         return seconds, n
@@ -154,7 +160,8 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192, help="cells of the long stock cache; 0: none")
     parser.add_argument("--flash", default="off,on", help="attention paths, with commas")
     parser.add_argument("--positions", default="auto", choices=("auto", "original", "in-cache"))
-    parser.add_argument("--block", type=int, default=32, help="tokens of a block, a kvtool block more or less")
+    parser.add_argument("--block", type=int, default=32, help="tokens of a block; more where evictions need it")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: for one thread on a busy machine")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 
@@ -174,15 +181,13 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
     # a long cache costs many times as much a token: fewer of them tell as much
     n_block_long = max(args.block // 4, 1)
     for flash in paths:
-        cells[SHORT, flash] = Stock(model, args.budget, flash, args.threads, tokens, args.block)
+        cells[SHORT, flash] = Stock(model, args.budget, tokens, args.block, flash, args)
         for name in names:
             note(f"filling {name}, flash attention {flash}")
-            policy = policies.fit(name, args.budget, args.evict_every)
-            settings = Settings(positions=args.positions, flash=flash, n_threads=args.threads)
-            cells[name, flash] = Kvtool(model, policy, settings, tokens, args.block)
+            cells[name, flash] = Kvtool(model, name, tokens, flash, args)
         if args.long:
             note(f"filling {args.long} cells of stock llama.cpp, flash attention {flash}")
-            cells[LONG, flash] = Stock(model, args.long, flash, args.threads, tokens, n_block_long)
+            cells[LONG, flash] = Stock(model, args.long, tokens, n_block_long, flash, args)
     return cells
 
 
@@ -214,7 +219,7 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
 
 
 def _results(args, cells: dict, times: dict, names: list[str], paths: list[str]) -> dict:
-    options = ("policies", "budget", "evict_every", "long", "positions", "block", "rounds", "threads")
+    options = ("policies", "budget", "evict_every", "long", "positions", "block", "rounds", "threads", "clock")
     results: dict[str, object] = {
         "machine": machine(),
         "model": args.model,

@@ -44,6 +44,7 @@ DIGESTED = ("hooks.patch", "llama-kvtool.h", "llama-kvtool.cpp")
 _NINJA = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\s*\[ *(\d+)%\]")
 _ERROR = re.compile(r"\berror\b|CMake Error|FAILED:|undefined reference|No space left|Killed", re.IGNORECASE)
+_PIP_SAYS = re.compile(r"subprocess-exited|from a subprocess|^Building wheel|ERROR: Failed (building|to build)")
 
 
 def patches_dir() -> Path:
@@ -184,7 +185,7 @@ class Progress:
 
     def __init__(self, title: str) -> None:
         # a line that wraps is not redrawn but repeated
-        self.title = title[: max(shutil.get_terminal_size().columns - 32, 20)]
+        self.title = title[: max(shutil.get_terminal_size().columns - 36, 20)]
         self.shown = -1
         self.drawn = False
         self.tty = sys.stderr.isatty()
@@ -219,8 +220,8 @@ class Progress:
 def _run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None]) -> str | None:
     """Appends the command's output to the log. Returns the lines that say what failed, None when none did."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    errors: deque[str] = deque(maxlen=6)
-    last: deque[str] = deque(maxlen=6)
+    errors: deque[str] = deque(maxlen=8)
+    last: deque[str] = deque(maxlen=8)
     n_after = 0
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
@@ -239,11 +240,11 @@ def _run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[
                 out.write(line)
                 on_line(line)
                 text = line.strip()
-                if not text:
+                if not text or _PIP_SAYS.search(text):
                     continue
                 last.append(text[:200])
                 # what CMake has to say stands in the lines after "CMake Error"
-                n_after = 4 if "CMake Error" in text else n_after - 1
+                n_after = 6 if "CMake Error" in text else n_after - 1
                 if (_ERROR.search(text) and not _NINJA.match(line) and len(text) < 1000) or n_after > 0:
                     errors.append(text[:200])
     if process.returncode == 0:
@@ -262,7 +263,7 @@ def source(upstream: Upstream, log: Path) -> Path:
     if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(f"getting llama.cpp's sources (once; 77 MB)")
+    progress = Progress("getting llama.cpp's sources (once; 77 MB)")
     progress.wait()
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         wanted = Path(folder) / "requirements.txt"

@@ -148,7 +148,9 @@ def test_a_failed_build_names_its_log_and_errors_and_keeps_nothing(place, tmp_pa
 def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
     build.build(place, "-DFIRST=1")
     monkeypatch.setenv("FAILS", "1")
-    monkeypatch.setenv("SAYS", "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply")
+    pip = "  error: subprocess-exited-with-error\n  ERROR: Failed building wheel for x\n" * 4
+    says = "CMake Error at apply.cmake:3 (message):\n  kvtool: the patch does not apply\n"
+    monkeypatch.setenv("SAYS", says + pip)
     with pytest.raises(LibraryError, match="kvtool: the patch does not apply"):
         build.build(place, "")
 
