@@ -44,7 +44,7 @@ DIGESTED = ("hooks.patch", "llama-kvtool.h", "llama-kvtool.cpp")
 _NINJA = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\s*\[ *(\d+)%\]")
 _ERROR = re.compile(r"\berror\b|CMake Error|FAILED:|undefined reference|No space left|Killed", re.IGNORECASE)
-_PIP_SAYS = re.compile(r"subprocess-exited|from a subprocess|^Building wheel|ERROR: Failed (building|to build)")
+_PIP_SAYS = re.compile(r"subprocess-exited|from a subprocess|^Building wheel|ERROR: Failed (to )?build")
 
 
 def patches_dir() -> Path:

@@ -76,7 +76,7 @@ def template_of(model: Model) -> Template:
 
 
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
-    """The tokens of a rendered chat, the first n_pinned characters of it pinned. Raises UsageError if they are too many."""
+    """The tokens of a rendered chat, its first n_pinned characters pinned. Raises as Engine.pin does."""
     model = engine.model
     bos = model.marker(model.bos)
     start = not (bos and text.startswith(bos))
@@ -104,7 +104,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self.system})
 
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
-        """The model's answer, piece by piece. Raises as Writer.write does, and UsageError for a system prompt too long."""
+        """The model's answer, piece by piece. Raises as Writer.write and Engine.pin do."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
         self.messages.append({"role": "user", "content": text})

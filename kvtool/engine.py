@@ -102,7 +102,7 @@ class Engine:
         return self.pos.nbytes + self.rot.nbytes + sum(array.nbytes for array in self.state)
 
     def pin(self, n: int) -> None:
-        """The first n tokens of the stream are never evicted. Raises UsageError where too little would be left."""
+        """The first n tokens of the stream are never evicted. Raises UsageError for too many."""
         room = self.policy.budget - self.policy.slack
         if n >= room:
             raise UsageError(
@@ -123,7 +123,7 @@ class Engine:
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decodes i32[n] tokens, n <= room(), in one batch; the last n_output give logits.
 
-        Over budget, the policy evicts at once. Raises StreamEnd past the trained context with original positions.
+        Over budget, the policy evicts at once. With original positions raises StreamEnd past the context.
         """
         n = len(tokens)
         assert 0 < n <= self.n_cell - self.n_kv
@@ -148,7 +148,7 @@ class Engine:
             self.step(part, n_output=int(done == len(tokens)))
 
     def _roll_back(self) -> None:
-        """Lets positions start over behind the live cells: what counts from now on is the distance in the cache."""
+        """Lets positions start over behind the live cells: from now on the distance in the cache counts."""
         if self.settings.positions == "original":
             raise StreamEnd(
                 f"the stream has reached the context of {self.n_ctx} tokens; "
@@ -183,7 +183,7 @@ class Engine:
         self._apply(plan, n_keep, self._next_rot)
 
     def _checked(self, view: View, plan: Plan) -> int:
-        """How many cells the plan keeps in each row. Raises StreamEnd or PlanError where it cannot be followed."""
+        """How many cells the plan keeps in each row. Raises StreamEnd or PlanError if it cannot be."""
         name = type(self.policy).__name__
         keep = plan.keep
         if keep.dtype != np.bool_ or keep.shape != view.pos.shape:
@@ -207,7 +207,7 @@ class Engine:
         return n_keep
 
     def _apply(self, plan: Plan, n_keep: int, next_rot: int) -> None:
-        """Fills the holes, rotates keys where positions follow the cache, and moves the policy's state along."""
+        """Fills the holes, rotates keys where positions follow the cache, and moves the state along."""
         n_row, n = plan.keep.shape
         source = np.empty((n_row, n_keep), np.int32)
         fill_holes(plan.keep, n_keep, source)

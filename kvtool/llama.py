@@ -127,7 +127,8 @@ def require_patched() -> None:
     """Raises LibraryError unless the library has our patch, of the ABI that this kvtool speaks."""
     if not _is_patched():
         raise LibraryError(
-            f"the llama.cpp in {library_path().parent} is not patched for kvtool; build the right one: make setup"
+            f"the llama.cpp in {library_path().parent} is not patched for kvtool; "
+            "build the right one: make setup"
         )
     abi = _lib.llama_kvtool_abi()
     if abi != ABI:
@@ -255,7 +256,7 @@ class Model:
             self._model = None
 
     def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
-        """Tokens i32[n]. special: markers like <|im_end|> in the text become their tokens. start: BOS if the model wants it."""
+        """Tokens i32[n]. special: markers like <|im_end|> become tokens. start: BOS if the model has it so."""
         data = text.encode()
         room = len(data) + 8
         while True:
@@ -384,7 +385,7 @@ class Context:
         *,
         force_graph: bool = False,
     ) -> None:
-        """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; then cells 0..n_keep-1 live.
+        """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
 
         Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep.
         Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.

@@ -15,7 +15,7 @@ _STAND_IN = "kvtool stands in for the reply"
 
 
 class Template:
-    """Turns messages ({"role", "content"}) into the text the model was trained on. Raises ModelError when it fails."""
+    """Turns messages ({"role", "content"}) into text as the model was trained on. Raises ModelError."""
 
     def __init__(self, source: str, bos: str, eos: str) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -47,7 +47,7 @@ class Template:
             raise _failed(error) from None
 
     def turn(self, before: list[Message], user: str) -> str:
-        """What follows the model's last reply when the user says something: its end, the turn, the next beginning.
+        """What follows the model's last reply when the user says something: its end, and the new turn.
 
         before: the chat up to that reply, without it.
         """

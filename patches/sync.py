@@ -101,10 +101,11 @@ def import_(tree: Path) -> str:
     tree.mkdir(parents=True, exist_ok=True)
     unpack(_source(), tree)
     commit(tree)
-    apply.apply(PATCH.read_bytes(), tree)
     for name in OURS[:2]:
         (tree / "src" / name).symlink_to(HERE / name)
     (tree / "src" / OURS[2]).write_text('#define LLAMA_KVTOOL_DIGEST "work tree"\n')
+    # last, so that what does not fit a new version can be applied there by hand
+    apply.apply(PATCH.read_bytes(), tree)
     return f"{tree}: edit, build, then export; src/llama-kvtool.* are links to {HERE}"
 
 

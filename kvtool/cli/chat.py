@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -118,10 +119,8 @@ class _Terminal:
             f"/help for help",
             highlight=False,
         )
-        try:
+        with suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
-        except ImportError:
-            pass
         while (line := self._ask()) is not None:
             line = line.strip()
             if line.startswith("/"):

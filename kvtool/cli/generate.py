@@ -42,7 +42,7 @@ def generate(
     verbose: opt.Verbose = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Write what the model answers to a prompt, read from -p and from stdin. An instruction in -p is never evicted."""
+    """Write what the model answers to a prompt from -p and stdin; the -p before a text is never evicted."""
     text = read_stdin()
     if prompt is None and not text:
         raise InputError("nothing to read; give a prompt with -p, or a text on stdin")

@@ -118,7 +118,7 @@ def open_engine(
     """Loads the model, makes the cache and the policy, and closes all of it at the end.
 
     default_budget: cells unless --budget is given. n_batch: tokens a step unless -b is given.
-    length: called with the loaded model, tells how many tokens there will be: policy full needs no more cells.
+    length: called with the loaded model, says how many tokens there will be; policy full needs no more cells.
     scoring: logits of every token are wanted, and no step over the budget.
     Raises KvtoolError.
     """
