@@ -256,7 +256,7 @@ class Model:
             self._model = None
 
     def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
-        """Tokens i32[n]. special: markers like <|im_end|> become tokens. start: BOS if the model has it so."""
+        """Tokens i32[n]. special: markers as <|im_end|> become tokens. start: BOS if the model has it so."""
         data = text.encode()
         room = len(data) + 8
         while True:
@@ -324,6 +324,7 @@ class Context:
         params.type_v = CACHE_TYPES[type_v]
         params.flash_attn_type = FLASH[_choose_flash(flash, type_v)]
         _log_tail.clear()
+        self._batch = None
         self._context = api.llama_init_from_model(model._model, params)
         if not self._context:
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{_because()}")
@@ -335,13 +336,23 @@ class Context:
             raise ModelError(f"{model.path.name} cannot be used yet: {why}")
         self.row_layers = np.empty(self.n_row, np.int32)
         _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
-        self._batch = api.llama_batch_init(n_batch, 0, 1)
+        self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
+        as_array = np.ctypeslib.as_array
+        self._tokens, self._pos, self._wants = (
+            as_array(field, (n_batch,)) for field in (batch.token, batch.pos, batch.logits)
+        )
+        as_array(batch.n_seq_id, (n_batch,))[:] = 1
+        for i in range(n_batch):
+            batch.seq_id[i][0] = 0
         self._n_output = 0
 
     def close(self) -> None:
         if self._context:
             api.llama_free(self._context)
             self._context = None
+            if self._batch:
+                api.llama_batch_free(self._batch)
+                self._batch = None
 
     @property
     def cache_bytes(self) -> int:
@@ -351,16 +362,12 @@ class Context:
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
         n = len(tokens)
-        batch = self._batch
-        batch.n_tokens = n
-        for i in range(n):
-            batch.token[i] = tokens[i]
-            batch.pos[i] = pos_0 + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
-            batch.logits[i] = i >= n - n_output
+        self._batch.n_tokens = n
+        self._tokens[:n] = tokens
+        self._pos[:n] = np.arange(pos_0, pos_0 + n)
+        self._wants[:n] = np.arange(n) >= n - n_output
         _log_tail.clear()
-        status = api.llama_decode(self._context, batch)
+        status = api.llama_decode(self._context, self._batch)
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){_because()}")
         self._n_output = n_output
