@@ -1,0 +1,214 @@
+"""The commands as a user meets them: what goes to stdout, what to stderr, and how they end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TEXT = (
+    "The tide came in over the flats before sunrise, and the birds that had fed there moved up the shore. "
+    "A woman with a lantern walked along the wall, counting the posts that the winter had left standing. "
+) * 12
+
+KVTOOL = [sys.executable, "-c", "from kvtool.cli import main; main()"]
+
+
+def kvtool(*arguments, stdin="", **kwargs):
+    return subprocess.run(
+        [*KVTOOL, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "tide.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize("command", ["", "chat", "generate", "perplexity", "policies", "models", "doctor"])
+def test_help_loads_nothing_heavy(command):
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        f"arguments = {[command] if command else []} + ['--help']\n"
+        "try: app(arguments)\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'numba', 'numpy', 'gguf', 'llama_cpp', 'jinja2', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["perplexity", "missing.txt"], 5, "cannot read missing.txt"),
+        (["perplexity", "/dev/null"], 5, "empty"),
+        (["perplexity", "TEXT", "--policy", "nope"], 2, "h2o"),
+        (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
+        (["perplexity", "TEXT", "--budget", "3"], 2, "smallest budget that works"),
+        (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
+        (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "must be of type int"),
+        (["perplexity", "TEXT", "-m", "no-such-model"], 3, "smollm2-135m"),
+        (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
+        (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
+        (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
+        (["perplexity", "TEXT", "--policy", "full", "-c", "64"], 5, "64 cells"),
+        (["perplexity", "TEXT", "--positions", "original", "-c", "300", "--budget", "256"], 5, "end at 300"),
+        (["perplexity", "TEXT", "--stride", "4"], 2, "--windows"),
+        (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "4096 are needed"),
+        (["generate"], 5, "nothing to read"),
+        (["models", "show", "no-such-model"], 3, "smollm2-135m"),
+        (["policies", "nope"], 2, "streamingllm"),
+    ],
+)
+@pytest.mark.engine
+def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2):
+    done = kvtool(*(str(text_file) if a == "TEXT" else a for a in arguments))
+    assert done.returncode == code
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.mark.parametrize("data", [b"\x00\x01binary", b"caf\xe9 latin"])
+def test_what_is_no_text_is_refused(tmp_path, data):
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    done = kvtool("perplexity", path)
+    assert done.returncode == 5
+    assert done.stderr.count("\n") == 1
+
+
+def test_policies_lists_all_with_their_parameters():
+    listed = {policy["name"]: policy for policy in json.loads(kvtool("policies", "--json").stdout)}
+    assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
+    assert listed["streamingllm"]["params"] == {"sinks": 4}
+    assert listed["h2o"]["paper"] == "arXiv:2306.14048"
+
+
+def test_a_policy_shows_what_a_budget_gives():
+    (buzz,) = json.loads(kvtool("policies", "buzz", "--budget", "512", "--json").stdout)
+    params = buzz["params"]
+    assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
+    # Theorem 3.1 for stride 5, as near as whole cells allow
+    assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
+
+
+@pytest.mark.engine
+def test_perplexity_json_has_the_promised_keys(text_file, smollm2):
+    done = kvtool("perplexity", text_file, "-t", 1, "--budget", 256, "--json", "--max-tokens", 400)
+    result = json.loads(done.stdout)
+    assert set(result) == {
+        *("perplexity", "nll", "tokens", "policy", "budget", "params", "model", "kv_bytes"),
+        *("peak_rss_bytes", "tokens_per_s", "seconds"),
+    }
+    assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
+    assert result["tokens"] == 399
+    # 30 layers, K and V, 3 heads of 64 at f16, 256 cells
+    assert result["kv_bytes"] == 30 * 2 * 3 * 64 * 2 * 256
+    assert result["tokens_per_s"] > 0
+
+
+@pytest.mark.engine
+def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
+    done = kvtool("perplexity", "-", "-t", 1, "--max-tokens", 64, stdin=TEXT)
+    assert done.returncode == 0
+    assert 1 < float(done.stdout) < 1000
+    assert "63 tokens scored" in done.stderr
+
+
+@pytest.mark.engine
+def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, smollm2):
+    done = kvtool("perplexity", text_file, "-t", 1, "--budget", "8MiB", "--json", "--max-tokens", 64)
+    assert json.loads(done.stdout)["kv_bytes"] <= 8 * 2**20
+
+
+@pytest.mark.engine
+def test_generate_writes_only_the_answer_to_stdout(smollm2):
+    done = kvtool("generate", "-p", "Say hello.", "-n", 8, "--temp", 0, "-t", 1)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert done.stderr == ""
+
+
+@pytest.mark.engine
+def test_generate_is_the_same_for_the_same_seed(smollm2):
+    runs = [kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", 7, "-t", 1).stdout for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0] != kvtool("generate", "-p", "Tell a story.", "-n", 24, "--seed", 8, "-t", 1).stdout
+
+
+@pytest.mark.engine
+def test_generate_reads_more_than_its_budget(smollm2):
+    done = kvtool(
+        *("generate", "-p", "Summarize:", "-n", 8, "--temp", 0, "-t", 1),
+        *("--budget", 128, "-b", 64, "--json", "--policy", "h2o"),
+        stdin=TEXT,
+    )
+    result = json.loads(done.stdout)
+    assert result["prompt_tokens"] > 300
+    assert result["evicted"] >= result["prompt_tokens"] - 128
+    assert result["tokens"] <= 8
+
+
+@pytest.mark.engine
+def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
+    writer = subprocess.Popen(
+        [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "-n", "200", "--temp", "0", "-t", "1"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdout.readline().strip()
+    writer.stdout.close()
+    assert writer.wait(timeout=120) == 0
+    assert writer.stderr.read() == ""
+    writer.stderr.close()
+
+
+@pytest.mark.engine
+def test_chat_with_a_pipe_answers_each_line(smollm2):
+    done = kvtool("chat", "--temp", 0, "-t", 1, "-n", 12, stdin="Hello!\n\nWhat is two plus two?\n")
+    assert done.returncode == 0
+    assert len([line for line in done.stdout.split("\n") if line]) >= 2
+    assert ">" not in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_an_interrupted_reply_ends_in_order(smollm2):
+    writer = subprocess.Popen(
+        [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "--temp", "0", "-t", "1"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    writer.stdout.readline()
+    time.sleep(0.2)
+    writer.send_signal(signal.SIGINT)
+    _, errors = writer.communicate(timeout=60)
+    assert writer.returncode == 130
+    assert errors == ""

@@ -1,0 +1,136 @@
+"""Chats: one cache for all turns, only new tokens decoded, the template's structure kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool import policies
+from kvtool.conversation import Conversation, Writer, template_of
+from kvtool.engine import Engine, Settings
+from kvtool.errors import ModelError, UsageError
+from kvtool.llama import Model, Sampler
+from kvtool.template import Template
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    model = Model(smollm2)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def chat(model):
+    engines = []
+
+    def make(policy="buzz", budget=256, system=None):
+        engine = Engine(model, policies.fit(policy, budget), Settings(n_batch=64, n_threads=1))
+        engines.append(engine)
+        sampler = Sampler(temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
+        return Conversation(Writer(engine, sampler), template_of(model), system)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_a_turn_closes_the_reply_before_it():
+    before = [{"role": "user", "content": "one"}]
+    assert Template(CHATML, "", "").turn(before, "two") == (
+        "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}",
+        "{% for %}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_a_template_that_fails_or_leaves_its_sandbox_is_one_error(source):
+    with pytest.raises(ModelError, match="chat template fails"):
+        Template(source, "", "").render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.engine
+def test_only_new_tokens_are_decoded(chat):
+    talk = chat()
+    "".join(talk.reply("Hello there, how are you?", 10))
+    engine, before = talk.writer.engine, talk.writer.engine.n_past
+    "".join(talk.reply("Fine.", 10))
+    turn = engine.model.tokenize(talk.template.turn(talk.messages[:-1], "Fine."), special=True)
+    assert before + len(turn) <= engine.n_past <= before + len(turn) + 10
+
+
+@pytest.mark.engine
+def test_the_cache_holds_the_template_of_the_whole_chat(chat):
+    talk = chat(budget=1024)
+    for text in ("Hello!", "And who are you?"):
+        "".join(talk.reply(text, 12))
+    model, engine = talk.writer.engine.model, talk.writer.engine
+    whole = talk.template.render(talk.messages, reply=False)
+    tokens = model.tokenize(whole, special=True)
+    # the last reply's end is not there before the next turn
+    assert abs(len(tokens) - engine.n_past) <= 3
+
+
+@pytest.mark.engine
+def test_the_system_prompt_is_never_evicted(chat):
+    talk = chat(policy="local", budget=96, system="You are a lighthouse keeper who counts waves.")
+    for text in ("Tell me a long story about the sea.", "More.", "More."):
+        "".join(talk.reply(text, 60))
+    engine = talk.writer.engine
+    assert engine.n_evicted > 0
+    live = engine.pos[:, : engine.n_kv]
+    assert engine.n_pinned > 8
+    assert all((live == pos).any(axis=1).all() for pos in range(engine.n_pinned))
+
+
+@pytest.mark.engine
+def test_a_system_prompt_over_the_budget_is_refused_with_a_way_out(chat):
+    talk = chat(budget=64, system="word " * 200)
+    with pytest.raises(UsageError, match="choose a budget of"):
+        "".join(talk.reply("Hello", 4))
+
+
+@pytest.mark.engine
+def test_a_stopped_reply_leaves_the_chat_usable(chat):
+    talk = chat()
+    pieces = talk.reply("Count to one hundred.")
+    for _ in range(5):
+        next(pieces)
+    talk.writer.stop = True
+    rest = "".join(pieces)
+    assert len(rest) < 40
+    assert "".join(talk.reply("Thank you.", 5))
+
+
+@pytest.mark.engine
+def test_a_reset_chat_answers_like_a_new_one(chat):
+    talk = chat()
+    first = "".join(talk.reply("Name a fruit.", 12))
+    "".join(talk.reply("Another.", 12))
+    talk.reset()
+    assert "".join(talk.reply("Name a fruit.", 12)) == first
+
+
+@pytest.mark.engine
+def test_no_piece_ends_in_half_a_character(model, monkeypatch):
+    engine = Engine(model, policies.fit("buzz", 256), Settings(n_threads=1))
+    euro = "€".encode()
+    pieces = iter([euro[:1], euro[1:2], euro[2:], b"\xff"])
+    monkeypatch.setattr(model, "piece", lambda token, special=False: next(pieces))
+    writer = Writer(engine, Sampler(temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1))
+    writer.read(model.tokenize("Hello"))
+    assert list(writer.write(4)) == ["€", "\ufffd"]
+    engine.close()
