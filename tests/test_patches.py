@@ -6,6 +6,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,42 @@ def test_export_gives_back_the_bytes_that_git_would_apply(tree):
     assert read(tree) == AFTER
 
 
+@pytest.fixture
+def archive(tree, tmp_path, monkeypatch):
+    """A source distribution for the test patch, which lies in the folder returned and comes from export."""
+    path = tmp_path / "source.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(tree / "src" / "a.cpp", "package-1/vendor/llama.cpp/src/a.cpp")
+        tar.add(tree / "src" / "a.cpp", "package-1/.git/modules/vendor/llama.cpp/HEAD")
+        tar.add(tree / "src" / "a.cpp", "package-1/vendor/llama.cpp/.git")
+    monkeypatch.setattr(sync, "_source", lambda: path)
+    monkeypatch.setattr(sync, "PATCH", tmp_path / "hooks.patch")
+    sync.PATCH.write_bytes(PATCH)
+    return tmp_path
+
+
+@needs_git
+def test_import_then_export_then_check(archive):
+    sync.import_(archive / "work")
+    assert sorted(path.name for path in (archive / "work").iterdir()) == [".git", "src"]
+    assert read(archive / "work") == AFTER
+    with pytest.raises(apply.PatchError, match="other bytes"):
+        sync.check()
+    sync.export(archive / "work")
+    sync.check()
+
+
+def test_check_refuses_a_patch_that_does_not_apply(archive):
+    sync.PATCH.write_bytes(PATCH.replace(b"-three", b"-3"))
+    with pytest.raises(apply.PatchError, match=r"a\.cpp:3"):
+        sync.check()
+
+
+def test_check_without_git_says_what_it_left_out(archive, monkeypatch):
+    monkeypatch.setenv("PATH", str(archive))
+    assert "no git" in sync.check()
+
+
 def project(folder: Path, patch: bytes = PATCH) -> Path:
     """A source distribution as CMake sees it, and patch files, in `folder`."""
     patches = folder / "patches"
@@ -205,6 +242,7 @@ def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
             *("cmake", "-G", "Unix Makefiles", "-S", str(source), "-B", str(source / "build")),
             f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={source.parent / 'patches' / 'apply.cmake'}",
             f"-DPython3_EXECUTABLE={sys.executable}",
+            "-DKVTOOL_AMX=ON",  # leaving it out asks a compiler, and this project has none
             *flags,
         ],
         capture_output=True,

@@ -1,0 +1,33 @@
+"""Engines that compute exactly, and texts for them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvtool.engine import Engine, Settings
+from kvtool.llama import Model
+
+
+@contextmanager
+def open_engine(path, policy, n_gpu_layers=None, **settings):
+    """F32 cache, no flash attention, one thread, logits of every token, unless `settings` say otherwise."""
+    exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
+    model = Model(path, n_gpu_layers=n_gpu_layers)
+    engine = None
+    try:
+        engine = Engine(model, policy, Settings(**(exact | settings)))
+        yield engine
+    finally:
+        if engine:
+            engine.close()
+        model.close()
+
+
+def text(n, seed=1):
+    """Tokens i32[n] of a tiny model, with repetitions, so that some matter later."""
+    rng = np.random.default_rng(seed)
+    phrases = [rng.integers(3, 259, 7) for _ in range(9)]
+    tokens = np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])
+    return tokens[:n].astype(np.int32)

@@ -1,0 +1,83 @@
+"""What llama.cpp saves of a sequence, as arrays: the one way to look at K and V from outside."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+
+
+@dataclass
+class Saved:
+    """pos i64[n]: the cell table's. k, v: u1[n, bytes of a cell] for each layer. k_type, v_type: ggml's numbers."""
+
+    pos: np.ndarray
+    v_is_transposed: bool
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    k_type: int
+    v_type: int
+
+    def keys(self, layer, n_head_kv):
+        """f32[n, n_head_kv, head_dim], as they are stored: after RoPE, and perhaps a Hadamard rotation."""
+        return _floats(self.k[layer], self.k_type).reshape(len(self.pos), n_head_kv, -1)
+
+    def values(self, layer, n_head_kv):
+        """f32[n, n_head_kv, head_dim], as they are stored."""
+        return _floats(self.v[layer], self.v_type).reshape(len(self.pos), n_head_kv, -1)
+
+    def rows(self, tensor, layer, n_head_kv):
+        """u1[n, n_head_kv, bytes of a head]: `tensor` is "k" or "v"."""
+        return getattr(self, tensor)[layer].reshape(len(self.pos), n_head_kv, -1)
+
+
+class _Reader:
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def take(self, layout):
+        values = struct.unpack_from("<" + layout, self.data, self.at)
+        self.at += struct.calcsize("<" + layout)
+        return values[0] if len(values) == 1 else values
+
+    def bytes(self, *shape):
+        n = int(np.prod(shape))
+        part = np.frombuffer(self.data, np.uint8, n, self.at).reshape(shape)
+        self.at += n
+        return part
+
+
+def parse(data):
+    """Saved from the bytes of Context.state(): llama_kv_cache::state_write_meta and state_write_data."""
+    reader = _Reader(data)
+    reader.take("Ii")  # magic, sequence
+    assert reader.take("I") == 1  # streams
+    n = reader.take("I")
+    if n == 0:
+        return Saved(np.empty(0, np.int64), False, [], [], -1, -1)
+    pos = []
+    for _ in range(n):
+        where, n_seq = reader.take("iI")
+        pos.append(where)
+        reader.bytes(4 * n_seq)
+    v_is_transposed, n_layer = reader.take("II")
+    k, v, k_type, v_type = [], [], -1, -1
+    for _ in range(n_layer):
+        k_type, size = reader.take("iQ")
+        k.append(reader.bytes(n, size))
+    for _ in range(n_layer):
+        if v_is_transposed:
+            v_type, size, n_embd = reader.take("iII")
+            v.append(reader.bytes(n_embd, n, size).swapaxes(0, 1).reshape(n, n_embd * size))
+        else:
+            v_type, size = reader.take("iQ")
+            v.append(reader.bytes(n, size))
+    assert reader.at == len(data)
+    return Saved(np.array(pos), bool(v_is_transposed), k, v, k_type, v_type)
+
+
+def _floats(data, kind):
+    kind = gguf.GGMLQuantizationType(kind)
+    return gguf.quants.dequantize(np.ascontiguousarray(data), kind).astype(np.float32)

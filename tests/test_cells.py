@@ -1,0 +1,86 @@
+"""Where the cells go after an eviction: the kernels against their docstrings, written out plainly."""
+
+import numpy as np
+import pytest
+
+from kvtool.cells import fill_holes, rank_by_pos
+
+
+def plain_fill(keep, n_keep):
+    """One row: the holes from the left take the kept cells of the tail from the left."""
+    source = list(range(n_keep))
+    tail = [cell for cell in range(n_keep, len(keep)) if keep[cell]]
+    holes = [cell for cell in range(n_keep) if not keep[cell]]
+    for hole, cell in zip(holes, tail, strict=True):
+        source[hole] = cell
+    return source
+
+
+def filled(keep):
+    n_keep = int(keep[0].sum())
+    source = np.full((len(keep), n_keep), -1, np.int32)
+    fill_holes(keep, n_keep, source)
+    return source
+
+
+def random_keep(rng, n_row, n, n_keep):
+    keep = np.zeros((n_row, n), np.bool_)
+    for row in keep:
+        row[rng.permutation(n)[:n_keep]] = True
+    return keep
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_holes_take_the_kept_cells_of_the_tail_in_order(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 60))
+    keep = random_keep(rng, 5, n, int(rng.integers(1, n + 1)))
+    source = filled(keep)
+    assert source.tolist() == [plain_fill(row.tolist(), source.shape[1]) for row in keep]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_kept_cell_is_somewhere_and_moves_are_no_more_than_evictions(seed):
+    rng = np.random.default_rng(100 + seed)
+    keep = random_keep(rng, 4, 40, int(rng.integers(1, 40)))
+    source = filled(keep)
+    for row, kept in zip(source, keep, strict=True):
+        assert sorted(row.tolist()) == np.flatnonzero(kept).tolist()
+        assert (row != np.arange(len(row))).sum() <= (~kept).sum()
+
+
+def test_an_eviction_of_nothing_moves_nothing():
+    keep = np.ones((3, 17), np.bool_)
+    assert (filled(keep) == np.arange(17)).all()
+
+
+def test_cells_evicted_from_the_tail_alone_move_nothing():
+    keep = np.zeros((2, 12), np.bool_)
+    keep[:, :7] = True
+    assert (filled(keep) == np.arange(7)).all()
+
+
+def test_cells_evicted_from_the_front_alone_take_the_tail():
+    keep = np.ones((1, 10), np.bool_)
+    keep[0, :3] = False
+    assert filled(keep).tolist() == [[7, 8, 9, 3, 4, 5, 6]]
+
+
+def test_keeping_one_cell_brings_it_to_the_front():
+    keep = np.zeros((2, 9), np.bool_)
+    keep[0, 8] = keep[1, 0] = True
+    assert filled(keep).tolist() == [[8], [0]]
+
+
+def test_keeping_none_gives_nothing():
+    assert filled(np.zeros((2, 5), np.bool_)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_is_the_number_of_older_tokens_in_the_row(seed):
+    rng = np.random.default_rng(200 + seed)
+    n = int(rng.integers(0, 50))
+    pos = np.stack([rng.permutation(1000)[:n] for _ in range(4)]).astype(np.int32)
+    rank = np.full_like(pos, -1)
+    rank_by_pos(pos, rank)
+    assert (rank == (pos[:, None, :] < pos[:, :, None]).sum(axis=2)).all()

@@ -1,0 +1,557 @@
+"""What the engine promises whatever the policy: exact steps, hard caps, cells that take their state along."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import llama_cpp.llama_cpp as api
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.engine import Engine, Settings
+from kvtool.errors import PlanError, StreamEnd, UsageError
+from kvtool.llama import CACHE_TYPES, FLASH, Model
+from kvtool.measure import perplexity
+from kvtool.policy import Merge, Plan, Signal
+from tests.reference import h2o, transformer
+from tests.running import open_engine, text
+
+pytestmark = pytest.mark.engine
+
+EVICTING = [name for name in policies.names() if name != "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A policy whose plan is whatever a function of (policy, view, state) says."""
+
+    budget: int
+    slack: int
+    answer: object
+    n_state: int = 0
+
+    reads: ClassVar[Signal] = Signal.NONE
+    paper: ClassVar[str] = ""
+
+    def start(self, n_row, n_cell):
+        return tuple(np.zeros((n_row, n_cell), np.int64) for _ in range(self.n_state))
+
+    def plan(self, view, state):
+        return self.answer(self, view, state)
+
+
+def newest(view, n_keep):
+    """Keeps the newest; what every plan here starts from."""
+    return view.pos >= np.sort(view.pos, axis=1)[:, -n_keep, None]
+
+
+def scattered(view, n_keep, seed=0):
+    """Keeps other random cells in every row, the same number of them."""
+    rng = np.random.default_rng([seed, view.next])
+    return rng.random(view.pos.shape).argsort(axis=1).argsort(axis=1) < n_keep
+
+
+# full is llama.cpp
+
+
+def plain_logits(path, n_cell, batches, flash, type_k, type_v):
+    """f32[n, n_vocab] by llama.cpp's own API, with nothing of ours enabled."""
+    params = api.llama_model_default_params()
+    model = api.llama_model_load_from_file(str(path).encode(), params)
+    params = api.llama_context_default_params()
+    params.n_ctx = n_cell
+    params.n_batch = params.n_ubatch = 64
+    params.n_seq_max = 1
+    params.n_threads = params.n_threads_batch = 1
+    params.type_k, params.type_v = CACHE_TYPES[type_k], CACHE_TYPES[type_v]
+    params.flash_attn_type = FLASH[flash]
+    context = api.llama_init_from_model(model, params)
+    batch = api.llama_batch_init(64, 0, 1)
+    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    found, at = [], 0
+    for tokens in batches:
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens.tolist()):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, at + i, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        assert api.llama_decode(context, batch) == 0
+        found.append(np.ctypeslib.as_array(api.llama_get_logits(context), (len(tokens), n_vocab)).copy())
+        at += len(tokens)
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    api.llama_model_free(model)
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o"])
+@pytest.mark.parametrize(
+    ("flash", "type_k", "type_v"),
+    [("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "f32", "f32"), ("on", "q8_0", "q8_0")],
+)
+def test_below_the_budget_logits_are_those_of_plain_llama_cpp_to_the_bit(
+    tiny_model, name, flash, type_k, type_v
+):
+    path = tiny_model(head_dim=64)
+    tokens = text(280)
+    batches = np.split(tokens, [60, 61, 62, 100, 164, 200, 256, 257])
+    want = plain_logits(path, 512, batches, flash, type_k, type_v)
+    policy = policies.fit(name, 512)
+    found = []
+    with open_engine(path, policy, flash=flash, type_k=type_k, type_v=type_v, over_budget=False) as engine:
+        assert engine.context.n_cell == 512
+        for batch in batches:
+            engine.step(batch, len(batch))
+            found.append(engine.context.logits().copy())
+    assert np.concatenate(found).tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, name, positions):
+    path, tokens = tiny_model(), text(256)
+    found = []
+    for policy in (policies.fit("full", 256), policies.fit(name, 256)):
+        with open_engine(path, policy, positions=positions) as engine:
+            found.append(perplexity.stream(engine, tokens))
+            assert engine.n_evicted == 0
+            assert engine.n_kv == 256
+    assert len(found[0]) == 255
+    assert (found[0] == found[1]).all()
+
+
+# cells, state and positions
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+def test_the_state_moves_with_the_cells(tiny_model, positions):
+    n_plan = []
+
+    def answer(policy, view, state):
+        n = view.n_kv
+        n_plan.append(n)
+        for factor, array in enumerate(state, 1):
+            known = array[:, :n] != 0
+            assert (array[:, :n] == factor * (view.pos + 1))[known].all()
+            # what came since the last plan is zero, and only that
+            assert (known == (view.pos < view.next - (n - len(kept_last[-1][0])))).all()
+            array[:, :n] = factor * (view.pos + 1)
+            assert (array[:, n:] == 0).all()
+        for row, was in zip(view.pos, kept_last[-1], strict=True):
+            assert set(was) <= set(row.tolist())
+        keep = scattered(view, policy.budget - policy.slack)
+        kept_last.append([row[kept].tolist() for row, kept in zip(view.pos, keep, strict=True)])
+        return Plan(keep)
+
+    policy = Given(40, 12, answer, n_state=2)
+    with open_engine(tiny_model(), policy, positions=positions) as engine:
+        kept_last = [[[]] * engine.context.n_row]
+        perplexity.stream(engine, text(300))
+    assert len(n_plan) > 15
+
+
+def test_a_view_says_which_token_each_cell_holds(tiny_model):
+    path, tokens = tiny_model(n_layer=1), text(90)
+    with open_engine(path, Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))) as engine:
+        perplexity.stream(engine, tokens)
+        n, pos = engine.n_kv, engine.pos[:, : engine.n_kv]
+        state = _saved(engine)
+        got = state.values(0, 2).swapaxes(0, 1)
+    # values of the only layer depend on the token alone
+    with open_engine(path, policies.fit("full", 256)) as engine:
+        engine.read(tokens)
+        every = _saved(engine).values(0, 2).swapaxes(0, 1)
+    assert n < 90
+    assert not (pos == np.arange(n)).all()
+    assert np.abs(got - every[np.arange(2)[:, None], pos]).max() < 1e-4
+
+
+def _saved(engine):
+    from tests import saved
+
+    return saved.parse(engine.context.state())
+
+
+@pytest.mark.parametrize("positions", ["in-cache", "auto"])
+def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model, positions):
+    # 300 tokens through a context of 130: in-cache from the start, or from the first turn back
+    policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    n_checked = 0
+    with open_engine(tiny_model(n_ctx_train=130), policy, positions=positions) as engine:
+        for token in text(300):
+            before = engine.n_evicted
+            engine.room()
+            engine.step(np.array([token], np.int32))
+            if engine.is_in_cache:
+                n = engine.n_kv
+                rot = np.take_along_axis(engine.rot[:, :n], engine.pos[:, :n].argsort(axis=1), axis=1)
+                assert (np.diff(rot[:, -2:]) == 1).all()
+                assert rot.min() >= 0
+                if engine.n_evicted > before:
+                    assert (rot == np.arange(rot[0, -1] + 1 - n, rot[0, -1] + 1)).all()
+                    n_checked += 1
+            else:
+                assert (engine.rot[:, : engine.n_kv] == engine.pos[:, : engine.n_kv]).all()
+        assert engine.is_in_cache
+    assert n_checked >= 5
+
+
+# plans that break a rule
+
+
+def _too_many(policy, view, state):
+    return Plan(newest(view, policy.budget))
+
+
+def _none(policy, view, state):
+    return Plan(np.zeros(view.pos.shape, np.bool_))
+
+
+def _uneven(policy, view, state):
+    keep = newest(view, 20)
+    keep[3] = newest(view, 21)[3]
+    return Plan(keep)
+
+
+def _pinned(policy, view, state):
+    return Plan(newest(view, 20))
+
+
+def _numbers(policy, view, state):
+    return Plan(newest(view, 20).astype(np.uint8))
+
+
+def _one_cell_short(policy, view, state):
+    return Plan(newest(view, 20)[:, :-1])
+
+
+def _one_row_short(policy, view, state):
+    return Plan(newest(view, 20)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (_too_many, "keeps 48 cells of a budget of 48"),
+        (_none, "keeps 0 cells of a budget of 48"),
+        (_uneven, "row 3 keeps 21 cells, row 0 keeps 20"),
+        (_pinned, "row 0 evicts a pinned token"),
+        (_numbers, "keep must be bool.*got uint8"),
+        (_one_cell_short, "keep must be bool"),
+        (_one_row_short, "keep must be bool"),
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_an_error_with_the_policys_name(tiny_model, answer, message):
+    good = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    with open_engine(tiny_model(), good) as engine:
+        engine.read(text(60))
+        engine.policy = Given(48, 16, answer)
+        # three cells above the budget, as a long step of a prompt leaves it; eviction is still due
+        n = 51 - engine.n_kv
+        engine.policy = Given(60, 16, answer)
+        engine.step(text(n))
+        engine.policy = Given(48, 16, answer)
+        engine.pin(1)
+        engine.pos[:, 0], pos_0 = 0, engine.pos[:, 0].copy()
+        before = engine.context.state(), engine.n_evicted, engine.n_kv, engine.n_past
+        arrays = engine.pos.copy(), engine.rot.copy()
+        with pytest.raises(PlanError, match=f"^Given: .*{message}"):
+            engine.room()
+        assert (engine.context.state(), engine.n_evicted, engine.n_kv, engine.n_past) == before
+        assert (engine.pos == arrays[0]).all()
+        assert (engine.rot == arrays[1]).all()
+        # and it can go on with a policy that keeps the rules
+        engine.pos[:, 0] = pos_0
+        engine.n_pinned = 0
+        engine.policy = good
+        engine.read(text(60))
+        assert engine.n_kv <= 48
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_pinned_tokens_stay(tiny_model, name):
+    with open_engine(tiny_model(), policies.fit(name, 64, 8)) as engine:
+        engine.pin(20)
+        engine.read(text(300))
+        engine.room()
+        assert engine.n_evicted > 200
+        for row in engine.pos[:, : engine.n_kv]:
+            assert set(range(20)) <= set(row.tolist())
+
+
+def test_pinning_more_than_evictions_leave_is_a_usage_error(tiny_model):
+    with open_engine(tiny_model(), policies.fit("h2o", 64, 16)) as engine:
+        engine.pin(47)
+        with pytest.raises(UsageError, match="the pinned text takes 48 of 48 cells; choose a budget of"):
+            engine.pin(48)
+        assert engine.n_pinned == 47
+
+
+# the budget
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+@pytest.mark.parametrize("over_budget", [True, False])
+@pytest.mark.parametrize("name", EVICTING)
+def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, positions):
+    rng = np.random.default_rng(5)
+    tokens, at, longest = text(600), 0, 0
+    with open_engine(
+        tiny_model(), policies.fit(name, 48, 8), positions=positions, over_budget=over_budget
+    ) as engine:
+        while at < len(tokens):
+            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
+            before = engine.n_kv
+            engine.step(tokens[at : at + n])
+            longest = max(longest, before + n)
+            at += n
+            assert engine.n_kv <= 48
+            assert len(_saved(engine).pos) == engine.n_kv
+        assert engine.n_past == 600
+        assert engine.n_evicted == 600 - engine.n_kv
+    # a step itself may be over it, unless the cache must not be
+    assert (longest > 48) == over_budget
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
+    steps = []
+    with open_engine(tiny_model(), policies.fit(name, 96, 8)) as engine:
+        step = engine.step
+        engine.step = lambda tokens, n_output: (steps.append(len(tokens)), step(tokens, n_output))
+        engine.read(text(300))
+        assert engine.n_past == 300
+        assert engine.n_kv <= 96
+    assert max(steps) == 64
+    assert len(steps) < 300 // 8
+
+
+def test_a_full_cache_ends_the_stream(tiny_model):
+    with open_engine(tiny_model(), policies.fit("full", 100)) as engine:
+        engine.read(text(100))
+        before = engine.context.state()
+        with pytest.raises(StreamEnd, match="all 100 cells are taken"):
+            engine.room()
+        assert engine.context.state() == before
+        with pytest.raises(StreamEnd):
+            engine.read(text(1))
+        assert (engine.n_past, engine.n_kv) == (100, 100)
+
+
+def test_original_positions_end_where_the_trained_context_ends(tiny_model):
+    with open_engine(
+        tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 16), positions="original"
+    ) as engine:
+        with pytest.raises(StreamEnd, match="context of 130 tokens; go on with --positions auto"):
+            for token in text(140):
+                engine.room()
+                engine.step(np.array([token], np.int32))
+        assert engine.n_past == 130
+        assert engine.rot[:, : engine.n_kv].max() == 129
+        assert len(_saved(engine).pos) == engine.n_kv
+
+
+def test_a_smaller_context_can_be_asked_for(tiny_model):
+    with open_engine(
+        tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 16), positions="original", n_ctx=70
+    ) as engine:
+        with pytest.raises(StreamEnd, match="context of 70 tokens"):
+            perplexity.stream(engine, text(80))
+        assert engine.n_past <= 70
+
+
+@pytest.mark.parametrize("positions", ["auto", "in-cache"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_other_positions_pass_the_trained_context(tiny_model, name, positions):
+    with open_engine(tiny_model(n_ctx_train=130), policies.fit(name, 48, 16), positions=positions) as engine:
+        assert engine.is_in_cache == (positions == "in-cache")
+        engine.read(text(1000))
+        assert engine.n_past == 1000
+        assert engine.is_in_cache
+        assert engine.rot[:, : engine.n_kv].max() < 130
+        assert np.isfinite(engine.context.logits()).all()
+
+
+@pytest.mark.parametrize("budget", [131, 1000])
+def test_a_budget_above_the_trained_context_is_a_usage_error(tiny_model, budget):
+    model = Model(tiny_model(n_ctx_train=130))
+    with pytest.raises(UsageError, match=f"130 tokens .*at most that many cells, not {budget}"):
+        Engine(model, policies.fit("h2o", budget), Settings(n_threads=1))
+    model.close()
+
+
+def test_a_budget_as_large_as_the_trained_context_works(tiny_model):
+    with open_engine(tiny_model(n_ctx_train=130), policies.fit("h2o", 130)) as engine:
+        engine.read(text(400))
+        assert 0 < engine.n_kv <= 130
+
+
+def test_positions_that_there_are_not_are_a_usage_error():
+    with pytest.raises(UsageError, match="positions must be original, in-cache or auto, got 'old'"):
+        Settings(positions="old")
+
+
+# starting over
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_after_a_reset_all_is_as_at_first(tiny_model, name, positions):
+    path, first, second = tiny_model(n_ctx_train=130), text(128, seed=1), text(128, seed=2)
+    policy = policies.fit(name, 48, 16)
+    with open_engine(path, policy, positions=positions) as engine:
+        fresh = perplexity.stream(engine, second)
+        logits = engine.context.logits().tobytes()
+    with open_engine(path, policy, positions=positions) as engine:
+        if positions == "auto":
+            perplexity.stream(engine, text(200))
+        else:
+            engine.pin(5)
+            perplexity.stream(engine, first)
+        engine.reset()
+        assert (engine.n_past, engine.n_kv, engine.n_evicted, engine.n_pinned) == (0, 0, 0, 0)
+        assert (perplexity.stream(engine, second) == fresh).all()
+        assert engine.context.logits().tobytes() == logits
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    ("type_k", "type_v", "bytes_of_64"),
+    [("f16", "f16", 2 * 128), ("f32", "f16", 256 + 128), ("q8_0", "q8_0", 2 * 68), ("q4_0", "q8_0", 36 + 68)],
+)
+@pytest.mark.parametrize(("budget", "n_cell"), [(192, 256), (250, 512), (512, 768)])
+def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_64, budget, n_cell):
+    path = tiny_model(head_dim=64, n_layer=3)
+    with open_engine(
+        path, policies.fit("h2o", budget, 16), type_k=type_k, type_v=type_v, flash="on"
+    ) as engine:
+        # budget - slack + batch cells, in steps of 256
+        assert engine.context.n_cell == n_cell
+        assert engine.cache_bytes == n_cell * 3 * 2 * bytes_of_64
+
+
+def test_the_memory_is_constant_from_the_first_token_on(tiny_model):
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    with open_engine(tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 4), positions="in-cache") as engine:
+        at_first = engine.cache_bytes, engine.host_bytes, engine.context.n_cell
+        engine.read(text(1000))
+        warm = resident() if sys.platform == "linux" else 0
+        for _ in range(3):
+            engine.read(text(1000))
+            assert (engine.cache_bytes, engine.host_bytes, engine.context.n_cell) == at_first
+        grown = resident() - warm if sys.platform == "linux" else 0
+        assert engine.n_evicted > 3900
+    assert grown < 2**20
+
+
+# quantized caches and merged values
+
+
+def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
+    path, tokens = tiny_model(head_dim=64), text(300)
+    nll = {}
+    for kind, positions in (
+        ("f16", "original"),
+        ("q8_0", "original"),
+        ("f16", "in-cache"),
+        ("q8_0", "in-cache"),
+    ):
+        policy = policies.fit("streamingllm", 64, 16)
+        with open_engine(path, policy, type_k=kind, type_v=kind, flash="on", positions=positions) as engine:
+            nll[kind, positions] = perplexity.stream(engine, tokens)
+            assert engine.n_evicted > 200
+    for positions in ("original", "in-cache"):
+        difference = nll["q8_0", positions] - nll["f16", positions]
+        assert 0 < np.abs(difference).mean() < 0.1
+    # positions matter more than that
+    assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """H2O, but the values of evicted tokens go in equal parts into the next kept token of the row."""
+
+    budget: int
+    slack: int
+
+    reads: ClassVar[Signal] = Signal.ATTENTION
+    paper: ClassVar[str] = ""
+
+    def _h2o(self):
+        return policies.fit("h2o", self.budget, self.slack)
+
+    def start(self, n_row, n_cell):
+        return self._h2o().start(n_row, n_cell)
+
+    def plan(self, view, state):
+        keep = self._h2o().plan(view, state).keep
+        terms = []
+        for row, order in enumerate(view.pos.argsort(axis=1)):
+            run = []
+            for cell in order.tolist():
+                run.append(cell)
+                if keep[row, cell]:
+                    if len(run) > 1:
+                        terms += [(row, cell, src, 1 / len(run)) for src in run]
+                    run = []
+        row, dst, src, weight = zip(*terms, strict=True)
+        index = (np.array(column, np.int32) for column in (row, dst, src))
+        return Plan(keep, Merge(*index, np.array(weight, np.float32)))
+
+
+def keep_and_merge(rows, *, next, pinned, budget, slack):
+    window = max((budget - slack) // 2, 1)
+    kept = h2o.keep(rows, next=next, pinned=pinned, budget=budget, slack=slack, window=window, sinks=0)
+    merges = []
+    for row, stay in zip(rows, kept, strict=True):
+        merges.append({})
+        run = []
+        for pos in [token["pos"] for token in row]:
+            run.append(pos)
+            if pos in stay:
+                if len(run) > 1:
+                    merges[-1][pos] = [(src, 1 / len(run)) for src in run]
+                run = []
+    return kept, merges
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 2])
+@pytest.mark.parametrize("evict_every", [1, 16])
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+def test_merged_values_score_like_the_definition(tiny_model, positions, evict_every, n_head_kv):
+    path, tokens = tiny_model(n_head_kv=n_head_kv), text(160)
+    policy = Merging(48, evict_every)
+    llama = transformer.Llama(path)
+    want = transformer.run(
+        llama, tokens, budget=48, slack=evict_every, keep=keep_and_merge, positions=positions
+    )
+    without = transformer.run(
+        llama,
+        tokens,
+        budget=48,
+        slack=evict_every,
+        keep=lambda *args, **kwargs: keep_and_merge(*args, **kwargs)[0],
+        positions=positions,
+    )
+    with open_engine(path, policy, positions=positions) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_evicted > 0
+    assert np.abs(got - want.nll).max() < 1e-4
+    assert np.abs(got - without.nll).max() > 0.1
+
+
+def test_a_merge_of_nothing_is_no_merge(tiny_model):
+    nothing = Merge(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.float32))
+    found = []
+    for merge in (None, nothing):
+        policy = Given(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
+        with open_engine(tiny_model(), policy) as engine:
+            found.append(perplexity.stream(engine, text(100)))
+    assert (found[0] == found[1]).all()
