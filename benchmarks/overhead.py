@@ -171,7 +171,7 @@ def main() -> None:
     paths = args.flash.split(",")
     cells = _cells(args, model, tokens, names, paths)
     times = _measure(args, cells, names, paths)
-    results = _results(args, cells, times, names, paths)
+    results = _results(args, model.path.name, cells, times, names, paths)
     write_json(args.json, results)
     _print(args, results)
 
@@ -218,11 +218,11 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
     return times
 
 
-def _results(args, cells: dict, times: dict, names: list[str], paths: list[str]) -> dict:
+def _results(args, model: str, cells: dict, times: dict, names: list[str], paths: list[str]) -> dict:
     options = ("policies", "budget", "evict_every", "long", "positions", "block", "rounds", "threads")
     results: dict[str, object] = {
         "machine": machine(),
-        "model": args.model,
+        "model": model,
         "options": {name: getattr(args, name) for name in (*options, "clock")},
         "cells": [],
     }

@@ -3,7 +3,7 @@
     python benchmarks/policies.py FILE --budgets 128,256,512 --json policies.jsonl
 
 Each cell streams the same first `--max-tokens` of the text through one cache and scores every token from
-`--first` on, so that every cache has evicted before counting starts. Finished cells are appended to
+`--first` on; by default all but the first, as `kvtool perplexity` does. Finished cells are appended to
 the JSONL as they come; a second run with the same file does only what is missing, and prints the whole table.
 `full` keeps everything, whatever the budget: one cell.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from common import add_common, describe, load_model, load_tokens, machine, note
 
-from kvtool import policies
+from kvtool import models, policies
 from kvtool.engine import Engine, Settings
 from kvtool.measure import perplexity
 
@@ -36,7 +36,7 @@ def main() -> None:
     )
     add_common(parser)
     parser.add_argument("--max-tokens", type=int, default=8192)
-    parser.add_argument("--first", type=int, default=512, help="tokens before it are not scored")
+    parser.add_argument("--first", type=int, default=1, help="tokens before it are not scored")
     parser.add_argument("--budgets", default="128,256,512", help="cells, with commas")
     parser.add_argument("--policies", default=",".join(policies.names()), help="names, with commas")
     parser.add_argument("--evict-every", type=int, help="default: as kvtool itself")
@@ -75,7 +75,7 @@ def _cell(args, name: str, budget: int) -> dict[str, object]:
         "policy": name,
         "budget": budget,
         "evict_every": args.evict_every,
-        "model": args.model,
+        "model": models.resolve(args.model).name,
         # the same text in another folder is the same text
         "file": args.file.name,
         "max_tokens": args.max_tokens,
@@ -127,7 +127,12 @@ def _measure(cell: dict[str, object]) -> dict[str, object]:
     else:
         policy = policies.fit(cell["policy"], cell["budget"], cell["evict_every"])
     settings = Settings(
-        positions=args.positions, n_batch=256, n_output=256, flash=args.flash, n_threads=args.threads
+        positions=args.positions,
+        n_batch=64,
+        n_output=64,
+        over_budget=False,
+        flash=args.flash,
+        n_threads=args.threads,
     )
     engine = Engine(model, policy, settings)
     start, cpu = time.perf_counter(), time.process_time()

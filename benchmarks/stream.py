@@ -59,7 +59,7 @@ def main() -> None:
     fresh = _fresh(model, policy, tokens[-args.tail :], args)
     # the first token of the fresh run has no score
     scored = args.tail - 1 - args.skip
-    results = _results(args, nll[-scored:], fresh[-scored:], parts)
+    results = _results(args, model.path.name, nll[-scored:], fresh[-scored:], parts)
     write_json(args.json, results)
     _print(results)
     if args.plot:
@@ -109,13 +109,14 @@ def _fresh(model: Model, policy: Policy, tokens: np.ndarray, args) -> np.ndarray
     return nll
 
 
-def _results(args, tail: np.ndarray, fresh: np.ndarray, parts: list[dict]) -> dict:
-    options = ("model", "policy", "budget", "evict_every", "option", "positions", "fresh_positions", "flash")
+def _results(args, model: str, tail: np.ndarray, fresh: np.ndarray, parts: list[dict]) -> dict:
+    options = ("policy", "budget", "evict_every", "option", "positions", "fresh_positions", "flash")
     options += ("tokens", "tail", "skip", "threads")
     second, last = parts[1], parts[-1]
     difference = tail - fresh
     return {
         "machine": machine(),
+        "model": model,
         "options": {name: getattr(args, name) for name in options},
         "perplexity": math.exp(tail.mean()),
         "fresh_perplexity": math.exp(fresh.mean()),

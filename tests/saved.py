@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass
 class Saved:
-    """pos i64[n]: the cell table's. k, v: u1[n, bytes of a cell] for each layer. k_type, v_type: ggml's numbers."""
+    """pos i64[n]: the cell table's. k, v: u1[n, bytes of a cell], layer by layer. Types as ggml numbers them."""
 
     pos: np.ndarray
     v_is_transposed: bool

@@ -17,6 +17,7 @@ from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama import CACHE_TYPES, FLASH, Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Signal
+from tests import saved
 from tests.reference import h2o, transformer
 from tests.running import open_engine, text
 
@@ -170,8 +171,6 @@ def test_a_view_says_which_token_each_cell_holds(tiny_model):
 
 
 def _saved(engine):
-    from tests import saved
-
     return saved.parse(engine.context.state())
 
 
@@ -244,31 +243,37 @@ def _one_row_short(policy, view, state):
         (_one_row_short, "keep must be bool"),
     ],
 )
-def test_a_plan_that_breaks_a_rule_is_an_error_with_the_policys_name(tiny_model, answer, message):
-    good = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
-    with open_engine(tiny_model(), good) as engine:
-        engine.read(text(60))
-        engine.policy = Given(48, 16, answer)
-        # three cells above the budget, as a long step of a prompt leaves it; eviction is still due
-        n = 51 - engine.n_kv
-        engine.policy = Given(60, 16, answer)
-        engine.step(text(n))
-        engine.policy = Given(48, 16, answer)
+def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, answer, message):
+    before, broken = [], [True]
+
+    def look():
+        return (
+            engine.context.state(),
+            engine.n_kv,
+            engine.n_evicted,
+            engine.pos.tobytes(),
+            engine.rot.tobytes(),
+        )
+
+    def sometimes(policy, view, state):
+        if engine.n_past < 79 or not broken:
+            return Plan(newest(view, 31) | (view.pos == 0))
+        before.append(look())
+        return answer(policy, view, state)
+
+    with open_engine(tiny_model(), Given(48, 16, sometimes)) as engine:
         engine.pin(1)
-        engine.pos[:, 0], pos_0 = 0, engine.pos[:, 0].copy()
-        before = engine.context.state(), engine.n_evicted, engine.n_kv, engine.n_past
-        arrays = engine.pos.copy(), engine.rot.copy()
-        with pytest.raises(PlanError, match=f"^Given: .*{message}"):
-            engine.room()
-        assert (engine.context.state(), engine.n_evicted, engine.n_kv, engine.n_past) == before
-        assert (engine.pos == arrays[0]).all()
-        assert (engine.rot == arrays[1]).all()
-        # and it can go on with a policy that keeps the rules
-        engine.pos[:, 0] = pos_0
-        engine.n_pinned = 0
-        engine.policy = good
         engine.read(text(60))
-        assert engine.n_kv <= 48
+        assert engine.n_kv == 32
+        with pytest.raises(PlanError, match=f"^Given: .*{message}"):
+            engine.step(text(19))
+        assert len(before) == 1
+        assert look() == before[0]
+        # the tokens are there, and with a good plan it goes on
+        assert engine.n_kv == 51
+        broken.pop()
+        engine.room()
+        assert engine.n_kv == 32
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -345,10 +350,11 @@ def test_original_positions_end_where_the_trained_context_ends(tiny_model):
     with open_engine(
         tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 16), positions="original"
     ) as engine:
+        for token in text(130):
+            engine.room()
+            engine.step(np.array([token], np.int32))
         with pytest.raises(StreamEnd, match="context of 130 tokens; go on with --positions auto"):
-            for token in text(140):
-                engine.room()
-                engine.step(np.array([token], np.int32))
+            engine.step(text(1))
         assert engine.n_past == 130
         assert engine.rot[:, : engine.n_kv].max() == 129
         assert len(_saved(engine).pos) == engine.n_kv

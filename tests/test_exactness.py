@@ -35,7 +35,13 @@ def reference(path, tokens, policy, name, **kwargs):
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
     keep = import_module(f"tests.reference.{name}").keep
     return transformer.run(
-        transformer.Llama(path), tokens, budget=policy.budget, slack=policy.slack, keep=keep, **params, **kwargs
+        transformer.Llama(path),
+        tokens,
+        budget=policy.budget,
+        slack=policy.slack,
+        keep=keep,
+        **params,
+        **kwargs,
     )
 
 
