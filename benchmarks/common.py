@@ -74,7 +74,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def show(values: dict[str, float], digits: int = 3) -> str:
-    """"1.020 (0.990-1.051)" of what `spread` gives."""
+    """'1.020 (0.990-1.051)' of what `spread` gives."""
     return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
 
 

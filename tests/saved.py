@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass
 class Saved:
-    """pos i64[n]: the cell table's. k, v: u1[n, bytes of a cell], layer by layer. Types as ggml numbers them."""
+    """pos i64[n]: the cell table. k, v: u1[n, bytes of a cell], by layer. Types: ggml's numbers."""
 
     pos: np.ndarray
     v_is_transposed: bool

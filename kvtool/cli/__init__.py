@@ -31,6 +31,8 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # plain help: drawing panels around thirty options takes longer than all the rest of --help
+    rich_markup_mode=None,
     help="Endless llama.cpp chats and streams in a fixed number of bytes, under a KV-cache policy.",
 )
 

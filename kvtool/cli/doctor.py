@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kvtool import build, warm
 from kvtool.errors import KvtoolError, LibraryError
 from kvtool.paths import cache_dir
 
@@ -28,6 +27,8 @@ def doctor(
 
 def examine() -> dict[str, object]:
     """Everything doctor knows; problems: [{wrong, command}], empty when all is well."""
+    from kvtool import warm
+
     problems: list[dict[str, str]] = []
 
     def wrong(what: str, command: str) -> None:
@@ -55,6 +56,8 @@ def examine() -> dict[str, object]:
 
 
 def _library(wrong) -> dict[str, object] | None:
+    from kvtool import build
+
     try:
         from kvtool.llama import library_info
 

@@ -11,7 +11,7 @@ import typer
 
 from kvtool.units import format_bytes, parse_bytes
 
-app = typer.Typer(help="List, download and look into models.", no_args_is_help=True)
+app = typer.Typer(help="List, download and look into models.", no_args_is_help=True, rich_markup_mode=None)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
