@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from pathlib import Path
 
-from kvtool.paths import cache_dir
+from kvtool.paths import kernel_dir
 
-
-def _digest() -> str:
-    """A name for today's kernels: numba's cache looks at a kernel's own file only, never at its callees'."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
-        digest.update(path.read_bytes())
-    # numba would take kernels without bounds checks from its cache for ones with them
-    digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
-    return digest.hexdigest()[:16]
-
-
-CACHE_DIR = cache_dir() / "kernels" / _digest()
+CACHE_DIR = kernel_dir()
 os.environ["NUMBA_CACHE_DIR"] = str(CACHE_DIR)
 
 import numba  # noqa: E402  (reads NUMBA_CACHE_DIR when it is imported)

@@ -1,5 +1,6 @@
 """Where kvtool keeps what it builds and downloads. Imports the standard library only."""
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -16,3 +17,14 @@ def cache_dir() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "kvtool"
+
+
+def kernel_dir() -> Path:
+    """Where today's kernels are cached: numba sees changes in a kernel's own file, none in its callees'."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
+        digest.update(path.read_bytes())
+    # numba would take kernels without bounds checks from its cache for ones with them
+    digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
+    return cache_dir() / "kernels" / digest.hexdigest()[:16]

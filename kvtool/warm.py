@@ -5,24 +5,13 @@ Standard library only until there is something to compile.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvtool.paths import cache_dir
-
-
-def kernel_dir() -> Path:
-    """kernels.CACHE_DIR, found without importing numba; a test compares the two."""
-    root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
-        digest.update(path.read_bytes())
-    digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
-    return cache_dir() / "kernels" / digest.hexdigest()[:16]
+from kvtool.paths import kernel_dir
 
 
 def stamp() -> Path:

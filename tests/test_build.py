@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool import build, kernels, warm
+from kvtool import build, kernels, paths
 from kvtool.errors import LibraryError
 
 PATCHES = Path(__file__).parent.parent / "patches"
@@ -257,11 +257,11 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_kernel_folder_is_where_the_kernels_are(monkeypatch):
+def test_kernels_with_bounds_checks_are_cached_apart(monkeypatch):
     monkeypatch.undo()
-    assert warm.kernel_dir() == kernels.CACHE_DIR
+    assert paths.kernel_dir() == kernels.CACHE_DIR
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "0" if os.environ.get("NUMBA_BOUNDSCHECK") else "1")
-    assert warm.kernel_dir().name == kernels._digest() != kernels.CACHE_DIR.name
+    assert paths.kernel_dir() != kernels.CACHE_DIR
 
 
 def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from kvtool import build, warm
+from kvtool import build, paths, warm
 from kvtool.cli import doctor
 from kvtool.errors import LibraryError
 
@@ -60,7 +60,7 @@ def test_json_has_it_all(library, capsys):
     assert (code, found["ok"], found["problems"]) == (0, True, [])
     assert found["library"]["digest"] == found["library"]["digest_wanted"]
     assert found["models"]["files"] == [{"name": "small.gguf", "bytes": 5}]
-    assert found["kernels"] == {"path": str(warm.kernel_dir()), "compiled": True}
+    assert found["kernels"] == {"path": str(paths.kernel_dir()), "compiled": True}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtool.errors import KvtoolError, LibraryError
-from kvtool.paths import cache_dir
+from kvtool.paths import cache_dir, kernel_dir
 
 _BUILD = "make setup"
 _WARM = f"{sys.executable} -m kvtool.warm"
@@ -35,7 +35,7 @@ def examine() -> dict[str, object]:
         problems.append({"wrong": what, "command": command})
 
     library = _library(wrong)
-    kernels = {"path": str(warm.kernel_dir()), "compiled": warm.is_warm()}
+    kernels = {"path": str(kernel_dir()), "compiled": warm.is_warm()}
     if not kernels["compiled"]:
         wrong("the kernels are not compiled: the first start would take seconds longer", _WARM)
     models = cache_dir() / "models"
