@@ -317,9 +317,7 @@ class Context:
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
         params.n_outputs_max = min(n_output, n_batch)
-        if n_threads is None:
-            n_threads = os.cpu_count() or 1
-        params.n_threads = params.n_threads_batch = n_threads
+        params.n_threads = params.n_threads_batch = n_threads or default_threads()
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
         params.flash_attn_type = FLASH[_choose_flash(flash, type_v)]
@@ -419,6 +417,16 @@ class Context:
         n = api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * n)()
         return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
+
+
+def default_threads() -> int:
+    """A thread for each core that this process may use; two on one core are slower than one."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
+    except OSError:
+        shared = False
+    return max(n // 2, 1) if shared else n
 
 
 def _choose_flash(flash: str, type_v: str) -> str:

@@ -53,7 +53,7 @@ Context = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option("-b", "--batch-size", min=1, help="The most tokens of a step.")]
 Threads = Annotated[
-    int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="all cores")
+    int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="one a core")
 ]
 GpuLayers = Annotated[
     int | None, typer.Option("-ngl", "--gpu-layers", min=0, help="Layers on the GPU.", show_default="all")
