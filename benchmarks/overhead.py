@@ -3,11 +3,11 @@
     python benchmarks/overhead.py FILE --policies h2o,buzz,streamingllm,tova --budget 512
 
 Stock is the same library through llama_cpp's low-level API with nothing of kvtool enabled: single tokens of
-the text, no sampling, a cache kept full by removing a block's tokens after the block. All of it runs in one
-process; short blocks take turns, and a kvtool block is compared with the stock blocks just before and just
-after it. A kvtool block goes from one eviction to another, so that it contains its full share of them
-(BUZZ evicts seldom: its blocks are longer). Ratios are paired by round. Where other programs run as well,
-`--clock cpu` with one thread leaves out the time that was theirs.
+the text, no sampling, a cache kept full by removing the last tokens now and then. All of it runs in one
+process; kvtool and stock take turns token by token, so that what slows the machine slows both. A round of
+a policy goes from one eviction to another, so that it contains its full share of them (BUZZ evicts seldom:
+its rounds are longer). `stock again` is stock against stock: what is left of its ratio is noise. Where other
+programs run as well, `--clock cpu` with one thread leaves out the time that was theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from kvtool import policies
 from kvtool.engine import Engine, Settings
 from kvtool.llama import FLASH, Model
 
-SHORT, LONG = "stock", "stock, long"
+SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"
+
+N_STOCK = 16
+"""The most tokens that a full stock cache is short of: as many as kvtool's where it evicts every 16."""
+
+N_LONG = 8
+"""Tokens of the long cache a round: each costs many times as much."""
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -49,6 +55,7 @@ class Stock:
         self.n_fill = n_cell - n_block
         self.n_block = n_block
         self.tokens = tokens
+        self.n_done = 0
         self._fill(min(n_cell, 512))
         self.batch = api.llama_batch_init(1, 0, 1)
         self.batch.n_tokens = 1
@@ -64,20 +71,21 @@ class Stock:
             if api.llama_decode(self.context, api.llama_batch_get_one(array, len(part))) != 0:
                 sys.exit("llama.cpp cannot decode")
 
-    def block(self) -> tuple[float, int]:
-        """Seconds and tokens."""
-        batch, context = self.batch, self.context
-        tokens = self.tokens[self.n_fill : self.n_fill + self.n_block].tolist()
+    def step(self) -> float:
+        """Seconds of one token."""
+        if self.n_done == self.n_block:
+            api.llama_memory_seq_rm(api.llama_get_memory(self.context), 0, self.n_fill, -1)
+            self.n_done = 0
+        at = self.n_fill + self.n_done
+        token = int(self.tokens[at])
+        self.n_done += 1
         start = self.now()
-        for i, token in enumerate(tokens):
-            batch.token[0] = token
-            batch.pos[0] = self.n_fill + i
-            if api.llama_decode(context, batch) != 0:
-                sys.exit("llama.cpp cannot decode")
-            api.llama_get_logits(context)
-        seconds = self.now() - start
-        api.llama_memory_seq_rm(api.llama_get_memory(context), 0, self.n_fill, -1)
-        return seconds, len(tokens)
+        self.batch.token[0] = token
+        self.batch.pos[0] = at
+        if api.llama_decode(self.context, self.batch) != 0:
+            sys.exit("llama.cpp cannot decode")
+        api.llama_get_logits(self.context)
+        return self.now() - start
 
 
 class Kvtool:
@@ -89,7 +97,6 @@ class Kvtool:
         self.engine = Engine(model, policy, settings)
         self.now = CLOCKS[args.clock]
         self.tokens = tokens
-        self.n_block = args.block
         self.at = 0
         self.seconds: dict[str, float] = defaultdict(float)
         self.n_token = self.n_eviction = 0
@@ -103,7 +110,8 @@ class Kvtool:
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
-            n = min(engine.room(), engine.policy.budget - engine.n_kv)
+            # the last token on its own: it makes the graph of what follows
+            n = min(engine.room(), max(engine.policy.budget - engine.n_kv - 1, 1))
             n_seen += engine.n_evicted > before
             engine.step(self._next(n))
 
@@ -123,19 +131,22 @@ class Kvtool:
 
         return call
 
-    def block(self) -> tuple[float, int]:
-        """Seconds and tokens, from just before an eviction to just before another."""
-        engine, budget, n = self.engine, self.engine.policy.budget, 0
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step starts with an eviction."""
+        return self.engine.n_kv >= self.engine.policy.budget
+
+    def step(self) -> float:
+        """Seconds of one token, with the eviction before it where one is due."""
+        token = self._next(1)
         start = self.now()
-        while n < self.n_block or engine.n_kv < budget:
-            engine.room()
-            engine.step(self._next(1))
-            engine.context.logits()
-            n += 1
+        self.engine.room()
+        self.engine.step(token)
+        self.engine.context.logits()
         seconds = self.now() - start
         self.seconds["all"] += seconds
-        self.n_token += n
-        return seconds, n
+        self.n_token += 1
+        return seconds
 
     def split(self) -> dict[str, float]:
         """Milliseconds a token: llama.cpp's decode call, reading signals and planning, applying, the rest."""
@@ -160,7 +171,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192, help="cells of the long stock cache; 0: none")
     parser.add_argument("--flash", default="off,on", help="attention paths, with commas")
     parser.add_argument("--positions", default="auto", choices=("auto", "original", "in-cache"))
-    parser.add_argument("--block", type=int, default=32, help="tokens; more where evictions need it")
+    parser.add_argument("--block", type=int, default=32, help="least tokens of a round")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: on a busy machine")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -178,44 +189,45 @@ def main() -> None:
 
 def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list[str]) -> dict:
     cells: dict[tuple[str, str], Stock | Kvtool] = {}
-    # a long cache costs many times as much a token: fewer of them tell as much
-    n_block_long = max(args.block // 4, 1)
     for flash in paths:
-        cells[SHORT, flash] = Stock(model, args.budget, tokens, args.block, flash, args)
+        for name in (SHORT, AGAIN):
+            cells[name, flash] = Stock(model, args.budget, tokens, N_STOCK, flash, args)
         for name in names:
             note(f"filling {name}, flash attention {flash}")
             cells[name, flash] = Kvtool(model, name, tokens, flash, args)
         if args.long:
             note(f"filling {args.long} cells of stock llama.cpp, flash attention {flash}")
-            cells[LONG, flash] = Stock(model, args.long, tokens, n_block_long, flash, args)
+            cells[LONG, flash] = Stock(model, args.long, tokens, N_LONG, flash, args)
     return cells
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Seconds a token by (cell, path) and round; a policy's stock blocks under (name, path, "stock")."""
+    """Seconds a token by (cell, path) and round; of the stock steps in between by (cell, path, "stock")."""
     times: dict[tuple, list[float]] = defaultdict(list)
-
-    def block(*key: str) -> float:
-        seconds, n = cells[key].block()
-        return seconds / n
-
     for cell in cells.values():
-        cell.block()
-        if isinstance(cell, Kvtool):
-            cell.seconds.clear()
-            cell.n_token = cell.n_eviction = 0
+        # the first single token makes a new graph
+        if isinstance(cell, Stock):
+            cell.step()
     for i in range(args.rounds):
         for flash in paths:
-            before = block(SHORT, flash)
-            for name in names:
-                times[name, flash].append(block(name, flash))
-                after = block(SHORT, flash)
-                times[name, flash, "stock"].append((before + after) / 2)
-                before = after
+            for name in (AGAIN, *names):
+                ours, stock = _duel(cells[name, flash], cells[SHORT, flash], args.block)
+                times[name, flash].append(ours)
+                times[name, flash, "stock"].append(stock)
             if args.long:
-                times[LONG, flash].append(block(LONG, flash))
+                steps = [cells[LONG, flash].step() for _ in range(cells[LONG, flash].n_block)]
+                times[LONG, flash].append(statistics.fmean(steps))
         note(f"round {i + 1} of {args.rounds}")
     return times
+
+
+def _duel(cell: Stock | Kvtool, stock: Stock, n_least: int) -> tuple[float, float]:
+    """Seconds a token of both, for n_least steps and up to the next eviction."""
+    ours, theirs = [], []
+    while len(ours) < n_least or (isinstance(cell, Kvtool) and not cell.is_due):
+        ours.append(cell.step())
+        theirs.append(stock.step())
+    return statistics.fmean(ours), statistics.fmean(theirs)
 
 
 def _results(args, model: str, cells: dict, times: dict, names: list[str], paths: list[str]) -> dict:
@@ -232,7 +244,7 @@ def _results(args, model: str, cells: dict, times: dict, names: list[str], paths
         results["best_long"] = best
         results["long_ms"] = {flash: spread([1e3 * t for t in times[LONG, flash]]) for flash in paths}
     for flash in paths:
-        for name in names:
+        for name in (AGAIN, *names):
             ours, stock = times[name, flash], times[name, flash, "stock"]
             cell = {
                 "policy": name,
@@ -240,7 +252,7 @@ def _results(args, model: str, cells: dict, times: dict, names: list[str], paths
                 "ms": spread([1e3 * t for t in ours]),
                 "stock_ms": spread([1e3 * t for t in stock]),
                 "over_stock": spread([a / b for a, b in zip(ours, stock, strict=True)]),
-                "split_ms": cells[name, flash].split(),
+                "split_ms": cells[name, flash].split() if name != AGAIN else None,
             }
             if best:
                 cell["long_over_ours"] = spread([b / a for a, b in zip(ours, times[LONG, best], strict=True)])
@@ -273,9 +285,10 @@ def _print(args, results: dict) -> None:
             show(cell["ms"], 1),
             show(cell["stock_ms"], 1),
             show(cell["over_stock"]),
-            *(f"{split[name]:.2f}" for name in ("decode", "read_plan", "apply", "rest")),
-            f"{split['tokens_an_eviction']:.0f}",
         ]
+        if split:
+            row += [f"{split[name]:.2f}" for name in ("decode", "read_plan", "apply", "rest")]
+            row.append(f"{split['tokens_an_eviction']:.0f}")
         if args.long:
             row.insert(3, show(cell["long_over_ours"], 2))
         table.add_row(cell["policy"], cell["flash"], *row)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
 from collections import deque
 from pathlib import Path
@@ -175,7 +176,18 @@ def has_gpu() -> bool:
 
 
 def add_rpc(endpoint: str) -> None:
-    """Adds the devices of an rpc-server at host:port; models loaded later use them."""
+    """Adds the devices of an rpc-server at host:port; models loaded later use them.
+
+    Raises UsageError for what is no endpoint, LibraryError where nobody answers.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise UsageError(f"an rpc-server is host:port, got {endpoint!r}")
+    try:
+        # llama.cpp itself would end the process
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError):
+        raise LibraryError(f"no rpc-server answers at {endpoint}") from None
     _start_backends()
     _bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
     _bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)

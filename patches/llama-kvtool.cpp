@@ -694,12 +694,13 @@ struct llama_kvtool {
                 ggml_build_forward_expand(gf, build_values(kv, ctx, l, lctx.model.hparams.n_embd_head_v(l.il), in, at[i]));
             }
 
-            // the work is done where the cache lies
+            // the work is done where the cache lies; views stay with what they view, which may be an input on the host
             const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
             const auto home = std::find_if(backends.begin(), backends.end(), [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
             for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
-                if (ggml_backend_supports_op(*home, ggml_graph_node(gf, j))) {
-                    ggml_backend_sched_set_tensor_backend(sched.get(), ggml_graph_node(gf, j), *home);
+                ggml_tensor * node = ggml_graph_node(gf, j);
+                if (!node->view_src && ggml_backend_supports_op(*home, node)) {
+                    ggml_backend_sched_set_tensor_backend(sched.get(), node, *home);
                 }
             }
         }

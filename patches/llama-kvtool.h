@@ -5,7 +5,8 @@
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, nothing of llama.cpp changes.
 //
-// Every function that can fail returns a negative number and leaves the cache as it was; llama_kvtool_error says why.
+// Every function that can fail returns a negative number, and llama_kvtool_error says why. The cache is then as it was,
+// unless the device itself failed in the middle of an edit.
 
 #pragma once
 

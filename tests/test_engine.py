@@ -18,7 +18,8 @@ from kvtool.llama import CACHE_TYPES, FLASH, Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Signal
 from tests import saved
-from tests.reference import h2o, transformer
+from tests.merging import Merging, keep_and_merge
+from tests.reference import transformer
 from tests.running import open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -478,54 +479,6 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
         assert 0 < np.abs(difference).mean() < 0.1
     # positions matter more than that
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Merging:
-    """H2O, but the values of evicted tokens go in equal parts into the next kept token of the row."""
-
-    budget: int
-    slack: int
-
-    reads: ClassVar[Signal] = Signal.ATTENTION
-    paper: ClassVar[str] = ""
-
-    def _h2o(self):
-        return policies.fit("h2o", self.budget, self.slack)
-
-    def start(self, n_row, n_cell):
-        return self._h2o().start(n_row, n_cell)
-
-    def plan(self, view, state):
-        keep = self._h2o().plan(view, state).keep
-        terms = []
-        for row, order in enumerate(view.pos.argsort(axis=1)):
-            run = []
-            for cell in order.tolist():
-                run.append(cell)
-                if keep[row, cell]:
-                    if len(run) > 1:
-                        terms += [(row, cell, src, 1 / len(run)) for src in run]
-                    run = []
-        row, dst, src, weight = zip(*terms, strict=True)
-        index = (np.array(column, np.int32) for column in (row, dst, src))
-        return Plan(keep, Merge(*index, np.array(weight, np.float32)))
-
-
-def keep_and_merge(rows, *, next, pinned, budget, slack):
-    window = max((budget - slack) // 2, 1)
-    kept = h2o.keep(rows, next=next, pinned=pinned, budget=budget, slack=slack, window=window, sinks=0)
-    merges = []
-    for row, stay in zip(rows, kept, strict=True):
-        merges.append({})
-        run = []
-        for pos in [token["pos"] for token in row]:
-            run.append(pos)
-            if pos in stay:
-                if len(run) > 1:
-                    merges[-1][pos] = [(src, 1 / len(run)) for src in run]
-                run = []
-    return kept, merges
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2])

@@ -108,8 +108,8 @@ def test_edits_on_the_device_score_like_the_definition(monkeypatch, tiny_model, 
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
-# Flash attention adds up in f16, and so rounds what follows; seen: 0.002 and 0.015. Where attention is close to a
-# tie, another token may stay in a row, and the ones after it score otherwise: the second is wide for that.
+# Flash attention adds up in f16, and so rounds what follows; seen: 0.002 and 0.015. The second is wide:
+# near a tie another token may stay in a row, and then all that follow score otherwise.
 FLASH_MEDIAN = 5e-3
 FLASH_MAX = 0.2
 

@@ -1,0 +1,126 @@
+"""Whether a patched library with nothing enabled gives the logits of an unpatched one, to the bit.
+
+    python tests/compare_stock.py STOCK_SITE_DIR
+
+STOCK_SITE_DIR holds an unpatched llama_cpp package: pip install --target STOCK_SITE_DIR WHEEL. The patched
+one is what this Python imports. Each library runs in a process of its own. Prints a line a case; exit
+status 1 if any differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+N_TOKENS = 64
+N_CELL = 256
+MODELS = ("tiny", "smollm2")
+BATCHES = (1, 32)
+# flash attention, type of K, type of V, and ggml's numbers for them
+CACHES = (("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "q8_0", "f16"), ("on", "q8_0", "q8_0"))
+FLASH = {"off": 0, "on": 1}
+TYPES = {"f16": 1, "q8_0": 8}
+
+
+def cases():
+    for model, cache, batch in product(MODELS, CACHES, BATCHES):
+        yield model, *cache, batch
+
+
+def work(out, *paths):
+    """Writes the logits of every case to the folder `out`, with whichever llama_cpp this process imports."""
+    import llama_cpp.llama_cpp as api
+
+    (out / "library").write_text(f"{api._lib._name}\n{hasattr(api._lib, 'llama_kvtool_abi')}")
+    api.llama_backend_init()
+    models = {}
+    for name, path in zip(MODELS, paths, strict=True):
+        models[name] = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
+    for number, (name, *case) in enumerate(cases()):
+        np.save(out / f"{number}.npy", logits(api, models[name], *case))
+
+
+def logits(api, model, flash, type_k, type_v, n_batch):
+    """f32[n, n_vocab] of N_TOKENS tokens of no meaning, decoded n_batch at a time."""
+    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+    tokens = np.random.default_rng(0).integers(3, n_vocab, N_TOKENS).tolist()
+    params = api.llama_context_default_params()
+    params.n_ctx = N_CELL
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_threads = params.n_threads_batch = 1
+    params.flash_attn_type = FLASH[flash]
+    params.type_k, params.type_v = TYPES[type_k], TYPES[type_v]
+    context = api.llama_init_from_model(model, params)
+    batch = api.llama_batch_init(n_batch, 0, 1)
+    parts = []
+    for at in range(0, N_TOKENS, n_batch):
+        batch.n_tokens = n_batch
+        for i in range(n_batch):
+            batch.token[i], batch.pos[i], batch.logits[i] = tokens[at + i], at + i, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        if api.llama_decode(context, batch):
+            sys.exit("llama.cpp cannot decode")
+        parts.append(np.ctypeslib.as_array(api.llama_get_logits(context), (n_batch, n_vocab)).copy())
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    return np.concatenate(parts)
+
+
+def run(out, site, paths):
+    """The library's path and whether it is patched, once it has written its logits."""
+    out.mkdir()
+    environment = dict(os.environ)
+    if site:
+        environment["PYTHONPATH"] = str(site)
+        environment.pop("LLAMA_CPP_LIB_PATH", None)
+    command = [sys.executable, __file__, "--work", str(out), *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    path, patched = (out / "library").read_text().split("\n")
+    return path, patched == "True"
+
+
+def compare(site):
+    from tiny import write_llama
+
+    from kvtool import models
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_llama(folder / "tiny.gguf", head_dim=64)
+        paths = folder / "tiny.gguf", models.resolve("smollm2-135m")
+        sides = {}
+        for name, where, wanted in (("stock", site, False), ("patched", None, True)):
+            path, patched = run(folder / name, where, paths)
+            if patched != wanted:
+                sys.exit(f"{path} is {'patched' if patched else 'not patched'}; it was to be the {name} one")
+            print(f"{name}: {path}")
+            sides[name] = folder / name
+        n_different = 0
+        for number, (model, flash, type_k, type_v, batch) in enumerate(cases()):
+            stock, ours = (np.load(side / f"{number}.npy") for side in sides.values())
+            same = stock.tobytes() == ours.tobytes()
+            n_different += not same
+            verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
+            print(f"{model:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
+        return n_different
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(*map(Path, sys.argv[2:]))
+    else:
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser.add_argument("site", type=Path, help="folder with an unpatched llama_cpp package")
+        arguments = parser.parse_args()
+        if not (arguments.site / "llama_cpp").is_dir():
+            parser.error(f"no llama_cpp in {arguments.site}")
+        sys.exit(compare(arguments.site) > 0)

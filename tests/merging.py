@@ -1,0 +1,60 @@
+"""A policy that merges values, for the tests alone, and its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.policy import Merge, Plan, Signal
+from tests.reference import h2o
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """H2O, but the values of evicted tokens go in equal parts into the next kept token of the row."""
+
+    budget: int
+    slack: int
+
+    reads: ClassVar[Signal] = Signal.ATTENTION
+    paper: ClassVar[str] = ""
+
+    def _h2o(self):
+        return policies.fit("h2o", self.budget, self.slack)
+
+    def start(self, n_row, n_cell):
+        return self._h2o().start(n_row, n_cell)
+
+    def plan(self, view, state):
+        keep = self._h2o().plan(view, state).keep
+        terms = []
+        for row, order in enumerate(view.pos.argsort(axis=1)):
+            run = []
+            for cell in order.tolist():
+                run.append(cell)
+                if keep[row, cell]:
+                    if len(run) > 1:
+                        terms += [(row, cell, src, 1 / len(run)) for src in run]
+                    run = []
+        row, dst, src, weight = zip(*terms, strict=True)
+        index = (np.array(column, np.int32) for column in (row, dst, src))
+        return Plan(keep, Merge(*index, np.array(weight, np.float32)))
+
+
+def keep_and_merge(rows, *, next, pinned, budget, slack):
+    window = max((budget - slack) // 2, 1)
+    kept = h2o.keep(rows, next=next, pinned=pinned, budget=budget, slack=slack, window=window, sinks=0)
+    merges = []
+    for row, stay in zip(rows, kept, strict=True):
+        merges.append({})
+        run = []
+        for pos in [token["pos"] for token in row]:
+            run.append(pos)
+            if pos in stay:
+                if len(run) > 1:
+                    merges[-1][pos] = [(src, 1 / len(run)) for src in run]
+                run = []
+    return kept, merges

@@ -1,0 +1,76 @@
+"""ggml's own RPC server on loopback, from the library that kvtool loads: a device whose memory is not ours.
+
+    python tests/rpc_server.py PORT
+
+Ends by itself after TIME_LIMIT seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+TIME_LIMIT = 60
+
+
+def serve(port):
+    """Serves the CPU, with one thread, until the process ends."""
+    import llama_cpp.llama_cpp as api
+
+    def function(name, result, *arguments):
+        found = getattr(api._lib, name)
+        found.restype, found.argtypes = result, arguments
+        return found
+
+    pointer = ctypes.c_void_p
+    api.llama_backend_init()
+    registry = function("ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
+    if not registry:
+        sys.exit("the library is built without RPC")
+    cpu = 0
+    device = function("ggml_backend_dev_by_type", pointer, ctypes.c_int)(cpu)
+    get_address = function("ggml_backend_reg_get_proc_address", pointer, pointer, ctypes.c_char_p)
+    address = get_address(registry, b"ggml_backend_rpc_start_server")
+    text, size = ctypes.c_char_p, ctypes.c_size_t
+    start = ctypes.CFUNCTYPE(None, text, text, size, size, ctypes.POINTER(pointer))(address)
+    # an alarm ends a process wherever it is, in C too
+    signal.alarm(TIME_LIMIT)
+    start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
+
+
+@contextmanager
+def running():
+    """The endpoint "127.0.0.1:port" of a server in a process of its own, which ends with the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait(server, port)
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait(server, port):
+    end = time.monotonic() + TIME_LIMIT / 2
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise RuntimeError(f"the RPC server did not start (exit status {server.poll()})")
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

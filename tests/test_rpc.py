@@ -1,0 +1,121 @@
+"""All layers on a device whose memory is not the host's: ggml's RPC server on loopback, the CPU behind it.
+
+Run as a module, this is the client: devices are registered for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import llama, policies
+from kvtool.measure import perplexity
+from tests import rpc_server, saved
+from tests.merging import Merging
+from tests.running import open_engine, text
+
+pytestmark = pytest.mark.engine
+
+POLICIES = {
+    "h2o": policies.fit("h2o", 48, 16),
+    "streamingllm": policies.fit("streamingllm", 48, 16),
+    "merging": Merging(48, 16),
+}
+# name of the policy, positions, flash attention
+RUNS = [
+    ("h2o", "in-cache", "off"),
+    ("streamingllm", "in-cache", "off"),
+    ("merging", "in-cache", "off"),
+    ("merging", "original", "off"),
+    ("h2o", "in-cache", "on"),
+    ("merging", "in-cache", "on"),
+]
+N_TOKENS = 160
+ROOT = Path(__file__).parent.parent
+
+
+def score(path, name, positions, flash, n_gpu_layers=None):
+    """(nll, K bytes of the first layer, V bytes of it) after a short text."""
+    with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
+        nll = perplexity.stream(engine, text(N_TOKENS))
+        assert engine.n_evicted > 80
+        state = saved.parse(engine.context.state())
+        return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
+
+
+def client(endpoint, path):
+    """Prints what the runs on the server give, as JSON; llama.cpp's log goes to stderr."""
+    llama.set_verbose(True)
+    llama.add_rpc(endpoint)
+    devices = llama.devices()
+    results = []
+    for run in RUNS:
+        sys.stderr.write(f"\nrun {' '.join(run)}\n")
+        results.append(score(path, *run, n_gpu_layers=99))
+    print(json.dumps({"devices": devices, "results": results}))
+
+
+@pytest.fixture(scope="module")
+def remote(tiny_model):
+    """(what the client has printed, its log, run by run)"""
+    if not (llama.library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    with rpc_server.running() as endpoint:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.test_rpc", endpoint, str(tiny_model())],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=rpc_server.TIME_LIMIT,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr.split("\nrun ")
+
+
+def test_the_server_is_a_device(remote):
+    devices = {device["name"]: device for device in remote[0]["devices"]}
+    assert devices["RPC0"]["type"] == "gpu"
+    assert devices["RPC0"]["memory_total"] > 2**30
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_keys_and_values_lie_on_the_server(remote, number):
+    log = remote[1][1 + number]
+    assert log.startswith(" ".join(RUNS[number]))
+    buffers = re.findall(r"(\S+) KV buffer size", log)
+    assert len(buffers) == 1
+    assert buffers[0].startswith("RPC0")
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_edits_on_the_server_score_like_edits_here(remote, tiny_model, number):
+    run = RUNS[number]
+    here = [np.array(part) for part in score(tiny_model(), *run)]
+    there = [np.array(part) for part in remote[0]["results"][number]]
+    assert len(here[0]) == N_TOKENS - 1
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max() < 1e-4
+
+
+def test_a_server_that_does_not_answer_is_an_error():
+    with rpc_server.running() as endpoint:
+        pass
+    # in a process of its own: llama.cpp ends the process where it cannot connect
+    code = f"from kvtool import llama; llama.add_rpc({endpoint!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert done.stderr.strip().endswith(f"LibraryError: no rpc-server answers at {endpoint}")
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])
