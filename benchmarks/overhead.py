@@ -93,7 +93,10 @@ class Kvtool:
 
     def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
-        settings = Settings(positions=args.positions, flash=flash, n_threads=args.threads)
+        # no step over the budget: the same cells as stock
+        settings = Settings(
+            positions=args.positions, n_batch=64, over_budget=False, flash=flash, n_threads=args.threads
+        )
         self.engine = Engine(model, policy, settings)
         self.now = CLOCKS[args.clock]
         self.tokens = tokens
