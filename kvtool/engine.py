@@ -179,15 +179,16 @@ class Engine:
         view = self._view()
         plan = self.policy.plan(view, self.state)
         n_keep = self._checked(view, plan)
-        self.n_evicted += self.n_kv - n_keep
         self._apply(plan, n_keep, self._next_rot)
+        self.n_evicted += view.n_kv - n_keep
 
     def _checked(self, view: View, plan: Plan) -> int:
         """How many cells the plan keeps in each row. Raises StreamEnd or PlanError if it cannot be."""
         name = type(self.policy).__name__
         keep = plan.keep
-        if keep.dtype != np.bool_ or keep.shape != view.pos.shape:
-            raise PlanError(f"{name}: keep must be bool{view.pos.shape}, got {keep.dtype}{keep.shape}")
+        kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
+        if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
+            raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
         counts = keep.sum(axis=1)
         n_keep = int(counts[0])
         if n_keep == self.n_kv == counts.min():
@@ -204,6 +205,8 @@ class Engine:
         lost = np.flatnonzero(((view.pos < view.pinned) & ~keep).any(axis=1))
         if len(lost):
             raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
+        if plan.merge is not None:
+            _check_merge(name, plan.merge, keep)
         return n_keep
 
     def _apply(self, plan: Plan, n_keep: int, next_rot: int) -> None:
@@ -222,7 +225,7 @@ class Engine:
             rot = target
         row, cell = np.nonzero((source != np.arange(n_keep)) | (delta != 0))
         moves = np.stack([row, cell, source[row, cell], delta[row, cell]], axis=1)
-        self.context.apply(moves, n_keep, next_rot - n_keep, _checked_merge(plan.merge))
+        self.context.apply(moves, n_keep, next_rot - n_keep, plan.merge)
         self.pos[:, :n_keep] = pos
         self.rot[:, :n_keep] = rot
         for array in self.state:
@@ -232,6 +235,19 @@ class Engine:
         self._next_rot = next_rot
 
 
-def _checked_merge(merge: Merge | None) -> Merge | None:
-    """None for a merge of nothing."""
-    return merge if merge is not None and len(merge.row) else None
+def _check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
+    """Raises PlanError where a term is none of the cache, or gives a value to a cell that does not stay."""
+    parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
+    if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
+        raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
+    row, dst, src, _ = parts
+    n_row, n_kv = keep.shape
+    outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
+    if outside.any():
+        i = int(np.argmax(outside))
+        raise PlanError(
+            f"{name}: merge {i} is row {row[i]} of {n_row}, cells {dst[i]} <- {src[i]} of {n_kv}"
+        )
+    if not (into := keep[row, dst]).all():
+        i = int(np.argmin(into))
+        raise PlanError(f"{name}: row {row[i]} merges a value into cell {dst[i]}, which it evicts")

@@ -72,10 +72,6 @@ def test_keeping_one_cell_brings_it_to_the_front():
     assert filled(keep).tolist() == [[8], [0]]
 
 
-def test_keeping_none_gives_nothing():
-    assert filled(np.zeros((2, 5), np.bool_)).shape == (2, 0)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_rank_is_the_number_of_older_tokens_in_the_row(seed):
     rng = np.random.default_rng(200 + seed)

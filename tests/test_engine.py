@@ -232,16 +232,44 @@ def _one_row_short(policy, view, state):
     return Plan(newest(view, 20)[:-1])
 
 
+def _fortran(policy, view, state):
+    return Plan(np.asfortranarray(newest(view, 20)))
+
+
+def _list(policy, view, state):
+    return Plan(newest(view, 20).tolist())
+
+
+def _merging(row, dst, src, weight):
+    """A plan that keeps the first token and the newest, and merges cells by their place in the stream."""
+
+    def answer(policy, view, state):
+        order = np.argsort(view.pos[0])
+        cells = [[order[i] if 0 <= i < len(order) else i for i in part] for part in (dst, src)]
+        return Plan(
+            newest(view, 31) | (view.pos == 0), Merge(np.array(row), *map(np.array, cells), np.array(weight))
+        )
+
+    return answer
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        (_fortran, "keep must be a C-contiguous bool"),
+        (_list, "keep must be a C-contiguous bool.*got list"),
+        (_merging([0], [50], [51], [1.0]), r"merge 0 is row 0 of \d+, cells .* <- 51 of 51"),
+        (_merging([0], [50], [-1], [1.0]), "merge 0 is row 0"),
+        (_merging([0, 99], [50, 50], [0, 0], [1.0, 1.0]), "merge 1 is row 99"),
+        (_merging([0], [3], [0], [1.0]), "row 0 merges a value into cell .*, which it evicts"),
+        (_merging([0, 0], [50], [49], [1.0]), "lists of one length"),
         (_too_many, "keeps 48 cells of a budget of 48"),
         (_none, "keeps 0 cells of a budget of 48"),
         (_uneven, "row 3 keeps 21 cells, row 0 keeps 20"),
         (_pinned, "row 0 evicts a pinned token"),
-        (_numbers, "keep must be bool.*got uint8"),
-        (_one_cell_short, "keep must be bool"),
-        (_one_row_short, "keep must be bool"),
+        (_numbers, "keep must be a C-contiguous bool.*got uint8"),
+        (_one_cell_short, "keep must be a C-contiguous bool"),
+        (_one_row_short, "keep must be a C-contiguous bool"),
     ],
 )
 def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, answer, message):
@@ -446,7 +474,9 @@ def test_the_memory_is_constant_from_the_first_token_on(tiny_model):
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    with open_engine(tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 4), positions="in-cache") as engine:
+    with open_engine(
+        tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 4), positions="in-cache", over_budget=False
+    ) as engine:
         at_first = engine.cache_bytes, engine.host_bytes, engine.context.n_cell
         engine.read(text(1000))
         warm = resident() if sys.platform == "linux" else 0
