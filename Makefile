@@ -75,7 +75,9 @@ stock: $(PY)
 	@$(PY) -m kvtool.build --stock
 
 check-stock: setup
-	@wheel=$$($(PY) -m kvtool.build --stock) && $(ONE_THREAD) $(PY) tests/compare_stock.py "$$wheel"
+	@wheel=$$($(PY) -m kvtool.build --stock) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
