@@ -23,6 +23,7 @@ Ctrl-C stops a reply and keeps the chat."""
 
 
 def chat(
+    context: typer.Context,
     policy: opt.Policy = "buzz",
     budget: opt.Budget = None,
     model: opt.Model = None,
@@ -49,22 +50,7 @@ def chat(
     verbose: opt.Verbose = False,
 ) -> None:
     """Chat without an end: memory and speed stay as they are. With a pipe on stdin each line is a turn."""
-    wanted = opt.EngineOptions(
-        model,
-        policy,
-        budget,
-        options,
-        evict_every,
-        positions,
-        n_ctx,
-        n_batch,
-        threads,
-        gpu_layers,
-        type_k,
-        type_v,
-        flash,
-        verbose,
-    )
+    wanted = opt.EngineOptions.of(context)
     with opt.open_engine(wanted, default_budget=1024, n_batch=256) as opened:
         from kvtool.conversation import Conversation, Writer, template_of
         from kvtool.llama import Sampler

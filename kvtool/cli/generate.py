@@ -14,6 +14,7 @@ from kvtool.errors import InputError
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help="What to do; stdin, if any, follows it.")
     ] = None,
@@ -46,22 +47,7 @@ def generate(
     text = read_stdin()
     if prompt is None and not text:
         raise InputError("nothing to read; give a prompt with -p, or a text on stdin")
-    wanted = opt.EngineOptions(
-        model,
-        policy,
-        budget,
-        options,
-        evict_every,
-        positions,
-        n_ctx,
-        n_batch,
-        threads,
-        gpu_layers,
-        type_k,
-        type_v,
-        flash,
-        verbose,
-    )
+    wanted = opt.EngineOptions.of(context)
     with opt.open_engine(wanted, default_budget=1024, n_batch=256) as opened:
         from kvtool.conversation import Writer, pin_prefix, template_of
         from kvtool.llama import Sampler

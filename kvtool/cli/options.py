@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -80,7 +80,7 @@ Seed = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the shared options say, as typed."""
+    """What the shared options say, as typed; the fields are named like the commands' parameters."""
 
     model: str | None
     policy: str
@@ -96,6 +96,11 @@ class EngineOptions:
     type_v: str
     flash: str
     verbose: bool
+
+    @classmethod
+    def of(cls, context: typer.Context) -> EngineOptions:
+        """Those of the command that is running."""
+        return cls(**{field.name: context.params[field.name] for field in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)

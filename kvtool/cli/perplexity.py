@@ -17,6 +17,7 @@ from kvtool.errors import InputError, UsageError
 
 
 def perplexity(
+    context: typer.Context,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
     policy: opt.Policy = "buzz",
     budget: opt.Budget = None,
@@ -50,22 +51,7 @@ def perplexity(
     text = _read(file)
     if stride is not None and (windows is None or stride >= windows):
         raise UsageError("--stride goes with --windows and must be smaller than it")
-    wanted = opt.EngineOptions(
-        model,
-        policy,
-        budget,
-        options,
-        evict_every,
-        positions,
-        n_ctx,
-        n_batch,
-        threads,
-        gpu_layers,
-        type_k,
-        type_v,
-        flash,
-        verbose,
-    )
+    wanted = opt.EngineOptions.of(context)
 
     from kvtool.llama import Model
     from kvtool.measure import perplexity as measure
