@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -29,7 +30,7 @@ def policies(
         if budget is not None:
             fitted = known.fit(each, budget, evict_every, options)
             params = {key: getattr(fitted, key) for key in params}
-        what = (__import__(policy.__module__, fromlist=["_"]).__doc__ or "").split("\n")[0]
+        what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         listed.append({"name": each, "paper": policy.paper, "params": params, "what": what})
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
