@@ -15,7 +15,7 @@ from kvtool.budget import PAD
 from kvtool.cells import fill_holes, rank_by_pos
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama import Context, Model
-from kvtool.policy import Merge, Plan, Policy, Signal, View
+from kvtool.policy import SIGNALS, Merge, Plan, Policy, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Engine:
     def reset(self) -> None:
         """Forgets everything: the next token is the first."""
         self.context.apply(np.empty((0, 4), np.int32), 0, 0)
-        self.state = self.policy.start(*self.pos.shape)
+        self.state = self.policy.start(*self.pos.shape, self.context.n_dim)
         self.n_past = self.n_kv = self.n_evicted = self.n_pinned = 0
         self._next_rot = 0
         self.is_in_cache = self.settings.positions == "in-cache"
@@ -159,11 +159,10 @@ class Engine:
 
     def _view(self) -> View:
         n = self.n_kv
-        reads = self.policy.reads
         signals = {
             name: self.context.read(signal, n)
-            for name, signal in (("attn", Signal.ATTENTION), ("last", Signal.LAST))
-            if signal in reads
+            for signal, name in SIGNALS.items()
+            if signal in self.policy.reads
         }
         if any(not np.isfinite(values).all() for values in signals.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
@@ -177,6 +176,7 @@ class Engine:
 
     def _evict(self) -> None:
         view = self._view()
+        self.policy.observe(view, self.state)
         plan = self.policy.plan(view, self.state)
         n_keep = self._checked(view, plan)
         self._apply(plan, n_keep, self._next_rot)
@@ -228,8 +228,8 @@ class Engine:
         self.context.apply(moves, n_keep, next_rot - n_keep, plan.merge)
         self.pos[:, :n_keep] = pos
         self.rot[:, :n_keep] = rot
+        self.policy.move(self.state, source)
         for array in self.state:
-            array[:, :n_keep] = np.take_along_axis(array, source, axis=1)
             array[:, n_keep:n] = 0
         self.n_kv = n_keep
         self._next_rot = next_rot

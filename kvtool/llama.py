@@ -344,6 +344,7 @@ class Context:
             why = _kvtool_error()
             self.close()
             raise ModelError(f"{model.path.name} cannot be used yet: {why}")
+        self.n_dim = 0
         self.row_layers = np.empty(self.n_row, np.int32)
         _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
         self._batch = batch = api.llama_batch_init(n_batch, 0, 1)

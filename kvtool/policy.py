@@ -8,23 +8,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
+    from typing import Self, TypeAlias
 
 
 class Signal(IntFlag):
     """What the engine copies out of the step's attention A[head, query, cell], per row.
 
-    The values are those of the patched library's C API.
+    The group is the row's query heads. A key is important to a query where A >= 1 / t, t being the tokens that
+    the query has seen, itself included. The values are those of the patched library's C API.
     """
 
     NONE = 0
     ATTENTION = 1
-    """Attention sum: over the queries since the last plan and the row's group of query heads."""
+    """Attention sum: over the queries since the last plan and the group."""
     LAST = 2
     """Last attention: of the last query alone, summed over the group."""
+    RECENT = 4
+    """Recent attention: summed over the last `n_query` queries and the group."""
+    SQUARES = 8
+    """Squares: of each query's attention summed over the group, summed over the queries since the last plan."""
+    HITS = 16
+    """Hits: how many pairs of a query since the last plan and a head of the group it was important to."""
+    IMPORTANT = 32
+    """Last important step: the largest t since the last plan at which it was important to any head; 0: none."""
+    KEYS = 64
+    """Keys: of the cells that are new since the last plan, as they were before RoPE."""
+
+
+SIGNALS = {
+    Signal.ATTENTION: "attn",
+    Signal.LAST: "last",
+    Signal.RECENT: "recent",
+    Signal.SQUARES: "squares",
+    Signal.HITS: "hits",
+    Signal.IMPORTANT: "important",
+}
+"""The fields of a view that hold a value a cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +56,31 @@ class View:
     """What a policy sees of the cache. All arrays are C-contiguous, read-only for the policy.
 
     pos i32[row, n_kv]: position in the stream of the token in each cell, no two equal in a row.
-    attn f32[row, n_kv], last f32[row, n_kv]: the signals, None unless the policy reads them.
     layer i32[row]: the layer of each row; rows of one layer are neighbours.
     next: position of the next token; a token at pos p has lived next - p steps.
     pinned: tokens with pos < pinned must stay (a chat's system prompt).
+    live i32[row]: how many cells of each row live, the first ones, where rows differ; None: all n_kv.
+    The signals, None unless the policy reads them: attn, last, recent, squares, hits f32[row, n_kv];
+    important i32[row, n_kv]; keys f32[row, n_new, n_dim] of the cells n_kv - n_new .. n_kv - 1, zero behind
+    a layer's own head dimension.
     """
 
     pos: np.ndarray
     layer: np.ndarray
     next: int
     pinned: int = 0
+    live: np.ndarray | None = None
     attn: np.ndarray | None = None
     last: np.ndarray | None = None
+    recent: np.ndarray | None = None
+    squares: np.ndarray | None = None
+    hits: np.ndarray | None = None
+    important: np.ndarray | None = None
+    keys: np.ndarray | None = None
 
     @property
     def n_kv(self) -> int:
-        """Live cells of every row."""
+        """Live cells of every row, or of the longest."""
         return self.pos.shape[1]
 
 
@@ -67,45 +100,81 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a policy answers. keep b1[row, n_kv]: the same number of cells in every row."""
+    """What a policy answers. keep b1[row, n_kv]: the same number of cells in every row, unless it is ragged."""
 
     keep: np.ndarray
     merge: Merge | None = None
 
 
-class Policy(Protocol):
-    """A frozen dataclass of parameters; what it remembers between plans is arrays that the engine keeps.
+State: TypeAlias = "tuple[np.ndarray, ...]"
+
+
+class Policy:
+    """What policies have in common. A policy is a frozen dataclass of parameters and derives from this.
+
+    What it remembers between plans is its state: arrays that the engine keeps, one entry a cell.
 
     budget: the most cells a row may hold, that of the token being decoded included.
     slack: how many cells below the budget an eviction goes, so that the next is that many tokens away;
     0 for a policy that never evicts.
     The constructor raises ValueError for parameters that cannot work.
+
+    reads: the signals it wants. paper: where it comes from. n_query: the queries of `Signal.RECENT`.
+    group: how the attention of a group of query heads becomes one, "sum", "max" or "first" (the group's first head).
+    prefill: how it wants a prompt, in batches with a plan after each ("stream") or decoded whole and compressed
+    once ("whole"). ragged: whether its rows may keep different numbers of cells.
     """
+
+    __slots__ = ()
 
     budget: int
     slack: int
 
-    reads: ClassVar[Signal]
-    paper: ClassVar[str]
+    reads: ClassVar[Signal] = Signal.NONE
+    paper: ClassVar[str] = ""
+    n_query: ClassVar[int] = 0
+    group: ClassVar[str] = "sum"
+    prefill: ClassVar[str] = "stream"
+    ragged: ClassVar[bool] = False
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> Policy:
+    def fit(cls, budget: int, slack: int, **params: object) -> Self:
         """The policy for a budget: parameters not given take the values that suit it."""
-        ...
+        return cls(budget, slack, **params)
 
-    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
-        """The policy's state: zeroed arrays [row, n_cell], moved by the engine along with the cells.
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """The state: zeroed arrays [row, n_cell, ...]; n_dim is the length of a key.
 
         In a cell that has just received a token every array is zero.
         """
-        ...
+        return ()
 
-    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+    def observe(self, view: View, state: State) -> None:
+        """Adds what the signals say to state[..][:, :view.n_kv]; comes before every plan."""
+
+    def plan(self, view: View, state: State) -> Plan:
         """Which cells stay: fewer than the budget in every row, the same number in all rows.
 
         Called with view.n_kv >= budget. May write to state[..][:, :view.n_kv], never to the view.
         """
-        ...
+        raise NotImplementedError
+
+    def move(self, state: State, source: np.ndarray) -> None:
+        """After a plan: each of the first cells takes what cell source i32[row, n_keep] of its row had."""
+        row, cell = np.nonzero(source != np.arange(source.shape[1]))
+        for array in state:
+            array[row, cell] = array[row, source[row, cell]]
+
+    def compress(self, view: View) -> Plan:
+        """The one plan after a prompt that was decoded whole; the view's signals are those of all of it."""
+        n_row, n_kv = view.pos.shape
+        state = self.start(n_row, n_kv, 0 if view.keys is None else view.keys.shape[2])
+        self.observe(view, state)
+        return self.plan(view, state)
+
+    def adopt(self, view: View, state: State) -> None:
+        """After `compress`: fills a new state; the view has what it left, with the signals of the whole prompt."""
+        self.observe(view, state)
 
 
 def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0) -> None:

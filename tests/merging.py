@@ -8,25 +8,27 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool import policies
-from kvtool.policy import Merge, Plan, Signal
+from kvtool.policy import Merge, Plan, Policy, Signal
 from tests.reference import h2o
 
 
 @dataclass(frozen=True, slots=True)
-class Merging:
+class Merging(Policy):
     """H2O, but the values of evicted tokens go in equal parts into the next kept token of the row."""
 
     budget: int
     slack: int
 
     reads: ClassVar[Signal] = Signal.ATTENTION
-    paper: ClassVar[str] = ""
 
     def _h2o(self):
         return policies.fit("h2o", self.budget, self.slack)
 
-    def start(self, n_row, n_cell):
-        return self._h2o().start(n_row, n_cell)
+    def start(self, n_row, n_cell, n_dim):
+        return self._h2o().start(n_row, n_cell, n_dim)
+
+    def observe(self, view, state):
+        self._h2o().observe(view, state)
 
     def plan(self, view, state):
         keep = self._h2o().plan(view, state).keep

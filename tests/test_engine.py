@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import llama_cpp.llama_cpp as api
 import numpy as np
@@ -16,7 +15,7 @@ from kvtool.engine import Engine, Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama import CACHE_TYPES, FLASH, Model
 from kvtool.measure import perplexity
-from kvtool.policy import Merge, Plan, Signal
+from kvtool.policy import Merge, Plan, Policy
 from tests import saved
 from tests.merging import Merging, keep_and_merge
 from tests.reference import transformer
@@ -28,7 +27,7 @@ EVICTING = [name for name in policies.names() if name != "full"]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Given(Policy):
     """A policy whose plan is whatever a function of (policy, view, state) says."""
 
     budget: int
@@ -36,10 +35,7 @@ class Given:
     answer: object
     n_state: int = 0
 
-    reads: ClassVar[Signal] = Signal.NONE
-    paper: ClassVar[str] = ""
-
-    def start(self, n_row, n_cell):
+    def start(self, n_row, n_cell, n_dim):
         return tuple(np.zeros((n_row, n_cell), np.int64) for _ in range(self.n_state))
 
     def plan(self, view, state):

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from reference.cache import Cache
+from fake_cache import Cache
 from reference.random import splitmix64
 
 from kvtool import policies
@@ -36,22 +36,9 @@ CASES = [
 ]
 
 
-def make(name, options, budget, evict_every, seed, shape=(2, 3), n_value=4):
+def make(name, options, budget, evict_every, seed, shape=(2, 3), **kwargs):
     policy = policies.fit(name, budget, evict_every, options)
-    n_cell = 3 * budget
-    n_row = shape[0] * shape[1]
-    return policy, Cache(*shape, n_cell, policy.start(n_row, n_cell), seed, n_value)
-
-
-def view_of(cache, policy, pinned=0):
-    return View(
-        pos=cache.live(),
-        layer=cache.layer,
-        next=cache.next,
-        pinned=pinned,
-        attn=cache.attn if policy.reads & Signal.ATTENTION else None,
-        last=cache.last if policy.reads & Signal.LAST else None,
-    )
+    return policy, Cache(*shape, 3 * budget, policy, seed, **kwargs)
 
 
 def kept_by_policy(cache, plan):
@@ -59,15 +46,31 @@ def kept_by_policy(cache, plan):
     return [sorted(pos[row][keep].tolist()) for row, keep in enumerate(plan.keep)]
 
 
-def kept_by_twin(name, policy, cache, pinned=0):
+def merges_of(cache, plan):
+    """For each row {dst pos: {src pos: weight}}."""
+    pos = cache.live()
+    merges = [{} for _ in pos]
+    if plan.merge is not None:
+        m = plan.merge
+        for row, dst, src, weight in zip(m.row, m.dst, m.src, m.weight, strict=True):
+            sources = merges[row].setdefault(int(pos[row, dst]), {})
+            sources[int(pos[row, src])] = sources.get(int(pos[row, src]), 0) + float(weight)
+    return merges
+
+
+def by_twin(name, policy, cache, pinned=0):
+    """What stays, and the merges as `merges_of` gives them."""
     twin = import_module(f"reference.{name}")
     own = {param: getattr(policy, param) for param in policies.params(type(policy))}
-    kept = []
+    kept, merges = [], []
     for layer in np.unique(cache.layer):
         rows = [cache.rows[row] for row in np.flatnonzero(cache.layer == layer)]
         common = {"next": cache.next, "pinned": pinned, "budget": policy.budget, "slack": policy.slack}
-        kept += twin.keep(rows, **common, **own)
-    return kept
+        answer = twin.keep(rows, **common, **own)
+        stay, terms = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
+        kept += stay
+        merges += [{dst: dict(sources) for dst, sources in row.items()} for row in terms]
+    return kept, merges
 
 
 def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=12, **kwargs):
@@ -76,8 +79,13 @@ def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=12, **kwar
     for step in range(n_plan):
         target = budget + (0, -1, 0, 1, budget // 2)[step % 5]
         cache.grow(max(target - cache.n_kv, 1))
-        plan = policy.plan(view_of(cache, policy, pinned), cache.state)
-        assert kept_by_policy(cache, plan) == kept_by_twin(name, policy, cache, pinned), f"plan {step}"
+        _, plan = cache.plan(pinned)
+        kept, merges = by_twin(name, policy, cache, pinned)
+        assert kept_by_policy(cache, plan) == kept, f"plan {step}"
+        for got, want in zip(merges_of(cache, plan), merges, strict=True):
+            assert got.keys() == want.keys(), f"plan {step}"
+            for dst, sources in want.items():
+                assert got[dst] == pytest.approx(sources, abs=1e-5), f"plan {step}"
         cache.apply(plan.keep)
 
 
@@ -104,10 +112,11 @@ def test_keeps_the_same_tokens_around_pinned_ones(name, options, pinned):
     stream(name, options, 14, 1, seed=pinned, pinned=pinned)
 
 
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4)])
 @pytest.mark.parametrize("name", policies.names())
-def test_keeps_the_same_tokens_whatever_the_number_of_layers_and_heads(name, shape):
-    stream(name, [], 20, 3, seed=3, shape=shape)
+def test_keeps_the_same_tokens_whatever_the_number_of_layers_and_heads(name, shape, group):
+    stream(name, [], 20, 3, seed=3, shape=shape, group=group)
 
 
 def test_every_policy_has_cases():
@@ -163,17 +172,17 @@ def test_random_hashes_with_splitmix64():
 def test_random_keeps_every_token_about_as_often_and_rows_draw_on_their_own():
     n_row, n = 400, 24
     policy = policies.fit("random", 24, 12, ["window=0"])
-    cache = Cache(1, n_row, n, (), seed=0)
+    cache = Cache(1, n_row, n, policy, seed=0)
     cache.grow(n)
-    pos = cache.live()
+    view, plan = cache.plan()
     kept = np.zeros(n, int)
-    np.add.at(kept, pos[policy.plan(view_of(cache, policy), ()).keep], 1)
+    np.add.at(kept, view.pos[plan.keep], 1)
     # 5 standard deviations of a fair choice
     assert np.abs(kept - n_row / 2).max() < 5 * np.sqrt(n_row / 4)
 
 
 def test_random_draws_afresh_at_every_step_and_for_every_seed():
-    cache = Cache(1, 1, 64, (), seed=0)
+    cache = Cache(1, 1, 64, policies.fit("random", 40), seed=0)
     cache.grow(40)
     draws = set()
     for seed in (0, 1, -1):
@@ -186,9 +195,9 @@ def test_random_draws_afresh_at_every_step_and_for_every_seed():
 
 def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
     def distinct(options):
-        policy, cache = make("tova", options, 40, 20, seed=0, shape=(2, 4), n_value=4096)
+        _, cache = make("tova", options, 40, 20, seed=0, shape=(2, 4), n_value=4096)
         cache.grow(40)
-        kept = kept_by_policy(cache, policy.plan(view_of(cache, policy), ()))
+        kept = kept_by_policy(cache, cache.plan()[1])
         return [len({tuple(row) for row in kept[:4]}), len({tuple(row) for row in kept[4:]})]
 
     assert distinct([]) == [1, 1]
@@ -217,11 +226,12 @@ def test_tova_of_the_paper_can_evict_the_newest_token():
 def buzz_plan(mass, old, **params):
     n = len(mass)
     policy = BUZZ.fit(n, 1, **params)
-    state = policy.start(1, n)
+    state = policy.start(1, n, 0)
     state[1][0] = old
     view = View(
         np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32), n, attn=np.array([mass], np.float32)
     )
+    policy.observe(view, state)
     keep = policy.plan(view, state).keep[0]
     return np.flatnonzero(keep).tolist(), np.flatnonzero(state[1][0]).tolist()
 
@@ -243,7 +253,7 @@ def test_buzz_thins_old_tokens_by_the_half_stride_whatever_their_attention():
 
 def test_buzz_samples_a_long_prompt_until_it_fits():
     policy = BUZZ(10, 1, window=2, threshold=3, sinks=4, stride=3)
-    state = policy.start(1, 100)
+    state = policy.start(1, 100, 0)
     pos = np.arange(46, dtype=np.int32)[None]
     view = View(pos, np.zeros(1, np.int32), 46, attn=np.zeros((1, 46), np.float32))
     keep = policy.plan(view, state).keep[0]

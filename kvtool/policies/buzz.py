@@ -22,14 +22,14 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel
-from kvtool.policy import Plan, Signal, View
+from kvtool.policy import Plan, Policy, Signal, State, View
 
 _SINKS = 4
 _STRIDE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class BUZZ:
+class BUZZ(Policy):
     """sinks: first tokens, never evicted. window: newest tokens, likewise. threshold: the most between them.
 
     stride: tokens in a segment; half of it in a group of old ones. Unless given, window and threshold share
@@ -83,13 +83,16 @@ class BUZZ:
             threshold = rest - window
         return cls(budget, slack, window, threshold, sinks, stride)
 
-    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""
         return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
 
-    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
-        mass, old = state
+    def observe(self, view: View, state: State) -> None:
+        mass, _ = state
         mass[:, : view.n_kv] += view.attn
+
+    def plan(self, view: View, state: State) -> Plan:
+        mass, old = state
         keep = np.ones(view.pos.shape, np.bool_)
         if view.n_kv >= self.budget:
             # no two positions of a row are equal: the sort need not be stable

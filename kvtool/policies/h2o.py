@@ -14,11 +14,11 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Signal, View, check_kept, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
 
 
 @dataclass(frozen=True, slots=True)
-class H2O:
+class H2O(Policy):
     """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, too."""
 
     budget: int
@@ -36,12 +36,15 @@ class H2O:
     def fit(cls, budget: int, slack: int, **params: object) -> H2O:
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
-    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         return (np.zeros((n_row, n_cell), np.float32),)
 
-    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+    def observe(self, view: View, state: State) -> None:
         (mass,) = state
         mass[:, : view.n_kv] += view.attn
+
+    def plan(self, view: View, state: State) -> Plan:
+        (mass,) = state
         n_keep = self.budget - self.slack
         keep = np.empty(view.pos.shape, np.bool_)
         keep_highest(view.pos, mass, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)

@@ -7,16 +7,15 @@ hash of (seed, row, token, step), so that a stream can be repeated and nothing h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Signal, View, check_kept, protected
+from kvtool.policy import Plan, Policy, State, View, check_kept, protected
 
 
 @dataclass(frozen=True, slots=True)
-class Random:
+class Random(Policy):
     """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, too.
 
     seed: another seed, another choice.
@@ -28,9 +27,6 @@ class Random:
     sinks: int = 0
     seed: int = 0
 
-    reads: ClassVar[Signal] = Signal.NONE
-    paper: ClassVar[str] = ""
-
     def __post_init__(self) -> None:
         check_kept(self.budget, self.slack, self.sinks, self.window)
 
@@ -38,10 +34,7 @@ class Random:
     def fit(cls, budget: int, slack: int, **params: object) -> Random:
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
-    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
-        return ()
-
-    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+    def plan(self, view: View, state: State) -> Plan:
         n_keep = self.budget - self.slack
         keep = np.empty(view.pos.shape, np.bool_)
         score = _draw(self.seed, view.next, view.pos)

@@ -14,31 +14,23 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Signal, View, check_kept
+from kvtool.policy import Plan, Policy, State, View, check_kept
 
 
 @dataclass(frozen=True, slots=True)
-class StreamingLLM:
+class StreamingLLM(Policy):
     """sinks: first tokens, never evicted; the window is all the rest."""
 
     budget: int
     slack: int
     sinks: int = 4
 
-    reads: ClassVar[Signal] = Signal.NONE
     paper: ClassVar[str] = "arXiv:2309.17453"
 
     def __post_init__(self) -> None:
         check_kept(self.budget, self.slack, self.sinks, window=1)
 
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> StreamingLLM:
-        return cls(budget, slack, **params)
-
-    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
-        return ()
-
-    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+    def plan(self, view: View, state: State) -> Plan:
         keep = np.empty(view.pos.shape, np.bool_)
         # among equal scores the newer token stays
         equal = np.zeros(view.pos.shape, np.float32)

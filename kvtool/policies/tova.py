@@ -16,13 +16,13 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Signal, View, check_kept, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
 
 _PER = ("layer", "row")
 
 
 @dataclass(frozen=True, slots=True)
-class TOVA:
+class TOVA(Policy):
     """per: whose attention decides, "layer" or "row".
 
     window: newest tokens, never evicted. sinks: first tokens, too.
@@ -42,14 +42,7 @@ class TOVA:
             raise ValueError(f"per must be one of {', '.join(_PER)}, got {self.per}")
         check_kept(self.budget, self.slack, self.sinks, self.window)
 
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> TOVA:
-        return cls(budget, slack, **params)
-
-    def start(self, n_row: int, n_cell: int) -> tuple[np.ndarray, ...]:
-        return ()
-
-    def plan(self, view: View, state: tuple[np.ndarray, ...]) -> Plan:
+    def plan(self, view: View, state: State) -> Plan:
         score = view.last if self.per == "row" else _sum_over_layer(view)
         n_keep = self.budget - self.slack
         keep = np.empty(view.pos.shape, np.bool_)

@@ -6,11 +6,15 @@ Every policy has a twin here, <policy>.py with one function:
 
 rows: one list for each KV head of ONE layer, of one dict for each token of the row, oldest first:
     pos   position in the stream
-    mass  attention sum since the token came
-    last  last attention
+    seen  for each query since the token came (its own the first): (t, [attention of each head of the group]),
+          t being the tokens that the query has seen, itself included
+    mass  sum of all of that
+    last  attention of the last query, summed over the group
+    key   the key before RoPE, a list of floats
     old   buzz only: True for a token that has survived an eviction in the middle
-    row   random only: the row's number among the rows of all layers
+    row   the row's number among the rows of all layers
 next: position of the next token. pinned: tokens with pos < pinned stay. params: the policy's own, all given.
 
-Returns, for each row, the sorted positions that stay. buzz sets `old` where due; nothing else is changed.
+Returns, for each row, the sorted positions that stay; or that and, for each row, the merges
+{dst pos: [(src pos, weight), ...]}. buzz sets `old` where due; nothing else is changed.
 """

@@ -81,8 +81,9 @@ class Row:
 
     pos i64[n]: in the stream. rot i64[n]: what the key is rotated by. key c128[n, head_dim / 2]: before
     RoPE. value f64[n, head_dim]. mass f64[n]: attention sum over all queries so far and the group.
-    last f64[n]: attention of the newest query, summed over the group. old: the policy's own, False at
-    first. number: of the row among those of all layers.
+    last f64[n]: attention of the newest query, summed over the group. seen: for each entry, the attention
+    of each query since it came, as records have it. old: the policy's own, False at first.
+    number: of the row among those of all layers.
     """
 
     def __init__(self, number, head_dim):
@@ -93,6 +94,7 @@ class Row:
         self.value = np.empty((0, head_dim))
         self.mass = np.empty(0)
         self.last = np.empty(0)
+        self.seen = []
         self.old = []
 
     def __len__(self):
@@ -106,13 +108,15 @@ class Row:
         self.value = np.concatenate((self.value, value))
         self.mass = np.concatenate((self.mass, none_yet))
         self.last = np.concatenate((self.last, none_yet))
+        self.seen += [[] for _ in pos]
         self.old += [False] * len(pos)
 
     def records(self):
-        columns = zip(self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.old, strict=True)
+        names = ("pos", "mass", "last", "seen", "key", "old")
+        keys = self.key.view(np.float64).tolist()
+        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, self.old)
         return [
-            {"pos": pos, "mass": mass, "last": last, "old": old, "row": self.number}
-            for pos, mass, last, old in columns
+            dict(zip(names, values, strict=True), row=self.number) for values in zip(*columns, strict=True)
         ]
 
     def keep(self, positions):
@@ -121,6 +125,7 @@ class Row:
             raise ValueError(f"the positions that stay must be sorted and no two equal, got {positions}")
         for name in ("pos", "rot", "key", "value", "mass", "last"):
             setattr(self, name, getattr(self, name)[index])
+        self.seen = [self.seen[i] for i in index]
         self.old = [self.old[i] for i in index]
 
     def merge(self, terms):
@@ -219,6 +224,10 @@ class Stream:
             out[mine] = attn @ row.value
             row.mass += attn.sum(axis=(0, 1))
             row.last = attn[:, -1].sum(axis=0)
+            for step, heads_attn in zip(pos.tolist(), attn.swapaxes(0, 1), strict=True):
+                for seen, own, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
+                    if at <= step:
+                        seen.append((step + 1, own))
         return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
 
     def _make_room(self, m):
@@ -264,8 +273,8 @@ def run(
     """Scores a text in batches of `slack` tokens (all at once without a slack), never over the budget.
 
     Whenever the rows hold `budget` entries (None: never), keep(rows, *, next, pinned, budget, slack,
-    **params) says for the rows of one layer which positions stay, rows being lists of records
-    {pos, mass, last, old, row} in the order of the stream; or (positions, merges), with terms for Row.merge.
+    **params) says for the rows of one layer which positions stay, rows being lists of records as
+    tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge.
     """
     stream = Stream(model, positions=positions, n_ctx_train=n_ctx_train, counter=counter)
     nll, kept_logits, at = [], [], 0
