@@ -60,7 +60,7 @@ def load_model(name: str | None) -> Model:
 
 def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
     """The first n tokens of the text. Ends the program where the text is shorter."""
-    # bytes: reading as text would turn every line end into a newline, and score other tokens than `kvtool perplexity`
+    # as `kvtool perplexity` reads it; read_text would turn every line end into a newline
     text = path.read_bytes().decode("utf-8-sig")
     # no token is longer than this on average in any language: a long text need not be read whole
     tokens = model.tokenize(text[: 16 * n], start=True)

@@ -6,7 +6,8 @@ Streams the text through one engine and scores every token. The perplexity of th
 compared with that of a run that starts afresh at that place; the first `--skip` of them are left out of both,
 so that the fresh run has its cache full. With positions `auto` the long stream has gone over to in-cache
 positions and a short fresh run has not; `--fresh-positions in-cache` compares like with like. Resident
-memory and speed are those of each tenth of the stream.
+memory and speed are those of each tenth of the stream. What else slows the machine shows in the tenths'
+speeds; so the fresh run takes its steps in turn with the stream's, and both have the last tenth in common.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import math
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,13 +53,13 @@ def main() -> None:
     args = parser.parse_args()
     if not args.skip < args.tail <= args.tokens:
         parser.error("--skip must be below --tail, and --tail at most --tokens")
+    if args.tail * N_PART < args.tokens:
+        parser.error(f"--tail must be the last tenth of --tokens or more: {args.tokens // N_PART}")
 
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, args.tokens)
     policy = policies.fit(args.policy, args.budget, args.evict_every, args.option)
-    nll, parts = _stream(model, policy, tokens, args)
-    note("the fresh run")
-    fresh = _fresh(model, policy, tokens[-args.tail :], args)
+    nll, fresh, parts = _stream(model, policy, tokens, args)
     # the first token of the fresh run has no score
     scored = args.tail - 1 - args.skip
     results = _results(args, model.path.name, nll[-scored:], fresh[-scored:], parts)
@@ -74,39 +77,48 @@ def _engine(model: Model, policy: Policy, positions: str, args) -> Engine:
     return Engine(model, policy, settings)
 
 
-def _stream(model: Model, policy: Policy, tokens: np.ndarray, args) -> tuple[np.ndarray, list[dict]]:
-    """The nll of every token but the first, and for each tenth its tokens, seconds and resident memory."""
+def _stream(model: Model, policy: Policy, tokens: np.ndarray, args) -> tuple:
+    """(nll, fresh, parts): the nll of every token but the first, of the stream and of the fresh run.
+
+    parts: for each tenth of the stream its tokens, seconds and resident memory; in the last one also the
+    seconds and tokens of the fresh run.
+    """
     engine = _engine(model, policy, args.positions, args)
-    parts: list[dict] = []
-    done, wall, cpu = 0, time.perf_counter(), time.process_time()
+    # made and used now, so that its memory is in all tenths alike
+    other = _engine(model, policy, args.fresh_positions or args.positions, args)
+    other.read(tokens[: 2 * args.budget])
+    other.reset()
+    own = perplexity.steps(other, tokens[-args.tail :])
+    nll, fresh, parts = [], [], []
+    part, done = Counter(), 0
+    n_scored = len(tokens) - 1
+    for scores in _timed(perplexity.steps(engine, tokens), part, ""):
+        nll.append(scores)
+        done += len(scores)
+        # the fresh run stays a step behind at most
+        while done - sum(map(len, fresh)) > n_scored - args.tail + 1 + len(scores):
+            fresh.append(next(_timed(own, part, "fresh_")))
+        if done >= n_scored * (len(parts) + 1) // N_PART:
+            parts.append({**part, "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes()})
+            note(f"{done} tokens, {_speed(parts[-1], 'wall_s'):.0f} a second")
+            part.clear()
+    fresh += own
+    engine.close()
+    other.close()
+    return np.concatenate(nll), np.concatenate(fresh), parts
 
-    def progress(nll: np.ndarray) -> None:
-        nonlocal done, wall, cpu
-        done += len(nll)
-        if done < (len(tokens) - 1) * (len(parts) + 1) // N_PART:
+
+def _timed(steps: Iterator[np.ndarray], part: Counter, name: str) -> Iterator[np.ndarray]:
+    """The steps; their seconds and tokens are added to `part`."""
+    while True:
+        wall, cpu = time.perf_counter(), time.process_time()
+        scores = next(steps, None)
+        if scores is None:
             return
-        now_wall, now_cpu = time.perf_counter(), time.process_time()
-        parts.append(
-            {
-                "tokens": done - sum(part["tokens"] for part in parts),
-                "wall_s": now_wall - wall,
-                "cpu_s": now_cpu - cpu,
-                "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
-            }
-        )
-        wall, cpu = now_wall, now_cpu
-        note(f"{done} tokens, {parts[-1]['tokens'] / parts[-1]['wall_s']:.0f} a second")
-
-    nll = perplexity.stream(engine, tokens, progress)
-    engine.close()
-    return nll, parts
-
-
-def _fresh(model: Model, policy: Policy, tokens: np.ndarray, args) -> np.ndarray:
-    engine = _engine(model, policy, args.fresh_positions or args.positions, args)
-    nll = perplexity.stream(engine, tokens)
-    engine.close()
-    return nll
+        part[f"{name}wall_s"] += time.perf_counter() - wall
+        part[f"{name}cpu_s"] += time.process_time() - cpu
+        part[f"{name}tokens"] += len(scores)
+        yield scores
 
 
 def _results(args, model: str, tail: np.ndarray, fresh: np.ndarray, parts: list[dict]) -> dict:
@@ -125,13 +137,14 @@ def _results(args, model: str, tail: np.ndarray, fresh: np.ndarray, parts: list[
         "difference_error": float(difference.std() / math.sqrt(len(difference))),
         "rss_ratio": last["rss_bytes"] / second["rss_bytes"],
         "speed_ratio": _speed(last, "wall_s") / _speed(second, "wall_s"),
-        "cpu_speed_ratio": _speed(last, "cpu_s") / _speed(second, "cpu_s"),
+        "speed_over_fresh": _speed(last, "wall_s") / _speed(last, "fresh_wall_s", "fresh_tokens"),
+        "cpu_speed_over_fresh": _speed(last, "cpu_s") / _speed(last, "fresh_cpu_s", "fresh_tokens"),
         "tenths": parts,
     }
 
 
-def _speed(part: dict, clock: str) -> float:
-    return part["tokens"] / part[clock]
+def _speed(part: dict, clock: str, tokens: str = "tokens") -> float:
+    return part[tokens] / part[clock]
 
 
 def _print(results: dict) -> None:
@@ -156,8 +169,9 @@ def _print(results: dict) -> None:
         f"ratio {results['perplexity_ratio']:.4f} (+-{results['difference_error']:.4f})"
     )
     console.print(
-        f"last tenth / second tenth: memory {results['rss_ratio']:.4f}, "
-        f"speed {results['speed_ratio']:.3f} (of CPU time {results['cpu_speed_ratio']:.3f})"
+        f"last tenth / second tenth: memory {results['rss_ratio']:.4f}, speed {results['speed_ratio']:.3f}; "
+        f"/ fresh run, in turns: speed {results['speed_over_fresh']:.3f} "
+        f"(of CPU time {results['cpu_speed_over_fresh']:.3f})"
     )
     console.print(describe(results["machine"]))
 

@@ -245,9 +245,7 @@ def _check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
     outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
     if outside.any():
         i = int(np.argmax(outside))
-        raise PlanError(
-            f"{name}: merge {i} is row {row[i]} of {n_row}, cells {dst[i]} <- {src[i]} of {n_kv}"
-        )
+        raise PlanError(f"{name}: merge {i} is row {row[i]} of {n_row}, cells {dst[i]} <- {src[i]} of {n_kv}")
     if not (into := keep[row, dst]).all():
         i = int(np.argmin(into))
         raise PlanError(f"{name}: row {row[i]} merges a value into cell {dst[i]}, which it evicts")

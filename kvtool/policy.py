@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Signal(IntFlag):
     """What the engine copies out of the step's attention A[head, query, cell], per row.
 
-    The group is the row's query heads. A key is important to a query where A >= 1 / t, t being the tokens that
-    the query has seen, itself included. The values are those of the patched library's C API.
+    The group is the row's query heads. A key is important to a query where A >= 1 / t, t being the tokens
+    that the query has seen, itself included. The values are those of the patched library's C API.
     """
 
     NONE = 0
@@ -31,11 +31,11 @@ class Signal(IntFlag):
     RECENT = 4
     """Recent attention: summed over the last `n_query` queries and the group."""
     SQUARES = 8
-    """Squares: of each query's attention summed over the group, summed over the queries since the last plan."""
+    """Squares: each query's attention summed over the group, its square summed since the last plan."""
     HITS = 16
     """Hits: how many pairs of a query since the last plan and a head of the group it was important to."""
     IMPORTANT = 32
-    """Last important step: the largest t since the last plan at which it was important to any head; 0: none."""
+    """Last important step: the largest t since the last plan whose query it was important to; 0: none."""
     KEYS = 64
     """Keys: of the cells that are new since the last plan, as they were before RoPE."""
 
@@ -100,7 +100,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a policy answers. keep b1[row, n_kv]: the same number of cells in every row, unless it is ragged."""
+    """What a policy answers. keep b1[row, n_kv]: as many cells in every row, unless the policy is ragged."""
 
     keep: np.ndarray
     merge: Merge | None = None
@@ -120,9 +120,9 @@ class Policy:
     The constructor raises ValueError for parameters that cannot work.
 
     reads: the signals it wants. paper: where it comes from. n_query: the queries of `Signal.RECENT`.
-    group: how the attention of a group of query heads becomes one, "sum", "max" or "first" (the group's first head).
-    prefill: how it wants a prompt, in batches with a plan after each ("stream") or decoded whole and compressed
-    once ("whole"). ragged: whether its rows may keep different numbers of cells.
+    group: how the attention of a group of query heads becomes one, "sum", "max" or "first" (that of the
+    group's first head). prefill: how it wants a prompt, in batches with a plan after each ("stream") or
+    decoded whole and compressed once ("whole"). ragged: whether its rows may keep different numbers of cells.
     """
 
     __slots__ = ()
@@ -173,7 +173,7 @@ class Policy:
         return self.plan(view, state)
 
     def adopt(self, view: View, state: State) -> None:
-        """After `compress`: fills a new state; the view has what it left, with the signals of the whole prompt."""
+        """After `compress`: fills a new state from what it left, with the signals of the whole prompt."""
         self.observe(view, state)
 
 

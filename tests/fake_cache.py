@@ -11,8 +11,7 @@ class Cache:
     """pos i32[row, n_cell] and a policy's state; the first n_kv cells live.
 
     rows: for each row the records that a twin reads, oldest first. n_value: how many values attention takes.
-    group: query heads of a row. The signals since the last plan are those of `kvtool.policy.View`; n_query: the
-    queries of recent attention. n_dim: length of a key.
+    group: query heads of a row. n_dim: length of a key. The signals since the last plan are those of a View.
     """
 
     def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6):
@@ -29,7 +28,7 @@ class Cache:
         self.n_dim = n_dim
 
     def grow(self, n_token):
-        """Appends tokens in one step, deals the old cells anew, and makes up the step's attention and keys."""
+        """Appends tokens in one step, deals the old cells anew, and makes up attention and keys."""
         self.shuffle()
         begin, end = self.n_kv, self.n_kv + n_token
         steps = np.arange(self.next, self.next + n_token)

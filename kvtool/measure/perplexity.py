@@ -6,7 +6,7 @@ independent windows, as llama.cpp's own llama-perplexity reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -23,15 +23,21 @@ def stream(engine: Engine, tokens: np.ndarray, progress: Progress | None = None)
     No step goes over the budget, so that no eviction is late: exactly the policy's own schedule.
     """
     parts = [np.empty(0)]
+    for nll in steps(engine, tokens):
+        parts.append(nll)
+        if progress:
+            progress(nll)
+    return np.concatenate(parts)
+
+
+def steps(engine: Engine, tokens: np.ndarray) -> Iterator[np.ndarray]:
+    """The same, step by step."""
     at = 0
     while at < len(tokens):
         n = min(engine.room(), engine.policy.budget - engine.n_kv, len(tokens) - at)
         engine.step(tokens[at : at + n], n)
-        parts.append(_nll(engine, tokens[at + 1 : at + 1 + n]))
-        if progress:
-            progress(parts[-1])
+        yield _nll(engine, tokens[at + 1 : at + 1 + n])
         at += n
-    return np.concatenate(parts)
 
 
 def windows(

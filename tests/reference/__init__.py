@@ -1,6 +1,6 @@
 """Brute force by the definitions of the papers, in plain Python; imports nothing from kvtool.
 
-Every policy has a twin here, <policy>.py with one function:
+Every policy has a twin here, <policy>.py with CASES, the options that the two are compared with, and
 
     def keep(rows, *, next, pinned, budget, slack, **params) -> list[list[int]]
 

@@ -1,5 +1,7 @@
 """BUZZ (arXiv:2410.23079, Algorithms 1 and 2, Remark 2); the first of equals is the local maximum."""
 
+CASES = [[], ["stride=3"], ["stride=4", "sinks=0"], ["stride=6", "threshold=2"], ["window=7"]]
+
 
 def keep(rows, *, next, pinned, budget, slack, window, threshold, sinks, stride):
     return [_keep(row, max(sinks, pinned), window, sinks + window + threshold, stride) for row in rows]

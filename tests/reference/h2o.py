@@ -1,5 +1,7 @@
 """H2O (arXiv:2306.14048): of tokens outside window and sinks the lightest, oldest goes, one at a time."""
 
+CASES = [[], ["window=3", "sinks=4"], ["window=0"]]
+
 
 def keep(rows, *, next, pinned, budget, slack, window, sinks):
     return [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]

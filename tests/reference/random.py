@@ -1,5 +1,7 @@
 """Random: of tokens outside window and sinks that with the lowest hash goes, one at a time."""
 
+CASES = [[], ["window=1", "sinks=2", "seed=7"], ["window=0", "seed=-1"]]
+
 
 def keep(rows, *, next, pinned, budget, slack, window, sinks, seed):
     return [_keep(row, next, max(sinks, pinned), budget - slack, window, seed) for row in rows]

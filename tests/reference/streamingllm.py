@@ -1,5 +1,7 @@
 """StreamingLLM (arXiv:2309.17453): the sinks, and the end of what follows them."""
 
+CASES = [[], ["sinks=0"]]
+
 
 def keep(rows, *, next, pinned, budget, slack, sinks):
     return [_keep([token["pos"] for token in row], max(sinks, pinned), budget - slack) for row in rows]

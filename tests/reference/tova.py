@@ -1,5 +1,7 @@
 """TOVA (arXiv:2401.06104): the least attended, oldest token goes, one at a time."""
 
+CASES = [[], ["window=0"], ["per=row", "window=2", "sinks=1"]]
+
 
 def keep(rows, *, next, pinned, budget, slack, per, window, sinks):
     scores = [{token["pos"]: token["last"] for token in row} for row in rows]
