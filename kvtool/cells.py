@@ -7,18 +7,19 @@ import numpy as np
 from kvtool.kernels import kernel
 
 
-@kernel("void(b1[:,::1], i8, i4[:,::1])")
+@kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
-    """The cell that each of the first n_keep cells takes its content from, with as few moves as evictions.
+    """The cell that each of a row's first n_keep cells takes its content from: as few moves as evictions.
 
-    keep b1[row, n], n_keep of them true in each row -> source i32[row, n_keep]: a kept cell below
-    n_keep stays; the hole of an evicted one takes a kept cell from the tail, both from the left.
+    keep b1[row, n], n_keep i32[row] of them true in each row -> source i32[row, most]: a kept cell below
+    n_keep stays; the hole of an evicted one takes a kept cell from the tail, both from the left. Cells of a
+    row from its n_keep on have themselves.
     """
-    n_row, n = keep.shape
+    n_row, most = source.shape
     for row in range(n_row):
-        tail = n_keep
-        for cell in range(n_keep):
-            if keep[row, cell]:
+        tail = n_keep[row]
+        for cell in range(most):
+            if cell >= n_keep[row] or keep[row, cell]:
                 source[row, cell] = cell
                 continue
             while not keep[row, tail]:

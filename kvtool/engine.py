@@ -7,7 +7,7 @@ only says "in use, and older than the next token".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,12 @@ from kvtool.budget import PAD
 from kvtool.cells import fill_holes, rank_by_pos
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama import Context, Model
-from kvtool.policy import SIGNALS, Merge, Plan, Policy, View
+from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
+
+_STEP = 64
+"""Ragged layers grow and shrink by this many cells."""
+
+_NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +28,14 @@ class Settings:
     """How the engine runs, apart from the policy.
 
     positions: "original", "in-cache" or "auto". n_ctx: the positions there are, the trained context unless
-    given (never more). n_batch: the most tokens of a step.
-    n_output: the most tokens of a step whose logits are wanted. over_budget: whether a step may go over the
-    budget until its eviction, so that a prompt is read in steps longer than the slack.
+    given (never more). n_batch: the most tokens of a step. prefill: how a prompt is read, "stream" or
+    "whole", as the policy wants it unless given. n_output: the most tokens of a step whose logits are wanted.
+    over_budget: whether a step may go over the budget until its eviction, so that a prompt is read in steps
+    longer than the slack.
     """
 
     positions: str = "auto"
+    prefill: str | None = None
     n_ctx: int | None = None
     n_batch: int = 256
     n_output: int = 1
@@ -41,12 +48,15 @@ class Settings:
     def __post_init__(self) -> None:
         if self.positions not in ("original", "in-cache", "auto"):
             raise UsageError(f"positions must be original, in-cache or auto, got {self.positions!r}")
+        if self.prefill not in (None, "stream", "whole"):
+            raise UsageError(f"prefill must be stream or whole, got {self.prefill!r}")
 
 
 class Engine:
     """One stream of tokens through one cache under one policy.
 
-    n_past: tokens decoded so far. n_kv: live cells of each row. n_evicted: cells evicted so far, a row.
+    n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
+    live i32[row]: those of every row.
     n_pinned: first tokens that are never evicted. is_in_cache: whether positions follow the cache by now.
     """
 
@@ -60,36 +70,55 @@ class Engine:
                 f"the context is {self.n_ctx} tokens (trained: {model.n_ctx_train}); "
                 f"choose at most that many cells, not {policy.budget}"
             )
-        self.n_cell = policy.budget
-        if policy.slack and settings.over_budget:
+        self.n_cell = n_start = policy.budget
+        if policy.ragged:
+            # llama.cpp's own table holds no more than the tokens between two plans
+            n_start = policy.slack + settings.n_batch + 1
+        elif policy.slack and settings.over_budget:
             over = policy.budget - policy.slack + settings.n_batch
-            self.n_cell = max(policy.budget, min(over, self.n_ctx))
+            self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self.context = Context(
             model,
-            -(-self.n_cell // PAD) * PAD,
+            _pad(n_start),
             settings.n_batch,
             policy.reads,
+            n_query=policy.n_query,
+            group=policy.group,
+            log_n=policy.logn,
+            ragged=policy.ragged,
             n_output=settings.n_output,
             type_k=settings.type_k,
             type_v=settings.type_v,
             flash=settings.flash,
             n_threads=settings.n_threads,
         )
-        shape = (self.context.n_row, self.context.n_cell)
-        self.pos = np.zeros(shape, np.int32)
-        self.rot = np.zeros(shape, np.int32)
+        self._layer_cells = self.context.layer_cells
+        # ragged rows are as many as their layer's
+        self._layer_of_row = np.unique(self.context.row_layers, return_inverse=True)[1]
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything: the next token is the first."""
-        self.context.apply(np.empty((0, 4), np.int32), 0, 0)
-        self.state = self.policy.start(*self.pos.shape, self.context.n_dim)
-        self.n_past = self.n_kv = self.n_evicted = self.n_pinned = 0
+        n_row = self.context.n_row
+        self.n_past = self.n_kv = self.n_pinned = self._n_planned = self._n_evicted_cells = 0
+        self.live = np.zeros(n_row, np.int32)
         self._next_rot = 0
+        self._edit(np.empty((0, 4), np.int32), self.live, 0)
+        if (self.context.layer_cells != self._layer_cells).any():
+            self.context.resize(self._layer_cells)
+        shape = (n_row, self.context.n_cell)
+        self.pos = np.zeros(shape, np.int32)
+        self.rot = np.zeros(shape, np.int32)
+        self.state = self.policy.start(*shape, self.context.n_dim)
         self.is_in_cache = self.settings.positions == "in-cache"
 
     def close(self) -> None:
         self.context.close()
+
+    @property
+    def n_evicted(self) -> int:
+        """Cells evicted so far of each row, the mean if rows are ragged."""
+        return self._n_evicted_cells // len(self.live)
 
     @property
     def cache_bytes(self) -> int:
@@ -116,9 +145,17 @@ class Engine:
 
         Raises StreamEnd where the cache is full and the policy keeps everything.
         """
-        if self.n_kv >= self.policy.budget:
+        if self.n_until_plan <= 0:
             self._evict()
         return min(self.settings.n_batch, self.n_cell - self.n_kv, self.n_ctx - self.n_kv)
+
+    @property
+    def n_until_plan(self) -> int:
+        """How many tokens later the next plan is due."""
+        n = self.policy.budget - self.n_kv
+        if self.policy.ragged:
+            n = min(n, self._n_planned + self.policy.slack - self.n_past)
+        return n
 
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decodes i32[n] tokens, n <= room(), in one batch; the last n_output give logits.
@@ -129,23 +166,96 @@ class Engine:
         assert 0 < n <= self.n_cell - self.n_kv
         if self._next_rot + n > self.n_ctx:
             self._roll_back()
-        self.context.decode(tokens, self._next_rot, n_output)
-        new = slice(self.n_kv, self.n_kv + n)
-        self.pos[:, new] = np.arange(self.n_past, self.n_past + n)
-        self.rot[:, new] = np.arange(self._next_rot, self._next_rot + n)
-        self.n_kv += n
-        self.n_past += n
-        self._next_rot += n
+        if self.policy.ragged:
+            self._fit(n)
+        self._decode(tokens, n_output)
         if self.n_kv > self.policy.budget:
             self._evict()
 
     def read(self, tokens: np.ndarray) -> None:
-        """Decodes a text of any length in as many steps as it takes; its last token gives logits."""
+        """Decodes a text of any length in as many steps as it takes; its last token gives logits.
+
+        A prompt, that is a text before which there is nothing, is read whole where that is wanted.
+        """
+        prefill = self.settings.prefill or self.policy.prefill
+        if prefill == "whole" and self.n_past == 0 and len(tokens) > self.policy.budget and self.policy.slack:
+            self._read_whole(tokens)
+            return
         done = 0
         while done < len(tokens):
             part = tokens[done : done + self.room()]
             done += len(part)
             self.step(part, n_output=int(done == len(tokens)))
+
+    def _decode(self, tokens: np.ndarray, n_output: int) -> None:
+        n = len(tokens)
+        self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
+        self.context.decode(tokens, self._next_rot, n_output)
+        row, cell = np.arange(len(self.live))[:, None], self.live[:, None] + np.arange(n)
+        self.pos[row, cell] = np.arange(self.n_past, self.n_past + n)
+        self.rot[row, cell] = np.arange(self._next_rot, self._next_rot + n)
+        self.live += n
+        self.n_kv += n
+        self.n_past += n
+        self._next_rot += n
+
+    def _read_whole(self, tokens: np.ndarray) -> None:
+        """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
+
+        A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4).
+        """
+        n = len(tokens)
+        segments = np.array_split(tokens, -(-n // self.n_ctx))
+        if len(segments) > 1 and self.settings.positions == "original":
+            raise StreamEnd(
+                f"the prompt of {n} tokens is longer than the context of {self.n_ctx}; "
+                "go on with --positions auto or in-cache, or --prefill stream"
+            )
+        self.state = ()
+        self._resize(np.full_like(self._layer_cells, _pad(n)))
+        signals = {name: np.zeros((len(self.live), n), np.float32) for name in self._signals()}
+        for segment in segments:
+            self._next_rot = 0
+            for part in np.array_split(segment, -(-len(segment) // self.settings.n_batch)):
+                self._decode(part, n_output=int(self.n_past + len(part) == n))
+            for name, values in self._read_signals().items():
+                signals[name][:, : self.n_kv] += values
+            if self.n_past < n:
+                self.context.hide(self.n_past)
+        view = self._view(signals, self._keys() if Signal.KEYS in self.policy.reads else None)
+        plan = self.policy.compress(view)
+        n_keep = self._checked(view, plan)
+        if len(segments) > 1:
+            self.is_in_cache = True
+            self._next_rot = int(n_keep[0])
+        source = self._apply(plan, n_keep, self._next_rot)
+        self._resize(self._layer_cells)
+        self.state = self.policy.start(*self.pos.shape, self.context.n_dim)
+        kept = {
+            field: np.take_along_axis(values, source if values.ndim == 2 else source[..., None], axis=1)
+            for field in ("pos", *signals, *(["keys"] if view.keys is not None else []))
+            for values in [getattr(view, field)]
+        }
+        self.policy.adopt(replace(view, **kept), self.state)
+
+    def _resize(self, n_cell: np.ndarray) -> None:
+        """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""
+        self.context.resize(n_cell)
+        if self.context.n_cell == self.pos.shape[1]:
+            return
+        shape = (len(self.live), self.context.n_cell)
+        self.pos, self.rot = _resized((self.pos, self.rot), [np.zeros(shape, np.int32) for _ in range(2)])
+        if self.state:
+            self.state = _resized(self.state, self.policy.start(*shape, self.context.n_dim))
+
+    def _fit(self, n: int) -> None:
+        """Lets every layer of ragged rows have room for n tokens; one that has much more gives it back."""
+        most = np.zeros(len(self._layer_cells), np.int32)
+        np.maximum.at(most, self._layer_of_row, self.live)
+        wanted = -(-(most + n) // _STEP) * _STEP
+        cells = self.context.layer_cells
+        if (most + n > cells).any() or (cells - wanted > _STEP).any():
+            self._resize(np.where((most + n > cells) | (cells - wanted > _STEP), wanted, cells))
 
     def _roll_back(self) -> None:
         """Lets positions start over behind the live cells: from now on the distance in the cache counts."""
@@ -155,84 +265,154 @@ class Engine:
                 "go on with --positions auto or in-cache"
             )
         self.is_in_cache = True
-        self._apply(Plan(np.ones((len(self.pos), self.n_kv), np.bool_)), self.n_kv, self.n_kv)
+        # the edit clears the signals: what they say so far must not be lost
+        self.policy.observe(self._seen(), self.state)
+        keep = np.arange(self.n_kv) < self.live[:, None]
+        self._apply(Plan(keep), self.live.copy(), self.n_kv)
 
-    def _view(self) -> View:
-        n = self.n_kv
-        signals = {
-            name: self.context.read(signal, n)
-            for signal, name in SIGNALS.items()
-            if signal in self.policy.reads
-        }
-        if any(not np.isfinite(values).all() for values in signals.values()):
+    def _signals(self) -> dict[str, Signal]:
+        """The fields of a view that the policy reads, but keys."""
+        return {name: signal for signal, name in SIGNALS.items() if signal in self.policy.reads}
+
+    def _read_signals(self) -> dict[str, np.ndarray]:
+        values = {name: self.context.read(signal, self.n_kv) for name, signal in self._signals().items()}
+        if any(not np.isfinite(array).all() for array in values.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
+        return values
+
+    def _keys(self) -> np.ndarray:
+        """f32[row, n_new, n_dim]: the keys of the cells that are new since the last edit, as before RoPE."""
+        first = self.live - (self.n_past - self._n_observed)
+        cell = first[:, None] + np.arange(self.n_past - self._n_observed)
+        return self.context.read_keys(first, -np.take_along_axis(self.rot, cell, axis=1))
+
+    def _seen(self) -> View:
+        """The view of now."""
+        return self._view(self._read_signals(), self._keys() if Signal.KEYS in self.policy.reads else None)
+
+    def _view(self, signals: dict[str, np.ndarray], keys: np.ndarray | None) -> View:
+        pos = self.pos[:, : self.n_kv].copy()
+        if self.policy.ragged:
+            pos[np.arange(self.n_kv) >= self.live[:, None]] = -1
+        if "important" in signals:
+            # the library counts queries since the last edit
+            steps = signals["important"].astype(np.int32)
+            signals = signals | {"important": np.where(steps > 0, steps + self._n_observed, 0)}
         return View(
-            pos=self.pos[:, :n].copy(),
+            pos=pos,
             layer=self.context.row_layers,
             next=self.n_past,
             pinned=self.n_pinned,
+            live=self.live.copy() if self.policy.ragged else None,
+            keys=keys,
             **signals,
         )
 
     def _evict(self) -> None:
-        view = self._view()
+        view = self._seen()
         self.policy.observe(view, self.state)
         plan = self.policy.plan(view, self.state)
-        n_keep = self._checked(view, plan)
-        self._apply(plan, n_keep, self._next_rot)
-        self.n_evicted += view.n_kv - n_keep
+        self._apply(plan, self._checked(view, plan), self._next_rot)
+        self._n_planned = self.n_past
+        if self.policy.ragged:
+            self._fit(self.policy.slack)
 
-    def _checked(self, view: View, plan: Plan) -> int:
-        """How many cells the plan keeps in each row. Raises StreamEnd or PlanError if it cannot be."""
+    def _checked(self, view: View, plan: Plan) -> np.ndarray:
+        """i32[row]: how many cells the plan keeps. Raises StreamEnd or PlanError if it cannot be."""
         name = type(self.policy).__name__
         keep = plan.keep
         kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
         if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
             raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
-        counts = keep.sum(axis=1)
-        n_keep = int(counts[0])
-        if n_keep == self.n_kv == counts.min():
+        counts = keep.sum(axis=1, dtype=np.int32)
+        budget = self.policy.budget
+        if self.n_kv >= budget and counts.min() == self.n_kv:
             raise StreamEnd(
                 f"all {self.n_kv} cells are taken and nothing may be evicted; "
                 "choose a policy with a budget, or more cells with -c"
             )
-        uneven = np.flatnonzero(counts != n_keep)
-        if len(uneven):
+        if self.policy.ragged:
+            dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))
+            if len(dead):
+                raise PlanError(f"{name}: row {int(dead[0])} keeps a cell that holds no token")
+        elif len(uneven := np.flatnonzero(counts != counts[0])):
             row = int(uneven[0])
-            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells, row 0 keeps {n_keep}")
-        if not 0 < n_keep < self.policy.budget:
-            raise PlanError(f"{name}: keeps {n_keep} cells of a budget of {self.policy.budget}")
-        lost = np.flatnonzero(((view.pos < view.pinned) & ~keep).any(axis=1))
+            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells, row 0 keeps {counts[0]}")
+        wrong = np.flatnonzero((counts < 1) | (counts >= budget))
+        if len(wrong):
+            row = int(wrong[0])
+            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells of a budget of {budget}")
+        lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
         if len(lost):
             raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
         if plan.merge is not None:
             _check_merge(name, plan.merge, keep)
-        return n_keep
+        return counts
 
-    def _apply(self, plan: Plan, n_keep: int, next_rot: int) -> None:
-        """Fills the holes, rotates keys where positions follow the cache, and moves the state along."""
-        n_row, n = plan.keep.shape
-        source = np.empty((n_row, n_keep), np.int32)
+    def _apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
+        """Fills the holes, rotates keys where positions follow the cache, and moves the state along.
+
+        Returns where each of the first cells has come from, i32[row, most].
+        """
+        n, most = self.n_kv, int(n_keep.max())
+        source = np.empty((len(n_keep), most), np.int32)
         fill_holes(plan.keep, n_keep, source)
         pos = np.take_along_axis(self.pos, source, axis=1)
         rot = np.take_along_axis(self.rot, source, axis=1)
+        dead = np.arange(n) >= n_keep[:, None] if self.policy.ragged else None
         delta = np.zeros_like(rot)
         if self.is_in_cache:
             rank = np.empty_like(pos)
-            rank_by_pos(pos, rank)
-            target = next_rot - n_keep + rank
-            delta = target - rot
-            rot = target
-        row, cell = np.nonzero((source != np.arange(n_keep)) | (delta != 0))
-        moves = np.stack([row, cell, source[row, cell], delta[row, cell]], axis=1)
-        self.context.apply(moves, n_keep, next_rot - n_keep, plan.merge)
-        self.pos[:, :n_keep] = pos
-        self.rot[:, :n_keep] = rot
-        self.policy.move(self.state, source)
+            # what is dead ranks behind what lives
+            rank_by_pos(pos if dead is None else np.where(dead[:, :most], _NEVER, pos), rank)
+            delta = next_rot - n_keep[:, None] + rank - rot
+            if dead is not None:
+                delta[dead[:, :most]] = 0
+            rot += delta
+        row, cell = np.nonzero((source != np.arange(most)) | (delta != 0))
+        self._edit(
+            np.stack([row, cell, source[row, cell], delta[row, cell]], axis=1), n_keep, next_rot, plan.merge
+        )
+        self.pos[:, :most] = pos
+        self.rot[:, :most] = rot
+        if self.state:
+            self.policy.move(self.state, source)
         for array in self.state:
-            array[:, n_keep:n] = 0
-        self.n_kv = n_keep
+            if dead is None:
+                array[:, most:n] = 0
+            else:
+                array[:, :n][dead] = 0
+        self._n_evicted_cells += int((self.live - n_keep).sum())
+        self.live = n_keep
+        self.n_kv = most
         self._next_rot = next_rot
+        return source
+
+    def _edit(
+        self,
+        moves: np.ndarray,
+        n_keep: np.ndarray,
+        next_rot: int,
+        merge: Merge | None = None,
+    ) -> None:
+        """Edits the cache, which clears the signals."""
+        most = int(n_keep.max())
+        self.context.apply(
+            moves, most, next_rot - most, merge, n_keep_row=n_keep if self.policy.ragged else None
+        )
+        self._n_observed = self.n_past
+
+
+def _pad(n: int) -> int:
+    return -(-n // PAD) * PAD
+
+
+def _resized(old: State, new: State) -> State:
+    """The new arrays with what the old ones hold as far as it fits."""
+    for source, target in zip(old, new, strict=False):
+        common = tuple(map(slice, map(min, source.shape, target.shape)))
+        target[common] = source[common]
+    return tuple(new)
 
 
 def _check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:

@@ -26,7 +26,7 @@ except (
 ) as error:  # no package, no library in it, or one that does not load
     raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
 
-ABI = 1
+ABI = 2
 
 CACHE_TYPES = {
     "f32": 0,
@@ -41,6 +41,8 @@ CACHE_TYPES = {
 """The names of -ctk and -ctv, and ggml's numbers for them."""
 
 FLASH = {"auto": -1, "off": 0, "on": 1}
+
+GROUPS = {"sum": 0, "max": 1, "first": 2}
 
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
@@ -63,7 +65,19 @@ class _Edit(ctypes.Structure):
         ("n_term", ctypes.c_int32),
         ("n_keep", ctypes.c_int32),
         ("pos_0", ctypes.c_int32),
+        ("n_keep_row", ctypes.c_void_p),
+        ("n_hidden", ctypes.c_int32),
         ("force_graph", ctypes.c_bool),
+    ]
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("signals", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
+        ("n_query", ctypes.c_int32),
+        ("log_n", ctypes.c_bool),
+        ("ragged", ctypes.c_bool),
     ]
 
 
@@ -84,7 +98,11 @@ if _is_patched():
     _bind("llama_kvtool_abi", ctypes.c_int32)
     _bind("llama_kvtool_digest", ctypes.c_char_p)
     _bind("llama_kvtool_error", ctypes.c_char_p)
-    _bind("llama_kvtool_enable", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32)
+    _bind("llama_kvtool_enable", ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Params))
+    _bind("llama_kvtool_n_dim", ctypes.c_int32, ctypes.c_void_p)
+    _bind("llama_kvtool_seen", ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
+    _bind("llama_kvtool_resize", ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+    _bind("llama_kvtool_read_keys", ctypes.c_int32, *[ctypes.c_void_p] * 4, *[ctypes.c_int32] * 3)
     _bind("llama_kvtool_row_layers", ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
     _bind("llama_kvtool_cache_bytes", ctypes.c_int64, ctypes.c_void_p)
     _bind(
@@ -305,7 +323,9 @@ class Model:
 class Context:
     """A cache of n_cell cells and the decode that fills it, for one sequence.
 
-    signals: what `read` can be asked for. n_output: the most tokens of a step whose logits are wanted.
+    signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
+    logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
+    n_output: the most tokens of a step whose logits are wanted.
     Raises UsageError for cache types that cannot go together, LibraryError for what llama.cpp refuses.
     """
 
@@ -316,6 +336,10 @@ class Context:
         n_batch: int,
         signals: Signal = Signal.NONE,
         *,
+        n_query: int = 0,
+        group: str = "sum",
+        log_n: bool = False,
+        ragged: bool = False,
         n_output: int = 1,
         type_k: str = "f16",
         type_v: str = "f16",
@@ -332,21 +356,24 @@ class Context:
         params.n_threads = params.n_threads_batch = n_threads or default_threads()
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
-        params.flash_attn_type = FLASH[_choose_flash(flash, type_v)]
+        params.flash_attn_type = FLASH[_choose_flash(flash, type_v, ragged)]
         _log_tail.clear()
         self._batch = None
         self._context = api.llama_init_from_model(model._model, params)
         if not self._context:
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{_because()}")
-        self.n_cell: int = api.llama_n_ctx(self._context)
-        self.n_row: int = _lib.llama_kvtool_enable(self._context, int(signals))
+        wanted = _Params(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
+        self.n_row: int = _lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = _kvtool_error()
             self.close()
             raise ModelError(f"{model.path.name} cannot be used yet: {why}")
-        self.n_dim = 0
+        self.n_dim: int = _lib.llama_kvtool_n_dim(self._context)
+        self.ragged = ragged
         self.row_layers = np.empty(self.n_row, np.int32)
         _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        n_layer = len(np.unique(self.row_layers))
+        self.layer_cells = np.full(n_layer, api.llama_n_ctx(self._context), np.int32)
         self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
         as_array = np.ctypeslib.as_array
         self._tokens, self._pos, self._wants = (
@@ -364,6 +391,11 @@ class Context:
             if self._batch:
                 api.llama_batch_free(self._batch)
                 self._batch = None
+
+    @property
+    def n_cell(self) -> int:
+        """Cells of the longest layer."""
+        return int(self.layer_cells.max())
 
     @property
     def cache_bytes(self) -> int:
@@ -388,6 +420,32 @@ class Context:
         pointer = api.llama_get_logits(self._context)
         return np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
 
+    def hide(self, n: int) -> None:
+        """The first n cells stay, but no later query sees them; the next token may have any position."""
+        self._apply(_Edit(n_keep=n, n_hidden=n))
+
+    def see(self, n_seen: int) -> None:
+        """The first query of the next decode has seen n_seen tokens before itself."""
+        _check(_lib.llama_kvtool_seen(self._context, n_seen))
+
+    def resize(self, n_cell: np.ndarray) -> None:
+        """Gives each layer i32[layer] that many cells, the live ones with what they hold."""
+        n_cell = np.ascontiguousarray(n_cell, np.int32)
+        _check(_lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
+        self.layer_cells = n_cell
+
+    def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
+        """f32[row, n, n_dim]: the keys of each row's cells first i32[row] .., rotated by delta i32[row, n].
+
+        With a quantized K all of them are turned by one orthogonal map that llama.cpp stores them under.
+        """
+        n_row, n = delta.shape
+        out = np.empty((n_row, n, self.n_dim), np.float32)
+        first, delta = (np.ascontiguousarray(array, np.int32) for array in (first, delta))
+        pointers = (array.ctypes.data for array in (first, delta, out))
+        _check(_lib.llama_kvtool_read_keys(self._context, *pointers, n_row, n, self.n_dim))
+        return out
+
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
         """One signal since the last edit, f32[row, n_kv]."""
         out = np.empty((self.n_row, n_kv), np.float32)
@@ -401,10 +459,12 @@ class Context:
         pos_0: int,
         merge: Merge | None = None,
         *,
+        n_keep_row: np.ndarray | None = None,
         force_graph: bool = False,
     ) -> None:
         """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
 
+        n_keep_row i32[row]: the same for each row, at most n_keep, where rows are ragged.
         Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep.
         Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
         """
@@ -416,6 +476,9 @@ class Context:
             pos_0=pos_0,
             force_graph=force_graph,
         )
+        if n_keep_row is not None:
+            n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
+            edit.n_keep_row = n_keep_row.ctypes.data
         terms = np.empty(0, TERM)
         if merge is not None:
             terms = np.empty(len(merge.row), TERM)
@@ -423,6 +486,9 @@ class Context:
                 terms[name] = getattr(merge, name)
             edit.terms = terms.ctypes.data_as(ctypes.POINTER(_Term))
             edit.n_term = len(terms)
+        self._apply(edit)
+
+    def _apply(self, edit: _Edit) -> None:
         _check(_lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
     def state(self) -> bytes:
@@ -442,7 +508,12 @@ def default_threads() -> int:
     return max(n // 2, 1) if shared else n
 
 
-def _choose_flash(flash: str, type_v: str) -> str:
+def _choose_flash(flash: str, type_v: str, ragged: bool) -> str:
+    if ragged:
+        # flash attention takes no mask of each head's own on most devices
+        if type_v in _QUANTIZED and has_gpu():
+            raise UsageError(f"a {type_v} V cache does not go with this policy on a GPU; choose -ctv f16")
+        flash = "off" if flash == "auto" and type_v not in _QUANTIZED else flash
     if flash == "off" and type_v in _QUANTIZED:
         raise UsageError(f"a {type_v} V cache needs flash attention: -fa on, or another -ctv")
     if flash == "auto":

@@ -35,7 +35,7 @@ class Signal(IntFlag):
     HITS = 16
     """Hits: how many pairs of a query since the last plan and a head of the group it was important to."""
     IMPORTANT = 32
-    """Last important step: the largest t since the last plan whose query it was important to; 0: none."""
+    """Last important step: how much of the stream the latest query it was important to had seen; 0: none."""
     KEYS = 64
     """Keys: of the cells that are new since the last plan, as they were before RoPE."""
 
@@ -122,7 +122,10 @@ class Policy:
     reads: the signals it wants. paper: where it comes from. n_query: the queries of `Signal.RECENT`.
     group: how the attention of a group of query heads becomes one, "sum", "max" or "first" (that of the
     group's first head). prefill: how it wants a prompt, in batches with a plan after each ("stream") or
-    decoded whole and compressed once ("whole"). ragged: whether its rows may keep different numbers of cells.
+    decoded whole and compressed once ("whole"). ragged: whether its rows may keep different numbers of cells;
+    it then plans every `slack` tokens, and the budget is no more than a cap. logn: whether attention logits
+    are multiplied by log_512(t). t: what t counts, here and in signals, the tokens of the "stream" or the
+    live "cells".
     """
 
     __slots__ = ()
@@ -136,6 +139,8 @@ class Policy:
     group: ClassVar[str] = "sum"
     prefill: ClassVar[str] = "stream"
     ragged: ClassVar[bool] = False
+    logn: ClassVar[bool] = False
+    t: ClassVar[str] = "stream"
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: object) -> Self:

@@ -20,9 +20,10 @@ static int32_t fail(const std::string & why) {
     return -1;
 }
 
-// [n, r, h] -> [n, 1, h]: the sum over the middle dimension, halving by adding views
+// [n, r, h] -> [n, 1, h]: the middle dimension reduced by halving views
 // (a transpose for ggml_sum_rows would walk the tensor element by element; ggml_out_prod is not on every device)
-static ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
+template <typename F>
+static ggml_tensor * reduce_middle(ggml_context * ctx, ggml_tensor * t, F && join) {
     ggml_tensor * rest = nullptr;
 
     const auto part = [ctx](ggml_tensor * a, int64_t i, int64_t r) {
@@ -40,14 +41,25 @@ static ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
 
         if (r % 2 == 1) {
             ggml_tensor * odd = part(t, r - 1, 1);
-            rest = rest ? ggml_add(ctx, rest, odd) : odd;
+            rest = rest ? join(rest, odd) : odd;
         }
 
-        t = ggml_add(ctx, part(t, 0, half), part(t, half, half));
+        t = join(part(t, 0, half), part(t, half, half));
         r = half;
     }
 
-    return rest ? ggml_add(ctx, t, rest) : t;
+    return rest ? join(t, rest) : t;
+}
+
+static ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
+    return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) { return ggml_add(ctx, a, b); });
+}
+
+// for values that are not negative
+static ggml_tensor * max_middle(ggml_context * ctx, ggml_tensor * t) {
+    return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) {
+        return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
+    });
 }
 
 struct llama_kvtool {
@@ -55,6 +67,7 @@ struct llama_kvtool {
         int il;
         int n_head;
         int row_0;
+        int n_cell;
 
         ggml_tensor * k;
         ggml_tensor * v;
@@ -63,18 +76,26 @@ struct llama_kvtool {
     std::vector<layer> layers;
     std::vector<int>   layer_of_row;
 
+    static constexpr int n_signal = llama_kvtool_graph::n_signal;
+
+    llama_kvtool_params params = {};
+
+    bool v_trans = false;
+
     int n_row  = 0;
-    int n_cell = 0;
+    int n_seen = 0; // tokens before the next query
+    int n_done = 0; // queries since the signals were cleared
 
-    // sums and last values since the last edit [n_row][n_cell]
-    std::vector<float> attention;
-    std::vector<float> last;
+    // ragged: cells of each row in use
+    std::vector<int32_t> live;
 
-    // copies under way from the device, one ubatch: [n_row][n_kv_async]
-    std::vector<float> attention_async;
-    std::vector<float> last_async;
+    // what the signals are since the last edit [n_signal][n_row][n_cell of the layer], empty where not enabled
+    std::vector<std::vector<float>> signals[n_signal];
 
-    int n_kv_async = 0;
+    // copies under way from the device, of the last ubatch [n_signal][n_layer][n_head*n_kv]
+    std::vector<std::vector<float>> staging[n_signal];
+
+    int n_query_staged = 0;
 
     // the edits' own scheduler: with the decode's, every edit would cost a rebuild of the decode graph
     ggml_backend_sched_ptr sched;
@@ -125,110 +146,170 @@ struct llama_kvtool {
         return ctx->kvtool.get();
     }
 
-    static int32_t enable(llama_context & lctx, uint32_t signals) {
-        if (signals & ~(uint32_t) (LLAMA_KVTOOL_SIGNAL_ATTENTION | LLAMA_KVTOOL_SIGNAL_LAST)) {
-            return fail(format("unknown signals %u", signals));
+    bool has(int signal) const {
+        return params.signals >> signal & 1;
+    }
+
+    static std::string invalid(const llama_kvtool_params & params) {
+        if (params.signals >> n_signal) {
+            return format("unknown signals %u", params.signals);
+        }
+        if (params.group > LLAMA_KVTOOL_GROUP_FIRST) {
+            return format("unknown group %u", params.group);
+        }
+        if (params.n_query < 1) {
+            return format("n_query = %d must be at least 1", params.n_query);
         }
 
-        const auto why = unsupported(lctx);
+        return {};
+    }
+
+    static int32_t enable(llama_context & lctx, const llama_kvtool_params & params) {
+        auto why = invalid(params);
+        if (why.empty()) {
+            why = unsupported(lctx);
+        }
         if (!why.empty()) {
             return fail(why);
         }
 
         const auto & hparams = lctx.model.hparams;
 
-        const auto * kv = cache(lctx);
+        lctx.synchronize();
+
+        auto * kv = cache(lctx);
+        kv->clear(false);
 
         auto res = std::make_shared<llama_kvtool>();
+
+        res->params  = params;
+        res->v_trans = kv->v_trans;
 
         for (const auto & layer : kv->layers) {
             const int n_head = hparams.n_head_kv(layer.il);
 
-            res->layers.push_back({ (int) layer.il, n_head, res->n_row, layer.k, layer.v });
+            res->layers.push_back({ (int) layer.il, n_head, res->n_row, (int) layer.k->ne[1], layer.k, layer.v });
             res->layer_of_row.insert(res->layer_of_row.end(), n_head, layer.il);
             res->n_row += n_head;
         }
 
-        res->n_cell = kv->get_size();
-
-        const size_t n = (size_t) res->n_row*res->n_cell;
-
-        res->attention.resize(signals & LLAMA_KVTOOL_SIGNAL_ATTENTION ? n : 0);
-        res->last     .resize(signals & LLAMA_KVTOOL_SIGNAL_LAST      ? n : 0);
-
-        lctx.synchronize();
-        lctx.kvtool = std::move(res);
-
-        if (lctx.cparams.kvtool_signals != signals) {
-            lctx.cparams.kvtool_signals = signals;
-            lctx.sched_need_reserve = true;
+        res->live.resize(res->n_row);
+        for (int s = 0; s < n_signal; ++s) {
+            res->staging[s].resize(res->layers.size());
         }
+        res->size_signals();
+
+        lctx.kvtool         = std::move(res);
+        lctx.cparams.kvtool = lctx.kvtool.get();
+
+        lctx.sched_need_reserve = true;
 
         return lctx.kvtool->n_row;
     }
 
-    void extract(llama_context & lctx, const std::vector<llama_kvtool_probe> & probes) {
-        if (probes.empty()) {
-            return;
-        }
-
-        fold(lctx);
-
-        const auto copy = [&](ggml_tensor * t, std::vector<float> & dst, int row_0, size_t n) {
-            if (dst.size() < (size_t) n_row*t->ne[0]) {
-                dst.resize((size_t) n_row*n_cell);
-            }
-
-            ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lctx.sched.get(), t);
-            ggml_backend_tensor_get_async(backend, t, dst.data() + (size_t) row_0*t->ne[0], 0, n*t->ne[0]*sizeof(float));
-        };
-
-        for (const auto & probe : probes) {
-            const auto it = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == probe.il; });
-            GGML_ASSERT(it != layers.end());
-
-            if (probe.attention) {
-                copy(probe.attention, attention_async, it->row_0, it->n_head);
-                n_kv_async = probe.attention->ne[0];
-            }
-            if (probe.last) {
-                copy(probe.last, last_async, it->row_0, it->n_head);
-                n_kv_async = probe.last->ne[0];
+    void size_signals() {
+        for (int s = 0; s < n_signal; ++s) {
+            if (has(s)) {
+                signals[s].resize(n_row);
+                for (const auto & l : layers) {
+                    for (int row = l.row_0; row < l.row_0 + l.n_head; ++row) {
+                        signals[s][row].resize(l.n_cell);
+                    }
+                }
             }
         }
     }
 
+    int32_t n_dim() const {
+        int32_t res = 0;
+        for (const auto & l : layers) {
+            res = std::max<int32_t>(res, l.k->ne[0]/l.n_head);
+        }
+        return res;
+    }
+
+    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
+        fold(lctx);
+
+        for (const auto & probe : graph.probes) {
+            const auto it = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == probe.il; });
+            GGML_ASSERT(it != layers.end());
+
+            for (int s = 0; s < n_signal; ++s) {
+                if (ggml_tensor * t = probe.t[s]) {
+                    auto & dst = staging[s][it - layers.begin()];
+                    dst.resize(ggml_nelements(t));
+
+                    ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lctx.sched.get(), t);
+                    ggml_backend_tensor_get_async(backend, t, dst.data(), 0, ggml_nbytes(t));
+                }
+            }
+        }
+
+        n_query_staged = n_tokens;
+
+        if (params.ragged) {
+            for (int32_t & n : live) {
+                n += n_tokens;
+            }
+        }
+        n_seen += n_tokens;
+    }
+
     // add what the last ubatch has left
     void fold(llama_context & lctx) {
-        if (n_kv_async == 0) {
+        if (n_query_staged == 0) {
             return;
         }
 
         lctx.synchronize();
 
-        for (int row = 0; row < n_row; ++row) {
-            if (!attention.empty()) {
-                const float * src = attention_async.data() + (size_t) row*n_kv_async;
-                float       * dst = attention.data()       + (size_t) row*n_cell;
-                for (int i = 0; i < n_kv_async; ++i) {
-                    dst[i] += src[i];
+        for (int s = 0; s < n_signal; ++s) {
+            for (size_t i = 0; has(s) && i < layers.size(); ++i) {
+                const auto & l = layers[i];
+
+                const size_t n = std::min<size_t>(staging[s][i].size()/l.n_head, l.n_cell);
+
+                for (int head = 0; head < l.n_head; ++head) {
+                    fold(s, staging[s][i].data() + head*(staging[s][i].size()/l.n_head), signals[s][l.row_0 + head].data(), n);
                 }
-            }
-            if (!last.empty()) {
-                memcpy(last.data() + (size_t) row*n_cell, last_async.data() + (size_t) row*n_kv_async, n_kv_async*sizeof(float));
             }
         }
 
-        n_kv_async = 0;
+        n_done += n_query_staged;
+        n_query_staged = 0;
+    }
+
+    void fold(int s, const float * src, float * dst, size_t n) const {
+        const uint32_t signal = 1u << s;
+
+        const bool newest =
+            signal == LLAMA_KVTOOL_SIGNAL_LAST || (signal == LLAMA_KVTOOL_SIGNAL_RECENT && n_query_staged >= params.n_query);
+
+        if (newest) {
+            std::copy(src, src + n, dst);
+        } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
+            for (size_t i = 0; i < n; ++i) {
+                dst[i] = src[i] > 0.0f ? n_done + src[i] : dst[i];
+            }
+        } else {
+            for (size_t i = 0; i < n; ++i) {
+                dst[i] += src[i];
+            }
+        }
     }
 
     void clear_signals(llama_context & lctx) {
-        if (n_kv_async > 0) {
+        if (n_query_staged > 0) {
             lctx.synchronize();
-            n_kv_async = 0;
+            n_query_staged = 0;
         }
-        std::fill(attention.begin(), attention.end(), 0.0f);
-        std::fill(last     .begin(), last     .end(), 0.0f);
+        n_done = 0;
+        for (auto & rows : signals) {
+            for (auto & row : rows) {
+                std::fill(row.begin(), row.end(), 0.0f);
+            }
+        }
     }
 
     // which cells of each row an edit writes to
@@ -248,39 +329,72 @@ struct llama_kvtool {
         std::vector<bool> seen;
     };
 
+    int most_cells() const {
+        int res = 0;
+        for (const auto & l : layers) {
+            res = std::max(res, l.n_cell);
+        }
+        return res;
+    }
+
+    std::vector<int> row_cells() const {
+        std::vector<int> res;
+        for (const auto & l : layers) {
+            res.insert(res.end(), l.n_head, l.n_cell);
+        }
+        return res;
+    }
+
     std::string invalid(const llama_kvtool_edit & edit) const {
         if (edit.n_move < 0 || (edit.n_move > 0 && !edit.moves) || edit.n_term < 0 || (edit.n_term > 0 && !edit.terms)) {
             return "missing moves or terms";
         }
-        if (edit.n_keep < 0 || edit.n_keep > n_cell) {
-            return format("n_keep = %d is not in 0..%d", edit.n_keep, n_cell);
+        const int n_most = most_cells();
+
+        if (edit.n_keep < 0 || edit.n_keep > n_most) {
+            return format("n_keep = %d is not in 0..%d", edit.n_keep, n_most);
         }
-        if (edit.pos_0 < 0 || edit.pos_0 > INT32_MAX - n_cell) {
-            return format("pos_0 = %d is not in 0..%d", edit.pos_0, INT32_MAX - n_cell);
+        if (edit.pos_0 < 0 || edit.pos_0 > INT32_MAX - n_most) {
+            return format("pos_0 = %d is not in 0..%d", edit.pos_0, INT32_MAX - n_most);
+        }
+        if (params.ragged != (edit.n_keep_row != nullptr)) {
+            return params.ragged ? "ragged rows need n_keep_row" : "n_keep_row is for ragged rows only";
+        }
+        if (edit.n_hidden < 0 || edit.n_hidden > (params.ragged ? 0 : edit.n_keep)) {
+            return format("n_hidden = %d is not in 0..%d", edit.n_hidden, params.ragged ? 0 : edit.n_keep);
+        }
+
+        const auto n_cell = row_cells();
+
+        for (int row = 0; params.ragged && row < n_row; ++row) {
+            const int n = std::min(edit.n_keep, n_cell[row]);
+            if (edit.n_keep_row[row] < 0 || edit.n_keep_row[row] > n) {
+                return format("row %d: n_keep = %d is not in 0..%d", row, edit.n_keep_row[row], n);
+            }
         }
 
         const auto inside = [&](int row, int dst, int src) {
-            return row >= 0 && row < n_row && dst >= 0 && dst < n_cell && src >= 0 && src < n_cell;
+            return row >= 0 && row < n_row && dst >= 0 && dst < n_cell[row] && src >= 0 && src < n_cell[row];
         };
 
-        writes moved(n_row, n_cell);
+        writes moved(n_row, n_most);
 
         for (int i = 0; i < edit.n_move; ++i) {
             const auto & m = edit.moves[i];
             if (!inside(m.row, m.dst, m.src)) {
-                return format("move %d: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_cell);
+                return format("move %d: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_most);
             }
             if (!moved.first(m.row, m.dst)) {
                 return format("move %d: cell %d of row %d is written twice", i, m.dst, m.row);
             }
         }
 
-        writes merged(n_row, n_cell);
+        writes merged(n_row, n_most);
 
         for (int i = 0; i < edit.n_term; ++i) {
             const auto & t = edit.terms[i];
             if (!inside(t.row, t.dst, t.src) || !std::isfinite(t.weight)) {
-                return format("term %d: row %d of %d, cells %d <- %d of %d, weight %f", i, t.row, n_row, t.dst, t.src, n_cell, t.weight);
+                return format("term %d: row %d of %d, cells %d <- %d of %d, weight %f", i, t.row, n_row, t.dst, t.src, n_most, t.weight);
             }
             const bool goes_on = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
             if (!goes_on && !merged.first(t.row, t.dst)) {
@@ -299,6 +413,10 @@ struct llama_kvtool {
         std::vector<llama_kvtool_term> terms;
     };
 
+    static bool is_rotary(const llama_hparams & hparams, const layer & l) {
+        return hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.has_rope(l.il);
+    }
+
     std::vector<layer_edit> by_layer(const llama_hparams & hparams, const llama_kvtool_edit & edit) const {
         std::vector<layer_edit> res(layers.size());
         std::vector<int>        index(n_row);
@@ -310,10 +428,9 @@ struct llama_kvtool {
         for (int i = 0; i < edit.n_move; ++i) {
             const auto & m = edit.moves[i];
 
-            const int  at     = index[m.row];
-            const bool rotary = hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.has_rope(layers[at].il);
+            const int at = index[m.row];
 
-            if (m.delta != 0 && rotary) {
+            if (m.delta != 0 && is_rotary(hparams, layers[at])) {
                 res[at].turns.push_back(m);
             } else if (m.src != m.dst) {
                 res[at].moves.push_back(m);
@@ -435,24 +552,35 @@ struct llama_kvtool {
             return fail("the device failed to edit the cache");
         }
 
-        edit_host(lctx, *kv, edits, k_host, v_host);
+        edit_host(lctx, edits, k_host, v_host);
 
-        auto & cells = kv->v_cells[0];
-
-        cells.reset();
-        for (int i = 0; i < edit.n_keep; ++i) {
-            cells.pos_set(i, edit.pos_0 + i);
-            cells.seq_add(i, 0);
+        if (params.ragged) {
+            std::copy(edit.n_keep_row, edit.n_keep_row + n_row, live.begin());
+            // llama.cpp's table has one token, the newest: rows have their own masks
+            fill_table(*kv, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
+        } else {
+            fill_table(*kv, edit.n_keep, edit.pos_0, edit.n_hidden);
         }
-        kv->v_heads[0] = edit.n_keep;
 
         clear_signals(lctx);
 
         return 0;
     }
 
+    // hidden cells are in use by a sequence that has no queries
+    static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0) {
+        auto & cells = kv.v_cells[0];
+
+        cells.reset();
+        for (int i = 0; i < n; ++i) {
+            cells.pos_set(i, pos_0 + i);
+            cells.seq_add(i, i < n_hidden);
+        }
+        kv.v_heads[0] = n;
+    }
+
     void edit_host(
-            const llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer_edit> & edits, bool with_k, bool with_v) const {
+            const llama_context & lctx, const std::vector<layer_edit> & edits, bool with_k, bool with_v) const {
         const auto & hparams = lctx.model.hparams;
 
         std::vector<uint8_t> tmp;
@@ -469,9 +597,9 @@ struct llama_kvtool {
                 const size_t  size   = ggml_row_size(l.v->type, n_embd);
 
                 const auto moves = values_moved(edits[i]);
-                if (kv.v_trans) {
+                if (v_trans) {
                     const size_t one = ggml_type_size(l.v->type);
-                    move_host(moves, l.row_0, l.v, one, n_embd*n_cell*one, n_cell*one, one, n_embd, tmp);
+                    move_host(moves, l.row_0, l.v, one, n_embd*l.n_cell*one, l.n_cell*one, one, n_embd, tmp);
                 } else {
                     move_host(moves, l.row_0, l.v, l.v->nb[1], size, 0, size, 1, tmp);
                 }
@@ -488,7 +616,7 @@ struct llama_kvtool {
     }
 
     graph_inputs fill_inputs(
-            const llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer_edit> & edits,
+            const llama_context & lctx, const std::vector<layer_edit> & edits,
             bool with_k, bool with_v, std::vector<layer_inputs> & at) const {
         const auto & hparams = lctx.model.hparams;
 
@@ -522,13 +650,13 @@ struct llama_kvtool {
             if (with_v) {
                 // transposed, a value is n_embd elements that lie n_cell apart
                 const int64_t n_embd = hparams.n_embd_head_v(l.il);
-                const int64_t n_part = kv.v_trans ? n_embd : 1;
+                const int64_t n_part = v_trans ? n_embd : 1;
 
                 const auto push = [&](auto & list, auto type, int row, int cell) {
                     const int64_t head = row - l.row_0;
                     for (int64_t j = 0; j < n_part; ++j) {
                         list.template push<decltype(type)>(
-                                kv.v_trans ? (head*n_embd + j)*n_cell + cell : cell*(int64_t) l.n_head + head);
+                                v_trans ? (head*n_embd + j)*l.n_cell + cell : cell*(int64_t) l.n_head + head);
                     }
                 };
 
@@ -623,9 +751,9 @@ struct llama_kvtool {
         return k;
     }
 
-    static ggml_tensor * build_values(
-            const llama_kv_cache & kv, ggml_context * ctx, const layer & l, int64_t n_embd, const graph_inputs & in, const layer_inputs & a) {
-        const int64_t n_part = kv.v_trans ? n_embd : 1;
+    ggml_tensor * build_values(
+            ggml_context * ctx, const layer & l, int64_t n_embd, const graph_inputs & in, const layer_inputs & a) const {
+        const int64_t n_part = v_trans ? n_embd : 1;
 
         ggml_tensor * v = ggml_reshape_2d(ctx, l.v, n_embd/n_part, ggml_nelements(l.v)/(n_embd/n_part));
 
@@ -634,7 +762,7 @@ struct llama_kvtool {
 
             ggml_tensor * w = ggml_reshape_3d(ctx, in.weight.view(ctx, a.m_weight, n), 1, a.n_term, a.n_merged);
             ggml_tensor * x;
-            if (kv.v_trans) {
+            if (v_trans) {
                 // gathered element by element, value by value
                 x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.m_src, n*n_part));
             } else {
@@ -657,7 +785,7 @@ struct llama_kvtool {
             llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
         std::vector<layer_inputs> at(layers.size());
 
-        graph_inputs in = fill_inputs(lctx, kv, edits, with_k, with_v, at);
+        graph_inputs in = fill_inputs(lctx, edits, with_k, with_v, at);
 
         int64_t n_term = 1;
         for (const auto & a : at) {
@@ -666,6 +794,25 @@ struct llama_kvtool {
 
         const size_t max_nodes = layers.size()*(64 + 4*(size_t) std::ceil(std::log2(n_term))) + 16;
 
+        const std::vector<input *> inputs = { &in.idx_src, &in.idx_dst, &in.delta, &in.weight };
+
+        return compute(lctx, kv, max_nodes, inputs, [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+            const auto & l = layers[i];
+
+            if (with_k && edits[i].moves.size() + edits[i].turns.size() > 0) {
+                ggml_build_forward_expand(gf, build_keys(lctx, ctx, l, edits[i], in, at[i], rot));
+            }
+            if (with_v && at[i].n_moved + at[i].n_merged > 0) {
+                ggml_build_forward_expand(gf, build_values(ctx, l, lctx.model.hparams.n_embd_head_v(l.il), in, at[i]));
+            }
+        }, [] {});
+    }
+
+    // a graph of our own: build(ctx, gf, i, rot) adds layer i's part, done() reads results before their memory goes
+    template <typename Build, typename Done>
+    bool compute(
+            llama_context & lctx, const llama_kv_cache & kv, size_t max_nodes, const std::vector<input *> & inputs,
+            Build && build, Done && done) {
         buf_graph.resize(ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false));
 
         ggml_context_ptr ctx_ptr { ggml_init({ buf_graph.size(), buf_graph.data(), true }) };
@@ -676,26 +823,19 @@ struct llama_kvtool {
         auto & backends = lctx.backend_ptrs;
         sched.reset(ggml_backend_sched_new(backends.data(), lctx.backend_buft.data(), backends.size(), max_nodes, false, false));
 
-        for (input * i : { &in.idx_src, &in.idx_dst, &in.delta, &in.weight }) {
+        for (input * i : inputs) {
             i->create(ctx);
         }
 
         ggml_tensor * rot = kv.build_input_k_rot(ctx);
 
         for (size_t i = 0; i < layers.size(); ++i) {
-            const auto & l = layers[i];
-
             const int first = ggml_graph_n_nodes(gf);
 
-            if (with_k && edits[i].moves.size() + edits[i].turns.size() > 0) {
-                ggml_build_forward_expand(gf, build_keys(lctx, ctx, l, edits[i], in, at[i], rot));
-            }
-            if (with_v && at[i].n_moved + at[i].n_merged > 0) {
-                ggml_build_forward_expand(gf, build_values(kv, ctx, l, lctx.model.hparams.n_embd_head_v(l.il), in, at[i]));
-            }
+            build(ctx, gf, i, rot);
 
             // the work is done where the cache lies; views stay with what they view, which may be an input on the host
-            const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
+            const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
             const auto home = std::find_if(backends.begin(), backends.end(), [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
             for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
                 ggml_tensor * node = ggml_graph_node(gf, j);
@@ -712,20 +852,419 @@ struct llama_kvtool {
             return false;
         }
 
-        for (const input * i : { &in.idx_src, &in.idx_dst, &in.delta, &in.weight }) {
+        for (const input * i : inputs) {
             i->upload();
         }
         if (rot && rot->buffer) {
             kv.set_input_k_rot(rot);
         }
+        if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+        done();
 
-        return ggml_backend_sched_graph_compute(sched.get(), gf) == GGML_STATUS_SUCCESS;
+        return true;
+    }
+
+    int32_t read_keys(
+            llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim) {
+        const auto & kv = *cache(lctx);
+
+        const auto n_cell = row_cells();
+        for (int row = 0; row < n_row; ++row) {
+            if (first[row] < 0 || first[row] > n_cell[row] - n) {
+                return fail(format("row %d: cells %d .. %d of %d", row, first[row], first[row] + n - 1, n_cell[row]));
+            }
+        }
+
+        std::fill(out, out + (size_t) n_row*n*n_dim, 0.0f);
+        if (n == 0) {
+            return 0;
+        }
+
+        input in_src   { GGML_TYPE_I32, {}, nullptr };
+        input in_delta { GGML_TYPE_I32, {}, nullptr };
+
+        std::vector<size_t> at;
+        for (const auto & l : layers) {
+            at.push_back(in_src.start());
+            in_delta.start();
+            for (int head = 0; head < l.n_head; ++head) {
+                for (int i = 0; i < n; ++i) {
+                    const int row = l.row_0 + head;
+                    in_src  .push<int32_t>((first[row] + i)*l.n_head + head);
+                    in_delta.push<int32_t>(delta[(size_t) row*n + i]);
+                }
+            }
+        }
+
+        std::vector<ggml_tensor *> keys(layers.size());
+
+        const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+            const auto & l = layers[i];
+
+            const int64_t n_embd = l.k->ne[0]/l.n_head;
+
+            ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
+
+            k = ggml_get_rows(ctx, k, in_src.view(ctx, at[i], (int64_t) l.n_head*n));
+            if (is_rotary(lctx.model.hparams, l)) {
+                k = build_turn(lctx, ctx, k, in_delta.view(ctx, at[i], (int64_t) l.n_head*n), rot, l.il);
+            } else if (rot) {
+                k = llama_mul_mat_hadamard(ctx, k, rot);
+            }
+
+            ggml_set_output(k);
+            ggml_build_forward_expand(gf, k);
+            keys[i] = k;
+        };
+
+        const auto done = [&] {
+            std::vector<float> tmp;
+            for (size_t i = 0; i < layers.size(); ++i) {
+                tmp.resize(ggml_nelements(keys[i]));
+                ggml_backend_tensor_get(keys[i], tmp.data(), 0, tmp.size()*sizeof(float));
+
+                const int64_t n_embd = keys[i]->ne[0];
+                for (int64_t j = 0; j < keys[i]->ne[1]; ++j) {
+                    std::copy(&tmp[j*n_embd], &tmp[j*n_embd] + n_embd, out + ((size_t) layers[i].row_0*n + j)*n_dim);
+                }
+            }
+        };
+
+        if (!compute(lctx, kv, layers.size()*32 + 16, { &in_src, &in_delta }, build, done)) {
+            return fail("the device failed to read keys");
+        }
+
+        return 0;
+    }
+
+    int32_t resize(llama_context & lctx, const int32_t * n_cell) {
+        auto * kv = cache(lctx);
+
+        lctx.synchronize();
+
+        const int n_used = kv->v_cells[0].used_max_p1();
+
+        for (size_t i = 0; i < layers.size(); ++i) {
+            const auto & l = layers[i];
+
+            const int n_live = params.ragged ? *std::max_element(&live[l.row_0], &live[l.row_0] + l.n_head) : n_used;
+            if (n_cell[i] < std::max(n_live, 1)) {
+                return fail(format("layer %d: %d cells hold no %d tokens", l.il, n_cell[i], n_live));
+            }
+            if (!params.ragged && n_cell[i] != n_cell[0]) {
+                return fail(format("layer %d: %d cells, layer %d: %d, and rows are not ragged", l.il, n_cell[i], layers[0].il, n_cell[0]));
+            }
+        }
+
+        fold(lctx);
+
+        // one layer after the other, so that only one is there twice
+        for (size_t i = 0; i < layers.size(); ++i) {
+            if (n_cell[i] != layers[i].n_cell && !resize(lctx, *kv, i, n_cell[i])) {
+                return fail("no memory for the cache");
+            }
+        }
+        size_signals();
+
+        if (!params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
+            auto & cells = kv->v_cells[0];
+
+            const llama_pos pos_0 = n_used > 0 ? cells.pos_get(0) : 0;
+            cells.resize(n_cell[0]);
+            fill_table(*kv, n_used, pos_0);
+        }
+
+        // graphs that were made have views of what is gone
+        for (auto & res : lctx.gf_res_prev) {
+            res.reset();
+        }
+        lctx.gf_res_prev_active = nullptr;
+
+        return 0;
+    }
+
+    bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n) {
+        auto & l = layers[i];
+
+        ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }) };
+
+        const auto create = [&](const ggml_tensor * old) {
+            ggml_tensor * t = ggml_new_tensor_3d(ctx.get(), old->type, old->ne[0], n, old->ne[2]);
+            ggml_set_name(t, old->name);
+            return t;
+        };
+
+        ggml_tensor * k = create(l.k);
+        ggml_tensor * v = create(l.v);
+
+        ggml_tensor * k_stream = ggml_view_2d(ctx.get(), k, k->ne[0], n, k->nb[1], 0);
+        ggml_tensor * v_stream = ggml_view_2d(ctx.get(), v, v->ne[0], n, v->nb[1], 0);
+
+        ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_buffer_get_type(l.k->buffer)) };
+        if (!buf) {
+            return false;
+        }
+        ggml_backend_buffer_clear(buf.get(), 0);
+
+        const int64_t n_copy = std::min(n, l.n_cell);
+
+        // [rows, cells of a row] in elements: transposed, a row is an element of all values
+        const auto part = [&](ggml_context * c, ggml_tensor * t, bool trans) {
+            const int64_t n_embd = t->ne[0];
+            return trans ?
+                ggml_view_2d(c, t, n_copy, n_embd, ggml_row_size(t->type, t->ne[1]), 0) :
+                ggml_view_2d(c, t, n_embd, n_copy, t->nb[1], 0);
+        };
+
+        const bool copied = compute(lctx, kv, 64, {}, [&](ggml_context * c, ggml_cgraph * gf, size_t at, ggml_tensor *) {
+            if (at == i) {
+                ggml_build_forward_expand(gf, ggml_cpy(c, part(c, l.k, false),      part(c, k, false)));
+                ggml_build_forward_expand(gf, ggml_cpy(c, part(c, l.v, v_trans), part(c, v, v_trans)));
+            }
+        }, [] {});
+        if (!copied) {
+            return false;
+        }
+
+        l.k = k;
+        l.v = v;
+        l.n_cell = n;
+
+        auto & theirs = kv.layers[i];
+
+        theirs.k = k;
+        theirs.v = v;
+        theirs.k_stream = { k_stream };
+        theirs.v_stream = { v_stream };
+
+        auto & bufs = kv.ctxs_bufs;
+
+        bufs.emplace_back(std::move(ctx), std::move(buf));
+        bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
+            return std::none_of(layers.begin(), layers.end(), [&](const layer & l) {
+                return l.k->buffer == b.second.get() || l.v->buffer == b.second.get();
+            });
+        }), bufs.end());
+
+        return true;
     }
 };
 
 //
 // hooks
 //
+
+// what changes from step to step, so that the graph need not
+class llama_kvtool_input : public llm_graph_input_i {
+public:
+    llama_kvtool_input(const llama_kvtool & kvtool) : kvtool(kvtool) {}
+
+    // each layer's own part where rows are ragged
+    struct rows {
+        int i; // of the layer in the cache
+
+        ggml_tensor * k_idx; // I64 [n_head*n_tokens]
+        ggml_tensor * v_idx; // I64 [n_embd*n_tokens], null if V is not transposed
+        ggml_tensor * limit; // F32 [1, n_tokens, n_head]: the last cell that a query sees
+    };
+
+    void set_input(const llama_ubatch * ubatch) override {
+        const int64_t n_tokens = ubatch->n_tokens;
+
+        std::vector<float> f(n_tokens);
+
+        if (seen && seen->buffer) {
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                f[t] = kvtool.n_seen + t + 1;
+            }
+            ggml_backend_tensor_set(seen, f.data(), 0, ggml_nbytes(seen));
+        }
+        if (scale && scale->buffer) {
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                f[t] = logf(kvtool.n_seen + t + 1)/logf(512.0f);
+            }
+            ggml_backend_tensor_set(scale, f.data(), 0, ggml_nbytes(scale));
+        }
+
+        std::vector<int64_t> idx;
+
+        for (const auto & r : ragged) {
+            const auto & l = kvtool.layers[r.i];
+
+            const auto cell = [&](int64_t t, int head) { return kvtool.live[l.row_0 + head] + t; };
+
+            idx.clear();
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                for (int head = 0; head < l.n_head; ++head) {
+                    idx.push_back(cell(t, head)*l.n_head + head);
+                }
+            }
+            ggml_backend_tensor_set(r.k_idx, idx.data(), 0, ggml_nbytes(r.k_idx));
+
+            if (r.v_idx) {
+                const int64_t n_embd = r.v_idx->ne[0]/(n_tokens*l.n_head);
+
+                idx.clear();
+                for (int64_t t = 0; t < n_tokens; ++t) {
+                    for (int head = 0; head < l.n_head; ++head) {
+                        for (int64_t j = 0; j < n_embd; ++j) {
+                            idx.push_back((head*n_embd + j)*l.n_cell + cell(t, head));
+                        }
+                    }
+                }
+                ggml_backend_tensor_set(r.v_idx, idx.data(), 0, ggml_nbytes(r.v_idx));
+            }
+
+            f.clear();
+            for (int head = 0; head < l.n_head; ++head) {
+                for (int64_t t = 0; t < n_tokens; ++t) {
+                    f.push_back(cell(t, head));
+                }
+            }
+            ggml_backend_tensor_set(r.limit, f.data(), 0, ggml_nbytes(r.limit));
+        }
+    }
+
+    // batches of another size and caches of other sizes are seen elsewhere
+    bool can_reuse(const llm_graph_params &) override {
+        return true;
+    }
+
+    const llama_kvtool & kvtool;
+
+    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: tokens that each query has seen, itself included
+    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]
+
+    std::vector<rows> ragged;
+};
+
+static llama_kvtool_input & graph_input(const llm_graph_context & graph) {
+    auto & input = graph.res->kvtool.input;
+
+    if (!input) {
+        auto mine = std::make_unique<llama_kvtool_input>(*graph.cparams.kvtool);
+        input = mine.get();
+        graph.res->add_input(std::move(mine));
+    }
+
+    return *input;
+}
+
+// keys that do not come from the cache belong to an encoder or to cross-attention
+static bool is_cached(const ggml_tensor * k) {
+    return k->view_src && strncmp(k->view_src->name, "cache_", 6) == 0;
+}
+
+static ggml_tensor * new_input(ggml_context * ctx, ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2) {
+    ggml_tensor * t = ggml_new_tensor_3d(ctx, type, ne0, ne1, ne2);
+    ggml_set_input(t);
+    return t;
+}
+
+bool llama_kvtool_store(
+        const llm_graph_context & graph,
+        ggml_tensor * k_cur,
+        ggml_tensor * v_cur,
+        ggml_tensor * & k,
+        ggml_tensor * & v,
+                int   il) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->params.ragged) {
+        return false;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto it = std::find_if(kvtool->layers.begin(), kvtool->layers.end(), [&](const llama_kvtool::layer & l) { return l.il == il; });
+    GGML_ASSERT(it != kvtool->layers.end());
+    const auto & l = *it;
+
+    const bool v_trans = kvtool->v_trans;
+
+    const int64_t n_tokens = k_cur->ne[2];
+    const int64_t n_head   = l.n_head;
+    const int64_t n_embd_k = k_cur->ne[0];
+    const int64_t n_embd_v = v_cur->ne[0];
+
+    llama_kvtool_input::rows rows;
+
+    rows.i     = it - kvtool->layers.begin();
+    rows.k_idx = new_input(ctx, GGML_TYPE_I64, n_head*n_tokens, 1, 1);
+    rows.v_idx = v_trans ? new_input(ctx, GGML_TYPE_I64, n_embd_v*n_head*n_tokens, 1, 1) : nullptr;
+    rows.limit = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, n_head);
+
+    graph_input(graph).ragged.push_back(rows);
+
+    const auto write = [&](ggml_tensor * cache, ggml_tensor * cur, int64_t n_embd, ggml_tensor * idx) {
+        cache = ggml_reshape_2d(ctx, cache, n_embd, ggml_nelements(cache)/n_embd);
+        cur   = ggml_reshape_2d(ctx, ggml_cont(ctx, cur), n_embd, ggml_nelements(cur)/n_embd);
+        ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, cache, cur, idx));
+    };
+
+    write(l.k, k_cur, n_embd_k, rows.k_idx);
+    write(l.v, v_cur, v_trans ? 1 : n_embd_v, v_trans ? rows.v_idx : rows.k_idx);
+
+    const auto view = [&](ggml_tensor * t, int64_t n_embd) {
+        const size_t size = ggml_row_size(t->type, n_embd);
+        return ggml_view_4d(ctx, t, n_embd, n_head, l.n_cell, 1, size, t->nb[1], t->nb[2], 0);
+    };
+
+    k = view(l.k, n_embd_k);
+    if (v_trans) {
+        const size_t size = ggml_row_size(l.v->type, l.n_cell);
+        v = ggml_view_4d(ctx, l.v, l.n_cell, n_head, n_embd_v, 1, size*n_embd_v, size, l.v->nb[2], 0);
+    } else {
+        v = view(l.v, n_embd_v);
+    }
+
+    return true;
+}
+
+ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->params.ragged) {
+        return kq_mask;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & rows = graph_input(graph).ragged.back();
+    const auto & l    = kvtool->layers[rows.i];
+    GGML_ASSERT(l.il == il);
+
+    const int64_t n_tokens = rows.limit->ne[1];
+    const int64_t n_gqa    = graph.hparams.n_head(il)/l.n_head;
+
+    // made where it is used: on the host it would be a mask for every head and layer to fill and to send
+    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, n_tokens, l.n_head, 1);
+    x = ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows.limit)), -1e30f);
+    if (n_gqa > 1) {
+        x = ggml_reshape_4d(ctx, x, l.n_cell, n_tokens, 1, l.n_head);
+        x = ggml_repeat_4d(ctx, x, l.n_cell, n_tokens, n_gqa, l.n_head);
+        x = ggml_reshape_3d(ctx, x, l.n_cell, n_tokens, n_gqa*l.n_head);
+    }
+
+    return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;
+}
+
+ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->params.log_n || !is_cached(k)) {
+        return q;
+    }
+
+    auto & scale = graph_input(graph).scale;
+    if (!scale) {
+        scale = new_input(graph.ctx0, GGML_TYPE_F32, 1, 1, q->ne[2]);
+    }
+
+    return ggml_mul(graph.ctx0, q, scale);
+}
 
 void llama_kvtool_build(
         const llm_graph_context & graph,
@@ -736,12 +1275,13 @@ void llama_kvtool_build(
         ggml_tensor * sinks,
               float   kq_scale,
                 int   il) {
-    const uint32_t signals = graph.cparams.kvtool_signals;
+    const auto * kvtool = graph.cparams.kvtool;
 
-    // keys that do not come from the cache belong to an encoder or to cross-attention
-    if (signals == 0 || !k->view_src || strncmp(k->view_src->name, "cache_", 6) != 0) {
+    if (!kvtool || kvtool->params.signals == 0 || !is_cached(k)) {
         return;
     }
+
+    const auto & params = kvtool->params;
 
     ggml_context * ctx = graph.ctx0;
 
@@ -763,37 +1303,105 @@ void llama_kvtool_build(
     const int64_t n_head_kv = k->ne[2];
     const int64_t n_gqa     = p->ne[2]/n_head_kv;
 
-    llama_kvtool_probe probe = { il, nullptr, nullptr };
+    const auto has = [&](uint32_t signal) { return (params.signals & signal) != 0; };
 
-    if (signals & LLAMA_KVTOOL_SIGNAL_ATTENTION) {
-        probe.attention = sum_middle(ctx, ggml_reshape_3d(ctx, p, n_kv, n_tokens*n_gqa, n_head_kv));
-    }
-    if (signals & LLAMA_KVTOOL_SIGNAL_LAST) {
-        probe.last = sum_middle(ctx, ggml_view_3d(ctx, p, n_kv, n_gqa, n_head_kv, p->nb[2], n_gqa*p->nb[2], (n_tokens - 1)*p->nb[1]));
-    }
-
-    // at once, so that the probabilities of one layer are freed before those of the next are made
-    for (ggml_tensor * t : { probe.attention, probe.last }) {
-        if (t) {
-            ggml_set_output(t);
-            ggml_build_forward_expand(graph.gf, t);
+    // [n, r, h] of the last r queries, the group's heads among them or reduced to one
+    const auto queries = [&](ggml_tensor * t, int64_t r) {
+        const int64_t h = t->ne[2]/n_head_kv;
+        if (r == n_tokens) {
+            return ggml_reshape_3d(ctx, t, n_kv, n_tokens*h, n_head_kv);
         }
+        t = ggml_cont(ctx, ggml_view_3d(ctx, t, n_kv, r, t->ne[2], t->nb[1], t->nb[2], (n_tokens - r)*t->nb[1]));
+        return ggml_reshape_3d(ctx, t, n_kv, r*h, n_head_kv);
+    };
+
+    // [n_kv*n_tokens, n_gqa, n_head_kv] -> [n_kv, n_tokens, n_head_kv]
+    const auto reduce_group = [&](uint32_t group) {
+        ggml_tensor * t = ggml_reshape_3d(ctx, p, n_kv*n_tokens, n_gqa, n_head_kv);
+        switch (group) {
+            case LLAMA_KVTOOL_GROUP_MAX:   t = max_middle(ctx, t); break;
+            case LLAMA_KVTOOL_GROUP_FIRST: t = ggml_cont(ctx, ggml_view_3d(ctx, t, t->ne[0], 1, n_head_kv, t->nb[1], t->nb[2], 0)); break;
+            default:                       t = sum_middle(ctx, t); break;
+        }
+        return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
+    };
+
+    llama_kvtool_graph::probe probe = { il, {} };
+
+    const auto put = [&](uint32_t signal, ggml_tensor * t) {
+        int s = 0;
+        while (signal >> (s + 1)) {
+            ++s;
+        }
+        // at once, so that the probabilities of one layer are freed before those of the next are made
+        ggml_set_output(t);
+        ggml_build_forward_expand(graph.gf, t);
+        probe.t[s] = t;
+    };
+
+    const bool summed = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1;
+
+    // sums over the group and over queries go together
+    ggml_tensor * a = summed ? p : reduce_group(params.group);
+
+    if (has(LLAMA_KVTOOL_SIGNAL_ATTENTION)) {
+        put(LLAMA_KVTOOL_SIGNAL_ATTENTION, sum_middle(ctx, queries(a, n_tokens)));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_LAST)) {
+        put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, 1)));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_RECENT)) {
+        put(LLAMA_KVTOOL_SIGNAL_RECENT, sum_middle(ctx, queries(a, std::min<int64_t>(params.n_query, n_tokens))));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
+        ggml_tensor * one = summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a;
+        put(LLAMA_KVTOOL_SIGNAL_SQUARES, sum_middle(ctx, ggml_sqr(ctx, one)));
     }
 
-    graph.res->kvtool_probes.push_back(probe);
+    if (!has(LLAMA_KVTOOL_SIGNAL_HITS) && !has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+        graph.res->kvtool.probes.push_back(probe);
+        return;
+    }
+
+    auto & seen = graph_input(graph).seen;
+    if (!seen) {
+        seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+    }
+
+    // 1 where p*t >= 1
+    ggml_tensor * hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
+
+    if (has(LLAMA_KVTOOL_SIGNAL_HITS)) {
+        put(LLAMA_KVTOOL_SIGNAL_HITS, sum_middle(ctx, queries(hit, n_tokens)));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+        ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
+        put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
+    }
+
+    graph.res->kvtool.probes.push_back(probe);
 }
 
-void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res) {
+void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens) {
     if (lctx.kvtool) {
-        lctx.kvtool->extract(lctx, res.kvtool_probes);
+        lctx.kvtool->extract(lctx, res.kvtool, n_tokens);
     }
 }
 
-uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, uint32_t signals, uint32_t n_tokens) {
-    const uint32_t n_signal  = (signals & 1) + (signals >> 1 & 1);
+uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool * kvtool, uint32_t n_tokens) {
+    if (!kvtool) {
+        return 0;
+    }
+
     const uint32_t n_halving = std::ceil(std::log2(std::max(2u, n_tokens*hparams.n_head())));
 
-    return n_signal == 0 ? 0 : hparams.n_layer()*(8 + n_signal*(2 + 5*n_halving));
+    // a halving is two views and up to three operations, and again for what is left over
+    uint32_t n = 48;
+    for (int s = 0; s < llama_kvtool::n_signal; ++s) {
+        n += kvtool->has(s) ? 8 + 2*10*n_halving : 0;
+    }
+
+    return hparams.n_layer()*n;
 }
 
 //
@@ -822,11 +1430,11 @@ static auto guarded(F && f) -> decltype(f()) {
     }
 }
 
-int32_t llama_kvtool_enable(llama_context * ctx, uint32_t signals) {
-    if (!ctx) {
-        return fail("no context");
+int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {
+    if (!ctx || !params) {
+        return fail("no context or no parameters");
     }
-    return guarded([&] { return llama_kvtool::enable(*ctx, signals); });
+    return guarded([&] { return llama_kvtool::enable(*ctx, *params); });
 }
 
 int32_t llama_kvtool_row_layers(const llama_context * ctx, int32_t * layers, int32_t n_row) {
@@ -839,6 +1447,34 @@ int32_t llama_kvtool_row_layers(const llama_context * ctx, int32_t * layers, int
     }
     std::copy(kvtool->layer_of_row.begin(), kvtool->layer_of_row.end(), layers);
     return n_row;
+}
+
+int32_t llama_kvtool_n_dim(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->n_dim() : -1;
+}
+
+int32_t llama_kvtool_seen(llama_context * ctx, int32_t n_seen) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n_seen < 0) {
+        return fail(format("n_seen = %d must not be negative", n_seen));
+    }
+    kvtool->n_seen = n_seen;
+    return 0;
+}
+
+int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t n_layer) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!n_cell || n_layer != (int32_t) kvtool->layers.size()) {
+        return fail(format("there are %d layers, not %d", (int) kvtool->layers.size(), n_layer));
+    }
+    return guarded([&] { return kvtool->resize(*ctx, n_cell); });
 }
 
 int64_t llama_kvtool_cache_bytes(const llama_context * ctx) {
@@ -858,21 +1494,41 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
     if (!kvtool) {
         return -1;
     }
-    if (!out || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->n_cell) {
-        return fail(format("there are %d rows of %d cells, not %d of %d", kvtool->n_row, kvtool->n_cell, n_row, n_cell));
+    if (!out || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->most_cells()) {
+        return fail(format("there are %d rows of %d cells, not %d of %d", kvtool->n_row, kvtool->most_cells(), n_row, n_cell));
     }
-    const auto & src = signal == LLAMA_KVTOOL_SIGNAL_ATTENTION ? kvtool->attention : kvtool->last;
-    if (src.empty() || (signal != LLAMA_KVTOOL_SIGNAL_ATTENTION && signal != LLAMA_KVTOOL_SIGNAL_LAST)) {
+    int s = 0;
+    while (s < llama_kvtool::n_signal && signal != 1u << s) {
+        ++s;
+    }
+    if (s == llama_kvtool::n_signal || !kvtool->has(s)) {
         return fail(format("signal %u is not enabled", signal));
     }
     return guarded([&]() -> int32_t {
         kvtool->fold(*ctx);
         for (int32_t row = 0; row < n_row; ++row) {
-            const float * from = src.data() + (size_t) row*kvtool->n_cell;
-            std::copy(from, from + n_cell, out + (size_t) row*n_cell);
+            const auto & src = kvtool->signals[s][row];
+            float * dst = out + (size_t) row*n_cell;
+
+            const size_t n = std::min<size_t>(n_cell, src.size());
+            std::copy(src.begin(), src.begin() + n, dst);
+            std::fill(dst + n, dst + n_cell, 0.0f);
         }
         return 0;
     });
+}
+
+int32_t llama_kvtool_read_keys(
+        llama_context * ctx, const int32_t * first, const int32_t * delta, float * out, int32_t n_row, int32_t n_cell, int32_t n_dim) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!first || !delta || !out || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->most_cells() || n_dim != kvtool->n_dim()) {
+        return fail(format("there are %d rows of %d cells of %d, not %d of %d of %d",
+                kvtool->n_row, kvtool->most_cells(), kvtool->n_dim(), n_row, n_cell, n_dim));
+    }
+    return guarded([&] { return kvtool->read_keys(*ctx, first, delta, out, n_cell, n_dim); });
 }
 
 int32_t llama_kvtool_apply(llama_context * ctx, const llama_kvtool_edit * edit) {

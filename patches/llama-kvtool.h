@@ -2,6 +2,8 @@
 //
 // - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
+// - sizes:   each layer's cache made longer or shorter
+// - ragged:  rows that hold different numbers of cells, with an attention mask of their own
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, nothing of llama.cpp changes.
 //
@@ -12,16 +14,37 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 1
+#define LLAMA_KVTOOL_ABI 2
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// reductions of the attention probabilities A[head, query, cell]; g runs over the group of query heads of a KV head
+// reductions of the attention probabilities A[head, query, cell] over the queries since the signals were cleared
+// the group of query heads of a KV head becomes one by `group`; a cell is important to a query that has seen t tokens,
+// itself included, where A >= 1/t
 enum llama_kvtool_signal {
-    LLAMA_KVTOOL_SIGNAL_ATTENTION = 1, // sum over g and over all queries since the signals were cleared
-    LLAMA_KVTOOL_SIGNAL_LAST      = 2, // sum over g, of the last query alone
+    LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // sum over the queries
+    LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // of the last query alone
+    LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // sum over the last n_query queries of a batch; shorter batches after it are added
+    LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // sum of squares over the queries
+    LLAMA_KVTOOL_SIGNAL_HITS      = 16, // how many (query, head) pairs it was important to
+    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // 1 + the index of the latest query that it was important to, any head's; 0: none
+};
+
+enum llama_kvtool_group {
+    LLAMA_KVTOOL_GROUP_SUM   = 0,
+    LLAMA_KVTOOL_GROUP_MAX   = 1,
+    LLAMA_KVTOOL_GROUP_FIRST = 2, // the group's first head
+};
+
+struct llama_kvtool_params {
+    uint32_t signals; // of all later decodes
+    uint32_t group;
+    int32_t  n_query; // of the recent signal, at least 1
+
+    bool log_n;  // attention logits times log_512(t)
+    bool ragged; // rows may hold different numbers of cells
 };
 
 // K[row, dst] = rotate(K[row, src], delta) and V[row, dst] = V[row, src]
@@ -52,6 +75,10 @@ struct llama_kvtool_edit {
     int32_t   n_keep; // cells 0 .. n_keep - 1 are in use afterwards, the others are free
     llama_pos pos_0;  // cell i gets position pos_0 + i; the next token must come at pos_0 + n_keep
 
+    const int32_t * n_keep_row; // ragged: the same for each row, at most n_keep; null if not ragged
+
+    int32_t n_hidden; // not ragged: the first cells, which no later query sees
+
     bool force_graph; // never take the short cut through host memory
 };
 
@@ -59,17 +86,31 @@ LLAMA_API int32_t      llama_kvtool_abi(void);
 LLAMA_API const char * llama_kvtool_digest(void); // of the patch files the library was built from
 LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this thread failed
 
-// choose the signals of all later decodes; returns the number of rows
-LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, uint32_t signals);
+// start anew with these parameters, on an empty cache; returns the number of rows
+LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 
 // the layer of each row; returns the number of rows
 LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int32_t * layers, int32_t n_row);
 
+// the length of the longest key
+LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
+
 // bytes of the K and V tensors
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 
-// out[n_row][n_cell]: a signal's first n_cell cells
+// how many tokens the first query of the next decode has seen before it: what t counts from
+LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
+
+// give each layer n_cell[layer] cells, the live ones included; all the same unless ragged
+LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
+
+// out[n_row][n_cell]: a signal's first n_cell cells, 0 beyond a layer's own
 LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell);
+
+// out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
+// positions on the way, 0 beyond a layer's own length
+LLAMA_API int32_t llama_kvtool_read_keys(
+        struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out, int32_t n_row, int32_t n_cell, int32_t n_dim);
 
 // apply an edit and clear the signals; waits until it is done
 LLAMA_API int32_t llama_kvtool_apply(struct llama_context * ctx, const struct llama_kvtool_edit * edit);
@@ -82,17 +123,43 @@ LLAMA_API int32_t llama_kvtool_apply(struct llama_context * ctx, const struct ll
 //
 
 #include <cstdint>
+#include <vector>
 
-struct llm_graph_context;
+class  llama_kvtool_input;
 class  llm_graph_result;
 struct llama_hparams;
+struct llama_kvtool;
+struct llm_graph_context;
 
-struct llama_kvtool_probe {
-    int il;
+// what a graph has of ours
+struct llama_kvtool_graph {
+    static constexpr int n_signal = 6;
 
-    ggml_tensor * attention; // [n_kv, 1, n_head_kv] or null
-    ggml_tensor * last;      // likewise
+    struct probe {
+        int il;
+
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv] or null
+    };
+
+    std::vector<probe> probes;
+
+    llama_kvtool_input * input = nullptr;
 };
+
+// ragged: store keys and values at each row's own end, and let k and v be the layer's views; false if not ragged
+bool llama_kvtool_store(
+        const llm_graph_context & graph,
+        ggml_tensor * k_cur,
+        ggml_tensor * v_cur,
+        ggml_tensor * & k,
+        ggml_tensor * & v,
+                int   il);
+
+// ragged: each row's own mask; the given one if not
+ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
+
+// log n: scaled queries; the given ones if off
+ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
 
 // add the signals of one layer to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
 void llama_kvtool_build(
@@ -106,9 +173,9 @@ void llama_kvtool_build(
                 int   il);
 
 // copy the signals of a computed graph to the host
-void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res);
+void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);
 
-// the most nodes that the signals add to a graph
-uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, uint32_t signals, uint32_t n_tokens);
+// the most nodes that we add to a graph
+uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool * kvtool, uint32_t n_tokens);
 
 #endif

@@ -8,7 +8,7 @@ from kvtool.policy import SIGNALS, Signal, View
 
 
 class Cache:
-    """pos i32[row, n_cell] and a policy's state; the first n_kv cells live.
+    """pos i32[row, n_cell] and a policy's state; of each row the first live[row] cells live, n_kv the most.
 
     rows: for each row the records that a twin reads, oldest first. n_value: how many values attention takes.
     group: query heads of a row. n_dim: length of a key. The signals since the last plan are those of a View.
@@ -18,25 +18,32 @@ class Cache:
         self.layer = np.repeat(np.arange(n_layer, dtype=np.int32), n_head_kv)
         n_row = len(self.layer)
         self.pos = np.zeros((n_row, n_cell), np.int32)
+        self.live = np.zeros(n_row, np.int32)
         self.policy = policy
         self.state = policy.start(n_row, n_cell, n_dim)
         self.rows = [[] for _ in range(n_row)]
-        self.n_kv = self.n_new = self.next = 0
+        self.n_new = self.next = 0
         self.rng = np.random.default_rng(seed)
         self.n_value = n_value
         self.group = group
         self.n_dim = n_dim
 
+    @property
+    def n_kv(self):
+        return int(self.live.max())
+
     def grow(self, n_token):
         """Appends tokens in one step, deals the old cells anew, and makes up attention and keys."""
         self.shuffle()
-        begin, end = self.n_kv, self.n_kv + n_token
         steps = np.arange(self.next, self.next + n_token)
-        self.pos[:, begin:end] = steps
+        seen = 1 + (steps if self.policy.t == "stream" else self.n_kv + np.arange(n_token))
+        for row, live in enumerate(self.live):
+            self.pos[row, live : live + n_token] = steps
+        self.live += n_token
         self.keys = self.rng.integers(-2, 3, (len(self.rows), n_token, self.n_dim)).astype(np.float32)
-        attention = self._attention(n_token, end)
-        self.n_kv, self.n_new, self.next = end, n_token, self.next + n_token
-        self._reduce(attention, steps + 1)
+        attention = self._attention(steps)
+        self.n_new, self.next = n_token, self.next + n_token
+        self._reduce(attention, seen, steps)
         for number, row in enumerate(self.rows):
             row += [
                 {
@@ -50,28 +57,31 @@ class Cache:
                 }
                 for i, pos in enumerate(steps)
             ]
-            cell_of = {int(self.pos[number, cell]): cell for cell in range(end)}
+            cell_of = {int(self.pos[number, cell]): cell for cell in range(self.live[number])}
             for token in row:
                 mine = attention[number, :, :, cell_of[token["pos"]]]
                 token["mass"] += float(mine.sum())
                 token["last"] = float(mine[:, -1].sum())
                 token["seen"] += [
-                    (int(step) + 1, mine[:, i].tolist())
-                    for i, step in enumerate(steps)
+                    (int(t), mine[:, i].tolist())
+                    for i, (step, t) in enumerate(zip(steps, seen, strict=True))
                     if step >= token["pos"]
                 ]
 
     def shuffle(self):
         """Deals every row's cells anew, the new ones among themselves, and all that is known of them."""
         chance = self.rng.random((len(self.rows), self.n_kv))
-        chance[:, self.n_kv - self.n_new :] += 1
+        cell = np.arange(self.n_kv)
+        chance[cell >= self.live[:, None] - self.n_new] += 1
+        chance[cell >= self.live[:, None]] += 1 + cell[-1:].sum()
         order = chance.argsort(axis=1)
         self.pos[:, : self.n_kv] = np.take_along_axis(self.pos, order, axis=1)
         self.policy.move(self.state, order)
         if self.n_new:
             for name in SIGNALS.values():
                 setattr(self, name, np.take_along_axis(getattr(self, name), order, axis=1))
-            new = order[:, self.n_kv - self.n_new :] - (self.n_kv - self.n_new)
+            new = self.live[:, None] - self.n_new + np.arange(self.n_new)
+            new = np.take_along_axis(order, new, axis=1) - (self.live[:, None] - self.n_new)
             self.keys = np.take_along_axis(self.keys, new[..., None], axis=1)
 
     def view(self, pinned=0):
@@ -80,7 +90,8 @@ class Cache:
             name: getattr(self, name) for signal, name in SIGNALS.items() if signal in self.policy.reads
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
-        return View(self.live(), self.layer, self.next, pinned, keys=keys, **signals)
+        live = self.live.copy() if self.policy.ragged else None
+        return View(self.live_pos(), self.layer, self.next, pinned, live, keys=keys, **signals)
 
     def plan(self, pinned=0):
         """(view, plan), with the state as they leave it."""
@@ -88,34 +99,39 @@ class Cache:
         self.policy.observe(view, self.state)
         return view, self.policy.plan(view, self.state)
 
-    def live(self):
-        """pos i32[row, n_kv], C-contiguous."""
-        return self.pos[:, : self.n_kv].copy()
+    def live_pos(self):
+        """pos i32[row, n_kv], C-contiguous, -1 where nothing lives."""
+        pos = self.pos[:, : self.n_kv].copy()
+        pos[np.arange(self.n_kv) >= self.live[:, None]] = -1
+        return pos
 
     def apply(self, keep):
         """Fills the holes among the first cells with kept cells of the tail, and zeroes the rest."""
-        n_keep = int(keep[0].sum())
-        source = np.tile(np.arange(n_keep), (len(keep), 1))
-        for row, kept in enumerate(keep):
-            source[row, ~kept[:n_keep]] = n_keep + np.flatnonzero(kept[n_keep:])
+        n_keep = keep.sum(axis=1)
+        source = np.tile(np.arange(n_keep.max()), (len(keep), 1))
+        for row, (kept, n) in enumerate(zip(keep, n_keep, strict=True)):
+            holes = np.flatnonzero(~kept[:n])
+            source[row, holes] = n + np.flatnonzero(kept[n:])
             stays = set(self.pos[row, : self.n_kv][kept].tolist())
             self.rows[row] = [token for token in self.rows[row] if token["pos"] in stays]
-        self.pos[:, :n_keep] = np.take_along_axis(self.pos, source, axis=1)
+        self.pos[:, : source.shape[1]] = np.take_along_axis(self.pos, source, axis=1)
         self.policy.move(self.state, source)
-        for array in (self.pos, *self.state):
-            array[:, n_keep:] = 0
-        self.n_kv, self.n_new = n_keep, 0
+        for row, n in enumerate(n_keep):
+            for array in (self.pos, *self.state):
+                array[row, n:] = 0
+        self.live = n_keep.astype(np.int32)
+        self.n_new = 0
 
-    def _attention(self, n_token, n_kv):
-        """f32[row, head, query, cell]"""
+    def _attention(self, steps):
+        """f32[row, head, query, cell], zero where a query cannot see"""
         # eighths and the like: sums of them are exact, whatever their order
-        shape = (len(self.rows), self.group, n_token, n_kv)
+        shape = (len(self.rows), self.group, len(steps), self.n_kv)
         values = self.rng.integers(0, self.n_value, shape)
         attention = (values / 2 ** (self.n_value - 1).bit_length()).astype(np.float32)
-        query = self.next + np.arange(n_token)
-        return np.where(self.pos[:, None, None, :n_kv] > query[:, None], np.float32(0), attention)
+        pos = self.live_pos()[:, None, None]
+        return np.where((pos > steps[:, None]) | (pos < 0), np.float32(0), attention)
 
-    def _reduce(self, attention, seen):
+    def _reduce(self, attention, seen, steps):
         """The signals by their definitions; seen i64[query]: the tokens that each query has seen."""
         important = attention * seen[:, None] >= 1
         self.attn = attention.sum(axis=(1, 2))
@@ -123,4 +139,4 @@ class Cache:
         self.recent = attention[:, :, -max(self.policy.n_query, 1) :].sum(axis=(1, 2))
         self.squares = (attention.sum(axis=1) ** 2).sum(axis=1)
         self.hits = important.sum(axis=(1, 2)).astype(np.float32)
-        self.important = (important.any(axis=1) * seen[:, None]).max(axis=1).astype(np.int32)
+        self.important = (important.any(axis=1) * (steps[:, None] + 1)).max(axis=1).astype(np.int32)

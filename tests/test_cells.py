@@ -17,8 +17,8 @@ def plain_fill(keep, n_keep):
 
 
 def filled(keep):
-    n_keep = int(keep[0].sum())
-    source = np.full((len(keep), n_keep), -1, np.int32)
+    n_keep = keep.sum(axis=1, dtype=np.int32)
+    source = np.full((len(keep), n_keep.max()), -1, np.int32)
     fill_holes(keep, n_keep, source)
     return source
 
@@ -64,6 +64,18 @@ def test_cells_evicted_from_the_front_alone_take_the_tail():
     keep = np.ones((1, 10), np.bool_)
     keep[0, :3] = False
     assert filled(keep).tolist() == [[7, 8, 9, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_that_keep_different_numbers_have_themselves_behind_their_own(seed):
+    rng = np.random.default_rng(300 + seed)
+    keep = rng.random((5, 30)) < rng.random((5, 1))
+    keep[:, 0] = True
+    source = filled(keep)
+    for row, kept in zip(source, keep, strict=True):
+        n = kept.sum()
+        assert sorted(row[:n].tolist()) == np.flatnonzero(kept).tolist()
+        assert row[n:].tolist() == list(range(n, len(row)))
 
 
 def test_keeping_one_cell_brings_it_to_the_front():

@@ -40,13 +40,13 @@ def kept(view, plan):
 
 @every_budget
 @every_evicting_policy
-def test_keeps_fewer_than_the_budget_and_the_same_number_in_every_row(name, budget):
+def test_keeps_fewer_than_the_budget_and_the_same_number_in_every_row_unless_ragged(name, budget):
     for policy, _, view, plan in plans(name, budget):
         assert plan.keep.dtype == np.bool_
         assert plan.keep.shape == view.pos.shape
         n_kept = set(plan.keep.sum(axis=1).tolist())
-        assert len(n_kept) == 1
-        assert 1 <= n_kept.pop() < policy.budget
+        assert len(n_kept) == 1 or policy.ragged
+        assert 1 <= min(n_kept) <= max(n_kept) < policy.budget
 
 
 @every_policy
@@ -88,7 +88,7 @@ def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
             for row in kept(view, plan):
                 assert row >= {*range(pinned), cache.next - 1}
                 assert len(row) < policy.budget
-            assert len({len(row) for row in kept(view, plan)}) == 1
+            assert len({len(row) for row in kept(view, plan)}) == 1 or policy.ragged
 
 
 @every_policy

@@ -23,13 +23,13 @@ def make(name, options, budget, evict_every, seed, shape=(2, 3), **kwargs):
 
 
 def kept_by_policy(cache, plan):
-    pos = cache.live()
+    pos = cache.live_pos()
     return [sorted(pos[row][keep].tolist()) for row, keep in enumerate(plan.keep)]
 
 
 def merges_of(cache, plan):
     """For each row {dst pos: {src pos: weight}}."""
-    pos = cache.live()
+    pos = cache.live_pos()
     merges = [{} for _ in pos]
     if plan.merge is not None:
         m = plan.merge
@@ -165,7 +165,7 @@ def test_random_draws_afresh_at_every_step_and_for_every_seed():
     for seed in (0, 1, -1):
         policy = policies.fit("random", 40, 20, ["window=0", f"seed={seed}"])
         for later in range(3):
-            view = View(cache.live(), cache.layer, next=cache.next + later)
+            view = View(cache.live_pos(), cache.layer, next=cache.next + later)
             draws.add(tuple(kept_by_policy(cache, policy.plan(view, ()))[0]))
     assert len(draws) == 9
 
