@@ -492,7 +492,9 @@ class Context:
         _check(_lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
     def state(self) -> bytes:
-        """The raw bytes of all live cells, as llama.cpp saves a sequence."""
+        """The raw bytes of all live cells, as llama.cpp saves a sequence; not of ragged rows."""
+        if self.ragged:
+            raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
         n = api.llama_state_seq_get_size(self._context, 0)
         buffer = (ctypes.c_uint8 * n)()
         return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])

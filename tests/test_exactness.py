@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -26,8 +27,10 @@ def reference(path, tokens, policy, name, **kwargs):
         tokens,
         budget=policy.budget,
         slack=policy.slack,
-        keep=keep,
-        **params,
+        keep=partial(keep, **params),
+        t=policy.t,
+        logn=policy.logn,
+        ragged=policy.ragged,
         **kwargs,
     )
 
@@ -45,6 +48,25 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
         got = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
     assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("evict_every", [1, 16])
+@pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
+@pytest.mark.parametrize(
+    "options", [["history=5", "window=4"], ["history=8", "window=2", "t=cells"]], ids=" ".join
+)
+def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_every, options):
+    path = tiny_model(n_head_kv=2, n_ctx_train=100)
+    tokens = text(96 if positions == "original" else 160)
+    policy = policies.fit("corm", 96, evict_every, options)
+    want = reference(path, tokens, policy, "corm", positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        got = perplexity.stream(engine, tokens)
+        engine.room()
+        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.pos, engine.live, strict=True)]
+    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
+    assert len({len(row) for row in live}) > 1
 
 
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On

@@ -34,7 +34,7 @@ def steps(engine: Engine, tokens: np.ndarray) -> Iterator[np.ndarray]:
     """The same, step by step."""
     at = 0
     while at < len(tokens):
-        n = min(engine.room(), engine.policy.budget - engine.n_kv, len(tokens) - at)
+        n = min(engine.room(), engine.n_until_plan, len(tokens) - at)
         engine.step(tokens[at : at + n], n)
         yield _nll(engine, tokens[at + 1 : at + 1 + n])
         at += n

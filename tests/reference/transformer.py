@@ -147,10 +147,12 @@ class Row:
 class Stream:
     """A text being decoded. rows[layer][head]: what is left of it. next: position of the next token.
 
-    counter: what the next token's query and key are rotated by; it starts at `counter`.
+    counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
+    t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
+    multiplied by log_512(t).
     """
 
-    def __init__(self, model, *, positions="original", n_ctx_train=None, counter=0):
+    def __init__(self, model, *, positions="original", n_ctx_train=None, counter=0, t="stream", logn=False):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
         self.model = model
@@ -158,6 +160,8 @@ class Stream:
         self.n_ctx_train = n_ctx_train or model.n_ctx_train
         self.in_cache = positions == "in-cache"
         self.counter = counter
+        self.t = t
+        self.logn = logn
         self.next = 0
         self.rows = [
             [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
@@ -166,11 +170,8 @@ class Stream:
 
     @property
     def n(self):
-        """Entries of every row."""
-        counts = {len(row) for rows in self.rows for row in rows}
-        if len(counts) != 1:
-            raise ValueError(f"all rows must keep the same number of entries, got {sorted(counts)}")
-        return counts.pop()
+        """Entries of the longest row."""
+        return max(len(row) for rows in self.rows for row in rows)
 
     def decode(self, tokens):
         """Logits f64[n_tokens, n_vocab] of a batch; its attention goes into the rows' mass and last."""
@@ -178,9 +179,10 @@ class Stream:
         self._make_room(m)
         pos = np.arange(self.next, self.next + m)
         rot = np.arange(self.counter, self.counter + m)
+        t = 1 + np.arange(m) + (self.next if self.t == "stream" else self.n)
         x = self.model.embd[np.asarray(tokens)].astype(np.float64)
         for layer, rows in zip(self.model.layers, self.rows, strict=True):
-            x = x + self._attend(layer, rows, self.model.norm(x, layer["attn_norm"]), pos, rot)
+            x = x + self._attend(layer, rows, self.model.norm(x, layer["attn_norm"]), pos, rot, t)
             h = self.model.norm(x, layer["ffn_norm"])
             gate = _linear(h, layer["ffn_gate"])
             x = x + _linear(gate / (1 + np.exp(-gate)) * _linear(h, layer["ffn_up"]), layer["ffn_down"])
@@ -201,7 +203,7 @@ class Stream:
         if self.in_cache:
             self._close_gaps(self.counter)
 
-    def _attend(self, layer, rows, h, pos, rot):
+    def _attend(self, layer, rows, h, pos, rot, t):
         """The attention block's output f64[n_tokens, n_embd] for the normed input h."""
         model, m = self.model, len(pos)
 
@@ -218,16 +220,18 @@ class Stream:
             row.append(pos, rot, key[i], value[i])
             mine = slice(i * group, (i + 1) * group)
             scores = query[mine] @ model.rotate(row.key, row.rot).T / np.sqrt(model.head_dim)
+            if self.logn:
+                scores *= np.log(t)[:, None] / np.log(512)
             scores[:, row.pos > pos[:, None]] = -np.inf
             attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attn /= attn.sum(axis=-1, keepdims=True)
             out[mine] = attn @ row.value
             row.mass += attn.sum(axis=(0, 1))
             row.last = attn[:, -1].sum(axis=0)
-            for step, heads_attn in zip(pos.tolist(), attn.swapaxes(0, 1), strict=True):
+            for step, n, heads_attn in zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True):
                 for seen, own, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
                     if at <= step:
-                        seen.append((step + 1, own))
+                        seen.append((n, own))
         return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
 
     def _make_room(self, m):
@@ -242,10 +246,9 @@ class Stream:
         self._close_gaps(n)
 
     def _close_gaps(self, end):
-        n = self.n
         for rows in self.rows:
             for row in rows:
-                row.rot = np.arange(end - n, end)
+                row.rot = np.arange(end - len(row), end)
 
 
 class Result(NamedTuple):
@@ -268,15 +271,18 @@ def run(
     n_ctx_train=None,
     counter=0,
     logits=False,
+    t="stream",
+    logn=False,
+    ragged=False,
     **params,
 ):
     """Scores a text in batches of `slack` tokens (all at once without a slack), never over the budget.
 
-    Whenever the rows hold `budget` entries (None: never), keep(rows, *, next, pinned, budget, slack,
-    **params) says for the rows of one layer which positions stay, rows being lists of records as
-    tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge.
+    Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *,
+    next, pinned, budget, slack, **params) says for the rows of one layer which positions stay, rows being
+    records as tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge.
     """
-    stream = Stream(model, positions=positions, n_ctx_train=n_ctx_train, counter=counter)
+    stream = Stream(model, positions=positions, n_ctx_train=n_ctx_train, counter=counter, t=t, logn=logn)
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
         m = min(slack or len(tokens), len(tokens) - at)
@@ -293,7 +299,7 @@ def run(
         nll.append(total - scored[np.arange(len(targets)), targets])
         if logits:
             kept_logits.append(batch_logits)
-        if budget is not None and stream.n >= budget:
+        if budget is not None and (ragged or stream.n >= budget):
             stream.evict(keep, pinned=pinned, budget=budget, slack=slack, **params)
     return Result(np.concatenate(nll), np.concatenate(kept_logits) if logits else None, stream)
 

@@ -1,0 +1,122 @@
+"""A prompt that is decoded whole is compressed once, and the large cache is given back."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import StreamEnd, UsageError
+from tests.reference import transformer
+from tests.running import open_engine, text
+
+pytestmark = pytest.mark.engine
+
+
+def evict(stream, name, policy):
+    keep = import_module(f"tests.reference.{name}").keep
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+
+
+def positions_of(stream):
+    return [row.pos.tolist() for rows in stream.rows for row in rows]
+
+
+def live(engine):
+    return [sorted(pos[:n].tolist()) for pos, n in zip(engine.pos, engine.live, strict=True)]
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+@pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm"])
+def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, positions):
+    path, tokens = tiny_model(), text(330)
+    policy = policies.fit(name, 48, 8)
+    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    with open_engine(path, policy, positions=positions, prefill="whole") as engine:
+        small = engine.cache_bytes
+        engine.read(tokens[:310])
+        want = stream.decode(tokens[:310])[-1]
+        evict(stream, name, policy)
+        assert np.abs(engine.context.logits()[0] - want).max() < 1e-3
+        assert live(engine) == positions_of(stream)
+        assert engine.cache_bytes == small
+        # what the policy remembers is right as well: it goes on from there
+        for at in range(310, 330):
+            if engine.room() and stream.n >= policy.budget:
+                evict(stream, name, policy)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < 1e-3
+            assert live(engine) == positions_of(stream)
+
+
+def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_each_other(tiny_model):
+    path, tokens = tiny_model(n_ctx_train=130), text(305)
+    policy = policies.fit("h2o", 48, 8)
+    model = transformer.Llama(path)
+    whole = transformer.Stream(model, positions="in-cache")
+    parts = []
+    for segment in np.array_split(tokens[:300], 3):
+        parts.append(transformer.Stream(model))
+        parts[-1].next = sum(part.counter for part in parts)
+        want = parts[-1].decode(segment)
+    for rows, *others in zip(whole.rows, *(part.rows for part in parts), strict=True):
+        for row, *pieces in zip(rows, *others, strict=True):
+            for piece in pieces:
+                at = len(row)
+                row.append(piece.pos, piece.rot, piece.key, piece.value)
+                row.mass[at:] = piece.mass
+                row.last[at:] = piece.last
+    whole.next = 300
+    whole.counter = policy.budget - policy.slack
+    evict(whole, "h2o", policy)
+    with open_engine(path, policy, prefill="whole") as engine:
+        engine.read(tokens[:300])
+        assert np.abs(engine.context.logits()[0] - want[-1]).max() < 1e-3
+        assert live(engine) == positions_of(whole)
+        for at in range(300, 305):
+            engine.room()
+            engine.step(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < 1e-3
+
+
+def test_original_positions_end_where_the_context_does(tiny_model):
+    policy = policies.fit("h2o", 48, 8)
+    with (
+        open_engine(tiny_model(n_ctx_train=130), policy, positions="original", prefill="whole") as engine,
+        pytest.raises(StreamEnd, match="the prompt of 131 tokens is longer than the context of 130"),
+    ):
+        engine.read(text(131))
+
+
+def test_a_text_that_fits_or_comes_later_is_not_read_whole(tiny_model):
+    tokens = text(200)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        engine.read(tokens[:48])
+        assert engine.n_evicted == 0
+        engine.read(tokens[48:])
+        assert engine.n_past == 200
+        assert engine.n_kv <= 48
+
+
+def test_another_stream_starts_with_the_small_cache(tiny_model):
+    tokens = text(200)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        results = []
+        for _ in range(2):
+            engine.read(tokens)
+            results.append((engine.context.logits().copy(), live(engine), engine.cache_bytes))
+            engine.reset()
+        assert np.array_equal(results[0][0], results[1][0])
+        assert results[0][1:] == results[1][1:]
+
+
+def test_an_unknown_way_to_read_a_prompt_is_refused(tiny_model):
+    with (
+        pytest.raises(UsageError, match="prefill must be stream or whole, got 'half'"),
+        open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="half"),
+    ):
+        pass
