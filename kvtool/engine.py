@@ -8,12 +8,13 @@ only says "in use, and older than the next token".
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from kvtool.budget import PAD
 from kvtool.cells import fill_holes, rank_by_pos
-from kvtool.errors import PlanError, StreamEnd, UsageError
+from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError, where
 from kvtool.llama import Context, Model
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
 
@@ -109,7 +110,7 @@ class Engine:
         shape = (n_row, self.context.n_cell)
         self.pos = np.zeros(shape, np.int32)
         self.rot = np.zeros(shape, np.int32)
-        self.state = self.policy.start(*shape, self.context.n_dim)
+        self.state = self._start()
         self.is_in_cache = self.settings.positions == "in-cache"
 
     def close(self) -> None:
@@ -223,20 +224,20 @@ class Engine:
             if self.n_past < n:
                 self.context.hide(self.n_past)
         view = self._view(signals, self._keys() if Signal.KEYS in self.policy.reads else None)
-        plan = self.policy.compress(view)
+        plan = self._ask("compress", view)
         n_keep = self._checked(view, plan)
         if len(segments) > 1:
             self.is_in_cache = True
             self._next_rot = int(n_keep[0])
         source = self._apply(plan, n_keep, self._next_rot)
         self._resize(self._layer_cells)
-        self.state = self.policy.start(*self.pos.shape, self.context.n_dim)
+        self.state = self._start()
         kept = {
             field: np.take_along_axis(values, source if values.ndim == 2 else source[..., None], axis=1)
             for field in ("pos", *signals, *(["keys"] if view.keys is not None else []))
             for values in [getattr(view, field)]
         }
-        self.policy.adopt(replace(view, **kept), self.state)
+        self._ask("adopt", replace(view, **kept), self.state)
 
     def _resize(self, n_cell: np.ndarray) -> None:
         """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""
@@ -246,7 +247,7 @@ class Engine:
         shape = (len(self.live), self.context.n_cell)
         self.pos, self.rot = _resized((self.pos, self.rot), [np.zeros(shape, np.int32) for _ in range(2)])
         if self.state:
-            self.state = _resized(self.state, self.policy.start(*shape, self.context.n_dim))
+            self.state = _resized(self.state, self._start())
 
     def _fit(self, n: int) -> None:
         """Lets every layer of ragged rows have room for n tokens; one that has much more gives it back."""
@@ -266,9 +267,25 @@ class Engine:
             )
         self.is_in_cache = True
         # the edit clears the signals: what they say so far must not be lost
-        self.policy.observe(self._seen(), self.state)
+        self._ask("observe", self._seen(), self.state)
         keep = np.arange(self.n_kv) < self.live[:, None]
         self._apply(Plan(keep), self.live.copy(), self.n_kv)
+
+    def _start(self) -> State:
+        shape = self.pos.shape
+        state = self._ask("start", *shape, self.context.n_dim)
+        if not (isinstance(state, tuple) and all(np.shape(array)[:2] == shape for array in state)):
+            raise PlanError(f"{type(self.policy).__name__}: start must return a tuple of arrays {shape}")
+        return state
+
+    def _ask(self, what: str, *args: object) -> Any:
+        """Calls the policy, which may be anybody's."""
+        try:
+            return getattr(self.policy, what)(*args)
+        except KvtoolError:
+            raise
+        except Exception as error:
+            raise PlanError(f"{type(self.policy).__name__}.{what}: {where(error)}") from error
 
     def _signals(self) -> dict[str, Signal]:
         """The fields of a view that the policy reads, but keys."""
@@ -310,8 +327,8 @@ class Engine:
 
     def _evict(self) -> None:
         view = self._seen()
-        self.policy.observe(view, self.state)
-        plan = self.policy.plan(view, self.state)
+        self._ask("observe", view, self.state)
+        plan = self._ask("plan", view, self.state)
         self._apply(plan, self._checked(view, plan), self._next_rot)
         self._n_planned = self.n_past
         if self.policy.ragged:
@@ -320,6 +337,8 @@ class Engine:
     def _checked(self, view: View, plan: Plan) -> np.ndarray:
         """i32[row]: how many cells the plan keeps. Raises StreamEnd or PlanError if it cannot be."""
         name = type(self.policy).__name__
+        if not isinstance(plan, Plan):
+            raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
         keep = plan.keep
         kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
         if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
@@ -376,7 +395,7 @@ class Engine:
         self.pos[:, :most] = pos
         self.rot[:, :most] = rot
         if self.state:
-            self.policy.move(self.state, source)
+            self._ask("move", self.state, source)
         for array in self.state:
             if dead is None:
                 array[:, most:n] = 0

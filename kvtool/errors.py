@@ -3,6 +3,8 @@
 A message is one line that says what is wrong and what to do about it.
 """
 
+from pathlib import Path
+
 
 class KvtoolError(Exception):
     """exit_code: what the command line ends with."""
@@ -44,3 +46,13 @@ class PlanError(KvtoolError):
     """A policy returned a plan that breaks a rule; nothing was changed."""
 
     exit_code = 7
+
+
+def where(error: BaseException) -> str:
+    """An error in one line, with the innermost place that raised it."""
+    trace, place = error.__traceback__, ""
+    while trace:
+        place = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}{place}"

@@ -31,6 +31,7 @@ def chat(
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
+    prefill: opt.Prefill = None,
     n: Annotated[
         int | None, typer.Option("-n", "--predict", min=1, help="The most tokens of a reply.")
     ] = None,

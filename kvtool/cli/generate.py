@@ -26,6 +26,7 @@ def generate(
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
+    prefill: opt.Prefill = None,
     temp: opt.Temp = 0.8,
     top_k: opt.TopK = 40,
     top_p: opt.TopP = 0.95,

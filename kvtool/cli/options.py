@@ -21,7 +21,10 @@ Model = Annotated[
         "-m", "--model", help="A name (kvtool models list) or a GGUF file.", show_default="$KVTOOL_MODEL"
     ),
 ]
-Policy = Annotated[str, typer.Option("--policy", help="Which cells stay (kvtool policies).")]
+Policy = Annotated[
+    str,
+    typer.Option("--policy", help="Which cells stay: a name (kvtool policies) or a Python file of yours."),
+]
 Budget = Annotated[
     str | None,
     typer.Option("--budget", help="The most each row may hold: cells (512), a share (10%) or bytes (64MiB)."),
@@ -39,6 +42,14 @@ Positions = Annotated[
     typer.Option(
         "--positions",
         help="original; in-cache; auto: original as long as they fit into the context, then in-cache.",
+    ),
+]
+Prefill = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill",
+        help="How a long prompt is read: stream, evicting on the way; whole, then compressed once.",
+        show_default="the policy's",
     ),
 ]
 Context = Annotated[
@@ -96,11 +107,13 @@ class EngineOptions:
     type_v: str
     flash: str
     verbose: bool
+    prefill: str | None = None
 
     @classmethod
     def of(cls, context: typer.Context) -> EngineOptions:
         """Those of the command that is running."""
-        return cls(**{field.name: context.params[field.name] for field in fields(cls)})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in context.params.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +164,11 @@ def open_engine(
         policy = None
     else:
         n, is_bound = budget.cells(
-            wanted.budget or str(min(default_budget, n_ctx)), info, wanted.type_k, wanted.type_v
+            # rows that differ take what they need, and the budget is only a cap
+            wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx)),
+            info,
+            wanted.type_k,
+            wanted.type_v,
         )
         slack = wanted.evict_every or policies.default_slack(n)
         if is_bound:
@@ -171,6 +188,7 @@ def open_engine(
             policy = policies.fit("full", min(n_ctx, n_tokens))
         settings = Settings(
             positions=wanted.positions,
+            prefill=wanted.prefill,
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_output=n_batch if scoring else 1,

@@ -1,13 +1,19 @@
-"""The policies, found by file name: kvtool/policies/NAME.py with a POLICY in it is `--policy NAME`."""
+"""The policies, found by file name: kvtool/policies/NAME.py with a POLICY in it is `--policy NAME`.
+
+A file of one's own is `--policy path/to/it.py`, and looks the same.
+"""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, where
 
 if TYPE_CHECKING:
     from kvtool.policy import Policy
@@ -21,10 +27,32 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[Policy]:
-    """The policy class of that name. Raises UsageError with the names that there are."""
+    """The policy class of that name or file. Raises UsageError with the names that there are."""
+    if name.endswith(".py"):
+        return _load_file(Path(name))
     if name not in names():
         raise UsageError(f"no policy {name!r}; there are: {', '.join(names())}")
     return import_module(f"kvtool.policies.{name}").POLICY
+
+
+@cache
+def _load_file(path: Path) -> type[Policy]:
+    from kvtool.policy import Policy
+
+    if not path.is_file():
+        raise UsageError(f"no policy file {path}")
+    # a name of its own, under which dataclasses and numba find it again
+    name = f"kvtool_policy_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{path}: {where(error)}") from error
+    policy = getattr(module, "POLICY", None)
+    if not (isinstance(policy, type) and issubclass(policy, Policy) and is_dataclass(policy)):
+        raise UsageError(f"{path}: POLICY must be a dataclass that derives from kvtool.policy.Policy")
+    return policy
 
 
 def params(policy: type[Policy]) -> dict[str, object]:
