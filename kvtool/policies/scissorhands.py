@@ -58,8 +58,9 @@ class Scissorhands(Policy):
         n_part, n_query = self._parts()
         part = (view.next - 1) // n_query
         last_part = (view.next - count_arrivals(view, known) - 1) // n_query
-        forgotten = np.arange(max(last_part, part - n_part) + 1, part + 1) % n_part
-        hits[:, : view.n_kv, forgotten] = 0
+        n_begun = min(part - last_part, n_part)
+        begun = (part - np.arange(n_begun)) % n_part
+        hits[:, : view.n_kv, begun] = 0
         now = hits[:, : view.n_kv, part % n_part]
         now[...] = np.minimum(now + view.hits, np.iinfo(np.uint16).max)
 
