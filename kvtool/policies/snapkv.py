@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import keep_highest, kernel
-from kvtool.policy import Plan, Policy, Signal, View, check_choice, check_kept, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SnapKV(Policy):
     def n_query(self) -> int:
         return self.window
 
-    def plan(self, view: View, state: tuple) -> Plan:
+    def plan(self, view: View, state: State) -> Plan:
         n_keep = self.budget - self.slack
         first, recent = protected(view, n_keep, self.sinks, self.window)
         # no two positions of a row are equal: the sort need not be stable
