@@ -90,6 +90,15 @@ def keep_highest(pos, score, sinks, recent, n_keep, keep):
                 keep[row, cell] = _key(bits[row, cell], pos[row, cell]) > last_out
 
 
+@kernel("f8(f4[::1])")
+def square_norm(key):
+    """key f32[n_dim] -> the sum of its squares, in float64."""
+    total = 0.0
+    for x in key:
+        total += np.float64(x) * x
+    return total
+
+
 @kernel("void(f4[:,::1], i4[::1], f8[::1])")
 def token_nll(logits, target, nll):
     """Negative log-likelihood in nats: logits f32[n, n_vocab], target i32[n] -> nll f64[n]."""

@@ -182,17 +182,26 @@ class Policy:
         self.observe(view, state)
 
 
-def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0) -> None:
-    """Raises ValueError unless an eviction down to budget - slack cells leaves room for sinks and window."""
+def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: int = 0) -> None:
+    """Raises ValueError unless an eviction down to budget - slack cells leaves room for sinks and window.
+
+    least: the smallest window that works.
+    """
     if not 1 <= slack < budget:
         raise ValueError(f"slack must be in 1..{budget - 1} (below the budget), got {slack}")
     if sinks < 0:
         raise ValueError(f"sinks must not be negative, got {sinks}")
-    if not 0 <= window <= budget - slack - sinks:
+    if not least <= window <= budget - slack - sinks:
         raise ValueError(
-            f"window must be in 0..{max(budget - slack - sinks, 0)} (the budget of {budget} less "
+            f"window must be in {least}..{max(budget - slack - sinks, least)} (the budget of {budget} less "
             f"{slack} slack and {sinks} sinks), got {window}"
         )
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value}")
 
 
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:
@@ -202,3 +211,27 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
     """
     first = max(sinks, view.pinned)
     return first, view.next - min(window, n_keep - first)
+
+
+def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
+    """f32[row, n_kv]: each token's score f32[row, n_kv or more], summed over what decides as one.
+
+    per: "row", "layer" (the layer's rows) or "all" (every row); rows that decide as one hold the same tokens.
+    """
+    if per == "row":
+        return score
+    # no two positions of a row are equal: the sort need not be stable
+    order = np.argsort(view.pos, axis=1)
+    first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
+    total = np.add.reduceat(np.take_along_axis(score, order, axis=1), first_rows, axis=0)
+    summed = np.empty(view.pos.shape, np.float32)
+    n_rows = np.diff(first_rows, append=len(view.layer))
+    np.put_along_axis(summed, order, np.repeat(total, n_rows, axis=0), axis=1)
+    return summed
+
+
+def count_arrivals(view: View, known: np.ndarray) -> int:
+    """How many tokens have come since the last time; marks all as known u1[row, n_kv or more]."""
+    n_arrived = view.n_kv - int(np.count_nonzero(known[0, : view.n_kv]))
+    known[:, : view.n_kv] = 1
+    return n_arrived

@@ -54,6 +54,7 @@ class Cache:
                     "key": self.keys[number, i].tolist(),
                     "old": False,
                     "row": number,
+                    "notes": {},
                 }
                 for i, pos in enumerate(steps)
             ]
@@ -134,9 +135,14 @@ class Cache:
     def _reduce(self, attention, seen, steps):
         """The signals by their definitions; seen i64[query]: the tokens that each query has seen."""
         important = attention * seen[:, None] >= 1
-        self.attn = attention.sum(axis=(1, 2))
-        self.last = attention[:, :, -1].sum(axis=1)
-        self.recent = attention[:, :, -max(self.policy.n_query, 1) :].sum(axis=(1, 2))
-        self.squares = (attention.sum(axis=1) ** 2).sum(axis=1)
+        of_group = {
+            "sum": attention.sum(axis=1),
+            "max": attention.max(axis=1),
+            "first": attention[:, 0],
+        }[self.policy.group]
+        self.attn = of_group.sum(axis=1)
+        self.last = of_group[:, -1].copy()
+        self.recent = of_group[:, -max(self.policy.n_query, 1) :].sum(axis=1)
+        self.squares = (of_group**2).sum(axis=1)
         self.hits = important.sum(axis=(1, 2)).astype(np.float32)
         self.important = (important.any(axis=1) * (steps[:, None] + 1)).max(axis=1).astype(np.int32)

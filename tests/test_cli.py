@@ -114,6 +114,39 @@ def test_a_policy_shows_what_a_budget_gives():
     assert params["threshold"] / params["window"] == pytest.approx(26 / 6, abs=0.06)
 
 
+def test_a_policy_shows_what_is_given_by_hand():
+    given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
+    (h2o,) = json.loads(kvtool("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
+    # half of what an eviction leaves; the mean over a group ranks as the sum does
+    assert h2o["params"] == {
+        **{"window": 240, "sinks": 2, "score": "sum"},
+        **{"per": "row", "group": "sum", "decay": 1.0},
+    }
+    table = kvtool("policies", "buzz", *given, env={**os.environ, "COLUMNS": "200"}).stdout
+    assert "parameters at 512 cells" in table
+    assert "sinks=2" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["h2o", "-o", "window=3"], "need a --budget"),
+        (["h2o", "--evict-every", "3"], "need a --budget"),
+        (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: buzz, "),
+        (["buzz", "--budget", "3"], "the smallest budget that works with these parameters is 8"),
+        (["buzz", "--budget", "512", "-o", "stride=x"], "stride must be of type int"),
+        (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
+    ],
+)
+def test_policies_refuses_what_would_show_nothing(arguments, words):
+    done = kvtool("policies", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
 @pytest.mark.engine
 def test_perplexity_json_has_the_promised_keys(text_file, smollm2):
     done = kvtool("perplexity", text_file, "-t", 1, "--budget", 256, "--json", "--max-tokens", 400)

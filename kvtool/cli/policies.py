@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import EvictEvery, Json, Options
+from kvtool.errors import UsageError
 
 
 def policies(
@@ -23,6 +24,10 @@ def policies(
     """The policies with their parameters, defaults and papers."""
     from kvtool import policies as known
 
+    if budget is None and (options or evict_every):
+        raise UsageError("-o and --evict-every need a --budget, or they change nothing")
+    if options and not name:
+        raise UsageError(f"-o needs the name of a policy, one of: {', '.join(known.names())}")
     listed = []
     for each in [name] if name else known.names():
         policy = known.load(each)

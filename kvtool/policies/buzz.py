@@ -11,7 +11,8 @@ Slack is ignored, the threshold plays its part.
 
 Differs from the paper: one decision a KV head, on the sum over its group of query heads (the paper has no
 grouped queries); attention is not scaled by log n (section 3.5). The authors' code sets the attention sums
-of thinned tokens to zero; they are never read again either way.
+of thinned tokens to zero; they are never read again either way. Its two ablations (section 4.3, Figure 8) are
+`-o swap=true` and `-o local_max=false`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel
-from kvtool.policy import Plan, Policy, Signal, State, View
+from kvtool.policy import Plan, Policy, Signal, State, View, protected
 
 _SINKS = 4
 _STRIDE = 5
@@ -34,6 +35,9 @@ class BUZZ(Policy):
 
     stride: tokens in a segment; half of it in a group of old ones. Unless given, window and threshold share
     the budget by Theorem 3.1; if one of them is given, the other takes the rest.
+
+    swap: half the stride for new tokens, the whole one for old ones. local_max: whether what stays of a
+    segment is the token of the highest attention sum, or the first.
     """
 
     budget: int
@@ -42,6 +46,8 @@ class BUZZ(Policy):
     threshold: int
     sinks: int = _SINKS
     stride: int = _STRIDE
+    swap: bool = False
+    local_max: bool = True
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     paper: ClassVar[str] = "arXiv:2410.23079"
@@ -75,13 +81,14 @@ class BUZZ(Policy):
         threshold: int | None = None,
         sinks: int = _SINKS,
         stride: int = _STRIDE,
+        **ablations: bool,
     ) -> BUZZ:
         rest = budget - 1 - sinks
         if window is None:
             window = _best_window(rest, stride) if threshold is None else rest - threshold
         if threshold is None:
             threshold = rest - window
-        return cls(budget, slack, window, threshold, sinks, stride)
+        return cls(budget, slack, window, threshold, sinks, stride, **ablations)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""
@@ -98,8 +105,23 @@ class BUZZ(Policy):
             # no two positions of a row are equal: the sort need not be stable
             order = np.argsort(view.pos, axis=1)
             first = max(self.sinks, view.pinned)
-            _sample(order, view.pos, mass, first, self.window, self.budget - 1, self.stride, old, keep)
+            strides = (self._small_stride, self.stride) if self.swap else (self.stride, self._small_stride)
+            sizes = (first, self.window, self.budget - 1, *strides, self.local_max)
+            _sample(order, view.pos, mass, *sizes, old, keep)
         return Plan(keep)
+
+    def adopt(self, view: View, state: State) -> None:
+        """What is left in the middle of a compressed prompt has survived an eviction there."""
+        self.observe(view, state)
+        _, old = state
+        first, recent = protected(view, self.budget - 1, self.sinks, self.window)
+        # a prompt that fits is left as it is
+        if view.n_kv < view.next:
+            old[:, : view.n_kv] = (first <= view.pos) & (view.pos < recent)
+
+    @property
+    def _small_stride(self) -> int:
+        return (self.stride + 1) // 2
 
 
 def _best_window(rest: int, stride: int) -> int:
@@ -109,16 +131,15 @@ def _best_window(rest: int, stride: int) -> int:
     return max(rest // max(stride, 1), 1)
 
 
-@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, u1[:,::1], b1[:,::1])")
-def _sample(order, pos, mass, first, window, n_max, stride, old, keep):
+@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, i8, b1, u1[:,::1], b1[:,::1])")
+def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, old, keep):
     """order i64[row, n]: cells, oldest first; pos i32[row, n], mass f32[row, n or more] -> keep b1[row, n].
 
     At most n_max stay: tokens before position `first`, the newest `window`, which gives way where both do not
-    fit, and what is sampled from the middle, whose old tokens are older than its new ones. Sets old
-    u1[row, n or more] for a token of the middle that stays.
+    fit, and what is sampled from the middle, whose old tokens are older than its new ones: one of `stride`
+    new tokens, one of `old_stride` old ones. Sets old u1[row, n or more] for a token of it that stays.
     """
     n_row, n = order.shape
-    small_stride = (stride + 1) // 2
     stays = np.empty(n, np.int64)
     for row in range(n_row):
         begin = 0
@@ -131,7 +152,7 @@ def _sample(order, pos, mass, first, window, n_max, stride, old, keep):
             cell = order[row, i]
             keep[row, cell] = False
             if old[row, cell]:
-                if n_old % small_stride == 0:
+                if n_old % old_stride == 0:
                     stays[n_stay] = cell
                     n_stay += 1
                 n_old += 1
@@ -139,13 +160,13 @@ def _sample(order, pos, mass, first, window, n_max, stride, old, keep):
                 if n_new % stride == 0:
                     stays[n_stay] = cell
                     n_stay += 1
-                elif mass[row, cell] > mass[row, stays[n_stay - 1]]:
+                elif local_max and mass[row, cell] > mass[row, stays[n_stay - 1]]:
                     stays[n_stay - 1] = cell
                 n_new += 1
         while n_stay > room > 0:
-            for i in range(0, n_stay, small_stride):
-                stays[i // small_stride] = stays[i]
-            n_stay = (n_stay + small_stride - 1) // small_stride
+            for i in range(0, n_stay, old_stride):
+                stays[i // old_stride] = stays[i]
+            n_stay = (n_stay + old_stride - 1) // old_stride
         for i in range(min(n_stay, room)):
             keep[row, stays[i]] = True
             old[row, stays[i]] = 1

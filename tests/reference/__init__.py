@@ -13,8 +13,22 @@ rows: one list for each KV head of ONE layer, of one dict for each token of the 
     key   the key before RoPE, a list of floats
     old   buzz only: True for a token that has survived an eviction in the middle
     row   the row's number among the rows of all layers
+    notes the twin's own dict, empty at first: what it must remember from one plan to the next
 next: position of the next token. pinned: tokens with pos < pinned stay. params: the policy's own, all given.
 
 Returns, for each row, the sorted positions that stay; or that and, for each row, the merges
 {dst pos: [(src pos, weight), ...]}. buzz sets `old` where due; nothing else is changed.
 """
+
+
+def news(row):
+    """For each token of a row what it has seen since the last plan, by the notes that this takes."""
+    fresh = [token["seen"][token["notes"].get("n_seen", 0) :] for token in row]
+    for token in row:
+        token["notes"]["n_seen"] = len(token["seen"])
+    return fresh
+
+
+def n_arrived(row):
+    """How many tokens of a row have come since the last plan; to be asked before `news`."""
+    return sum("n_seen" not in token["notes"] for token in row)

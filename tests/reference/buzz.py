@@ -1,13 +1,26 @@
 """BUZZ (arXiv:2410.23079, Algorithms 1 and 2, Remark 2); the first of equals is the local maximum."""
 
-CASES = [[], ["stride=3"], ["stride=4", "sinks=0"], ["stride=6", "threshold=2"], ["window=7"]]
+CASES = [
+    [],
+    ["stride=3"],
+    ["stride=4", "sinks=0"],
+    ["stride=6", "threshold=2"],
+    ["window=7"],
+    ["swap=true"],
+    ["swap=true", "stride=3", "sinks=1"],
+    ["local_max=false"],
+    ["local_max=false", "swap=true", "stride=8", "window=3"],
+]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, threshold, sinks, stride):
-    return [_keep(row, max(sinks, pinned), window, sinks + window + threshold, stride) for row in rows]
+def keep(rows, *, next, pinned, budget, slack, window, threshold, sinks, stride, swap=False, local_max=True):
+    first, n_max = max(sinks, pinned), sinks + window + threshold
+    small_stride = (stride + 1) // 2
+    strides = (small_stride, stride) if swap else (stride, small_stride)
+    return [_keep(row, first, window, n_max, *strides, local_max) for row in rows]
 
 
-def _keep(row, first, window, n_max, stride):
+def _keep(row, first, window, n_max, stride, old_stride, local_max):
     if len(row) <= n_max:
         return [token["pos"] for token in row]
     head = [token for token in row if token["pos"] < first]
@@ -15,13 +28,13 @@ def _keep(row, first, window, n_max, stride):
     window = min(window, n_max - len(head))
     middle, tail = body[: len(body) - window], body[len(body) - window :]
 
-    small_stride = (stride + 1) // 2
     old = [token for token in middle if token["old"]]
     new = [token for token in middle if not token["old"]]
-    middle = interval_sample(small_stride, old) + local_max_sample(stride, new)
+    sample = local_max_sample if local_max else interval_sample
+    middle = interval_sample(old_stride, old) + sample(stride, new)
     while len(head) + len(middle) + len(tail) > n_max:
         # a middle of one token cannot be thinned any more
-        middle = interval_sample(small_stride, middle) if len(middle) > 1 else []
+        middle = interval_sample(old_stride, middle) if len(middle) > 1 else []
     for token in middle:
         token["old"] = True
     return [token["pos"] for token in head + middle + tail]

@@ -1,19 +1,52 @@
 """H2O (arXiv:2306.14048): of tokens outside window and sinks the lightest, oldest goes, one at a time."""
 
-CASES = [[], ["window=3", "sinks=4"], ["window=0"]]
+# for float32 alone, whose rounding decides which means are equal
+import numpy as np
+
+from . import n_arrived, news
+
+CASES = [
+    [],
+    ["window=3", "sinks=4"],
+    ["window=0"],
+    ["score=mean"],
+    ["per=layer", "sinks=1"],
+    ["per=layer", "score=mean", "group=max"],
+    ["group=first"],
+    ["group=mean"],
+    ["decay=0.75"],
+    ["decay=0", "window=2"],
+    ["decay=0.96", "score=mean", "per=layer"],
+]
+
+GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
-def keep(rows, *, next, pinned, budget, slack, window, sinks):
-    return [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]
+def keep(
+    rows, *, next, pinned, budget, slack, window, sinks=0, score="sum", per="row", group="sum", decay=1.0
+):
+    """All rows given decide together where `per` is not "row"."""
+    scores = [_score(row, GROUP[group], decay) for row in rows]
+    if per != "row":
+        scores = [{pos: sum((own[pos] for own in scores), np.float32(0)) for pos in scores[0]}] * len(rows)
+    if score == "mean":
+        scores = [{pos: mass / np.float32(next - pos) for pos, mass in own.items()} for own in scores]
+    return [_keep(own, next, max(sinks, pinned), budget - slack, window) for own in scores]
 
 
-def _keep(row, next, first, n_keep, window):
+def _score(row, of_group, decay):
+    if decay == 1:
+        return {token["pos"]: np.float32(sum(of_group(heads) for _, heads in token["seen"])) for token in row}
+    fading = np.float32(decay ** n_arrived(row))
+    for token, seen in zip(row, news(row), strict=True):
+        come = np.float32(sum(of_group(heads) for _, heads in seen))
+        token["notes"]["mass"] = token["notes"].get("mass", np.float32(0)) * fading + come
+    return {token["pos"]: token["notes"]["mass"] for token in row}
+
+
+def _keep(score, next, first, n_keep, window):
     recent = next - min(window, n_keep - first)
-    alive = list(row)
+    alive = sorted(score)
     while len(alive) > n_keep:
-        lightest = min(
-            (token for token in alive if first <= token["pos"] < recent),
-            key=lambda token: (token["mass"], token["pos"]),
-        )
-        alive.remove(lightest)
-    return [token["pos"] for token in alive]
+        alive.remove(min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos)))
+    return alive

@@ -82,8 +82,8 @@ class Row:
     pos i64[n]: in the stream. rot i64[n]: what the key is rotated by. key c128[n, head_dim / 2]: before
     RoPE. value f64[n, head_dim]. mass f64[n]: attention sum over all queries so far and the group.
     last f64[n]: attention of the newest query, summed over the group. seen: for each entry, the attention
-    of each query since it came, as records have it. old: the policy's own, False at first.
-    number: of the row among those of all layers.
+    of each query since it came, as records have it. old, notes: the policy's own, False
+    and empty at first. number: of the row among those of all layers.
     """
 
     def __init__(self, number, head_dim):
@@ -96,6 +96,7 @@ class Row:
         self.last = np.empty(0)
         self.seen = []
         self.old = []
+        self.notes = []
 
     def __len__(self):
         return len(self.pos)
@@ -110,11 +111,13 @@ class Row:
         self.last = np.concatenate((self.last, none_yet))
         self.seen += [[] for _ in pos]
         self.old += [False] * len(pos)
+        self.notes += [{} for _ in pos]
 
     def records(self):
-        names = ("pos", "mass", "last", "seen", "key", "old")
+        names = ("pos", "mass", "last", "seen", "key", "old", "notes")
         keys = self.key.view(np.float64).tolist()
-        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, self.old)
+        own = (self.old, self.notes)
+        columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, *own)
         return [
             dict(zip(names, values, strict=True), row=self.number) for values in zip(*columns, strict=True)
         ]
@@ -127,6 +130,7 @@ class Row:
             setattr(self, name, getattr(self, name)[index])
         self.seen = [self.seen[i] for i in index]
         self.old = [self.old[i] for i in index]
+        self.notes = [self.notes[i] for i in index]
 
     def merge(self, terms):
         """terms {dst pos: [(src pos, weight), ...]}; every source is read before any value is written."""

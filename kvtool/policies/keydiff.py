@@ -1,0 +1,89 @@
+"""KeyDiff: the tokens whose keys differ most from the average stay (Park et al. 2025, arXiv:2504.15364).
+
+The score is -cos(k, mean of k' / ||k'||) over the live cells of the row; the length of the mean, the same for
+all of them, is left out.
+
+Differs from the paper: keys are compared as they are before RoPE, where the paper's (and kvpress's) have gone
+through it; here keys that are equal are alike wherever they stand. The newest tokens always stay, and the
+sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels import keep_highest, kernel, square_norm
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+
+
+@dataclass(frozen=True, slots=True)
+class KeyDiff(Policy):
+    """sinks: first tokens, never evicted. window: newest tokens, likewise; 1 or more."""
+
+    budget: int
+    slack: int
+    sinks: int = 4
+    window: int = 1
+
+    reads: ClassVar[Signal] = Signal.KEYS
+    paper: ClassVar[str] = "arXiv:2504.15364"
+
+    def __post_init__(self) -> None:
+        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
+
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """Keys of length 32767 i2[row, n_cell, n_dim], as many bytes as a key takes in an f16 cache.
+
+        Sums of whole numbers do not depend on the order of the cells.
+        """
+        return (np.zeros((n_row, n_cell, n_dim), np.int16),)
+
+    def observe(self, view: View, state: State) -> None:
+        _normalise(view.keys, view.n_kv - view.keys.shape[1], *state)
+
+    def plan(self, view: View, state: State) -> Plan:
+        score = np.empty(view.pos.shape, np.float32)
+        _difference(*state, score)
+        n_keep = self.budget - self.slack
+        keep = np.empty(view.pos.shape, np.bool_)
+        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
+        return Plan(keep)
+
+
+@kernel("void(f4[:,:,::1], i8, i2[:,:,::1])")
+def _normalise(keys, first, unit):
+    """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i16[row, n or more, n_dim].
+
+    A key of zeros stays one.
+    """
+    n_row, n_new, n_dim = keys.shape
+    for row in range(n_row):
+        for i in range(n_new):
+            norm = np.sqrt(square_norm(keys[row, i]))
+            scale = 32767 / norm if norm > 0 else 0.0
+            for dim in range(n_dim):
+                unit[row, first + i, dim] = np.int16(np.rint(keys[row, i, dim] * scale))
+
+
+@kernel("void(i2[:,:,::1], f4[:,::1])")
+def _difference(unit, score):
+    """unit i16[row, n or more, n_dim] -> score f32[row, n]: minus its product with the row's sum."""
+    n_row, n = score.shape
+    n_dim = unit.shape[2]
+    total = np.empty(n_dim, np.int64)
+    for row in range(n_row):
+        total[:] = 0
+        for cell in range(n):
+            for dim in range(n_dim):
+                total[dim] += unit[row, cell, dim]
+        for cell in range(n):
+            product = 0
+            for dim in range(n_dim):
+                product += total[dim] * unit[row, cell, dim]
+            score[row, cell] = -product
+
+
+POLICY = KeyDiff

@@ -1,0 +1,59 @@
+"""Knorm: the tokens whose keys are short stay (Devoto et al. 2024, arXiv:2406.11430).
+
+The score is -||k||: keys of a low L2 norm are those that are attended to. Keys are read before RoPE, which
+turns them and leaves their norms alone.
+
+Differs from the paper: the newest tokens always stay, and the sinks. The paper compresses a prompt once; here
+the same is done whenever the cache is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels import keep_highest, kernel, square_norm
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+
+
+@dataclass(frozen=True, slots=True)
+class Knorm(Policy):
+    """sinks: first tokens, never evicted. window: newest tokens, likewise; 1 or more."""
+
+    budget: int
+    slack: int
+    sinks: int = 4
+    window: int = 1
+
+    reads: ClassVar[Signal] = Signal.KEYS
+    paper: ClassVar[str] = "arXiv:2406.11430"
+
+    def __post_init__(self) -> None:
+        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
+
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """-||k||^2 f32, which ranks as -||k|| does."""
+        return (np.zeros((n_row, n_cell), np.float32),)
+
+    def observe(self, view: View, state: State) -> None:
+        _shortness(view.keys, view.n_kv - view.keys.shape[1], *state)
+
+    def plan(self, view: View, state: State) -> Plan:
+        n_keep = self.budget - self.slack
+        keep = np.empty(view.pos.shape, np.bool_)
+        keep_highest(view.pos, *state, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
+        return Plan(keep)
+
+
+@kernel("void(f4[:,:,::1], i8, f4[:,::1])")
+def _shortness(keys, first, score):
+    """keys f32[row, n_new, n_dim], of the cells from `first` on -> score f32[row, first + n_new or more]."""
+    n_row, n_new, _ = keys.shape
+    for row in range(n_row):
+        for i in range(n_new):
+            score[row, first + i] = -square_norm(keys[row, i])
+
+
+POLICY = Knorm

@@ -1,0 +1,19 @@
+"""Knorm (arXiv:2406.11430): outside window and sinks the token of the longest key goes, one at a time."""
+
+CASES = [[], ["sinks=0"], ["sinks=2", "window=4"]]
+
+
+def keep(rows, *, next, pinned, budget, slack, sinks, window):
+    return [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]
+
+
+def _keep(row, next, first, n_keep, window):
+    recent = next - min(window, n_keep - first)
+    alive = list(row)
+    while len(alive) > n_keep:
+        longest = max(
+            (token for token in alive if first <= token["pos"] < recent),
+            key=lambda token: (sum(x * x for x in token["key"]), -token["pos"]),
+        )
+        alive.remove(longest)
+    return [token["pos"] for token in alive]

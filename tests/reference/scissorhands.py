@@ -1,0 +1,32 @@
+"""Scissorhands (arXiv:2305.17118): the token that was important least often of late goes, one at a time."""
+
+from . import news
+
+CASES = [[], ["history=1"], ["history=6", "window=2"], ["history=37", "window=0", "sinks=3"]]
+
+
+def keep(rows, *, next, pinned, budget, slack, window, history, sinks):
+    n_part = min(8, -(-history // slack))
+    n_query = -(-history // n_part)
+    first, n_keep = max(sinks, pinned), budget - slack
+    return [_keep(_count(row, next, n_part, n_query), next, first, n_keep, window) for row in rows]
+
+
+def _count(row, next, n_part, n_query):
+    """{pos: pairs of a query and a head that it was important to}, in the last parts of the history."""
+    part = (next - 1) // n_query
+    count = {}
+    for token, seen in zip(row, news(row), strict=True):
+        history = token["notes"].setdefault("history", {})
+        hits = sum(a >= 1 / t for t, heads in seen for a in heads)
+        history[part] = history.get(part, 0) + hits
+        count[token["pos"]] = sum(history.get(part - i, 0) for i in range(n_part))
+    return count
+
+
+def _keep(count, next, first, n_keep, window):
+    recent = next - min(window, n_keep - first)
+    alive = sorted(count)
+    while len(alive) > n_keep:
+        alive.remove(min((pos for pos in alive if first <= pos < recent), key=lambda pos: (count[pos], pos)))
+    return alive

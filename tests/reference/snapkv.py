@@ -1,0 +1,41 @@
+"""SnapKV (arXiv:2404.14469): before the window the token of the lowest pooled vote goes, one at a time."""
+
+from . import n_arrived, news
+
+CASES = [
+    [],
+    ["pool=max"],
+    ["kernel=1", "window=1"],
+    ["kernel=3", "sinks=2", "window=5"],
+    ["kernel=101", "pool=max"],
+    ["kernel=101", "window=3"],
+]
+
+
+def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks):
+    first, n_keep = max(sinks, pinned), budget - slack
+    recent = next - min(window, n_keep - first)
+    kept = []
+    for row in rows:
+        n_query = min(window, n_arrived(row))
+        news(row)
+        before = [token for token in row if token["pos"] < recent]
+        votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - n_query) for token in before]
+        score = dict(zip([token["pos"] for token in before], pooled(votes, kernel, pool), strict=True))
+        alive = [token["pos"] for token in row]
+        while len(alive) > n_keep:
+            alive.remove(
+                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
+            )
+        kept.append(alive)
+    return kept
+
+
+def pooled(values, kernel, pool):
+    """One a value; kernel // 2 of padding at both ends: zeros for "avg", -inf for "max"."""
+    reach = kernel // 2
+    padding = [0.0 if pool == "avg" else float("-inf")] * reach
+    padded = padding + values + padding
+    windows = [padded[i : i + kernel] for i in range(len(values))]
+    # not divided by the kernel: sums are exact
+    return [sum(window) if pool == "avg" else max(window) for window in windows]

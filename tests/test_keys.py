@@ -1,0 +1,69 @@
+"""The policies that look at keys alone: which keys stay, and what is remembered of them."""
+
+import numpy as np
+import pytest
+
+from kvtool.policies.keydiff import KeyDiff
+from kvtool.policies.knorm import Knorm
+from kvtool.policy import View
+
+
+def state_and_plan(policy, keys, batches):
+    """After batches of that many tokens; the last one's plan."""
+    keys = np.array([keys], np.float32)
+    state = policy.start(1, keys.shape[1], keys.shape[2])
+    end = 0
+    for n_token in batches:
+        end += n_token
+        pos = np.arange(end, dtype=np.int32)[None]
+        new = np.ascontiguousarray(keys[:, end - n_token : end])
+        view = View(pos, np.zeros(1, np.int32), end, keys=new)
+        policy.observe(view, state)
+    return state, np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
+
+
+@pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 1, 1, 1]])
+def test_the_longest_key_goes(batches):
+    keys = [[9, 9], [3, 4], [0, -6], [1, 1], [7, 0]]
+    state, kept = state_and_plan(Knorm(5, 2, sinks=1), keys, batches)
+    assert kept == [0, 3, 4]
+    np.testing.assert_array_equal(state[0], [[-162, -25, -36, -2, -49]])
+
+
+@pytest.mark.parametrize("batches", [[5], [2, 3], [1, 1, 1, 1, 1]])
+def test_the_key_most_like_the_average_goes_whatever_its_length(batches):
+    keys = [[1, 0], [100, 1], [0, 0.1], [-1, -1], [2, 0.5]]
+    # the average points to about (2.3, 0.5): the last is the nearest, and in the window, then the second
+    state, kept = state_and_plan(KeyDiff(5, 1, sinks=0), keys, batches)
+    assert kept == [0, 2, 3, 4]
+    _, farthest = state_and_plan(KeyDiff(5, 3, sinks=0), keys, batches)
+    assert farthest == [3, 4]
+    lengths = np.linalg.norm(state[0][0].astype(float), axis=1)
+    np.testing.assert_allclose(lengths, 32767, atol=1)
+
+
+def test_scores_are_those_of_the_cosine():
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(40, 16))
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    anchor = unit.mean(axis=0)
+    cosine = unit @ anchor / np.linalg.norm(anchor)
+    _, kept = state_and_plan(KeyDiff(40, 20, sinks=0), keys.tolist(), [40])
+    different = set(np.argsort(cosine[:39])[:19].tolist())
+    assert set(kept) == different | {39}
+
+
+def test_a_key_of_zeros_is_like_no_other():
+    state, kept = state_and_plan(KeyDiff(4, 1, sinks=0), [[0, 0], [1, 0], [1, 0], [1, 0]], [4])
+    assert not state[0][0, 0].any()
+    assert kept == [0, 2, 3]
+
+
+def test_keys_take_as_many_bytes_as_in_the_cache():
+    assert KeyDiff(40, 1).start(2, 40, 64)[0].nbytes == 2 * 40 * 64 * np.dtype(np.float16).itemsize
+
+
+@pytest.mark.parametrize("policy", [Knorm, KeyDiff])
+def test_refuses_an_empty_window(policy):
+    with pytest.raises(ValueError, match=r"window must be in 1\.\.52 .*, got 0"):
+        policy(64, 8, window=0)

@@ -1,0 +1,75 @@
+"""SnapKV's own: how votes are pooled, which queries vote, and a prompt that is compressed whole."""
+
+import numpy as np
+import pytest
+from fake_cache import Cache
+from reference.snapkv import pooled
+
+from kvtool import policies
+from kvtool.policies.snapkv import SnapKV
+from kvtool.policy import View
+
+
+def kept(votes, n_keep, **params):
+    n = len(votes)
+    pos = np.arange(n, dtype=np.int32)[None]
+    view = View(pos, np.zeros(1, np.int32), n, recent=np.array([votes], np.float32))
+    plan = SnapKV.fit(n_keep + 1, 1, **params).plan(view, ())
+    return np.flatnonzero(plan.keep[0]).tolist()
+
+
+def test_a_vote_saves_its_neighbours_too():
+    votes = [0, 0, 0, 9, 0, 0, 0, 0, 0, 0]
+    assert kept(votes, 4, window=1, kernel=3) == [2, 3, 4, 9]
+    assert kept(votes, 4, window=1, kernel=3, pool="max") == [2, 3, 4, 9]
+    # ties: the newer stays
+    assert kept(votes, 4, window=1, kernel=1) == [3, 7, 8, 9]
+
+
+def test_sums_and_maxima_differ():
+    votes = [0, 5, 0, 0, 3, 0, 3, 0, 0, 0]
+    assert kept(votes, 2, window=1, kernel=3) == [5, 9]
+    assert kept(votes, 2, window=1, kernel=3, pool="max") == [2, 9]
+
+
+def test_the_window_is_nobodys_neighbour():
+    votes = [0, 1, 0, 0, 0, 0, 0, 0, 9, 9]
+    assert kept(votes, 4, window=2, kernel=3) == [1, 2, 8, 9]
+
+
+def test_pooling_of_the_twin_is_that_of_the_published_code():
+    # torch.nn.functional.avg_pool1d (times 5) and max_pool1d, kernel_size=5, padding=2, stride=1
+    values = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert pooled(values, 5, "avg") == [7, 15, 31, 62, 60, 56]
+    assert pooled(values, 5, "max") == [4, 8, 16, 32, 32, 32]
+
+
+def test_as_many_queries_vote_as_are_in_the_window():
+    assert policies.fit("snapkv", 512).n_query == policies.fit("snapkv", 512).window == 32
+    assert policies.fit("snapkv", 512, None, ["window=7"]).n_query == 7
+    assert policies.fit("snapkv", 20, 4).n_query == 8
+
+
+def test_a_prompt_decoded_whole_is_compressed_once():
+    policy = policies.fit("snapkv", 24, 4)
+    assert policy.prefill == "whole"
+    cache = Cache(2, 2, 100, policy, seed=0)
+    cache.grow(100)
+    view = cache.view()
+    keep = policy.compress(view).keep
+    np.testing.assert_array_equal(keep, policy.plan(view, ()).keep)
+    assert keep.sum(axis=1).tolist() == [20] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"kernel": 4}, "kernel must be odd, 1 or more, got 4"),
+        ({"kernel": -1}, "kernel must be odd, 1 or more, got -1"),
+        ({"pool": "min"}, "pool must be one of avg, max, got min"),
+        ({"window": 0}, r"window must be in 1\.\.56 .*, got 0"),
+    ],
+)
+def test_refuses_what_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        SnapKV.fit(64, 8, **params)
