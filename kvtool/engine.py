@@ -320,6 +320,7 @@ class Engine:
             layer=self.context.row_layers,
             next=self.n_past,
             pinned=self.n_pinned,
+            n_new=self.n_past - self._n_observed,
             live=self.live.copy() if self.policy.ragged else None,
             keys=keys,
             **signals,

@@ -59,16 +59,18 @@ class View:
     layer i32[row]: the layer of each row; rows of one layer are neighbours.
     next: position of the next token; a token at pos p has lived next - p steps.
     pinned: tokens with pos < pinned must stay (a chat's system prompt).
+    n_new: tokens since the signals began, which is the last plan; they are in the last live cells.
     live i32[row]: how many cells of each row live, the first ones, where rows differ; None: all n_kv.
     The signals, None unless the policy reads them: attn, last, recent, squares, hits f32[row, n_kv];
-    important i32[row, n_kv]; keys f32[row, n_new, n_dim] of the cells n_kv - n_new .. n_kv - 1, zero behind
-    a layer's own head dimension.
+    important i32[row, n_kv]; keys f32[row, n_new, n_dim] of the new cells, zero behind a layer's own head
+    dimension.
     """
 
     pos: np.ndarray
     layer: np.ndarray
     next: int
     pinned: int = 0
+    n_new: int = 0
     live: np.ndarray | None = None
     attn: np.ndarray | None = None
     last: np.ndarray | None = None
@@ -228,10 +230,3 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     n_rows = np.diff(first_rows, append=len(view.layer))
     np.put_along_axis(summed, order, np.repeat(total, n_rows, axis=0), axis=1)
     return summed
-
-
-def count_arrivals(view: View, known: np.ndarray) -> int:
-    """How many tokens have come since the last time; marks all as known u1[row, n_kv or more]."""
-    n_arrived = view.n_kv - int(np.count_nonzero(known[0, : view.n_kv]))
-    known[:, : view.n_kv] = 1
-    return n_arrived

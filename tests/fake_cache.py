@@ -92,7 +92,7 @@ class Cache:
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
         live = self.live.copy() if self.policy.ragged else None
-        return View(self.live_pos(), self.layer, self.next, pinned, live, keys=keys, **signals)
+        return View(self.live_pos(), self.layer, self.next, pinned, self.n_new, live, keys=keys, **signals)
 
     def plan(self, pinned=0):
         """(view, plan), with the state as they leave it."""

@@ -50,6 +50,38 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+# where the trained context is crossed depends on how long steps are, and BUZZ's options change that
+OTHERS = [
+    ("buzz", ["logn=true"]),
+    ("buzz", ["logn=true", "logn_n=cells"]),
+    ("h2o", ["score=mean", "decay=0.95"]),
+    ("h2o", ["per=layer", "group=max"]),
+    ("h2o", ["group=first"]),
+    ("scissorhands", []),
+    ("snapkv", []),
+    ("roco", []),
+    ("keydiff", []),
+    ("knorm", []),
+]
+
+
+@pytest.mark.parametrize("evict_every", [1, 16])
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
+def test_other_policies_and_options_score_like_the_definition(
+    tiny_model, name, options, positions, evict_every
+):
+    # no token twice: its keys in the first layer would be alike but for rounding, which then would decide
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:120].astype(np.int32)
+    path = tiny_model(n_head_kv=2)
+    policy = policies.fit(name, 48, evict_every, options)
+    want = reference(path, tokens, policy, name, positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_evicted > 0
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize(

@@ -53,15 +53,15 @@ def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
     policy = H2O(8, 1, window=1, decay=0.5)
     state = policy.start(1, 8, 0)
 
-    def observe(n_kv, attention):
+    def observe(n_kv, n_new, attention):
         pos = np.arange(n_kv, dtype=np.int32)[None]
         attn = np.full((1, n_kv), attention, np.float32)
-        policy.observe(View(pos, np.zeros(1, np.int32), n_kv, attn=attn), state)
+        policy.observe(View(pos, np.zeros(1, np.int32), n_kv, n_new=n_new, attn=attn), state)
         return state[0][0, :n_kv].tolist()
 
-    assert observe(2, 8) == [8, 8]
-    assert observe(5, 1) == [2, 2, 1, 1, 1]
-    assert observe(5, 1) == [3, 3, 2, 2, 2]
+    assert observe(2, 2, 8) == [8, 8]
+    assert observe(5, 3, 1) == [2, 2, 1, 1, 1]
+    assert observe(5, 0, 1) == [3, 3, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
                 row.append(piece.pos, piece.rot, piece.key, piece.value)
                 row.mass[at:] = piece.mass
                 row.last[at:] = piece.last
+                row.seen[at:] = piece.seen
     whole.next = 300
     whole.counter = policy.budget - policy.slack
     evict(whole, "h2o", policy)

@@ -16,7 +16,7 @@ def counts_after(policy, n_tokens, hit_of):
         hits = np.zeros((1, next_pos), np.float32)
         hits[0, 0] = hit_of(step)
         pos = np.arange(next_pos, dtype=np.int32)[None]
-        policy.observe(View(pos, np.zeros(1, np.int32), next_pos, hits=hits), state)
+        policy.observe(View(pos, np.zeros(1, np.int32), next_pos, n_new=n_token, hits=hits), state)
         counts.append(int(state[0][0, 0].sum()))
     return counts
 
@@ -45,13 +45,13 @@ def test_counts_do_not_wrap_around():
     assert counts_after(policy, [1, 1], lambda step: 60_000) == [60_000, 65_535]
 
 
-def test_takes_seventeen_bytes_a_cell_and_less_where_plans_are_rare():
+def test_takes_sixteen_bytes_a_cell_and_less_where_plans_are_rare():
     def n_bytes(slack):
         return sum(array.nbytes for array in Scissorhands(1000, slack, window=1).start(1, 1, 64))
 
-    assert n_bytes(1) == n_bytes(16) == 17
-    assert n_bytes(200) == 5
-    assert n_bytes(500) == 3
+    assert n_bytes(1) == n_bytes(16) == 16
+    assert n_bytes(200) == 4
+    assert n_bytes(500) == 2
 
 
 def test_refuses_an_empty_history():

@@ -9,10 +9,13 @@ group stays (Algorithm 1). Where that leaves too many, after a long prompt, the 
 Evicts when more than `threshold` tokens are in the middle: sinks + window + threshold + 1 is the budget.
 Slack is ignored, the threshold plays its part.
 
+With `-o logn=true` attention logits are multiplied by log_512(n), n being the tokens that the query has seen
+(section 3.5, equation 8); the authors' code, where it is commented out, takes the number of cells
+(`-o logn_n=cells`).
+
 Differs from the paper: one decision a KV head, on the sum over its group of query heads (the paper has no
-grouped queries); attention is not scaled by log n (section 3.5). The authors' code sets the attention sums
-of thinned tokens to zero; they are never read again either way. Its two ablations (section 4.3, Figure 8) are
-`-o swap=true` and `-o local_max=false`.
+grouped queries). The authors' code sets the attention sums of thinned tokens to zero; they are never read
+again either way. Its two ablations (section 4.3, Figure 8) are `-o swap=true` and `-o local_max=false`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel
-from kvtool.policy import Plan, Policy, Signal, State, View, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, protected
 
 _SINKS = 4
 _STRIDE = 5
@@ -37,7 +40,8 @@ class BUZZ(Policy):
     the budget by Theorem 3.1; if one of them is given, the other takes the rest.
 
     swap: half the stride for new tokens, the whole one for old ones. local_max: whether what stays of a
-    segment is the token of the highest attention sum, or the first.
+    segment is the token of the highest attention sum, or the first. logn: whether attention is scaled by
+    log n. logn_n: what n counts, the tokens "seen" by the query or the live "cells".
     """
 
     budget: int
@@ -48,11 +52,14 @@ class BUZZ(Policy):
     stride: int = _STRIDE
     swap: bool = False
     local_max: bool = True
+    logn: bool = False
+    logn_n: str = "seen"
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     paper: ClassVar[str] = "arXiv:2410.23079"
 
     def __post_init__(self) -> None:
+        check_choice("logn_n", self.logn_n, ("seen", "cells"))
         if self.sinks < 0:
             raise ValueError(f"sinks must not be negative, got {self.sinks}")
         if self.stride < 3:
@@ -81,14 +88,14 @@ class BUZZ(Policy):
         threshold: int | None = None,
         sinks: int = _SINKS,
         stride: int = _STRIDE,
-        **ablations: bool,
+        **others: object,
     ) -> BUZZ:
         rest = budget - 1 - sinks
         if window is None:
             window = _best_window(rest, stride) if threshold is None else rest - threshold
         if threshold is None:
             threshold = rest - window
-        return cls(budget, slack, window, threshold, sinks, stride, **ablations)
+        return cls(budget, slack, window, threshold, sinks, stride, **others)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""
@@ -118,6 +125,10 @@ class BUZZ(Policy):
         # a prompt that fits is left as it is
         if view.n_kv < view.next:
             old[:, : view.n_kv] = (first <= view.pos) & (view.pos < recent)
+
+    @property
+    def t(self) -> str:
+        return "cells" if self.logn_n == "cells" else "stream"
 
     @property
     def _small_stride(self) -> int:

@@ -26,7 +26,6 @@ from kvtool.policy import (
     View,
     check_choice,
     check_kept,
-    count_arrivals,
     protected,
     sum_rows,
 )
@@ -71,14 +70,12 @@ class H2O(Policy):
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32; where it fades also u1: 1 for a token that is no longer new."""
-        mass = np.zeros((n_row, n_cell), np.float32)
-        return (mass,) if self.decay == 1 else (mass, np.zeros((n_row, n_cell), np.uint8))
+        return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        mass, *known = state
-        if known:
-            mass[:, : view.n_kv] *= np.float32(self.decay ** count_arrivals(view, *known))
+        (mass,) = state
+        if self.decay < 1:
+            mass[:, : view.n_kv] *= np.float32(self.decay**view.n_new)
         mass[:, : view.n_kv] += view.attn
 
     def plan(self, view: View, state: State) -> Plan:

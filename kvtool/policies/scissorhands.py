@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, count_arrivals, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
 
 _MAX_PARTS = 8
 
@@ -49,15 +49,14 @@ class Scissorhands(Policy):
         return cls(budget, slack, **{"window": max(min(10, (budget - slack) // 2), 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Hits u2 in each part of the history, and u1: 1 for a token that is not new; 17 bytes a cell."""
-        hits = np.zeros((n_row, n_cell, self._parts()[0]), np.uint16)
-        return hits, np.zeros((n_row, n_cell), np.uint8)
+        """Hits u2 in each part of the history; 16 bytes a cell at most."""
+        return (np.zeros((n_row, n_cell, self._parts()[0]), np.uint16),)
 
     def observe(self, view: View, state: State) -> None:
-        hits, known = state
+        (hits,) = state
         n_part, n_query = self._parts()
         part = (view.next - 1) // n_query
-        last_part = (view.next - count_arrivals(view, known) - 1) // n_query
+        last_part = (view.next - view.n_new - 1) // n_query
         n_begun = min(part - last_part, n_part)
         begun = (part - np.arange(n_begun)) % n_part
         hits[:, : view.n_kv, begun] = 0

@@ -7,13 +7,16 @@ CASES = [
     ["stride=6", "threshold=2"],
     ["window=7"],
     ["swap=true"],
+    ["logn=true", "logn_n=cells"],
     ["swap=true", "stride=3", "sinks=1"],
     ["local_max=false"],
     ["local_max=false", "swap=true", "stride=8", "window=3"],
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, threshold, sinks, stride, swap=False, local_max=True):
+def keep(
+    rows, *, next, pinned, budget, slack, window, threshold, sinks, stride, swap=False, local_max=True, **logn
+):
     first, n_max = max(sinks, pinned), sinks + window + threshold
     small_stride = (stride + 1) // 2
     strides = (small_stride, stride) if swap else (stride, small_stride)
