@@ -31,8 +31,14 @@ def test_adds_an_equal_part_to_each_of_the_next_tokens():
 
 
 def test_each_target_gets_its_part_where_fewer_follow():
-    found = plan([[0, 9, 1]], CaM(3, 1, sinks=1, merge=32))
+    found = plan([[0, 9, 1]], CaM(3, 1, sinks=1))
     assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 1 / 32)]
+
+
+def test_keeps_all_of_much_less_than_the_budget():
+    found = plan([[1] * 6], CaM(12, 1))
+    assert found.keep.all()
+    assert terms(found.merge) == []
 
 
 def test_tokens_that_go_together_are_no_targets_of_each_other():

@@ -70,7 +70,7 @@ class CaM(Policy):
         # what stays depends on positions alone: sorted, every row holds the same tokens
         order = np.argsort(view.pos, axis=1)
         begin = np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned))
-        end = max(begin, min(begin + view.n_kv - (self.budget - self.slack), view.n_kv))
+        end = begin + max(view.n_kv - (self.budget - self.slack), 0)
         keep = np.ones(view.pos.shape, np.bool_)
         np.put_along_axis(keep, order[:, begin:end], False, axis=1)
         drawn = self._drawn(view, state, order, begin, end)
