@@ -99,6 +99,27 @@ def square_norm(key):
     return total
 
 
+def draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
+    """A hash of (seed, step, row, pos) for every token: whole numbers below 2**24, exact as float32.
+
+    pos i32[row, n] -> f32[row, n].
+    """
+    # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
+    hashed = _mix(np.array([seed % 2**64], np.uint64))
+    hashed = _mix(hashed + np.uint64(step))
+    hashed = _mix(hashed + np.arange(pos.shape[0], dtype=np.uint64))
+    hashed = _mix(hashed[:, None] + pos.astype(np.uint64))
+    return (hashed >> np.uint64(40)).astype(np.float32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """u64 -> u64: one step of splitmix64 (Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 @kernel("void(f4[:,::1], i4[::1], f8[::1])")
 def token_nll(logits, target, nll):
     """Negative log-likelihood in nats: logits f32[n, n_vocab], target i32[n] -> nll f64[n]."""

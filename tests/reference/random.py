@@ -13,13 +13,13 @@ def _keep(row, next, first, n_keep, window, seed):
     while len(alive) > n_keep:
         lowest = min(
             (token for token in alive if first <= token["pos"] < recent),
-            key=lambda token: (_hash(seed, next, token["row"], token["pos"]) >> 40, token["pos"]),
+            key=lambda token: (hash_of(seed, next, token["row"], token["pos"]) >> 40, token["pos"]),
         )
         alive.remove(lowest)
     return [token["pos"] for token in alive]
 
 
-def _hash(*numbers):
+def hash_of(*numbers):
     state = 0
     for number in numbers:
         state = splitmix64((state + number) % 2**64)

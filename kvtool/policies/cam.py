@@ -1,0 +1,125 @@
+"""CaM: StreamingLLM whose evicted values are now and then added to later ones (Zhang et al. 2024, ICML).
+
+The first tokens and the newest stay. The value of a token that goes is added, divided by `merge`, to those of
+the next `merge` tokens that stay, with the probability of its attention over the mean attention of the
+tokens after it that stay; at most 1. One draw a KV head, a hash of (seed, row, token, step).
+
+The authors' three programs (github.com/zyxxmu/cam) differ: the attention is the last query's, as here; the
+sum over all queries (score=sum, merge=16); or that by the steps alive, over the largest of those that stay
+(score=average, denominator=max, and merge as large as the window).
+
+Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1), and
+tokens that go together are no targets of each other. Where fewer than `merge` follow, each still gets its
+part. One draw for a group of query heads, on their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels import draw, kernel
+from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept
+
+_SCORES = ("last", "sum", "average")
+_DENOMINATORS = ("mean", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class CaM(Policy):
+    """sinks: first tokens, never evicted; the window is all the rest. merge: tokens that share a value.
+
+    score: the attention that decides, "last" (the newest query's), "sum" (of all) or "average" (the sum by
+    the steps alive). denominator: what it is compared with, "mean" (of the tokens after it that stay) or
+    "max" (of all that stay). seed: another seed, other draws.
+    """
+
+    budget: int
+    slack: int
+    sinks: int = 4
+    merge: int = 32
+    score: str = "last"
+    denominator: str = "mean"
+    seed: int = 0
+
+    paper: ClassVar[str] = "openreview.net/forum?id=LCTmppB165"
+
+    def __post_init__(self) -> None:
+        if self.merge < 1:
+            raise ValueError(f"merge must be 1 or more, got {self.merge}")
+        if self.score not in _SCORES:
+            raise ValueError(f"score must be one of {', '.join(_SCORES)}, got {self.score}")
+        if self.denominator not in _DENOMINATORS:
+            raise ValueError(f"denominator must be one of {', '.join(_DENOMINATORS)}, got {self.denominator}")
+        check_kept(self.budget, self.slack, self.sinks, window=1)
+
+    @property
+    def reads(self) -> Signal:
+        return Signal.LAST if self.score == "last" else Signal.ATTENTION
+
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        return () if self.score == "last" else (np.zeros((n_row, n_cell), np.float32),)
+
+    def observe(self, view: View, state: State) -> None:
+        for mass in state:
+            mass[:, : view.n_kv] += view.attn
+
+    def plan(self, view: View, state: State) -> Plan:
+        # what stays depends on positions alone: sorted, every row holds the same tokens
+        order = np.argsort(view.pos, axis=1)
+        begin = np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned))
+        end = begin + max(view.n_kv - (self.budget - self.slack), 0)
+        keep = np.ones(view.pos.shape, np.bool_)
+        np.put_along_axis(keep, order[:, begin:end], False, axis=1)
+        drawn = self._drawn(view, state, order, begin, end)
+        return Plan(
+            keep, _merge(order[:, begin:end], order[:, end : end + self.merge], drawn, 1 / self.merge)
+        )
+
+    def _drawn(self, view: View, state: State, order: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """b1[row, n_evict]: whether the value of each token that goes is added to others."""
+        score = state[0][:, : view.n_kv] if state else view.last
+        if self.score == "average":
+            score = score / (view.next - view.pos)
+        score = np.take_along_axis(score, order, axis=1).astype(np.float64)
+        chance = draw(self.seed, view.next, np.take_along_axis(view.pos, order[:, begin:end], axis=1)) / 2**24
+        if self.denominator == "mean":
+            # chance < score / mean without a division by zero
+            return chance * score[:, end:].sum(axis=1, keepdims=True) < score[:, begin:end] * (
+                view.n_kv - end
+            )
+        largest = np.maximum(score[:, :begin].max(axis=1, initial=0), score[:, end:].max(axis=1, initial=0))
+        return chance * largest[:, None] < score[:, begin:end]
+
+
+def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: float) -> Merge:
+    """The drawn cells of gone i64[row, n_evict], added to every cell of target i64[row, n_target]."""
+    n_drawn = drawn.sum(axis=1)
+    # a target is its own first source
+    n_term = int((n_drawn + (n_drawn > 0)).sum()) * target.shape[1]
+    row, dst, src = (np.empty(n_term, np.int32) for _ in range(3))
+    part = np.empty(n_term, np.float32)
+    _add_drawn(np.ascontiguousarray(gone), np.ascontiguousarray(target), drawn, weight, row, dst, src, part)
+    return Merge(row, dst, src, part)
+
+
+@kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
+def _add_drawn(gone, target, drawn, weight, row_of, dst_of, src_of, weight_of):
+    """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge, as many as there are."""
+    n_term = 0
+    for row in range(len(gone)):
+        if not drawn[row].any():
+            continue
+        for dst in target[row]:
+            row_of[n_term], dst_of[n_term], src_of[n_term], weight_of[n_term] = row, dst, dst, 1
+            n_term += 1
+            for i in range(gone.shape[1]):
+                if drawn[row, i]:
+                    row_of[n_term], dst_of[n_term] = row, dst
+                    src_of[n_term], weight_of[n_term] = gone[row, i], weight
+                    n_term += 1
+
+
+POLICY = CaM

@@ -1,0 +1,42 @@
+"""CaM: the token after the sinks goes, its value by chance to the next ones that stay, one at a time."""
+
+from reference.random import hash_of
+
+CASES = [
+    [],
+    ["merge=3", "sinks=1", "seed=5"],
+    ["score=sum", "merge=16"],
+    ["score=average", "denominator=max", "merge=5", "sinks=0"],
+]
+
+
+def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator, seed):
+    kept, merges = [], []
+    for row in rows:
+        attention = {t["pos"]: _score(t, next, score) for t in row}
+        gone = [pos for pos in attention if pos >= max(sinks, pinned)][: max(len(row) - (budget - slack), 0)]
+        stay = [pos for pos in attention if pos not in gone]
+        kept.append(stay)
+        merges.append({})
+        for pos in gone:
+            after = [other for other in stay if other > pos]
+            compared = [attention[other] for other in (after if denominator == "mean" else stay)]
+            right = sum(compared) / len(compared) if denominator == "mean" else max(compared)
+            chance = hash_of(seed, next, row[0]["row"], pos) >> 40
+            if chance / 2**24 < _probability(attention[pos], right):
+                for other in after[:merge]:
+                    merges[-1].setdefault(other, [(other, 1)]).append((pos, 1 / merge))
+    return kept, merges
+
+
+def _score(token, next, score):
+    if score == "last":
+        return token["last"]
+    return token["mass"] / (next - token["pos"]) if score == "average" else token["mass"]
+
+
+def _probability(score, right):
+    """0 / 0 is 0, as in the authors' code."""
+    if right == 0:
+        return 1 if score > 0 else 0
+    return min(score / right, 1)

@@ -1,0 +1,37 @@
+"""WeightedKV (arXiv:2503.01330, Algorithm 1): one token at a time goes, its value into its right neighbour's.
+
+The averages are those of the eviction's begin. Values are dictionaries of what they are made of.
+"""
+
+import numpy as np
+
+CASES = [[], ["window=3", "sinks=0"], ["merge=false"]]
+
+
+def keep(rows, *, next, pinned, budget, slack, window, sinks, merge):
+    answers = [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]
+    kept = [stay for stay, _ in answers]
+    return (kept, [terms for _, terms in answers]) if merge else kept
+
+
+def _keep(row, next, first, n_keep, window):
+    recent = next - min(window, n_keep - first)
+    average = {t["pos"]: np.float32(t["mass"]) / np.float32(next - t["pos"]) for t in row}
+    value = {pos: {pos: 1.0} for pos in average}
+    while len(value) > n_keep:
+        alive = sorted(value)
+        gone = min((pos for pos in alive if first <= pos < recent), key=lambda pos: (average[pos], pos))
+        right = alive[alive.index(gone) + 1]
+        a, b = float(average[gone]), float(average[right])
+        if a + b == 0:
+            a = b = 1
+        value[right] = _sum(_scaled(value.pop(gone), a / (a + b)), _scaled(value[right], b / (a + b)))
+    return sorted(value), {dst: list(made.items()) for dst, made in value.items() if len(made) > 1}
+
+
+def _scaled(value, by):
+    return {pos: weight * by for pos, weight in value.items()}
+
+
+def _sum(one, other):
+    return {pos: one.get(pos, 0) + other.get(pos, 0) for pos in [*one, *other]}

@@ -1,0 +1,109 @@
+"""What CaM alone does: how often a value is added to which others."""
+
+import numpy as np
+import pytest
+from test_policies import make
+
+from kvtool import policies
+from kvtool.policies.cam import CaM
+from kvtool.policy import Signal, View
+
+
+def plan(last, policy, next=None, pinned=0):
+    """The plan of rows whose tokens have this last attention f32[row, n]."""
+    last = np.asarray(last, np.float32)
+    n_row, n = last.shape
+    pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
+    return policy.plan(View(pos, np.zeros(n_row, np.int32), next or n, pinned, last=last), ())
+
+
+def terms(merge):
+    return list(
+        zip(*(getattr(merge, name).tolist() for name in ("row", "dst", "src", "weight")), strict=True)
+    )
+
+
+def test_adds_an_equal_part_to_each_of_the_next_tokens():
+    # attention above the mean of those behind: always
+    found = plan([[0, 9, 1, 1, 1]], CaM(5, 1, sinks=1, merge=2))
+    assert np.flatnonzero(found.keep[0]).tolist() == [0, 2, 3, 4]
+    assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 0.5), (0, 3, 3, 1.0), (0, 3, 1, 0.5)]
+
+
+def test_each_target_gets_its_part_where_fewer_follow():
+    found = plan([[0, 9, 1]], CaM(3, 1, sinks=1))
+    assert terms(found.merge) == [(0, 2, 2, 1.0), (0, 2, 1, 1 / 32)]
+
+
+def test_keeps_all_of_much_less_than_the_budget():
+    found = plan([[1] * 6], CaM(12, 1))
+    assert found.keep.all()
+    assert terms(found.merge) == []
+
+
+def test_tokens_that_go_together_are_no_targets_of_each_other():
+    found = plan([[9, 9, 9, 1, 1]], CaM(5, 3, sinks=0, merge=1))
+    assert terms(found.merge) == [(0, 3, 3, 1.0), (0, 3, 0, 1.0), (0, 3, 1, 1.0), (0, 3, 2, 1.0)]
+
+
+def test_where_the_newest_token_goes_there_is_nothing_to_add_to():
+    # more tokens pinned than may stay: the engine never asks for this
+    found = plan([[1, 1, 1, 1]], CaM(4, 2, sinks=0), pinned=3)
+    assert found.keep.tolist() == [[True, True, True, False]]
+    assert terms(found.merge) == []
+
+
+@pytest.mark.parametrize(("attention", "others", "share"), [(1, 4, 0.25), (3, 4, 0.75), (0, 0, 0), (1, 0, 1)])
+def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attention, others, share):
+    n_row = 4000
+    found = plan([[9, attention, 0, 2 * others]] * n_row, CaM(4, 1, sinks=1, merge=1))
+    n_drawn = len(set(found.merge.row.tolist()))
+    # 5 standard deviations
+    assert abs(n_drawn - share * n_row) <= 5 * np.sqrt(share * (1 - share) * n_row)
+
+
+def test_may_compare_with_the_largest_of_all_that_stay():
+    n_row = 4000
+    policy = CaM(4, 1, sinks=1, merge=1, denominator="max")
+    for last in ([8, 2, 0, 1], [0, 2, 1, 8]):
+        n_drawn = len(set(plan([last] * n_row, policy).merge.row.tolist()))
+        assert abs(n_drawn - n_row / 4) <= 5 * np.sqrt(n_row * 3 / 16)
+
+
+def test_draws_afresh_at_every_step_and_for_every_seed():
+    draws = {
+        tuple(plan([[0, 1, 2, 2]] * 64, CaM(4, 1, sinks=1, merge=1, seed=seed), next).merge.row.tolist())
+        for seed in (0, 1, -1)
+        for next in (4, 5, 6)
+    }
+    assert len(draws) == 9
+
+
+def test_keeps_what_streamingllm_keeps():
+    _, cam = make("cam", [], 40, 7, seed=0)
+    _, streaming = make("streamingllm", [], 40, 7, seed=0)
+    for cache in (cam, streaming):
+        for _ in range(3):
+            cache.grow(40 - cache.n_kv)
+            cache.apply(cache.plan()[1].keep)
+    assert np.array_equal(np.sort(cam.live()), np.sort(streaming.live()))
+
+
+@pytest.mark.parametrize("score", ["last", "sum", "average"])
+def test_reads_no_more_than_its_score_needs(score):
+    policy = policies.fit("cam", 40, options=[f"score={score}"])
+    assert policy.reads == (Signal.LAST if score == "last" else Signal.ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"merge": 0}, "merge must be 1 or more, got 0"),
+        ({"score": "mean"}, "score must be one of last, sum, average, got mean"),
+        ({"denominator": "min"}, "denominator must be one of mean, max, got min"),
+        ({"sinks": 56}, r"window must be in 0..0 \(the budget of 64 less 8 slack and 56 sinks\), got 1"),
+    ],
+)
+def test_refuses_parameters_that_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        CaM(64, 8, **params)

@@ -1,0 +1,93 @@
+"""What WeightedKV alone does: who merges into whom, with what weights."""
+
+import numpy as np
+import pytest
+from test_policies import make, merges_of
+
+from kvtool import policies
+from kvtool.policies.weightedkv import WeightedKV
+from kvtool.policy import View
+
+
+def merged(average, policy, pinned=0):
+    """{dst: {src: weight}} of one row whose tokens have these averages, and the positions that stay."""
+    n = len(average)
+    pos = np.arange(n, dtype=np.int32)[None]
+    attn = np.array([average], np.float32) * (n - pos)
+    view = View(pos, np.zeros(1, np.int32), n, pinned, attn=attn.astype(np.float32))
+    state = policy.start(1, n, 0)
+    policy.observe(view, state)
+    plan = policy.plan(view, state)
+    found = {}
+    for dst, src, weight in zip(plan.merge.dst, plan.merge.src, plan.merge.weight, strict=True):
+        found.setdefault(int(dst), {})[int(src)] = float(weight)
+    return found, np.flatnonzero(plan.keep[0]).tolist()
+
+
+def test_weighs_the_two_values_by_their_averages_as_in_the_paper_s_figure_3():
+    found, kept = merged([0.7, 0.1, 0.5, 0.6, 0.8], WeightedKV(5, 1, window=1, sinks=0))
+    assert kept == [0, 2, 3, 4]
+    assert found == {2: pytest.approx({1: 1 / 6, 2: 5 / 6})}
+
+
+def test_a_merge_sees_those_before_it():
+    # 2 goes into 3, 3 into 1's neighbour by then, 4; 1 goes last, past both
+    found, kept = merged([9, 3, 1, 2, 4, 9], WeightedKV(6, 3, window=1, sinks=1))
+    assert kept == [0, 4, 5]
+    third = {2: 1 / 3 * 2 / 6, 3: 2 / 3 * 2 / 6, 4: 4 / 6}
+    assert found == {4: pytest.approx({1: 3 / 7, **{src: weight * 4 / 7 for src, weight in third.items()}})}
+
+
+def test_values_without_any_attention_count_alike():
+    found, _ = merged([1, 0, 0, 1], WeightedKV(4, 1, window=1, sinks=0))
+    assert found == {2: {1: 0.5, 2: 0.5}}
+
+
+def test_the_average_decides_not_the_sum():
+    # equal averages: the sum of the oldest is the largest, and it goes
+    _, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 1, window=1, sinks=0))
+    assert kept == [1, 2, 3, 4]
+
+
+def test_the_weights_of_a_merged_value_add_up_to_one():
+    _, cache = make("weightedkv", [], 60, 30, seed=4, n_value=4096)
+    for _ in range(4):
+        cache.grow(60 - cache.n_kv)
+        _, plan = cache.plan()
+        for row in merges_of(cache, plan):
+            for sources in row.values():
+                assert sum(sources.values()) == pytest.approx(1, abs=1e-6)
+                assert min(sources.values()) >= 0
+        cache.apply(plan.keep)
+
+
+def test_evicts_only_where_asked_to():
+    _, cache = make("weightedkv", ["merge=false"], 20, 4, seed=0)
+    cache.grow(20)
+    assert cache.plan()[1].merge is None
+
+
+def test_the_value_of_a_newest_token_that_goes_is_lost():
+    # more tokens pinned than may stay: the engine never asks for this
+    found, kept = merged([1, 1, 1, 1, 1], WeightedKV(5, 3, window=1, sinks=0), pinned=3)
+    assert kept == [0, 1, 2]
+    assert found == {}
+
+
+def test_sinks_and_window_are_half_of_what_is_kept_as_in_the_paper():
+    assert policies.fit("weightedkv", 257, 1).window == 124
+    assert policies.fit("weightedkv", 1025, 1).window == 508
+    assert policies.fit("weightedkv", 257, 1, ["sinks=8"]).window == 120
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"window": 0}, "window must be 1 or more, got 0"),
+        ({"window": 60}, r"window must be in 0..52 \(the budget of 64 less 8 slack and 4 sinks\), got 60"),
+        ({"sinks": -1}, "sinks must not be negative, got -1"),
+    ],
+)
+def test_refuses_parameters_that_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        WeightedKV.fit(64, 8, **params)
