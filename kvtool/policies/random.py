@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
+from kvtool.kernels import keep_highest, splitmix64
 from kvtool.policy import Plan, Policy, State, View, check_kept, protected
 
 
@@ -45,19 +45,11 @@ class Random(Policy):
 def _draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
     """pos i32[row, n] -> f32[row, n]: whole numbers below 2**24, which a float32 holds exactly."""
     # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
-    hashed = _mix(np.array([seed % 2**64], np.uint64))
-    hashed = _mix(hashed + np.uint64(step))
-    hashed = _mix(hashed + np.arange(pos.shape[0], dtype=np.uint64))
-    hashed = _mix(hashed[:, None] + pos.astype(np.uint64))
+    hashed = splitmix64(np.array([seed % 2**64], np.uint64))
+    hashed = splitmix64(hashed + np.uint64(step))
+    hashed = splitmix64(hashed + np.arange(pos.shape[0], dtype=np.uint64))
+    hashed = splitmix64(hashed[:, None] + pos.astype(np.uint64))
     return (hashed >> np.uint64(40)).astype(np.float32)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """u64 -> u64: one step of splitmix64 (Steele et al. 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 POLICY = Random
