@@ -83,8 +83,8 @@ class BumbleBee(Policy):
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Keys i16, attention sum f32, and what is known of the nearest neighbour:
 
-        near f32: its similarity, or where it has gone an upper bound. nearest i32: the position of its
-        token, -1 where it has gone or there never was one. Then the matrix, if any.
+        near f32: its similarity, or where it has gone an upper bound. nearest i32: its position, -1 where
+        it has gone. Then the matrix of all pairs, if any, zero on its diagonal.
         """
         shape = n_row, n_cell
         state = (
@@ -198,76 +198,25 @@ def _slope(x, power):
     return 1 / (_phi(x, True) ** 24 + _BETA)
 
 
-@kernel("void(f4[:,:,::1], i8, i8, i2[:,:,::1], i8, i8)")
-def _normalize(keys, row, new, unit, unit_row, cell):
-    """unit[unit_row, cell] = keys[row, new] of length _UNIT, in whole numbers; a zero key stays one."""
+@kernel("void(f4[::1], i2[::1])")
+def _normalize(key, unit):
+    """The key, of length _UNIT and in whole numbers; a zero key stays one."""
     total = 0.0
-    for dim in range(keys.shape[2]):
-        total += np.float64(keys[row, new, dim]) * np.float64(keys[row, new, dim])
+    for x in key:
+        total += np.float64(x) * np.float64(x)
     scale = _UNIT / np.sqrt(total) if total > 0 else 0.0
-    for dim in range(keys.shape[2]):
-        unit[unit_row, cell, dim] = np.int16(np.floor(keys[row, new, dim] * scale + 0.5))
+    for dim in range(len(key)):
+        unit[dim] = np.int16(np.floor(key[dim] * scale + 0.5))
 
 
-@kernel("i4(i2[:,:,::1], i8, i8, i8)")
-def _similarity(unit, row, i, j):
+@kernel("i4(i2[::1], i2[::1])")
+def _similarity(one, other):
     """ReLU(cosine) of two keys, 0.._ONE. Of a key and itself it is _ONE, even where this says otherwise."""
     dot = np.int32(0)
-    for dim in range(unit.shape[2]):
-        dot = np.int32(dot + np.int32(unit[row, i, dim]) * np.int32(unit[row, j, dim]))
+    for dim in range(len(one)):
+        dot = np.int32(dot + np.int32(one[dim]) * np.int32(other[dim]))
     # _UNIT * _UNIT / _ONE is 2**4
     return np.int32(min(max(dot + 8, 0) >> 4, _ONE))
-
-
-_MEASURE = "void(i4[:,::1], f4[:,:,::1], i2[:,:,::1], f4[:,::1], i4[:,::1], {}[:,:,::1])"
-
-
-@kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
-def _measure(pos, keys, unit, near, nearest, pairs):
-    """Takes in the new keys f32[row, n_new, n_dim]: their lengths, and all pairs with one of them.
-
-    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more],
-    pairs i32 or u16[row, n or more, n or more], bits of floats, unless it has no rows.
-    """
-    n_row, n = pos.shape
-    n_old = n - keys.shape[1]
-    value = np.empty(n, np.float32)
-    bits = value.view(np.int32)
-    half = pairs.itemsize == 2
-    for row in range(n_row):
-        for i in range(n_old, n):
-            _normalize(keys, row, i - n_old, unit, row, i)
-            near[row, i] = 0
-            nearest[row, i] = -1
-            for j in range(i):
-                value[j] = np.float32(_similarity(unit, row, i, j)) * np.float32(2**-24)
-            if half:
-                # a float32 that is smaller by 2**112 has a float16's bits in front of 13 more
-                for j in range(i):
-                    value[j] *= np.float32(2.0**-112)
-                for j in range(i):
-                    bits[j] = np.int32(bits[j] + 0xFFF + ((bits[j] >> 13) & 1)) >> 13
-            if len(pairs):
-                for j in range(i):
-                    pairs[row, i, j] = bits[j]
-                pairs[row, i, i] = 0
-            if half:
-                for j in range(i):
-                    bits[j] = bits[j] << 13
-                for j in range(i):
-                    value[j] *= np.float32(2.0**112)
-            for j in range(i):
-                if value[j] > near[row, i]:
-                    near[row, i] = value[j]
-                    nearest[row, i] = pos[row, j]
-            for j in range(i):
-                if value[j] >= near[row, j]:
-                    near[row, j] = value[j]
-                    nearest[row, j] = pos[row, i]
-        if len(pairs):
-            for j in range(n):
-                for i in range(max(j + 1, n_old), n):
-                    pairs[row, j, i] = pairs[row, i, j]
 
 
 @kernel("i4(i4[::1], i8)")
@@ -288,6 +237,58 @@ def _highest(bits, n):
     return highest
 
 
+_MEASURE = "void(i4[:,::1], f4[:,:,::1], i2[:,:,::1], f4[:,::1], i4[:,::1], {}[:,:,::1])"
+
+
+@kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
+def _measure(pos, keys, unit, near, nearest, pairs):
+    """Takes in the new keys f32[row, n_new, n_dim]: their lengths, and all pairs with one of them.
+
+    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more],
+    pairs i32 or u16[row, n or more, n or more], bits of floats, unless it has no rows.
+    """
+    n_row, n = pos.shape
+    n_old = n - keys.shape[1]
+    value = np.empty(n, np.float32)
+    bits = value.view(np.int32)
+    half = pairs.itemsize == 2
+    for row in range(n_row):
+        for i in range(n_old, n):
+            _normalize(keys[row, i - n_old], unit[row, i])
+            for j in range(i):
+                value[j] = np.float32(_similarity(unit[row, i], unit[row, j])) * np.float32(2**-24)
+            if half:
+                # a float32 that is smaller by 2**112 has a float16's bits in front of 13 more
+                for j in range(i):
+                    value[j] *= np.float32(2.0**-112)
+                for j in range(i):
+                    bits[j] = np.int32(bits[j] + 0xFFF + ((bits[j] >> 13) & 1)) >> 13
+            if len(pairs):
+                for j in range(i):
+                    pairs[row, i, j] = bits[j]
+            if half:
+                for j in range(i):
+                    bits[j] = bits[j] << 13
+                for j in range(i):
+                    value[j] *= np.float32(2.0**112)
+            if i:
+                highest = _highest(bits, i)
+                j = 0
+                while bits[j] != highest:
+                    j += 1
+                near[row, i] = value[j]
+                nearest[row, i] = pos[row, j]
+            newest = pos[row, i]
+            for j in range(i):
+                closer = value[j] >= near[row, j]
+                near[row, j] = value[j] if closer else near[row, j]
+                nearest[row, j] = newest if closer else nearest[row, j]
+        if len(pairs):
+            for j in range(n):
+                for i in range(max(j + 1, n_old), n):
+                    pairs[row, j, i] = pairs[row, i, j]
+
+
 _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i4[::1], i4[::1])"
 
 
@@ -303,7 +304,7 @@ def _neighbour(unit, pairs, row, cell, n, alive, bits):
     else:
         value = bits.view(np.float32)
         for j in range(n):
-            value[j] = np.float32(_similarity(unit, row, cell, j) & alive[j]) * np.float32(2**-24)
+            value[j] = np.float32(_similarity(unit[row, cell], unit[row, j]) & alive[j]) * np.float32(2**-24)
         bits[cell] = 0
     highest = _highest(bits, n)
     j = 0
@@ -444,21 +445,21 @@ def _move_pairs(source, pairs):
             pairs[row, moved[m], :n_keep] = block[m]
 
 
-@kernel("i8(i2[:,:,::1], i8, i4[::1])")
+@kernel("i8(i2[:,::1], i8, i4[::1])")
 def _gain(unit, cell, cover):
     """What the sum of cover i32[n], each cell's similarity to the summary, gains by a cell."""
     gain = np.int64(max(_ONE - cover[cell], 0))
     for j in range(len(cover)):
         if j != cell:
-            gain += max(_similarity(unit, 0, cell, j) - cover[j], 0)
+            gain += max(_similarity(unit[cell], unit[j]) - cover[j], 0)
     return gain
 
 
-@kernel("void(i2[:,:,::1], i8, i4[::1])")
+@kernel("void(i2[:,::1], i8, i4[::1])")
 def _take(unit, cell, cover):
     """The summary takes a cell."""
     for j in range(len(cover)):
-        cover[j] = max(cover[j], _similarity(unit, 0, cell, j))
+        cover[j] = max(cover[j], _similarity(unit[cell], unit[j]))
     cover[cell] = _ONE
 
 
@@ -472,7 +473,7 @@ def _summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, st
     are above the best so far only. No pair is remembered, so that memory does not grow with n * n.
     """
     n_row, n = pos.shape
-    unit = np.empty((1, n, keys.shape[2]), np.int16)
+    unit = np.empty((n, keys.shape[2]), np.int16)
     cover = np.empty(n, np.int32)
     gain = np.empty(n, np.int64)
     rest = np.empty(n, np.int64)
@@ -483,7 +484,7 @@ def _summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, st
         n_rest = 0
         cover[:] = 0
         for cell in range(n):
-            _normalize(keys, row, cell, unit, 0, cell)
+            _normalize(keys[row, cell], unit[cell])
             total += np.float64(mass[row, cell])
         for i in range(n):
             cell = order[row, i]
@@ -503,7 +504,7 @@ def _summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, st
         for i in range(n):
             gain[i] = max(_ONE - cover[i], 0)
             for j in range(i):
-                pair = _similarity(unit, 0, i, j)
+                pair = _similarity(unit[i], unit[j])
                 gain[i] += max(pair - cover[j], 0)
                 gain[j] += max(pair - cover[i], 0)
         full = _phi(total, power)
