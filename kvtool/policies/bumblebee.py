@@ -34,8 +34,8 @@ _CHOICES = {
 _EPSILON = 1e-5
 """Of stochastic greedy: it looks at n / k * ln(1 / epsilon) of n tokens for each of the k that it takes."""
 
-_ALPHA, _BETA = 0.04, 1.0
-"""Of phi=power, the inverse of alpha * y**(1 / alpha) + beta * y."""
+_ALPHA, _BETA = 1 / 25, 1.0
+"""Of phi=power, the inverse of alpha * y**(1 / alpha) + beta * y; these are the paper's."""
 
 _UNIT = 1 << 14
 """Length of a key in the state."""
@@ -104,24 +104,8 @@ class BumbleBee(Policy):
 
     def plan(self, view: View, state: State) -> Plan:
         unit, mass, near, nearest = state[:4]
-        n_keep = self.budget - self.slack
-        first, recent = protected(view, n_keep, self.sinks, self.window)
-        power = self.phi == "power"
         keep = np.empty(view.pos.shape, np.bool_)
-        _discard(
-            view.pos,
-            unit,
-            mass,
-            _bits(state),
-            first,
-            recent,
-            n_keep,
-            self.mixture,
-            power,
-            near,
-            nearest,
-            keep,
-        )
+        _discard(view.pos, unit, mass, _bits(state), *self._goal(view), near, nearest, keep)
         return Plan(keep)
 
     def move(self, state: State, source: np.ndarray) -> None:
@@ -130,20 +114,19 @@ class BumbleBee(Policy):
             _move_pairs(source, _bits(state))
 
     def compress(self, view: View) -> Plan:
-        n_keep = self.budget - self.slack
-        first, recent = protected(view, n_keep, self.sinks, self.window)
         # no two positions of a row are equal: the sort need not be stable
         order = np.argsort(view.pos, axis=1)
-        seeds = np.zeros(len(order), np.int64)
-        if stochastic := self.greedy == "stochastic":
-            seeds[:] = _seeds(self.seed, view.next, len(order))
-        power = self.phi == "power"
+        stochastic = self.greedy == "stochastic"
+        seeds = _seeds(self.seed, view.next, len(order))
         keep = np.empty(view.pos.shape, np.bool_)
-        _summarize(
-            *(view.pos, order, view.keys, view.attn, first, recent, n_keep),
-            *(self.mixture, power, stochastic, seeds, keep),
-        )
+        _summarize(view.pos, order, view.keys, view.attn, *self._goal(view), stochastic, seeds, keep)
         return Plan(keep)
+
+    def _goal(self, view: View) -> tuple[int, int, int, float, bool]:
+        """What is chosen from, how many are to stay, and the objective."""
+        n_keep = self.budget - self.slack
+        first, recent = protected(view, n_keep, self.sinks, self.window)
+        return first, recent, n_keep, self.mixture, self.phi == "power"
 
 
 def _bits(state: State) -> np.ndarray:
@@ -158,7 +141,8 @@ def _seeds(seed: int, step: int, n_row: int) -> np.ndarray:
     """i64[row]: whole numbers below 2**31."""
     hashed = splitmix64(np.array([seed % 2**64], np.uint64))
     hashed = splitmix64(hashed + np.uint64(step))
-    return splitmix64(hashed + np.arange(n_row, dtype=np.uint64)) >> np.uint64(33)
+    hashed = splitmix64(hashed + np.arange(n_row, dtype=np.uint64))
+    return (hashed >> np.uint64(33)).astype(np.int64)
 
 
 @kernel("i8(i8, i8, i8)")
