@@ -239,6 +239,37 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
+    rng = np.random.default_rng(2)
+    n, n_dim = 60, 33
+    keys = rng.standard_normal((1, n, n_dim)).astype(np.float32)
+    # the same direction, twice as far; the opposite one; nothing; so long that its square is no float32
+    keys[0, 20:40] = 2 * keys[0, :20]
+    keys[0, 40:45] = -keys[0, :5]
+    keys[0, 50] = 0
+    keys[0, 51] *= 1e30
+    policy = fit(n, 1, similarity=mode)
+    state = policy.start(1, n, n_dim)
+    pos, layer = np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32)
+    for begin, end in ((0, 1), (1, 25), (25, n)):
+        attn = np.zeros((1, end), np.float32)
+        new = keys[:, begin:end].copy()
+        policy.observe(View(pos[:, :end].copy(), layer, end, attn=attn, keys=new), state)
+    right = twin.similarities(keys[0].tolist(), half=mode == "f16")
+    np.fill_diagonal(right, 0)
+    np.testing.assert_array_equal(state[2][0], right.max(axis=1))
+    np.testing.assert_array_equal(right[np.arange(n), state[3][0]], right.max(axis=1))
+    for matrix in state[4:]:
+        np.testing.assert_array_equal(matrix[0].view(np.float16) if mode == "f16" else matrix[0], right)
+    # and they are cosines
+    length = np.sqrt((keys[0].astype(float) ** 2).sum(axis=1, keepdims=True))
+    unit = np.divide(keys[0], length, where=length > 0, out=np.zeros((n, n_dim)))
+    cosines = np.maximum(unit @ unit.T, 0)
+    np.fill_diagonal(cosines, 0)
+    np.testing.assert_allclose(right, cosines, atol=1e-3 if mode == "f16" else 2e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_moves_any_cell_anywhere(mode):
     policy = fit(20, 4, similarity=mode)
     cache = Cache(1, 3, 30, policy, seed=0)

@@ -347,42 +347,30 @@ def _discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, near
             per_mass = np.float32((1 - mixture) * _slope(total, power) / full if full > 0 else 0.0)
             for i in range(n_open):
                 bound[i] = per_far * far[i] + per_mass * light[i]
-            lightest = -1
+            lightest = 0
             least = np.inf
-            # the first round takes the one with the lowest bound, so that hardly any comes to the second
-            limit = np.float32(-1)
-            for every in range(2):
+            while True:
+                lowest = _lowest(bound_bits, n_open)
                 i = 0
-                while i < n_open:
-                    if not every:
-                        lowest = _lowest(bound_bits, n_open)
-                        while bound_bits[i] != lowest:
-                            i += 1
-                    elif bound[i] > limit:
-                        i += 1
-                        continue
-                    cell = cells[i]
-                    if nearest[row, cell] < 0 and near[row, cell] > 0:
-                        j = _neighbour(unit, pairs, row, cell, n, alive, bits)
-                        one[0] = bits[j] << 13 if half else bits[j]
-                        near[row, cell] = one_value[0] * (np.float32(2.0**112) if half else np.float32(1))
-                        nearest[row, cell] = pos[row, j]
-                        far[i] = 1 - near[row, cell]
-                        bound[i] = per_far * far[i] + per_mass * light[i]
-                        if not every:
-                            i = 0
-                        continue
-                    loss = _loss(
-                        mixture, np.float64(far[i]) / n_live, np.float64(light[i]), total, full, power
-                    )
-                    if loss < least or (loss == least and pos[row, cell] < pos[row, cells[lightest]]):
-                        least = loss
-                        lightest = i
-                        # the bounds are rounded
-                        limit = np.float32(least * (1 + 1e-6) + 1e-15)
+                while bound_bits[i] != lowest:
                     i += 1
-                    if not every:
-                        break
+                # the bounds are rounded
+                if bound[i] > least * (1 + 1e-6) + 1e-15:
+                    break
+                cell = cells[i]
+                if nearest[row, cell] < 0 and near[row, cell] > 0:
+                    j = _neighbour(unit, pairs, row, cell, n, alive, bits)
+                    one[0] = bits[j] << 13 if half else bits[j]
+                    near[row, cell] = one_value[0] * (np.float32(2.0**112) if half else np.float32(1))
+                    nearest[row, cell] = pos[row, j]
+                    far[i] = 1 - near[row, cell]
+                    bound[i] = per_far * far[i] + per_mass * light[i]
+                    continue
+                bound[i] = np.inf
+                loss = _loss(mixture, np.float64(far[i]) / n_live, np.float64(light[i]), total, full, power)
+                if loss < least or (loss == least and pos[row, cell] < pos[row, cells[lightest]]):
+                    least = loss
+                    lightest = i
             gone = cells[lightest]
             keep[row, gone] = False
             alive[gone] = 0
