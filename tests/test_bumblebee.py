@@ -241,7 +241,7 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     rng = np.random.default_rng(2)
-    n, n_dim = 60, 33
+    n, n_dim = 300, 33
     keys = rng.standard_normal((1, n, n_dim)).astype(np.float32)
     # the same direction, twice as far; the opposite one; nothing; so long that its square is no float32
     keys[0, 20:40] = 2 * keys[0, :20]
@@ -251,7 +251,7 @@ def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     policy = fit(n, 1, similarity=mode)
     state = policy.start(1, n, n_dim)
     pos, layer = np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32)
-    for begin, end in ((0, 1), (1, 25), (25, n)):
+    for begin, end in ((0, 1), (1, 125), (125, n)):
         attn = np.zeros((1, end), np.float32)
         new = keys[:, begin:end].copy()
         policy.observe(View(pos[:, :end].copy(), layer, end, attn=attn, keys=new), state)
@@ -277,13 +277,13 @@ def test_moves_any_cell_anywhere(mode):
     cache.plan()
     before = [array.copy() for array in cache.state]
     rng = np.random.default_rng(1)
-    for n_keep in (20, 13):
+    for n_keep, dtype in ((20, np.int64), (13, np.int32)):
         source = np.array([rng.permutation(20)[:n_keep] for _ in range(3)])
         # some stay where they are
         source[0] = np.arange(n_keep)
         source[1, :2] = np.setdiff1d(np.arange(20), source[1, 2:])[:2]
         state = tuple(array.copy() for array in before)
-        policy.move(state, source)
+        policy.move(state, source.astype(dtype))
         for row in range(3):
             for array, old in zip(state[:4], before, strict=False):
                 np.testing.assert_array_equal(array[row, :n_keep], old[row, source[row]])

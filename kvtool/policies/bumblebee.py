@@ -11,8 +11,9 @@ most by, the newest among equals, by lazy greedy or by stochastic greedy (Mirzas
 
 Differs from the paper: the first tokens and the newest ones are part of every summary; one decision a KV
 head, on the sum over its group of query heads (the paper has no grouped queries); an eviction makes room for
-`slack` tokens, one discard after the other, the paper's for one (--evict-every 1). Keys are normalised and
-kept in 16 bits, so that a cosine is off by some 0.00003 and does not depend on the order of its sum.
+`slack` tokens, one discard after the other, the paper's for one (--evict-every 1); lazy greedy unless asked,
+the paper's runs were stochastic. Keys are those before RoPE, which the paper leaves open; they are normalised
+and kept in 16 bits, so that a cosine is off by some 0.00003 and does not depend on the order of its sum.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class BumbleBee(Policy):
     def move(self, state: State, source: np.ndarray) -> None:
         Policy.move(self, state[:4], source)
         if len(state) > 4:
-            _move_pairs(source, _bits(state))
+            _move_pairs(np.ascontiguousarray(source, np.int32), _bits(state))
 
     def compress(self, view: View) -> Plan:
         # no two positions of a row are equal: the sort need not be stable
@@ -355,7 +356,7 @@ def _discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, near
                 while bound_bits[i] != lowest:
                     i += 1
                 # the bounds are rounded
-                if bound[i] > least * (1 + 1e-6) + 1e-15:
+                if bound[i] > least * (1 + 1e-6) + 1e-14:
                     break
                 cell = cells[i]
                 if nearest[row, cell] < 0 and near[row, cell] > 0:
@@ -384,12 +385,12 @@ def _discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, near
             far[lightest] = far[n_open]
 
 
-_MOVE = "void(i8[:,::1], {}[:,:,::1])"
+_MOVE = "void(i4[:,::1], {}[:,:,::1])"
 
 
 @kernel([_MOVE.format("i4"), _MOVE.format("u2")])
 def _move_pairs(source, pairs):
-    """pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i64[row, n_keep]."""
+    """pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
     n_row, n_keep = source.shape
     moved = np.empty(n_keep, np.int64)
     n_most = 0
@@ -499,7 +500,7 @@ def _summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, st
                 while bound_bits[i] != highest:
                     i += 1
                 # the bounds are rounded
-                if bound[i] < 0 or bound[i] * (1 + 1e-6) + 1e-15 < most:
+                if bound[i] < 0 or bound[i] * (1 + 1e-6) + 1e-14 < most:
                     break
                 bound[i] = -1
                 cell = rest[i]
