@@ -15,12 +15,21 @@ import numpy as np  # noqa: E402
 numba.config.CACHE_DIR = str(CACHE_DIR)
 
 
-def kernel(signature: str):
-    """Compiles for one signature at import, from the disk cache when it is there.
+def kernel(signature: str | list[str]):
+    """Compiles for one signature, or for each of a list, at import, from the disk cache when it is there.
 
     "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside.
     """
     return numba.njit(signature, cache=True, nogil=True, error_model="numpy")
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """u64 -> u64: one step of splitmix64 (Steele et al. 2014)."""
+    # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 @kernel("i8(i8[::1], i8, i8)")
@@ -105,19 +114,11 @@ def draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
     pos i32[row, n] -> f32[row, n].
     """
     # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
-    hashed = _mix(np.array([seed % 2**64], np.uint64))
-    hashed = _mix(hashed + np.uint64(step))
-    hashed = _mix(hashed + np.arange(pos.shape[0], dtype=np.uint64))
-    hashed = _mix(hashed[:, None] + pos.astype(np.uint64))
+    hashed = splitmix64(np.array([seed % 2**64], np.uint64))
+    hashed = splitmix64(hashed + np.uint64(step))
+    hashed = splitmix64(hashed + np.arange(pos.shape[0], dtype=np.uint64))
+    hashed = splitmix64(hashed[:, None] + pos.astype(np.uint64))
     return (hashed >> np.uint64(40)).astype(np.float32)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """u64 -> u64: one step of splitmix64 (Steele et al. 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 @kernel("void(f4[:,::1], i4[::1], f8[::1])")

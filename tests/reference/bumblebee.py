@@ -1,0 +1,107 @@
+"""BumbleBee (COLM 2024, Algorithms 1 and 2): the objective by its definition, each set worked out anew."""
+
+import math
+import struct
+
+import numpy as np
+
+CASES = [
+    [],
+    ["phi=power"],
+    ["similarity=f32", "window=3"],
+    ["similarity=f16", "mixture=0.7"],
+    ["mixture=1", "window=0", "sinks=0"],
+    ["mixture=0", "window=1"],
+]
+
+
+def keep(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, greedy, seed, similarity):
+    return [
+        _keep(row, next, max(sinks, pinned), budget - slack, window, mixture, phi, similarity) for row in rows
+    ]
+
+
+def _keep(row, next, first, n_keep, window, mixture, phi, similarity):
+    recent = next - min(window, n_keep - first)
+    pairs = similarities([token["key"] for token in row], half=similarity == "f16")
+    alive = list(range(len(row)))
+    while len(alive) > n_keep:
+
+        def loss(token, alive=alive):
+            rest = [other for other in alive if other != token]
+            return worth(alive, alive, row, pairs, mixture, phi) - worth(
+                rest, alive, row, pairs, mixture, phi
+            )
+
+        alive.remove(
+            min(
+                (token for token in alive if first <= row[token]["pos"] < recent),
+                key=lambda token: (loss(token), row[token]["pos"]),
+            )
+        )
+    return [row[token]["pos"] for token in alive]
+
+
+def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest):
+    """Greedy: the positions of n_keep tokens, `stays` among them, in the order in which they come.
+
+    row: tokens, oldest first. stays: positions. sample: of the tokens left, which a pick looks at.
+    """
+    pairs = similarities([token["key"] for token in row])
+    every = range(len(row))
+    chosen = [token for token in every if row[token]["pos"] in stays]
+    rest = [token for token in every if token not in chosen]
+    while len(chosen) < n_keep and rest:
+        # a sample may put the rest into another order
+        best = max(
+            sample(rest),
+            key=lambda token: (
+                worth([*chosen, token], every, row, pairs, mixture, phi),
+                row[token]["pos"],
+            ),
+        )
+        chosen.append(best)
+        at = rest.index(best)
+        rest[at] = rest[-1]
+        rest.pop()
+    return [row[token]["pos"] for token in chosen]
+
+
+def worth(chosen, ground, row, pairs, mixture, phi):
+    """g of the tokens chosen from the ground set."""
+    chosen, ground = list(chosen), list(ground)
+    f = float(pairs[np.ix_(ground, chosen)].max(axis=1).sum()) / len(ground) if chosen else 0.0
+    mass = math.fsum(row[token]["mass"] for token in ground)
+    full = PHI[phi](mass)
+    c = PHI[phi](math.fsum(row[token]["mass"] for token in chosen)) / full if full else 0.0
+    return mixture * f + (1 - mixture) * c
+
+
+def similarities(keys, half=False):
+    """f64[token, token]: ReLU(cosine) of keys of 15 bits, in whole 2**-24, or those as float16."""
+    unit = np.array([normalized(key) for key in keys], np.int64)
+    # whole numbers: sums of them are exact in float64, too
+    pairs = np.clip((unit @ unit.T + 8) // 16, 0, 2**24) / 2**24
+    if half:
+        pairs = np.vectorize(lambda x: struct.unpack("e", struct.pack("e", x))[0])(pairs)
+    np.fill_diagonal(pairs, 1)
+    return pairs
+
+
+def normalized(key):
+    length = math.sqrt(sum(x * x for x in key))
+    return [math.floor(x * (2**14 / length) + 0.5) if length else 0 for x in key]
+
+
+def power(x):
+    """The y with 0.04 * y ** 25 + y = x, by bisection as far as there are numbers in between."""
+    low, high = 0.0, x
+    while low < (middle := (low + high) / 2) < high:
+        if 0.04 * middle**25 + middle < x:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+PHI = {"log": math.log1p, "power": power}

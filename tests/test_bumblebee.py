@@ -1,0 +1,362 @@
+"""BumbleBee beyond what its twin shows: offline summaries, both phis, and a state that stays right."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from fake_cache import Cache
+from reference import bumblebee as twin
+from reference.random import splitmix64
+
+from kvtool import policies
+from kvtool.policies.bumblebee import BumbleBee, _phi, _slope
+from kvtool.policy import View
+
+MODES = ["f32", "f16", "recompute"]
+
+
+def fit(budget, slack, **params):
+    return BumbleBee.fit(budget, slack, **{"sinks": 0, "window": 0, **params})
+
+
+def prompt(n, seed, *, n_row=1, n_value=4, n_dim=4, shuffled=True):
+    """(view, rows): a prompt's n tokens of every row in some order, and as a twin reads them."""
+    rng = np.random.default_rng(seed)
+    pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
+    if shuffled:
+        pos = rng.permuted(pos, axis=1)
+    attn = rng.integers(0, n_value, (n_row, n)).astype(np.float32) / 4
+    keys = rng.integers(-2, 3, (n_row, n, n_dim)).astype(np.float32)
+    view = View(pos, np.zeros(n_row, np.int32), n, attn=attn, keys=keys)
+    return view, [records(view, row) for row in range(n_row)]
+
+
+def records(view, row):
+    cells = np.argsort(view.pos[row])
+    return [
+        {
+            "pos": int(view.pos[row, cell]),
+            "mass": float(view.attn[row, cell]),
+            "key": view.keys[row, cell].tolist(),
+        }
+        for cell in cells
+    ]
+
+
+def kept(view, plan):
+    return [sorted(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
+
+
+@pytest.mark.parametrize("phi", ["log", "power"])
+@pytest.mark.parametrize("mixture", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("n_value", [1, 4, 400])
+def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
+    for n, n_keep in ((1, 1), (9, 1), (9, 8), (30, 11), (47, 20)):
+        policy = fit(n_keep + 1, 1, phi=phi, mixture=mixture)
+        view, rows = prompt(n, seed=n, n_row=3, n_value=n_value)
+        want = [sorted(twin.summary(row, (), n_keep, mixture, phi)) for row in rows]
+        assert kept(view, policy.compress(view)) == want
+
+
+@pytest.mark.parametrize("pinned", [0, 5])
+@pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
+def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy, pinned):
+    policy = fit(17, 3, sinks=2, window=4, greedy=greedy)
+    view, rows = prompt(40, seed=3, n_row=4, n_value=400)
+    view = View(view.pos, view.layer, view.next, pinned, attn=view.attn, keys=view.keys)
+    stays = {*range(max(2, pinned)), *range(36, 40)}
+    # a sample of so few picks is all there is
+    want = [sorted(twin.summary(row, stays, 14, 0.3, "log")) for row in rows]
+    assert kept(view, policy.compress(view)) == want
+    assert all(stays <= set(row) for row in want)
+    # they are worth something: without them greedy takes others
+    assert want != [sorted(twin.summary(row, (), 14, 0.3, "log")) for row in rows]
+
+
+def test_the_window_of_a_summary_gives_way_to_pinned_tokens():
+    policy = fit(17, 3, sinks=2, window=12)
+    view, _ = prompt(40, seed=3, n_row=4)
+    view = View(view.pos, view.layer, view.next, 9, attn=view.attn, keys=view.keys)
+    assert kept(view, policy.compress(view)) == [[*range(9), *range(35, 40)]] * 4
+
+
+def test_a_prompt_that_fits_is_kept_whole():
+    view, _ = prompt(12, seed=0)
+    assert fit(14, 2).compress(view).keep.all()
+
+
+def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():
+    shares = []
+    for n in (3, 7, 10, 12):
+        for seed, mixture in enumerate((0.0, 0.3, 0.8, 1.0)):
+            phi = ("log", "power")[n % 2]
+            view, (row,) = prompt(n, seed, n_dim=2 + seed % 3)
+            pairs = twin.similarities([token["key"] for token in row])
+            for n_keep in range(1, n):
+                (mine,) = kept(view, fit(n_keep + 1, 1, mixture=mixture, phi=phi).compress(view))
+                # the positions of a prompt's tokens are their places in the row
+                best = max(
+                    twin.worth(chosen, range(n), row, pairs, mixture, phi)
+                    for chosen in combinations(range(n), n_keep)
+                )
+                shares.append(twin.worth(mine, range(n), row, pairs, mixture, phi) / best if best else 1)
+    assert min(shares) >= 1 - 1 / math.e
+    # greedy is not the best of all: there was something to find
+    assert min(shares) < 0.99
+
+
+def draws(seed, step, row):
+    """draw(pick, i) of stochastic greedy: a hash of all that tells one draw from another."""
+    start = splitmix64(splitmix64(splitmix64(seed) + step & 2**64 - 1) + row & 2**64 - 1) >> 33
+
+    def draw(pick, i):
+        x = start
+        for part in (pick, i):
+            x = (x + part * 0x3C6EF372 + 0x1E3779B9) % 2**32
+            x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+            x = (x ^ x >> 15) * 0x35A2D97B % 2**32
+            x ^= x >> 16
+        return x
+
+    return draw
+
+
+@pytest.mark.parametrize("seed", [0, 1, -7])
+def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
+    n, n_keep, n_row = 80, 40, 3
+    view, rows = prompt(n, seed=11, n_row=n_row, n_value=400)
+    want, looked = [], []
+    for number, row in enumerate(rows):
+        draw, pick = draws(seed % 2**64, n, number), iter(range(n))
+
+        def sample(rest, draw=draw, pick=pick):
+            n_look = min(math.ceil(n / n_keep * math.log(1e5)), len(rest))
+            number = next(pick)
+            for i in range(n_look):
+                j = i + draw(number, i) % (len(rest) - i)
+                rest[i], rest[j] = rest[j], rest[i]
+            looked.append(n_look / len(rest))
+            return rest[:n_look]
+
+        want.append(sorted(twin.summary(row, (), n_keep, 0.3, "log", sample)))
+    assert looked[0] < 0.5
+    got = kept(view, fit(n_keep + 1, 1, greedy="stochastic", seed=seed).compress(view))
+    assert got == want
+    assert got != kept(view, fit(n_keep + 1, 1, greedy="stochastic", seed=5).compress(view))
+    assert got != kept(view, fit(n_keep + 1, 1).compress(view))
+
+
+@pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
+def test_the_order_of_cells_means_nothing_to_a_summary(greedy):
+    policy = fit(41, 1, greedy=greedy)
+    view, _ = prompt(80, seed=5, n_row=3)
+    order = np.argsort(view.pos, axis=1)
+    sorted_view = View(
+        np.take_along_axis(view.pos, order, axis=1),
+        view.layer,
+        view.next,
+        attn=np.take_along_axis(view.attn, order, axis=1),
+        keys=np.take_along_axis(view.keys, order[..., None], axis=1),
+    )
+    assert kept(view, policy.compress(view)) == kept(sorted_view, policy.compress(sorted_view))
+
+
+@pytest.mark.parametrize("x", [0, 1e-9, 1e-3, 0.3, 1, 1.04, 7, 1e3, 1e7, 1e10])
+def test_both_phis_are_what_they_are_called(x):
+    assert _phi(x, False) == pytest.approx(math.log(1 + x), rel=1e-6)
+    y = _phi(x, True)
+    assert 0.04 * y**25 + y == pytest.approx(x, rel=1e-12)
+    assert y == pytest.approx(twin.power(x), rel=1e-12)
+    if x < 1e6:
+        for power in (False, True):
+            step = 1e-5 * (1 + x)
+            rise = (_phi(x + step, power) - _phi(x, power)) / step
+            assert _slope(x, power) == pytest.approx(rise, rel=1e-3)
+
+
+def corners(cache):
+    """Keys of four entries of 1 or -1 among eight: cosines are fourths, which a float16 holds."""
+    n_row, n_token, n_dim = cache.keys.shape
+    order = cache.rng.random((n_row, n_token, n_dim)).argsort(axis=2)
+    signs = cache.rng.choice(np.array([-1, 1], np.float32), (n_row, n_token, n_dim))
+    return np.where(order < 4, signs, np.float32(0))
+
+
+class CornerCache(Cache):
+    def _reduce(self, attention, seen):
+        # between the tokens' arrival and the records of them
+        self.keys = corners(self)
+        super()._reduce(attention, seen)
+
+
+def stream(mode, seed=4, n_plan=14, **params):
+    """(cache, view, plan) of a stream, before the plan is applied."""
+    policy = BumbleBee.fit(30, 5, similarity=mode, **params)
+    cache = CornerCache(2, 2, 80, policy, seed, n_value=64, n_dim=8)
+    for step in range(n_plan):
+        cache.grow(max(30 + (0, 2, 9)[step % 3] - cache.n_kv, 1))
+        view, plan = cache.plan()
+        yield cache, view, plan
+        cache.apply(plan.keep)
+
+
+@pytest.mark.parametrize("params", [{}, {"mixture": 0.9, "phi": "power"}], ids=str)
+def test_every_way_to_hold_similarities_gives_the_same_plans(params):
+    plans = {mode: [kept(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
+    assert plans["f16"] == plans["recompute"] == plans["f32"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_state_stays_what_one_made_anew_would_be(mode):
+    n_known = n_bound = 0
+    for cache, view, plan in stream(mode, mixture=0.9, window=2, sinks=0):
+        units, mass, near, nearest, *rest = cache.state
+        for row, records_of_row in enumerate(cache.rows):
+            token_of = {token["pos"]: token for token in records_of_row}
+            tokens = [token_of[pos] for pos in view.pos[row].tolist()]
+            pairs = twin.similarities([token["key"] for token in tokens], half=mode == "f16")
+            np.fill_diagonal(pairs, 0)
+            n = len(tokens)
+            assert units[row, :n].tolist() == [twin.normalized(token["key"]) for token in tokens]
+            assert mass[row, :n].tolist() == [token["mass"] for token in tokens]
+            for matrix in rest:
+                held = matrix[row, :n, :n]
+                np.testing.assert_array_equal(held if mode == "f32" else held.view(np.float16), pairs)
+            # after the plan: what stays knows only of what stays
+            cells = np.flatnonzero(plan.keep[row])
+            cell_of = {int(view.pos[row, cell]): cell for cell in cells}
+            for cell in cells:
+                right = pairs[cell, cells].max()
+                if nearest[row, cell] >= 0:
+                    assert near[row, cell] == right == pairs[cell, cell_of[int(nearest[row, cell])]]
+                    n_known += 1
+                else:
+                    assert near[row, cell] >= right
+                    n_bound += near[row, cell] > 0
+    assert n_known > 20
+    assert n_bound > 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
+    rng = np.random.default_rng(2)
+    n, n_dim = 300, 33
+    keys = rng.standard_normal((1, n, n_dim)).astype(np.float32)
+    # the same direction, twice as far; the opposite one; nothing; so long that its square is no float32
+    keys[0, 20:40] = 2 * keys[0, :20]
+    keys[0, 40:45] = -keys[0, :5]
+    keys[0, 50] = 0
+    keys[0, 51] *= 1e30
+    policy = fit(n, 1, similarity=mode)
+    state = policy.start(1, n, n_dim)
+    pos, layer = np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32)
+    for begin, end in ((0, 1), (1, 125), (125, n)):
+        attn = np.zeros((1, end), np.float32)
+        new = keys[:, begin:end].copy()
+        policy.observe(View(pos[:, :end].copy(), layer, end, attn=attn, keys=new), state)
+    right = twin.similarities(keys[0].tolist(), half=mode == "f16")
+    np.fill_diagonal(right, 0)
+    np.testing.assert_array_equal(state[2][0], right.max(axis=1))
+    np.testing.assert_array_equal(right[np.arange(n), state[3][0]], right.max(axis=1))
+    for matrix in state[4:]:
+        np.testing.assert_array_equal(matrix[0].view(np.float16) if mode == "f16" else matrix[0], right)
+    # and they are cosines
+    length = np.sqrt((keys[0].astype(float) ** 2).sum(axis=1, keepdims=True))
+    unit = np.divide(keys[0], length, where=length > 0, out=np.zeros((n, n_dim)))
+    cosines = np.maximum(unit @ unit.T, 0)
+    np.fill_diagonal(cosines, 0)
+    np.testing.assert_allclose(right, cosines, atol=1e-3 if mode == "f16" else 2e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_moves_any_cell_anywhere(mode):
+    policy = fit(20, 4, similarity=mode)
+    cache = Cache(1, 3, 30, policy, seed=0)
+    cache.grow(20)
+    cache.plan()
+    before = [array.copy() for array in cache.state]
+    rng = np.random.default_rng(1)
+    for n_keep, dtype in ((20, np.int64), (13, np.int32)):
+        source = np.array([rng.permutation(20)[:n_keep] for _ in range(3)])
+        # some stay where they are
+        source[0] = np.arange(n_keep)
+        source[1, :2] = np.setdiff1d(np.arange(20), source[1, 2:])[:2]
+        state = tuple(array.copy() for array in before)
+        policy.move(state, source.astype(dtype))
+        for row in range(3):
+            for array, old in zip(state[:4], before, strict=False):
+                np.testing.assert_array_equal(array[row, :n_keep], old[row, source[row]])
+            if mode != "recompute":
+                want = before[4][row][np.ix_(source[row], source[row])]
+                np.testing.assert_array_equal(state[4][row, :n_keep, :n_keep], want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
+    policy = policies.fit("bumblebee", 24, 4, [f"similarity={mode}"])
+    cache = CornerCache(1, 3, 80, policy, seed=8, n_value=64, n_dim=8)
+    cache.grow(60)
+    view = cache.view()
+    plan = policy.compress(view)
+    stays = {*range(4), *range(50, 60)}
+    want = [sorted(twin.summary(row, stays, 20, 0.3, "log")) for row in cache.rows]
+    assert kept(view, plan) == want
+
+    cells = np.array([np.flatnonzero(keep) for keep in plan.keep])
+    view = View(
+        np.take_along_axis(view.pos, cells, axis=1),
+        view.layer,
+        view.next,
+        attn=np.take_along_axis(view.attn, cells, axis=1),
+        keys=np.take_along_axis(view.keys, cells[..., None], axis=1),
+    )
+    cache.apply(plan.keep)
+    cache.pos[:, :20] = view.pos
+    cache.state = policy.start(3, 80, 8)
+    policy.adopt(view, cache.state)
+    own = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
+    for _ in range(4):
+        cache.grow(24 - cache.n_kv)
+        view, plan = cache.plan()
+        want = twin.keep(cache.rows, next=cache.next, pinned=0, budget=24, slack=4, **own)
+        assert kept(view, plan) == want
+        cache.apply(plan.keep)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("phi", ["log", "power"])
+def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_attention(mode, phi):
+    rng = np.random.default_rng(6)
+    n, n_dim = 150, 16
+    policy = BumbleBee.fit(n, 40, similarity=mode, phi=phi, window=5)
+    centers = rng.standard_normal((20, n_dim))
+    keys = (centers[rng.integers(0, 20, n)] + 0.3 * rng.standard_normal((n, n_dim))).astype(np.float32)
+    # keys of zeros are like no other
+    keys[[30, 31, 90]] = 0
+    attn = rng.pareto(0.7, (1, n)).astype(np.float32)
+    attn[0, 60:75] = 0
+    pos = rng.permutation(n).astype(np.int32)[None]
+    view = View(pos, np.zeros(1, np.int32), n, attn=attn, keys=keys[None])
+    state = policy.start(1, n, n_dim)
+    policy.observe(view, state)
+    own = {name: getattr(policy, name) for name in policies.params(BumbleBee)}
+    want = twin.keep([records(view, 0)], next=n, pinned=0, budget=n, slack=40, **own)
+    assert kept(view, policy.plan(view, state)) == want
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"mixture": 1.5}, r"mixture must be in 0\.\.1, got 1\.5"),
+        ({"mixture": -0.1}, r"mixture must be in 0\.\.1, got -0\.1"),
+        ({"mixture": math.nan}, r"mixture must be in 0\.\.1, got nan"),
+        ({"phi": "sqrt"}, "phi must be one of log, power, got sqrt"),
+        ({"greedy": "eager"}, "greedy must be one of lazy, stochastic, got eager"),
+        ({"similarity": "f64"}, "similarity must be one of f32, f16, recompute, got f64"),
+        ({"window": 53}, r"window must be in 0\.\.52 .*, got 53"),
+    ],
+)
+def test_refuses_parameters_that_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        BumbleBee.fit(64, 8, **params)
