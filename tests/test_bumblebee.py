@@ -184,10 +184,10 @@ def corners(cache):
 
 
 class CornerCache(Cache):
-    def _reduce(self, attention, seen):
+    def _reduce(self, attention, seen, steps):
         # between the tokens' arrival and the records of them
         self.keys = corners(self)
-        super()._reduce(attention, seen)
+        super()._reduce(attention, seen, steps)
 
 
 def stream(mode, seed=4, n_plan=14, **params):

@@ -62,6 +62,12 @@ OTHERS = [
     ("roco", []),
     ("keydiff", []),
     ("knorm", []),
+    ("weightedkv", []),
+    ("weightedkv", ["merge=false"]),
+    ("cam", []),
+    ("cam", ["score=sum"]),
+    ("bumblebee", []),
+    ("bumblebee", ["phi=power", "similarity=f32"]),
 ]
 
 

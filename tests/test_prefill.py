@@ -9,7 +9,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import StreamEnd, UsageError
-from tests.reference import transformer
+from tests.reference import bumblebee, transformer
 from tests.running import open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -51,6 +51,34 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
             want = stream.decode(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - want).max() < 1e-3
             assert live(engine) == positions_of(stream)
+
+
+def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
+    """What BumbleBee's offline algorithm leaves of the rows of a layer, by its definition."""
+    stays = {*range(sinks), *range(next - window, next)}
+    return [sorted(bumblebee.summary(row, stays, budget - slack, mixture, phi)) for row in rows]
+
+
+@pytest.mark.parametrize("positions", ["original", "in-cache"])
+def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, positions):
+    path = tiny_model(n_head_kv=2)
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:110].astype(np.int32)
+    policy = policies.fit("bumblebee", 32, 8)
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        engine.read(tokens[:80])
+        stream.decode(tokens[:80])
+        stream.evict(summaries, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+        assert live(engine) == positions_of(stream)
+        for at in range(80, 110):
+            if engine.room() and stream.n >= policy.budget:
+                evict(stream, "bumblebee", policy)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < 1e-3
+            assert live(engine) == positions_of(stream)
+        assert engine.n_evicted > 70
 
 
 def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_each_other(tiny_model):
