@@ -5,7 +5,7 @@
 Each cell streams the same first `--max-tokens` of the text through one cache and scores every token from
 `--first` on; by default all but the first, as `kvtool perplexity` does. Finished cells are appended to
 the JSONL as they come; a second run with the same file does only what is missing, and prints the whole table.
-`full` keeps everything, whatever the budget: one cell.
+`full` keeps everything, whatever the budget, and rows that may differ take what they need: one cell each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     # wrong names and budgets are told before an hour of work, not after
     names, budgets = args.policies.split(","), [int(budget) for budget in args.budgets.split(",")]
     for name in names:
-        for budget in budgets:
+        for budget in _budgets(args, name, budgets):
             policies.fit(name, budget, args.evict_every)
     wanted = [_cell(args, name, budget) for name in names for budget in _budgets(args, name, budgets)]
     there = _read(args.json)
@@ -67,7 +67,11 @@ def main() -> None:
 
 
 def _budgets(args, name: str, budgets: list[int]) -> list[int]:
-    return [args.max_tokens] if name == "full" else budgets
+    return [args.max_tokens] if _has_no_budget(name) else budgets
+
+
+def _has_no_budget(name: str) -> bool:
+    return name == "full" or policies.load(name).ragged
 
 
 def _cell(args, name: str, budget: int) -> dict[str, object]:
@@ -138,7 +142,7 @@ def _measure(cell: dict[str, object]) -> dict[str, object]:
     start, cpu = time.perf_counter(), time.process_time()
     nll: np.ndarray = perplexity.stream(engine, tokens)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    cache_bytes, host_bytes = engine.cache_bytes, engine.host_bytes
+    cache_bytes, host_bytes, mean_cells = engine.cache_bytes, engine.host_bytes, float(engine.live.mean())
     engine.close()
     scored = nll[args.first - 1 :]
     return cell | {
@@ -150,6 +154,7 @@ def _measure(cell: dict[str, object]) -> dict[str, object]:
         "tokens_cpu_s": len(tokens) / cpu_s,
         "cache_bytes": cache_bytes,
         "host_bytes": host_bytes,
+        "cells": mean_cells,
         "machine": machine(),
     }
 
@@ -160,9 +165,10 @@ def _markdown(cells: list[dict], names: list[str], budgets: list[int]) -> str:
     lines = ["| policy | " + " | ".join(str(budget) for budget in budgets) + " |"]
     lines.append("| --- |" + " ---: |" * len(budgets))
     for name in sorted(names, key=lambda name: name != "full"):
-        if name == "full":
-            (cell,) = (cell for cell in cells if cell["policy"] == "full")
-            row = [f"{cell['perplexity']:.2f}"] + [""] * (len(budgets) - 1)
+        if _has_no_budget(name):
+            (cell,) = (cell for cell in cells if cell["policy"] == name)
+            name = f"{name}, {cell['cells']:.0f} cells at the end"
+            row = [f"{cell['perplexity']:.2f}"] * len(budgets)
         else:
             row = [f"{found[name, budget]['perplexity']:.2f}" for budget in budgets]
         lines.append(f"| {name} | " + " | ".join(row) + " |")
