@@ -122,6 +122,11 @@ class Engine:
         return self._n_evicted_cells // len(self.live)
 
     @property
+    def mean_kv(self) -> float:
+        """Live cells of a row, the mean of all."""
+        return float(self.live.mean())
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of K and V, whether their cells are live or not."""
         return self.context.cache_bytes

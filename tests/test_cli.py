@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from kvtool import policies
 
 TEXT = (
     "The tide came in over the flats before sunrise, and the birds that had fed there moved up the shore. "
     "A woman with a lantern walked along the wall, counting the posts that the winter had left standing. "
 ) * 12
+
+WRITING = Path(__file__).parent.parent / "docs" / "writing-a-policy.md"
 
 KVTOOL = [sys.executable, "-c", "from kvtool.cli import main; main()"]
 
@@ -76,6 +82,9 @@ def test_help_loads_nothing_heavy(command):
         (["perplexity", "TEXT", "--stride", "4"], 2, "--windows"),
         (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "4096 are needed"),
         (["generate"], 5, "nothing to read"),
+        (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream or whole"),
+        (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
+        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "no policy"),
         (["models", "show", "no-such-model"], 3, "smollm2-135m"),
         (["policies", "nope"], 2, "streamingllm"),
     ],
@@ -132,7 +141,7 @@ def test_a_policy_shows_what_is_given_by_hand():
     [
         (["h2o", "-o", "window=3"], "need a --budget"),
         (["h2o", "--evict-every", "3"], "need a --budget"),
-        (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: buzz, "),
+        (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: bumblebee, buzz, "),
         (["buzz", "--budget", "3"], "the smallest budget that works with these parameters is 8"),
         (["buzz", "--budget", "512", "-o", "stride=x"], "stride must be of type int"),
         (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
@@ -152,8 +161,8 @@ def test_perplexity_json_has_the_promised_keys(text_file, smollm2):
     done = kvtool("perplexity", text_file, "-t", 1, "--budget", 256, "--json", "--max-tokens", 400)
     result = json.loads(done.stdout)
     assert set(result) == {
-        *("perplexity", "nll", "tokens", "policy", "budget", "params", "model", "kv_bytes"),
-        *("peak_rss_bytes", "tokens_per_s", "seconds"),
+        *("perplexity", "nll", "tokens", "policy", "budget", "params", "model", "cells", "kv_bytes"),
+        *("state_bytes", "peak_rss_bytes", "tokens_per_s", "seconds"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
     assert result["tokens"] == 399
@@ -205,6 +214,57 @@ def test_generate_reads_more_than_its_budget(smollm2):
     assert result["prompt_tokens"] > 300
     assert result["evicted"] >= result["prompt_tokens"] - 128
     assert result["tokens"] <= 8
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", [name for name in policies.names() if name != "full"])
+def test_every_policy_generates(smollm2, policy):
+    # a prompt above the budget, and an eviction while it writes
+    done = kvtool(
+        *("generate", "--raw", "-n", 20, "--temp", 0, "-t", 1, "--policy", policy, "--json"),
+        *("--budget", 64, "--evict-every", 8, "-b", 32),
+        stdin=TEXT[:600],
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["tokens"] == 20
+    assert result["prompt_tokens"] + 19 - result["evicted"] <= 64
+    assert result["cells"] < 64
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("prefill", ["stream", "whole"])
+def test_a_prompt_is_read_as_asked(smollm2, prefill):
+    done = kvtool(
+        *("generate", "-n", 4, "--temp", 0, "-t", 1, "--policy", "h2o", "--budget", 64, "-b", 32),
+        *("--prefill", prefill, "-v"),
+        stdin=TEXT[:1200],
+    )
+    assert done.returncode == 0
+    assert "/64 cells" in done.stderr
+
+
+@pytest.mark.engine
+def test_rows_that_differ_need_no_budget(text_file, smollm2):
+    done = kvtool("perplexity", text_file, "-t", 1, "--policy", "corm", "-o", "history=32", "--json")
+    result = json.loads(done.stdout)
+    assert result["budget"] == 8192
+    assert 32 < result["cells"] < result["tokens"]
+    # what is allocated is near what is held: K and V of 30 layers with 3 heads of 64 at f16
+    assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
+
+
+@pytest.mark.engine
+def test_a_policy_of_ones_own(text_file, smollm2, tmp_path):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", WRITING.read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "mine.py").write_text(code)
+    wanted = ("--policy", "./mine.py", "-o", "window=16", "--budget", 128)
+    done = kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 300, *wanted, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["params"] == {"window": 16, "sinks": 4}
+    (listed,) = json.loads(kvtool("policies", "./mine.py", "--json", cwd=tmp_path).stdout)
+    assert listed["params"] == {"window": 32, "sinks": 4}
+    assert listed["what"].startswith("Average: ")
 
 
 @pytest.mark.engine

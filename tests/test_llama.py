@@ -541,6 +541,145 @@ def test_reading_more_cells_than_there_are_is_refused(filled):
         filled.read(Signal.ATTENTION, 257)
 
 
+# sizes, hidden cells, keys, ragged rows
+
+
+@every_cache
+def test_a_cache_that_grows_and_shrinks_keeps_every_byte_and_the_logits(tiny_model, type_k, type_v, flash):
+    caches = {"type_k": type_k, "type_v": type_v, "flash": flash}
+    with opened(tiny_model(**SHAPE), signals=BOTH, **caches) as context:
+        fill(context, 70)
+        small, before, seen = context.cache_bytes, context.state(), context.read(BOTH & 1, 70)
+        for n_cell in (1024, 512, 256):
+            context.resize(np.full(2, n_cell))
+            assert context.cache_bytes == small * n_cell // 256
+            assert context.state() == before
+            assert (context.read(Signal.ATTENTION, 70) == seen).all()
+        context.decode(tokens(3), 70, 1)
+        after = context.logits().copy()
+        state = context.state()
+    with opened(tiny_model(**SHAPE), signals=BOTH, **caches) as context:
+        fill(context, 70)
+        context.decode(tokens(3), 70, 1)
+        assert (context.logits() == after).all()
+        assert context.state() == state
+
+
+def test_a_larger_cache_holds_more_tokens(tiny_model):
+    with opened(tiny_model(**SHAPE)) as context:
+        fill(context, 256)
+        with pytest.raises(LibraryError):
+            context.decode(tokens(1), 256, 1)
+        context.resize(np.full(2, 512))
+        fill(context, 256, 256)
+        assert len(look(context).pos) == 512
+
+
+@pytest.mark.parametrize(
+    ("n_cell", "complaint"),
+    [
+        ([256], "there are 2 layers, not 1"),
+        ([256, 256, 256], "there are 2 layers, not 3"),
+        ([19, 19], "layer 0: 19 cells hold no 20 tokens"),
+        ([-1, -1], "layer 0: -1 cells"),
+        ([256, 512], "rows are not ragged"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(filled, n_cell, complaint):
+    before = filled.state()
+    with pytest.raises(LibraryError, match=complaint):
+        filled.resize(np.array(n_cell))
+    assert filled.state() == before
+    assert filled.n_cell == 256
+
+
+def test_hidden_cells_stay_and_are_not_seen(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+        fill(context, 30)
+        before = values_by_row(look(context))
+        context.hide(30)
+        fill(context, 9, seed=1)
+        alone = context.logits().copy()
+        assert not context.read(Signal.ATTENTION, 39)[:, :30].any()
+        context.apply(NO_MOVES, 39, 0)
+        assert (values_by_row(look(context))[:, :30] == before).all()
+        context.apply(NO_MOVES, 0, 0)
+        fill(context, 9, seed=1)
+        assert np.abs(context.logits() - alone).max() < 1e-5
+
+
+def test_keys_of_cells_that_are_not_there_are_refused(filled):
+    with pytest.raises(LibraryError, match="row 2: cells 255 .. 257 of 256"):
+        filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
+    with pytest.raises(LibraryError, match="row 0: cells -1 .. 1 of 256"):
+        filled.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
+    with pytest.raises(LibraryError, match="there are 4 rows"):
+        filled.read_keys(np.zeros(3), np.zeros((3, 3)))
+    assert filled.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
+
+
+@pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0"])
+def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type_k):
+    with opened(tiny_model(**SHAPE), type_k=type_k, type_v="f16") as context:
+        fill(context, 12)
+        first = np.array([0, 3, 5, 1])
+        keys = context.read_keys(first, np.zeros((4, 7)))
+        stored = look(context)
+        stored = np.concatenate([stored.keys(layer, 2).swapaxes(0, 1) for layer in range(2)])
+        for row in range(N_ROW):
+            want = stored[row, first[row] : first[row] + 7]
+            # quantized keys are stored under a rotation of their own
+            assert np.abs(keys[row] @ keys[row].T - want @ want.T).max() < 1e-2
+        there = context.read_keys(first, np.full((4, 7), 9))
+        assert np.abs(there - keys).max() > 0.1
+        assert np.abs(np.linalg.norm(there, axis=2) - np.linalg.norm(keys, axis=2)).max() < 1e-2
+
+
+@pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)
+def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, flash):
+    counts = np.array([3, 9, 1, 5])
+    with opened(tiny_model(**SHAPE), ragged=True, type_v=type_v, type_k="f32", flash=flash) as context:
+        fill(context, 12)
+        context.apply(NO_MOVES, 9, 3, n_keep_row=counts)
+        keys = [context.read_keys(np.zeros(4), np.zeros((4, 1)))]
+        context.resize(np.array([16, 8]))
+        keys.append(context.read_keys(np.zeros(4), np.zeros((4, 1))))
+        assert (keys[0] == keys[1]).all()
+        assert context.layer_cells.tolist() == [16, 8]
+        # a new token goes to the end of each row
+        context.decode(tokens(2), 12, 1)
+        with pytest.raises(LibraryError, match="layer 1: 6 cells hold no 7 tokens"):
+            context.resize(np.array([16, 6]))
+        with pytest.raises(LibraryError, match="row 3: cells 5 .. 8 of 8"):
+            context.read_keys(counts, np.zeros((4, 4)))
+        assert np.isfinite(context.logits()).all()
+
+
+@pytest.mark.parametrize(
+    ("n_keep", "n_keep_row", "complaint"),
+    [
+        (9, None, "ragged rows need n_keep_row"),
+        (9, [3, 10, 1, 5], "row 1: n_keep = 10 is not in 0..9"),
+        (9, [3, 9, -1, 5], "row 2: n_keep = -1 is not in 0..9"),
+    ],
+)
+def test_numbers_of_cells_of_ragged_rows_that_cannot_be_are_refused(
+    tiny_model, n_keep, n_keep_row, complaint
+):
+    with opened(tiny_model(**SHAPE), ragged=True) as context:
+        fill(context, 12)
+        rows = None if n_keep_row is None else np.array(n_keep_row)
+        with pytest.raises(LibraryError, match=complaint):
+            context.apply(NO_MOVES, n_keep, 0, n_keep_row=rows)
+        with pytest.raises(LibraryError, match="rows hold different numbers of cells"):
+            context.state()
+
+
+def test_numbers_of_each_row_are_for_ragged_rows_only(filled):
+    with refused(filled):
+        filled.apply(NO_MOVES, 5, 0, n_keep_row=np.full(4, 5))
+
+
 def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
     n_refused = 0
     with opened(tiny_model(**SHAPE), type_k="f16", type_v="f16") as context:

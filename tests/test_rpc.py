@@ -26,6 +26,10 @@ POLICIES = {
     "h2o": policies.fit("h2o", 48, 16),
     "streamingllm": policies.fit("streamingllm", 48, 16),
     "merging": Merging(48, 16),
+    "bumblebee": policies.fit("bumblebee", 48, 16),
+    "scissorhands": policies.fit("scissorhands", 48, 16),
+    "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
+    "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
 # name of the policy, positions, flash attention
 RUNS = [
@@ -35,6 +39,10 @@ RUNS = [
     ("merging", "original", "off"),
     ("h2o", "in-cache", "on"),
     ("merging", "in-cache", "on"),
+    ("bumblebee", "in-cache", "off"),
+    ("scissorhands", "in-cache", "on"),
+    ("logn", "original", "off"),
+    ("corm", "in-cache", "off"),
 ]
 N_TOKENS = 160
 ROOT = Path(__file__).parent.parent
@@ -45,6 +53,8 @@ def score(path, name, positions, flash, n_gpu_layers=None):
     with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
+        if engine.policy.ragged:
+            return nll.tolist(), engine.live.tolist(), [0]
         state = saved.parse(engine.context.state())
         return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
 

@@ -180,7 +180,7 @@ class _Terminal:
 
         engine = self.engine
         return (
-            f"{engine.n_past:,} tokens · {engine.n_kv:,}/{engine.policy.budget:,} cells · "
+            f"{engine.n_past:,} tokens · {engine.mean_kv:,.0f}/{engine.policy.budget:,} cells · "
             f"cache {format_bytes(engine.cache_bytes)} · {self.tokens_per_s:.1f} tokens/s"
         )
 
@@ -201,7 +201,8 @@ class _Terminal:
             "model": engine.model.path.name,
             "policy": " ".join([self.policy, *(f"{key}={value}" for key, value in params.items())]),
             "tokens streamed": f"{engine.n_past:,}",
-            "cells held": f"{engine.n_kv:,} of {engine.policy.budget:,} a row, {engine.context.n_row} rows",
+            "cells held": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} a row",
+            "rows": str(engine.context.n_row),
             "pinned": f"{engine.n_pinned:,}",
             "evicted": f"{engine.n_evicted:,} a row",
             "positions": "in-cache" if engine.is_in_cache else "original",

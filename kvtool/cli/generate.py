@@ -112,7 +112,9 @@ def _finish(as_json, pieces, engine, policy, n_read, n_written, read_in, wrote_i
             "budget": engine.policy.budget,
             "model": str(engine.model.path),
             "evicted": engine.n_evicted,
+            "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
+            "state_bytes": engine.host_bytes,
             "prompt_s": read_in,
             "tokens_per_s": n_written / wrote_in if wrote_in else None,
         }
@@ -122,5 +124,6 @@ def _finish(as_json, pieces, engine, policy, n_read, n_written, read_in, wrote_i
     if verbose:
         sys.stderr.write(
             f"read {n_read} tokens in {read_in:.1f} s, wrote {n_written} in {wrote_in:.1f} s, "
-            f"{engine.n_kv}/{engine.policy.budget} cells, cache {format_bytes(engine.cache_bytes)}\n"
+            f"{engine.mean_kv:.0f}/{engine.policy.budget} cells, cache {format_bytes(engine.cache_bytes)}, "
+            f"policy state {format_bytes(engine.host_bytes)}\n"
         )

@@ -90,7 +90,9 @@ def perplexity(
             "budget": engine.policy.budget,
             "params": params,
             "model": str(engine.model.path),
+            "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
+            "state_bytes": engine.host_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
@@ -180,6 +182,7 @@ def _summary(result: dict) -> None:
     from kvtool.units import format_bytes
 
     sys.stderr.write(
-        f"{result['tokens']} tokens scored, policy {result['policy']}, {result['budget']} cells, "
-        f"cache {format_bytes(result['kv_bytes'])}, {result['tokens_per_s']:.1f} tokens/s\n"
+        f"{result['tokens']} tokens scored, policy {result['policy']}, {result['cells']:.0f} of "
+        f"{result['budget']} cells a row, cache {format_bytes(result['kv_bytes'])}, "
+        f"policy state {format_bytes(result['state_bytes'])}, {result['tokens_per_s']:.1f} tokens/s\n"
     )
