@@ -982,6 +982,9 @@ struct llama_kvtool {
         }
         lctx.gf_res_prev_active = nullptr;
 
+        // the compute buffers follow the cache; ragged layers change too often for that, and by little
+        lctx.sched_need_reserve = lctx.sched_need_reserve || !params.ragged;
+
         return 0;
     }
 
