@@ -246,7 +246,8 @@ struct llama_kvtool {
             }
         }
 
-        n_query_staged = n_tokens;
+        // nothing to wait for where there are no signals
+        (graph.probes.empty() ? n_done : n_query_staged) += n_tokens;
 
         if (params.ragged) {
             for (int32_t & n : live) {
