@@ -38,11 +38,8 @@ class Writer:
     def read(self, tokens: np.ndarray) -> bool:
         """Decodes i32[n] tokens, as many steps as it takes; False when it was stopped before their end."""
         self._unread = np.concatenate([self._unread, tokens])
-        while len(self._unread) and not self.stop:
-            part = self._unread[: self.engine.room()]
-            last = len(part) == len(self._unread)
-            self.engine.step(part, n_output=int(last))
-            self._unread = self._unread[len(part) :]
+        n = self.engine.read(self._unread, lambda: self.stop)
+        self._unread = self._unread[n:]
         return not len(self._unread)
 
     def write(self, n_max: int | None = None) -> Iterator[str]:

@@ -7,6 +7,7 @@ only says "in use, and older than the next token".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,20 +179,22 @@ class Engine:
         if self.n_kv > self.policy.budget:
             self._evict()
 
-    def read(self, tokens: np.ndarray) -> None:
+    def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
         """Decodes a text of any length in as many steps as it takes; its last token gives logits.
 
         A prompt, that is a text before which there is nothing, is read whole where that is wanted.
+        stopped is asked between steps whether to end. Returns how many tokens were read: with a prompt read
+        whole all or none.
         """
         prefill = self.settings.prefill or self.policy.prefill
         if prefill == "whole" and self.n_past == 0 and len(tokens) > self.policy.budget and self.policy.slack:
-            self._read_whole(tokens)
-            return
+            return self._read_whole(tokens, stopped)
         done = 0
-        while done < len(tokens):
+        while done < len(tokens) and not stopped():
             part = tokens[done : done + self.room()]
             done += len(part)
             self.step(part, n_output=int(done == len(tokens)))
+        return done
 
     def _decode(self, tokens: np.ndarray, n_output: int) -> None:
         n = len(tokens)
@@ -205,7 +208,7 @@ class Engine:
         self.n_past += n
         self._next_rot += n
 
-    def _read_whole(self, tokens: np.ndarray) -> None:
+    def _read_whole(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
 
         A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4).
@@ -223,6 +226,11 @@ class Engine:
         for segment in segments:
             self._next_rot = 0
             for part in np.array_split(segment, -(-len(segment) // self.settings.n_batch)):
+                if stopped():
+                    n_pinned = self.n_pinned
+                    self.reset()
+                    self.n_pinned = n_pinned
+                    return 0
                 self._decode(part, n_output=int(self.n_past + len(part) == n))
             for name, values in self._read_signals().items():
                 signals[name][:, : self.n_kv] += values
@@ -243,6 +251,7 @@ class Engine:
             for values in [getattr(view, field)]
         }
         self._ask("adopt", replace(view, **kept), self.state)
+        return n
 
     def _resize(self, n_cell: np.ndarray) -> None:
         """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""

@@ -121,6 +121,26 @@ def test_original_positions_end_where_the_context_does(tiny_model):
         engine.read(text(131))
 
 
+def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model):
+    tokens, asked = text(300), []
+
+    def stopped():
+        asked.append(engine.n_past)
+        return len(asked) == 3
+
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        engine.pin(5)
+        assert engine.read(tokens, stopped) == 0
+        assert asked[-1] > 0
+        assert (engine.n_past, engine.n_kv, engine.n_pinned) == (0, 0, 5)
+        assert engine.read(tokens) == 300
+        again = engine.context.logits().copy()
+        assert (np.sort(engine.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
+        engine.read(tokens)
+        assert np.array_equal(engine.context.logits(), again)
+
+
 def test_a_text_that_fits_or_comes_later_is_not_read_whole(tiny_model):
     tokens = text(200)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
