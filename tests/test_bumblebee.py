@@ -81,9 +81,21 @@ def test_the_window_of_a_summary_gives_way_to_pinned_tokens():
     assert kept(view, policy.compress(view)) == [[*range(9), *range(35, 40)]] * 4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_just_the_pinned_tokens_stay_where_they_are_too_many(mode):
+    policy = fit(17, 3, window=4, similarity=mode)
+    view, _ = prompt(40, seed=3, n_row=2)
+    view = View(view.pos, view.layer, view.next, 20, attn=view.attn, keys=view.keys)
+    state = policy.start(2, 40, 4)
+    policy.observe(view, state)
+    for plan in (policy.plan(view, state), policy.compress(view)):
+        assert kept(view, plan) == [[*range(20)]] * 2
+
+
 def test_a_prompt_that_fits_is_kept_whole():
-    view, _ = prompt(12, seed=0)
-    assert fit(14, 2).compress(view).keep.all()
+    for n in (10, 12):
+        view, _ = prompt(n, seed=0)
+        assert fit(14, 2).compress(view).keep.all()
 
 
 def test_greedy_is_worth_as_much_of_the_best_summary_as_the_theorem_says():

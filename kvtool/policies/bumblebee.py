@@ -13,7 +13,7 @@ Differs from the paper: the first tokens and the newest ones are part of every s
 head, on the sum over its group of query heads (the paper has no grouped queries); an eviction makes room for
 `slack` tokens, one discard after the other, the paper's for one (--evict-every 1); lazy greedy unless asked,
 the paper's runs were stochastic. Keys are those before RoPE, which the paper leaves open; they are normalised
-and kept in 16 bits, so that a cosine is off by some 0.00003 and does not depend on the order of its sum.
+and kept in 16 bits, so that a cosine is off by some 0.00002 and does not depend on the order of its sum.
 """
 
 from __future__ import annotations
