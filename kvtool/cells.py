@@ -7,6 +7,19 @@ import numpy as np
 from kvtool.kernels import kernel
 
 
+@kernel("void(i8, i8, i8, i4[:,::1], i4[:,::1], i4[::1])")
+def append(next_pos, next_rot, n, pos, rot, live):
+    """n new tokens at the end of every row: pos and rot i32[row, n_cell] from next_pos and next_rot on.
+
+    live i32[row], how many cells of each row live, grows by n.
+    """
+    for row in range(len(live)):
+        for i in range(n):
+            pos[row, live[row] + i] = next_pos + i
+            rot[row, live[row] + i] = next_rot + i
+        live[row] += n
+
+
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
 def fill_holes(keep, n_keep, source):
     """The cell that each of a row's first n_keep cells takes its content from: as few moves as evictions.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.budget import PAD
-from kvtool.cells import fill_holes, rank_by_pos
+from kvtool.cells import append, fill_holes, rank_by_pos
 from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError, where
 from kvtool.llama import Context, Model
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
@@ -200,10 +200,7 @@ class Engine:
         n = len(tokens)
         self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
         self.context.decode(tokens, self._next_rot, n_output)
-        row, cell = np.arange(len(self.live))[:, None], self.live[:, None] + np.arange(n)
-        self.pos[row, cell] = np.arange(self.n_past, self.n_past + n)
-        self.rot[row, cell] = np.arange(self._next_rot, self._next_rot + n)
-        self.live += n
+        append(self.n_past, self._next_rot, n, self.pos, self.rot, self.live)
         self.n_kv += n
         self.n_past += n
         self._next_rot += n

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtool.cells import fill_holes, rank_by_pos
+from kvtool.cells import append, fill_holes, rank_by_pos
 
 
 def plain_fill(keep, n_keep):
@@ -82,6 +82,15 @@ def test_keeping_one_cell_brings_it_to_the_front():
     keep = np.zeros((2, 9), np.bool_)
     keep[0, 8] = keep[1, 0] = True
     assert filled(keep).tolist() == [[8], [0]]
+
+
+def test_new_tokens_come_to_the_end_of_every_row():
+    pos, rot = np.full((2, 6), -1, np.int32), np.full((2, 6), -1, np.int32)
+    live = np.array([1, 3], np.int32)
+    append(10, 20, 2, pos, rot, live)
+    assert pos.tolist() == [[-1, 10, 11, -1, -1, -1], [-1, -1, -1, 10, 11, -1]]
+    assert rot.tolist() == [[-1, 20, 21, -1, -1, -1], [-1, -1, -1, 20, 21, -1]]
+    assert live.tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("seed", range(10))

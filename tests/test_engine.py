@@ -350,7 +350,7 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
 @pytest.mark.parametrize("name", UNIFORM)
 def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
     steps = []
-    with open_engine(tiny_model(), policies.fit(name, 96, 8)) as engine:
+    with open_engine(tiny_model(), policies.fit(name, 96, 8), prefill="stream") as engine:
         step = engine.step
         engine.step = lambda tokens, n_output: (steps.append(len(tokens)), step(tokens, n_output))
         engine.read(text(300))
