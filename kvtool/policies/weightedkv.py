@@ -7,6 +7,8 @@ still holds, the two weighted by their averages. The merged token keeps its own 
 Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). The
 averages of that moment then serve for all of them, which go one after the other, the smallest first; each
 merge sees those before it. One decision a KV head, on the sum over its group of query heads.
+
+On a model with grouped queries merging was found to lose: docs/weightedkv.md.
 """
 
 from __future__ import annotations
