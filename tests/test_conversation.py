@@ -116,6 +116,36 @@ def test_a_stopped_reply_leaves_the_chat_usable(chat):
 
 
 @pytest.mark.engine
+def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model):
+    writer = chat().writer
+    tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
+    # two steps of 64 tokens
+    step = writer.engine.step
+
+    def stop_after_the_second(*args, **kwargs):
+        step(*args, **kwargs)
+        writer.stop = writer.engine.n_past >= 128
+
+    writer.engine.step = stop_after_the_second
+    assert not writer.read(tokens)
+    assert writer.engine.n_past == 128
+    writer.engine.step, writer.stop = step, False
+    assert writer.read(tokens[:3])
+    assert writer.engine.n_past == len(tokens) + 3
+
+
+@pytest.mark.engine
+def test_a_reply_ends_where_the_model_ends_its_turn(chat, model, monkeypatch):
+    writer = chat().writer
+    writer.read(model.tokenize("Hello"))
+    hello = int(model.tokenize("Hello")[0])
+    sampled = iter([hello, hello, model.eos])
+    monkeypatch.setattr(writer.sampler, "sample", lambda context: next(sampled))
+    assert "".join(writer.write()) == "HelloHello"
+    assert writer.n_written == 2
+
+
+@pytest.mark.engine
 def test_a_reset_chat_answers_like_a_new_one(chat):
     talk = chat()
     first = "".join(talk.reply("Name a fruit.", 12))
