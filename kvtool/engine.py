@@ -73,6 +73,8 @@ class Engine:
                 f"choose at most that many cells, not {policy.budget}"
             )
         self.n_cell = n_start = policy.budget
+        if policy.ragged and settings.prefill == "whole":
+            raise UsageError("with this policy a prompt cannot be read whole; leave out --prefill whole")
         if policy.ragged:
             # llama.cpp's own table holds no more than the tokens between two plans
             n_start = policy.slack + settings.n_batch + 1

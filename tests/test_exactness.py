@@ -50,6 +50,25 @@ def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evic
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["h2o", "tova", "buzz"])
+def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, name):
+    # positions start over 14 tokens after an eviction
+    path, tokens = tiny_model(n_ctx_train=142), text(200)
+    policy = policies.fit(name, 48, 16)
+    keep = import_module(f"tests.reference.{name}").keep
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    stream = transformer.Stream(transformer.Llama(path), positions="auto")
+    with open_engine(path, policy, positions="auto") as engine:
+        # a token at a time, so that positions start over between two evictions
+        for at in range(len(tokens)):
+            if engine.room() and stream.n >= policy.budget:
+                stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < 1e-3
+        assert engine.is_in_cache
+
+
 # where the trained context is crossed depends on how long steps are, and BUZZ's options change that
 OTHERS = [
     ("buzz", ["logn=true"]),

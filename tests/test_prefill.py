@@ -163,6 +163,14 @@ def test_another_stream_starts_with_the_small_cache(tiny_model):
         assert results[0][1:] == results[1][1:]
 
 
+def test_rows_that_differ_are_not_compressed_at_once(tiny_model):
+    with (
+        pytest.raises(UsageError, match="leave out --prefill whole"),
+        open_engine(tiny_model(), policies.fit("corm", 96, 8), prefill="whole"),
+    ):
+        pass
+
+
 def test_an_unknown_way_to_read_a_prompt_is_refused(tiny_model):
     with (
         pytest.raises(UsageError, match="prefill must be stream or whole, got 'half'"),
