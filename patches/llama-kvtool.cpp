@@ -13,6 +13,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 static thread_local std::string g_error;
 
 static int32_t fail(const std::string & why) {
@@ -218,6 +222,14 @@ struct llama_kvtool {
                 }
             }
         }
+    }
+
+    int64_t n_bytes() const {
+        int64_t res = 0;
+        for (const auto & l : layers) {
+            res += ggml_nbytes(l.k) + ggml_nbytes(l.v);
+        }
+        return res;
     }
 
     int32_t n_dim() const {
@@ -961,6 +973,8 @@ struct llama_kvtool {
 
         fold(lctx);
 
+        const int64_t n_before = n_bytes();
+
         // one layer after the other, so that only one is there twice
         for (size_t i = 0; i < layers.size(); ++i) {
             if (n_cell[i] != layers[i].n_cell && !resize(lctx, *kv, i, n_cell[i])) {
@@ -976,6 +990,15 @@ struct llama_kvtool {
             cells.resize(n_cell[0]);
             fill_table(*kv, n_used, pos_0);
         }
+
+#if defined(__GLIBC__)
+        // what is freed in pieces stays with the process otherwise
+        if (n_before - n_bytes() > (16 << 20)) {
+            malloc_trim(0);
+        }
+#else
+        GGML_UNUSED(n_before);
+#endif
 
         // graphs that were made have views of what is gone
         for (auto & res : lctx.gf_res_prev) {
@@ -1486,11 +1509,7 @@ int64_t llama_kvtool_cache_bytes(const llama_context * ctx) {
     if (!kvtool) {
         return -1;
     }
-    int64_t res = 0;
-    for (const auto & l : kvtool->layers) {
-        res += ggml_nbytes(l.k) + ggml_nbytes(l.v);
-    }
-    return res;
+    return kvtool->n_bytes();
 }
 
 int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell) {
