@@ -24,7 +24,7 @@ def make(name, budget, seed=0):
     return policy, Cache(3, 2, 3 * budget, policy, seed)
 
 
-def plans(name, budget, pinned=0, n_plan=10):
+def plans(name, budget, pinned=0, n_plan=5):
     """A stream's plans: (policy, cache before the plan is applied, view, plan)."""
     policy, cache = make(name, budget)
     for step in range(n_plan):

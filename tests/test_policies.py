@@ -54,7 +54,7 @@ def by_twin(name, policy, cache, pinned=0):
     return kept, merges
 
 
-def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=12, **kwargs):
+def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwargs):
     """Runs a stream that comes to each plan with fewer cells than the budget, just as many, or more."""
     policy, cache = make(name, options, budget, evict_every, seed, **kwargs)
     for step in range(n_plan):

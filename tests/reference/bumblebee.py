@@ -26,12 +26,11 @@ def _keep(row, next, first, n_keep, window, mixture, phi, similarity):
     pairs = similarities([token["key"] for token in row], half=similarity == "f16")
     alive = list(range(len(row)))
     while len(alive) > n_keep:
+        full = worth(alive, alive, row, pairs, mixture, phi)
 
-        def loss(token, alive=alive):
+        def loss(token, alive=alive, full=full):
             rest = [other for other in alive if other != token]
-            return worth(alive, alive, row, pairs, mixture, phi) - worth(
-                rest, alive, row, pairs, mixture, phi
-            )
+            return full - worth(rest, alive, row, pairs, mixture, phi)
 
         alive.remove(
             min(
