@@ -305,6 +305,9 @@ def run(
             kept_logits.append(batch_logits)
         if budget is not None and (ragged or stream.n >= budget):
             stream.evict(keep, pinned=pinned, budget=budget, slack=slack, **params)
+            counts = {len(row) for rows in stream.rows for row in rows}
+            if len(counts) > 1 and not ragged:
+                raise ValueError(f"all rows must keep the same number of entries, got {sorted(counts)}")
     return Result(np.concatenate(nll), np.concatenate(kept_logits) if logits else None, stream)
 
 
