@@ -235,7 +235,7 @@ class Engine:
                 signals[name][:, : self.n_kv] += values
             if self.n_past < n:
                 self.context.hide(self.n_past)
-        view = self._view(signals, self._keys() if Signal.KEYS in self.policy.reads else None)
+        view = self._view(signals, self._keys())
         plan = self._ask("compress", view)
         n_keep = self._checked(view, plan)
         if len(segments) > 1:
@@ -310,15 +310,20 @@ class Engine:
             raise PlanError("the model's attention is not finite; the model file may be damaged")
         return values
 
-    def _keys(self) -> np.ndarray:
-        """f32[row, n_new, n_dim]: the keys of the cells that are new since the last edit, as before RoPE."""
+    def _keys(self) -> np.ndarray | None:
+        """f32[row, n_new, n_dim]: keys of the cells that are new since the last edit, as before RoPE.
+
+        None where the policy does not read them.
+        """
+        if Signal.KEYS not in self.policy.reads:
+            return None
         first = self.live - (self.n_past - self._n_observed)
         cell = first[:, None] + np.arange(self.n_past - self._n_observed)
         return self.context.read_keys(first, -np.take_along_axis(self.rot, cell, axis=1))
 
     def _seen(self) -> View:
         """The view of now."""
-        return self._view(self._read_signals(), self._keys() if Signal.KEYS in self.policy.reads else None)
+        return self._view(self._read_signals(), self._keys())
 
     def _view(self, signals: dict[str, np.ndarray], keys: np.ndarray | None) -> View:
         pos = self.pos[:, : self.n_kv].copy()

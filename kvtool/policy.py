@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from kvtool.kernels import keep_highest
+
 if TYPE_CHECKING:
     from typing import Self, TypeAlias
 
@@ -213,6 +215,16 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
     """
     first = max(sinks, view.pinned)
     return first, view.next - min(window, n_keep - first)
+
+
+def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: int) -> np.ndarray:
+    """keep b1[row, n_kv]: what `protected` names, and the highest of the rest, n_keep in all.
+
+    score: f32[row, n_kv or more]; among equal scores the newer token stays.
+    """
+    keep = np.empty(view.pos.shape, np.bool_)
+    keep_highest(view.pos, score, *protected(view, n_keep, sinks, window), n_keep, keep)
+    return keep
 
 
 def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:

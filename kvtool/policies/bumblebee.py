@@ -24,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel, splitmix64
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
 
 _CHOICES = {
     "phi": ("log", "power"),
@@ -74,8 +74,7 @@ class BumbleBee(Policy):
         if not 0 <= self.mixture <= 1:
             raise ValueError(f"mixture must be in 0..1, got {self.mixture}")
         for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value}")
+            check_choice(name, getattr(self, name), choices)
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: object) -> BumbleBee:

@@ -21,10 +21,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import draw, kernel
-from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept
-
-_SCORES = ("last", "sum", "average")
-_DENOMINATORS = ("mean", "max")
+from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_choice, check_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,8 @@ class CaM(Policy):
     def __post_init__(self) -> None:
         if self.merge < 1:
             raise ValueError(f"merge must be 1 or more, got {self.merge}")
-        if self.score not in _SCORES:
-            raise ValueError(f"score must be one of {', '.join(_SCORES)}, got {self.score}")
-        if self.denominator not in _DENOMINATORS:
-            raise ValueError(f"denominator must be one of {', '.join(_DENOMINATORS)}, got {self.denominator}")
+        check_choice("score", self.score, ("last", "sum", "average"))
+        check_choice("denominator", self.denominator, ("mean", "max"))
         check_kept(self.budget, self.slack, self.sinks, window=1)
 
     @property

@@ -23,10 +23,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel, nth_lowest
-from kvtool.policy import Plan, Policy, Signal, State, View
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice
 
 _HISTORY = 256
-_T = ("stream", "cells")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ class CORM(Policy):
             raise ValueError(f"history must be 1 or more, got {self.history}")
         if self.sinks < 0:
             raise ValueError(f"sinks must not be negative, got {self.sinks}")
-        if self.t not in _T:
-            raise ValueError(f"t must be one of {', '.join(_T)}, got {self.t}")
+        check_choice("t", self.t, ("stream", "cells"))
         if not 1 <= self.window <= (most := self.budget - self.slack - self.sinks):
             raise ValueError(
                 f"window must be in 1..{max(most, 0)} (the budget of {self.budget} less {self.slack} slack "

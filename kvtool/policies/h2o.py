@@ -17,18 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
-from kvtool.policy import (
-    Plan,
-    Policy,
-    Signal,
-    State,
-    View,
-    check_choice,
-    check_kept,
-    protected,
-    sum_rows,
-)
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, keep_ranked, sum_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +72,7 @@ class H2O(Policy):
         if self.score == "mean":
             score = score[:, : view.n_kv] / (view.next - view.pos).astype(np.float32)
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
 POLICY = H2O

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest, kernel, square_norm
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+from kvtool.kernels import kernel, square_norm
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,7 @@ class KeyDiff(Policy):
         score = np.empty(view.pos.shape, np.float32)
         _difference(*state, score)
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
 @kernel("void(f4[:,:,::1], i8, i2[:,:,::1])")

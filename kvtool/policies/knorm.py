@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest, kernel, square_norm
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+from kvtool.kernels import kernel, square_norm
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,7 @@ class Knorm(Policy):
 
     def plan(self, view: View, state: State) -> Plan:
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, *state, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, *state, n_keep, self.sinks, self.window))
 
 
 @kernel("void(f4[:,:,::1], i8, f4[:,::1])")

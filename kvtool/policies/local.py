@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Policy, State, View, check_kept
+from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +23,9 @@ class Local(Policy):
         check_kept(self.budget, self.slack)
 
     def plan(self, view: View, state: State) -> Plan:
-        keep = np.empty(view.pos.shape, np.bool_)
         # among equal scores the newer token stays
         equal = np.zeros(view.pos.shape, np.float32)
-        keep_highest(view.pos, equal, view.pinned, view.next, self.budget - self.slack, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, equal, self.budget - self.slack, sinks=0, window=0))
 
 
 POLICY = Local

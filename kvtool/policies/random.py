@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvtool.kernels import draw, keep_highest
-from kvtool.policy import Plan, Policy, State, View, check_kept, protected
+from kvtool.kernels import draw
+from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,8 @@ class Random(Policy):
 
     def plan(self, view: View, state: State) -> Plan:
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
         score = draw(self.seed, view.next, view.pos)
-        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
 POLICY = Random

@@ -17,8 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 _MAX_PARTS = 8
 
@@ -66,9 +65,7 @@ class Scissorhands(Policy):
     def plan(self, view: View, state: State) -> Plan:
         score = state[0][:, : view.n_kv].sum(axis=2, dtype=np.float32)
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
     def _parts(self) -> tuple[int, int]:
         """How many parts the history has, no more than plans fall into it, and the queries in each."""

@@ -13,8 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Policy, State, View, check_kept
+from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,9 @@ class StreamingLLM(Policy):
         check_kept(self.budget, self.slack, self.sinks, window=1)
 
     def plan(self, view: View, state: State) -> Plan:
-        keep = np.empty(view.pos.shape, np.bool_)
         # among equal scores the newer token stays
         equal = np.zeros(view.pos.shape, np.float32)
-        first = max(self.sinks, view.pinned)
-        keep_highest(view.pos, equal, first, view.next, self.budget - self.slack, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, equal, self.budget - self.slack, self.sinks, window=0))
 
 
 POLICY = StreamingLLM

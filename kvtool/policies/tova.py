@@ -13,10 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from kvtool.kernels import keep_highest
-from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected, sum_rows
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, keep_ranked, sum_rows
 
 _PER = ("layer", "row")
 
@@ -44,9 +41,7 @@ class TOVA(Policy):
     def plan(self, view: View, state: State) -> Plan:
         score = sum_rows(view, view.last, self.per)
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, score, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
-        return Plan(keep)
+        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
 POLICY = TOVA

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest, kernel
-from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, protected
+from kvtool.kernels import kernel
+from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 _SINKS = 4
 
@@ -63,8 +63,7 @@ class WeightedKV(Policy):
         (mass,) = state
         average = mass[:, : view.n_kv] / (view.next - view.pos).astype(np.float32)
         n_keep = self.budget - self.slack
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, average, *protected(view, n_keep, self.sinks, self.window), n_keep, keep)
+        keep = keep_ranked(view, average, n_keep, self.sinks, self.window)
         return Plan(keep, _merge(view.pos, average, keep) if self.merge else None)
 
 
