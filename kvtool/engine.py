@@ -59,7 +59,7 @@ class Engine:
 
     n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
     live i32[row]: those of every row.
-    n_pinned: first tokens that are never evicted. is_in_cache: whether positions follow the cache by now.
+    n_pinned, n_held: first and newest tokens that are never evicted. is_in_cache: whether positions follow the cache by now.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -104,7 +104,7 @@ class Engine:
     def reset(self) -> None:
         """Forgets everything: the next token is the first."""
         n_row = self.context.n_row
-        self.n_past = self.n_kv = self.n_pinned = self._n_planned = self._n_evicted_cells = 0
+        self.n_past = self.n_kv = self.n_pinned = self.n_held = self._n_planned = self._n_evicted_cells = 0
         self.live = np.zeros(n_row, np.int32)
         self._next_rot = 0
         self._edit(np.empty((0, 4), np.int32), self.live, 0)
@@ -148,6 +148,15 @@ class Engine:
                 f"choose a budget of {n + self.policy.slack + 64} or more, or a shorter text"
             )
         self.n_pinned = n
+
+    def hold(self, n: int) -> None:
+        """The newest n tokens stay at every eviction. Raises UsageError for too many."""
+        if n >= self.policy.budget - self.policy.slack - self.n_pinned:
+            raise UsageError(
+                f"the words before a reply take {n} cells, and {self.n_pinned} are pinned; "
+                f"choose a budget of {self.n_pinned + n + self.policy.slack + 64} or more"
+            )
+        self.n_held = n
 
     def room(self) -> int:
         """How many tokens the next step may have, after an eviction if one is due.
@@ -226,9 +235,9 @@ class Engine:
             self._next_rot = 0
             for part in np.array_split(segment, -(-len(segment) // self.settings.n_batch)):
                 if stopped():
-                    n_pinned = self.n_pinned
+                    n_pinned, n_held = self.n_pinned, self.n_held
                     self.reset()
-                    self.n_pinned = n_pinned
+                    self.n_pinned, self.n_held = n_pinned, n_held
                     return 0
                 self._decode(part, n_output=int(self.n_past + len(part) == n))
             for name, values in self._read_signals().items():
@@ -338,6 +347,7 @@ class Engine:
             layer=self.context.row_layers,
             next=self.n_past,
             pinned=self.n_pinned,
+            held=self.n_held,
             n_new=self.n_past - self._n_observed,
             live=self.live.copy() if self.policy.ragged else None,
             keys=keys,

@@ -61,6 +61,7 @@ class View:
     layer i32[row]: the layer of each row; rows of one layer are neighbours.
     next: position of the next token; a token at pos p has lived next - p steps.
     pinned: tokens with pos < pinned must stay (a chat's system prompt).
+    held: so many of the newest tokens must stay as well (the words after which a chat's reply begins).
     n_new: tokens since the signals began, which is the last plan; they are in the last live cells.
     live i32[row]: how many cells of each row live, the first ones, where rows differ; None: all n_kv.
     The signals, None unless the policy reads them: attn, last, recent, squares, hits f32[row, n_kv];
@@ -74,6 +75,7 @@ class View:
     pinned: int = 0
     n_new: int = 0
     live: np.ndarray | None = None
+    held: int = 0
     attn: np.ndarray | None = None
     last: np.ndarray | None = None
     recent: np.ndarray | None = None
@@ -211,10 +213,10 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:
     """Positions (first, recent): tokens before `first` and from `recent` on must stay.
 
-    Pinned tokens count as sinks; the window gives way where both do not fit into n_keep.
+    Pinned tokens count as sinks and held ones as the window, which gives way where both do not fit into n_keep.
     """
     first = max(sinks, view.pinned)
-    return first, view.next - min(window, n_keep - first)
+    return first, view.next - min(max(window, view.held), n_keep - first)
 
 
 def keep_ranked(view: View, score: np.ndarray, n_keep: int, sinks: int, window: int) -> np.ndarray:

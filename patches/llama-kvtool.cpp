@@ -1012,6 +1012,58 @@ struct llama_kvtool {
         return 0;
     }
 
+    // the first n cells of layer i as bytes, keys and then values, each cell by cell; returns how many bytes
+    int64_t copy_cells(llama_context & lctx, size_t i, uint8_t * out, const uint8_t * in, int n) {
+        const auto & l = layers[i];
+
+        const size_t size_k = l.k->nb[1]*n;
+        const size_t size_v = l.v->nb[1]*n;
+
+        if ((!out && !in) || n == 0) {
+            return size_k + size_v;
+        }
+        lctx.synchronize();
+
+        if (out) {
+            ggml_backend_tensor_get(l.k, out, 0, size_k);
+        } else {
+            ggml_backend_tensor_set(l.k, in, 0, size_k);
+        }
+
+        if (!v_trans) {
+            if (out) {
+                ggml_backend_tensor_get(l.v, out + size_k, 0, size_v);
+            } else {
+                ggml_backend_tensor_set(l.v, in + size_k, 0, size_v);
+            }
+            return size_k + size_v;
+        }
+
+        // whether values lie transposed is the device's choice and not the file's
+        const size_t  one    = ggml_type_size(l.v->type);
+        const int64_t n_embd = l.v->ne[0];
+
+        std::vector<uint8_t> tmp(size_v);
+
+        const auto transpose = [one](const uint8_t * src, uint8_t * dst, int64_t n_src, int64_t n_dst) {
+            for (int64_t a = 0; a < n_src; ++a) {
+                for (int64_t b = 0; b < n_dst; ++b) {
+                    memcpy(dst + (b*n_src + a)*one, src + (a*n_dst + b)*one, one);
+                }
+            }
+        };
+
+        if (out) {
+            ggml_backend_tensor_get_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+            transpose(tmp.data(), out + size_k, n_embd, n);
+        } else {
+            transpose(in + size_k, tmp.data(), n, n_embd);
+            ggml_backend_tensor_set_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+        }
+
+        return size_k + size_v;
+    }
+
     bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n) {
         auto & l = layers[i];
 
@@ -1385,25 +1437,22 @@ void llama_kvtool_build(
         put(LLAMA_KVTOOL_SIGNAL_SQUARES, sum_middle(ctx, ggml_sqr(ctx, one)));
     }
 
-    if (!has(LLAMA_KVTOOL_SIGNAL_HITS) && !has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
-        graph.res->kvtool.probes.push_back(probe);
-        return;
-    }
+    if (has(LLAMA_KVTOOL_SIGNAL_HITS) || has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+        auto & seen = graph_input(graph).seen;
+        if (!seen) {
+            seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+        }
 
-    auto & seen = graph_input(graph).seen;
-    if (!seen) {
-        seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
-    }
+        // 1 where p*t >= 1
+        ggml_tensor * hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
 
-    // 1 where p*t >= 1
-    ggml_tensor * hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
-
-    if (has(LLAMA_KVTOOL_SIGNAL_HITS)) {
-        put(LLAMA_KVTOOL_SIGNAL_HITS, sum_middle(ctx, queries(hit, n_tokens)));
-    }
-    if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
-        ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
-        put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
+        if (has(LLAMA_KVTOOL_SIGNAL_HITS)) {
+            put(LLAMA_KVTOOL_SIGNAL_HITS, sum_middle(ctx, queries(hit, n_tokens)));
+        }
+        if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+            ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
+            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
+        }
     }
 
     graph.res->kvtool.probes.push_back(probe);
@@ -1512,20 +1561,52 @@ int64_t llama_kvtool_cache_bytes(const llama_context * ctx) {
     return kvtool->n_bytes();
 }
 
-int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell) {
+static int64_t copy_cells(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int32_t n_cell) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
     }
-    if (!out || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->most_cells()) {
-        return fail(format("there are %d rows of %d cells, not %d of %d", kvtool->n_row, kvtool->most_cells(), n_row, n_cell));
+    const int32_t n_layer = kvtool->layers.size();
+    if (layer < 0 || layer >= n_layer) {
+        return fail(format("layer %d of %d", layer, n_layer));
+    }
+    if (n_cell < 0 || n_cell > kvtool->layers[layer].n_cell) {
+        return fail(format("layer %d: %d cells of %d", layer, n_cell, kvtool->layers[layer].n_cell));
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_cells(*ctx, layer, out, in, n_cell); });
+}
+
+int64_t llama_kvtool_get_cells(llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell) {
+    return copy_cells(ctx, layer, out, nullptr, n_cell);
+}
+
+int64_t llama_kvtool_set_cells(llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell) {
+    return copy_cells(ctx, layer, nullptr, in, n_cell);
+}
+
+// the index of a signal that can be read, or negative
+static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const float * data, int32_t n_row, int32_t n_cell) {
+    if (!data || n_row != kvtool.n_row || n_cell < 0 || n_cell > kvtool.most_cells()) {
+        return fail(format("there are %d rows of %d cells, not %d of %d", kvtool.n_row, kvtool.most_cells(), n_row, n_cell));
     }
     int s = 0;
     while (s < llama_kvtool::n_signal && signal != 1u << s) {
         ++s;
     }
-    if (s == llama_kvtool::n_signal || !kvtool->has(s)) {
+    if (s == llama_kvtool::n_signal || !kvtool.has(s)) {
         return fail(format("signal %u is not enabled", signal));
+    }
+    return s;
+}
+
+int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int s = signal_index(*kvtool, signal, out, n_row, n_cell);
+    if (s < 0) {
+        return s;
     }
     return guarded([&]() -> int32_t {
         kvtool->fold(*ctx);
@@ -1536,6 +1617,31 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
             const size_t n = std::min<size_t>(n_cell, src.size());
             std::copy(src.begin(), src.begin() + n, dst);
             std::fill(dst + n, dst + n_cell, 0.0f);
+        }
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int s = signal_index(*kvtool, signal, in, n_row, n_cell);
+    if (s < 0) {
+        return s;
+    }
+    if (n_query < 0) {
+        return fail(format("n_query = %d must not be negative", n_query));
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->fold(*ctx);
+        kvtool->n_done = n_query;
+        for (int32_t row = 0; row < n_row; ++row) {
+            auto & dst = kvtool->signals[s][row];
+
+            const float * src = in + (size_t) row*n_cell;
+            std::copy(src, src + std::min<size_t>(n_cell, dst.size()), dst.begin());
         }
         return 0;
     });

@@ -3,6 +3,7 @@
 // - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
 // - sizes:   each layer's cache made longer or shorter
+// - copies:  cells and signals out of the cache and back in again
 // - ragged:  rows that hold different numbers of cells, with an attention mask of their own
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, nothing of llama.cpp changes.
@@ -14,7 +15,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 2
+#define LLAMA_KVTOOL_ABI 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -106,6 +107,15 @@ LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t 
 
 // out[n_row][n_cell]: a signal's first n_cell cells, 0 beyond a layer's own
 LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell);
+
+// let a signal go on from in[n_row][n_cell], as it was n_query queries after the last edit
+LLAMA_API int32_t llama_kvtool_write(
+        struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query);
+
+// copy a layer's first cells as they are, keys and then values, each cell by cell, to where there is room for them;
+// returns how many bytes these are, with null nothing else
+LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
+LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
 
 // out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
 // positions on the way, 0 beyond a layer's own length

@@ -85,18 +85,20 @@ class Cache:
             new = np.take_along_axis(order, new, axis=1) - (self.live[:, None] - self.n_new)
             self.keys = np.take_along_axis(self.keys, new[..., None], axis=1)
 
-    def view(self, pinned=0):
+    def view(self, pinned=0, held=0):
         """What the policy sees, with no more signals than it reads."""
         signals = {
             name: getattr(self, name) for signal, name in SIGNALS.items() if signal in self.policy.reads
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
         live = self.live.copy() if self.policy.ragged else None
-        return View(self.live_pos(), self.layer, self.next, pinned, self.n_new, live, keys=keys, **signals)
+        return View(
+            self.live_pos(), self.layer, self.next, pinned, self.n_new, live, held, keys=keys, **signals
+        )
 
-    def plan(self, pinned=0):
+    def plan(self, pinned=0, held=0):
         """(view, plan), with the state as they leave it."""
-        view = self.view(pinned)
+        view = self.view(pinned, held)
         self.policy.observe(view, self.state)
         return view, self.policy.plan(view, self.state)
 

@@ -24,12 +24,12 @@ def make(name, budget, seed=0):
     return policy, Cache(3, 2, 3 * budget, policy, seed)
 
 
-def plans(name, budget, pinned=0, n_plan=5):
+def plans(name, budget, pinned=0, n_plan=5, held=0):
     """A stream's plans: (policy, cache before the plan is applied, view, plan)."""
     policy, cache = make(name, budget)
     for step in range(n_plan):
         cache.grow(max(budget - cache.n_kv + (0, 0, 1, budget)[step % 4], 1))
-        view, plan = cache.plan(pinned)
+        view, plan = cache.plan(pinned, held)
         yield policy, cache, view, plan
         cache.apply(plan.keep)
 
@@ -89,6 +89,17 @@ def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
                 assert row >= {*range(pinned), cache.next - 1}
                 assert len(row) < policy.budget
             assert len({len(row) for row in kept(view, plan)}) == 1 or policy.ragged
+
+
+@every_budget
+@every_evicting_policy
+def test_keeps_held_tokens_beside_pinned_ones(name, budget):
+    n_keep = budget - policies.default_slack(budget)
+    for pinned, held in ((0, 6), (5, n_keep - 5)):
+        for policy, cache, view, plan in plans(name, budget, pinned, held=held):
+            for row in kept(view, plan):
+                assert row >= {*range(pinned), *range(cache.next - held, cache.next)}
+                assert len(row) < policy.budget
 
 
 @every_policy

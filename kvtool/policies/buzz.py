@@ -113,7 +113,7 @@ class BUZZ(Policy):
             order = np.argsort(view.pos, axis=1)
             first = max(self.sinks, view.pinned)
             strides = (self._small_stride, self.stride) if self.swap else (self.stride, self._small_stride)
-            sizes = (first, self.window, self.budget - 1, *strides, self.local_max)
+            sizes = (first, max(self.window, view.held), self.budget - 1, *strides, self.local_max)
             _sample(order, view.pos, mass, *sizes, old, keep)
         return Plan(keep)
 

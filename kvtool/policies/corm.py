@@ -80,9 +80,8 @@ class CORM(Policy):
         first = max(self.sinks, view.pinned)
         # all are important as long as there are fewer queries than count
         oldest = view.next - self.history + 1 if view.next >= self.history else 0
-        _keep_important(
-            view.pos, view.live, step, first, view.next - self.window, oldest, self.budget - self.slack, keep
-        )
+        recent = view.next - max(self.window, view.held)
+        _keep_important(view.pos, view.live, step, first, recent, oldest, self.budget - self.slack, keep)
         return Plan(keep)
 
 
