@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from kvtool import session
 from kvtool.engine import Engine
 from kvtool.errors import ModelError
 from kvtool.llama import Model, Sampler
@@ -29,6 +33,20 @@ class Writer:
     def reset(self) -> None:
         self.engine.reset()
         self._unread = np.empty(0, np.int32)
+
+    def save(self) -> dict[str, Any]:
+        """What a later writer needs besides the engine, as JSON has it."""
+        return {
+            "seed": self.sampler.seed,
+            "recent": list(self.sampler.recent),
+            "unread": self._unread.tolist(),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self.sampler.seed = saved["seed"]
+        self.sampler.recent.clear()
+        self.sampler.recent.extend(saved["recent"])
+        self._unread = np.array(saved["unread"], np.int32)
 
     @property
     def is_new(self) -> bool:
@@ -85,16 +103,26 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
 
 
 class Conversation:
-    """Turns of one user and the model. A reply that is stopped stays in the chat as far as it went."""
+    """Turns of one user and the model. A reply that is stopped stays in the chat as far as it went.
 
-    def __init__(self, writer: Writer, template: Template, system: str | None = None) -> None:
+    undoable: the last turn can be taken back, from a copy of the cache on disk. n_reply: replies begun, those
+    taken back included, so that another try is another draw.
+    """
+
+    def __init__(
+        self, writer: Writer, template: Template, system: str | None = None, *, undoable: bool = False
+    ) -> None:
         self.writer = writer
         self.template = template
+        self.undoable = undoable
+        self.n_reply = 0
+        self._n_held = len(writer.engine.model.tokenize(template.reply_start(), special=True))
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
         """Starts over with an empty cache under this system prompt, which is never evicted."""
         self.writer.reset()
+        self._before: BinaryIO | None = None
         self.system = system.strip() if system else None
         self.messages: list[Message] = []
         if self.system:
@@ -103,6 +131,10 @@ class Conversation:
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
         """The model's answer, piece by piece. Raises as Writer.write and Engine.pin do."""
         self.writer.stop = False
+        if self.undoable:
+            self._remember()
+        self.writer.sampler.start(self.n_reply)
+        self.n_reply += 1
         tokens = self._tokens_of_turn(text)
         self.messages.append({"role": "user", "content": text})
         said: list[str] = []
@@ -114,10 +146,46 @@ class Conversation:
         finally:
             self.messages.append({"role": "assistant", "content": "".join(said)})
 
+    def save(self) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
+        """All of the chat: what JSON can hold, and arrays, one at a time."""
+        return {
+            "system": self.system,
+            "messages": self.messages,
+            "n_reply": self.n_reply,
+            "writer": self.writer.save(),
+        }, self.writer.engine.save()
+
+    def restore(self, meta: session.Meta, arrays: session.Arrays) -> None:
+        """Goes on from what `save` gave. Raises SessionError, with the chat as it was, if it does not fit."""
+        self.writer.engine.restore(arrays)
+        self.writer.restore(meta["writer"])
+        self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
+        self._before = None
+
+    def undo(self) -> bool:
+        """Takes the last turn back; False where there is none, or it cannot be."""
+        if self._before is None:
+            return False
+        n_reply = self.n_reply
+        self.restore(*session.load(self._before, "what was before the last turn"))
+        self.n_reply = n_reply
+        return True
+
+    def _remember(self) -> None:
+        self._before = None
+        # a chat goes on where there is no room for a copy
+        with suppress(OSError):
+            copy = tempfile.TemporaryFile()  # noqa: SIM115 (open until the next turn)
+            session.dump(copy, *self.save())
+            copy.flush()
+            self._before = copy
+
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         engine = self.writer.engine
         if not self.writer.is_new:
             return engine.model.tokenize(self.template.turn(self.messages[:-1], text), special=True)
         whole = self.template.render([*self.messages, {"role": "user", "content": text}])
         at = whole.find(self.system) if self.system else -1
-        return pin_prefix(engine, whole, at + len(self.system) if at >= 0 else 0)
+        tokens = pin_prefix(engine, whole, at + len(self.system) if at >= 0 else 0)
+        engine.hold(self._n_held)
+        return tokens

@@ -7,7 +7,7 @@ only says "in use, and older than the next token".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtool.budget import PAD
 from kvtool.cells import append, fill_holes, rank_by_pos
-from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError, where
+from kvtool.errors import KvtoolError, PlanError, SessionError, StreamEnd, UsageError, where
 from kvtool.llama import Context, Model
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
 
@@ -23,6 +23,19 @@ _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
 
 _NEVER = np.iinfo(np.int32).max
+
+_COUNTERS = (
+    "n_past",
+    "n_kv",
+    "n_pinned",
+    "n_held",
+    "is_in_cache",
+    "_next_rot",
+    "_n_planned",
+    "_n_observed",
+    "_n_evicted_cells",
+)
+"""The engine's numbers, as they are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +71,8 @@ class Engine:
     """One stream of tokens through one cache under one policy.
 
     n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
-    live i32[row]: those of every row.
-    n_pinned, n_held: first and newest tokens that are never evicted. is_in_cache: whether positions follow the cache by now.
+    live i32[row]: those of every row. n_pinned, n_held: first and newest tokens that are never evicted.
+    is_in_cache: whether positions follow the cache by now.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -207,6 +220,80 @@ class Engine:
             self.step(part, n_output=int(done == len(tokens)))
         return done
 
+    def save(self) -> Iterator[tuple[str, np.ndarray]]:
+        """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
+
+        "engine": the counters. "live", "layer_cells". "pos", "rot", "state.N" and the signals since the last
+        plan: of the first n_kv cells. "cells.N": K and V of a layer's live cells as they are stored.
+        """
+        n = self.n_kv
+        yield "engine", np.array([getattr(self, name) for name in _COUNTERS], np.int64)
+        yield "live", self.live
+        yield "layer_cells", self.context.layer_cells
+        yield "pos", self.pos[:, :n]
+        yield "rot", self.rot[:, :n]
+        for i, array in enumerate(self.state):
+            yield f"state.{i}", array[:, :n]
+        for name, signal in self._signals().items():
+            yield name, self.context.read(signal, n)
+        for layer, n_live in enumerate(self._most_live(self.live)):
+            yield f"cells.{layer}", self.context.cells(layer, n_live)
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Goes on from what `save` gave. Raises SessionError, with all as it was, if it does not fit."""
+        misfit = SessionError("what was saved does not fit this model, policy or cache")
+        try:
+            counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
+            n = counters["n_kv"]
+            live, pos, rot = saved["live"], saved["pos"], saved["rot"]
+            state = [saved[f"state.{i}"] for i in range(len(self.state))]
+            signals = {signal: saved[name] for name, signal in self._signals().items()}
+            layer_cells = saved["layer_cells"]
+            cells = [saved[f"cells.{layer}"] for layer in range(len(layer_cells))]
+        except (KeyError, ValueError):
+            raise misfit from None
+        rows = (len(self.live), n)
+        fits = (
+            live.shape == self.live.shape
+            and pos.shape == rot.shape == rows
+            and 0 <= n <= self.policy.budget
+            and live.min(initial=n) >= 0
+            and live.max(initial=0) == n
+            and layer_cells.shape == self._layer_cells.shape
+            and all(
+                array.nbytes == n_live * self.context.cell_bytes(layer)
+                for layer, (array, n_live) in enumerate(zip(cells, self._most_live(live), strict=True))
+            )
+            and all(array.shape == rows for array in signals.values())
+            and all(
+                (array.dtype, array.shape) == (own.dtype, rows + own.shape[2:])
+                for array, own in zip(state, self.state, strict=True)
+            )
+        )
+        if not fits:
+            raise misfit
+        self.reset()
+        if self.policy.ragged:
+            self._resize(layer_cells)
+        for name, value in counters.items():
+            setattr(self, name, type(getattr(self, name))(value))
+        self.live = live.copy()
+        for own, array in zip((self.pos, self.rot, *self.state), (pos, rot, *state), strict=True):
+            own[:, :n] = array
+        for layer, n_live in enumerate(self._most_live(live)):
+            self.context.set_cells(layer, n_live, cells[layer])
+        n_observed = self._n_observed
+        self._edit(np.empty((0, 4), np.int32), self.live, self._next_rot)
+        self._n_observed = n_observed
+        for signal, values in signals.items():
+            self.context.write(signal, values, self.n_past - n_observed)
+
+    def _most_live(self, live: np.ndarray) -> list[int]:
+        """Of each layer the live cells of its longest row, for live i32[row]."""
+        most = np.zeros(len(self._layer_cells), np.int32)
+        np.maximum.at(most, self._layer_of_row, live)
+        return most.tolist()
+
     def _decode(self, tokens: np.ndarray, n_output: int) -> None:
         n = len(tokens)
         self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
@@ -273,8 +360,7 @@ class Engine:
 
     def _fit(self, n: int) -> None:
         """Lets every layer of ragged rows have room for n tokens; one that has much more gives it back."""
-        most = np.zeros(len(self._layer_cells), np.int32)
-        np.maximum.at(most, self._layer_of_row, self.live)
+        most = np.array(self._most_live(self.live))
         wanted = -(-(most + n) // _STEP) * _STEP
         cells = self.context.layer_cells
         if (most + n > cells).any() or (cells - wanted > _STEP).any():

@@ -48,6 +48,12 @@ class PlanError(KvtoolError):
     exit_code = 7
 
 
+class SessionError(KvtoolError):
+    """A session's file that cannot be written or read, is damaged, in use, or of another model or policy."""
+
+    exit_code = 8
+
+
 def where(error: BaseException) -> str:
     """An error in one line, with the innermost place that raised it."""
     trace, place = error.__traceback__, ""

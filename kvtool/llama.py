@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import socket
 import sys
 from collections import deque
@@ -26,7 +27,7 @@ except (
 ) as error:  # no package, no library in it, or one that does not load
     raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
 
-ABI = 2
+ABI = 3
 
 CACHE_TYPES = {
     "f32": 0,
@@ -43,6 +44,9 @@ CACHE_TYPES = {
 FLASH = {"auto": -1, "off": 0, "on": 1}
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
+
+_N_PENALTY = 64
+"""Tokens that the repeat penalty looks back at, llama.cpp's own default."""
 
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
@@ -94,27 +98,30 @@ def _is_patched() -> bool:
     return hasattr(_lib, "llama_kvtool_abi")
 
 
-if _is_patched():
-    _bind("llama_kvtool_abi", ctypes.c_int32)
+def _bind_all() -> None:
+    pointer, i32, i64, u32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
+    _bind("llama_kvtool_abi", i32)
     _bind("llama_kvtool_digest", ctypes.c_char_p)
+    if _lib.llama_kvtool_abi() != ABI:
+        # what else it has is another kvtool's: require_patched says so
+        return
     _bind("llama_kvtool_error", ctypes.c_char_p)
-    _bind("llama_kvtool_enable", ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Params))
-    _bind("llama_kvtool_n_dim", ctypes.c_int32, ctypes.c_void_p)
-    _bind("llama_kvtool_seen", ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
-    _bind("llama_kvtool_resize", ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
-    _bind("llama_kvtool_read_keys", ctypes.c_int32, *[ctypes.c_void_p] * 4, *[ctypes.c_int32] * 3)
-    _bind("llama_kvtool_row_layers", ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
-    _bind("llama_kvtool_cache_bytes", ctypes.c_int64, ctypes.c_void_p)
-    _bind(
-        "llama_kvtool_read",
-        ctypes.c_int32,
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-        ctypes.c_void_p,
-        ctypes.c_int32,
-        ctypes.c_int32,
-    )
-    _bind("llama_kvtool_apply", ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Edit))
+    _bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(_Params))
+    _bind("llama_kvtool_n_dim", i32, pointer)
+    _bind("llama_kvtool_seen", i32, pointer, i32)
+    _bind("llama_kvtool_resize", i32, pointer, pointer, i32)
+    _bind("llama_kvtool_row_layers", i32, pointer, pointer, i32)
+    _bind("llama_kvtool_cache_bytes", i64, pointer)
+    _bind("llama_kvtool_read", i32, pointer, u32, pointer, i32, i32)
+    _bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32, i32)
+    _bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
+    _bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
+    _bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
+    _bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(_Edit))
+
+
+if _is_patched():
+    _bind_all()
 
 
 def library_path() -> Path:
@@ -452,6 +459,30 @@ class Context:
         _check(_lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
 
+    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
+        """Lets a signal go on from f32[row, n_kv], as it was n_query queries after the last edit."""
+        values = np.ascontiguousarray(values, np.float32)
+        shape = values.shape
+        _check(_lib.llama_kvtool_write(self._context, int(signal), values.ctypes.data, *shape, n_query))
+
+    def cells(self, layer: int, n: int) -> np.ndarray:
+        """u1[bytes]: the first n cells of a layer as they are stored, keys and then values, cell by cell."""
+        out = np.empty(n * self.cell_bytes(layer), np.uint8)
+        _check(_lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
+        return out
+
+    def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
+        """Writes what `cells` returned."""
+        assert data.nbytes == n * self.cell_bytes(layer)
+        assert data.flags.c_contiguous
+        _check(_lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
+
+    def cell_bytes(self, layer: int) -> int:
+        """Bytes of K and V that a cell takes in a layer, one of those with a cache."""
+        n_bytes = _lib.llama_kvtool_get_cells(self._context, layer, None, 1)
+        _check(n_bytes)
+        return n_bytes
+
     def apply(
         self,
         moves: np.ndarray,
@@ -536,7 +567,10 @@ def _check(status: int) -> None:
 
 
 class Sampler:
-    """llama.cpp's own chain of samplers, in its own order. temp <= 0 is greedy."""
+    """llama.cpp's own chain of samplers, in its own order. temp <= 0 is greedy. seed: drawn unless given.
+
+    recent: the last tokens sampled, which the repeat penalty looks back at.
+    """
 
     def __init__(
         self,
@@ -548,26 +582,40 @@ class Sampler:
         repeat_penalty: float,
         seed: int | None,
     ) -> None:
-        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        self._chain = chain
-        if repeat_penalty != 1.0:
-            api.llama_sampler_chain_add(chain, api.llama_sampler_init_penalties(64, repeat_penalty, 0.0, 0.0))
-        if temp <= 0:
-            api.llama_sampler_chain_add(chain, api.llama_sampler_init_greedy())
-            return
-        if top_k > 0:
-            api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_k(top_k))
-        if top_p < 1:
-            api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_p(top_p, 1))
-        if min_p > 0:
-            api.llama_sampler_chain_add(chain, api.llama_sampler_init_min_p(min_p, 1))
-        api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(temp))
-        random_seed = 0xFFFFFFFF
-        api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(random_seed if seed is None else seed))
+        self.temp, self.top_k, self.top_p, self.min_p = temp, top_k, top_p, min_p
+        self.repeat_penalty = repeat_penalty
+        self.seed = secrets.randbits(31) if seed is None else seed
+        self.recent: deque[int] = deque(maxlen=_N_PENALTY)
+        self._chain = None
+        self.start(0)
+
+    def start(self, n: int) -> None:
+        """Before the nth text: its draws depend on seed and n alone, not on how many there were before."""
+        self.close()
+        add = api.llama_sampler_chain_add
+        self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        if self.repeat_penalty != 1.0:
+            add(chain, api.llama_sampler_init_penalties(_N_PENALTY, self.repeat_penalty, 0.0, 0.0))
+        if self.temp <= 0:
+            add(chain, api.llama_sampler_init_greedy())
+        else:
+            if self.top_k > 0:
+                add(chain, api.llama_sampler_init_top_k(self.top_k))
+            if self.top_p < 1:
+                add(chain, api.llama_sampler_init_top_p(self.top_p, 1))
+            if self.min_p > 0:
+                add(chain, api.llama_sampler_init_min_p(self.min_p, 1))
+            add(chain, api.llama_sampler_init_temp(self.temp))
+            # the greatest seed would be a random one
+            add(chain, api.llama_sampler_init_dist((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF))
+        for token in self.recent:
+            api.llama_sampler_accept(chain, token)
 
     def sample(self, context: Context) -> int:
         """The next token, from the last logits of the context."""
-        return api.llama_sampler_sample(self._chain, context._context, -1)
+        token = api.llama_sampler_sample(self._chain, context._context, -1)
+        self.recent.append(token)
+        return token
 
     def close(self) -> None:
         if self._chain:

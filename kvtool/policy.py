@@ -213,7 +213,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:
     """Positions (first, recent): tokens before `first` and from `recent` on must stay.
 
-    Pinned tokens count as sinks and held ones as the window, which gives way where both do not fit into n_keep.
+    Pinned tokens count as sinks, held ones as the window, which gives way where both do not fit into n_keep.
     """
     first = max(sinks, view.pinned)
     return first, view.next - min(max(window, view.held), n_keep - first)

@@ -57,6 +57,10 @@ class Template:
             raise ModelError("the model's chat template leaves replies out; use kvtool generate --raw")
         return text
 
+    def reply_start(self) -> str:
+        """What stands between a user's words and the model's reply to them."""
+        return self.render([{"role": "user", "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
+
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
