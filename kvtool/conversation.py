@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -102,6 +102,12 @@ def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
     )
 
 
+def transcript(messages: list[Message]) -> str:
+    """A chat as plain text: what the person said after "> ", then the reply, an empty line after each."""
+    start = {"user": "> ", "system": "# "}
+    return "".join(f"{start.get(m['role'], '')}{m['content']}\n\n" for m in messages)
+
+
 class Conversation:
     """Turns of one user and the model. A reply that is stopped stays in the chat as far as it went.
 
@@ -117,12 +123,18 @@ class Conversation:
         self.undoable = undoable
         self.n_reply = 0
         self._n_held = len(writer.engine.model.tokenize(template.reply_start(), special=True))
+        self._before: BinaryIO | None = None
         self.reset(system)
+
+    @property
+    def n_turn(self) -> int:
+        """How often the person has said something."""
+        return sum(message["role"] == "user" for message in self.messages)
 
     def reset(self, system: str | None = None) -> None:
         """Starts over with an empty cache under this system prompt, which is never evicted."""
         self.writer.reset()
-        self._before: BinaryIO | None = None
+        self.close()
         self.system = system.strip() if system else None
         self.messages: list[Message] = []
         if self.system:
@@ -160,7 +172,7 @@ class Conversation:
         self.writer.engine.restore(arrays)
         self.writer.restore(meta["writer"])
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
-        self._before = None
+        self.close()
 
     def undo(self) -> bool:
         """Takes the last turn back; False where there is none, or it cannot be."""
@@ -171,13 +183,20 @@ class Conversation:
         self.n_reply = n_reply
         return True
 
+    def close(self) -> None:
+        """Gives the copy of what was before the last turn back."""
+        if self._before:
+            self._before.close()
+            self._before = None
+
     def _remember(self) -> None:
-        self._before = None
+        self.close()
         # a chat goes on where there is no room for a copy
-        with suppress(OSError):
-            copy = tempfile.TemporaryFile()  # noqa: SIM115 (open until the next turn)
+        with suppress(OSError), ExitStack() as stack:
+            copy = stack.enter_context(tempfile.TemporaryFile())
             session.dump(copy, *self.save())
             copy.flush()
+            stack.pop_all()
             self._before = copy
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:

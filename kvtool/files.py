@@ -40,22 +40,38 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """One process at a time. The operating system lets go of the lock when the process dies.
 
-    Without wait raises BlockingIOError where another process has it.
+    The file goes away at the end. Without wait raises BlockingIOError where another process has it.
     """
-    with path.open("ab") as file:
-        if sys.platform == "win32":
-            import msvcrt
+    while True:
+        with path.open("ab") as file:
+            _lock(file, wait)
+            try:
+                # who had it before may have taken the file away
+                if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                    continue
+            except FileNotFoundError:
+                continue
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+            return
 
-            while True:
-                try:
-                    # LK_LOCK gives up after ten seconds by itself
-                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-                    break
-                except OSError as error:
-                    if not wait:
-                        raise BlockingIOError from error
-        else:
-            import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
+def _lock(file: BinaryIO, wait: bool) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        while True:
+            try:
+                # LK_LOCK gives up after ten seconds by itself
+                msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+                return
+            except OSError as error:
+                if not wait:
+                    raise BlockingIOError from error
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

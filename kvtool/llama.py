@@ -569,11 +569,13 @@ def _check(status: int) -> None:
 class Sampler:
     """llama.cpp's own chain of samplers, in its own order. temp <= 0 is greedy. seed: drawn unless given.
 
-    recent: the last tokens sampled, which the repeat penalty looks back at.
+    recent: the last tokens sampled, which the repeat penalty looks back at. Raises UsageError for a penalty
+    that is none.
     """
 
     def __init__(
         self,
+        n_vocab: int,
         *,
         temp: float,
         top_k: int,
@@ -582,6 +584,9 @@ class Sampler:
         repeat_penalty: float,
         seed: int | None,
     ) -> None:
+        if repeat_penalty <= 0:
+            raise UsageError(f"--repeat-penalty must be above 0, got {repeat_penalty}; 1 is none")
+        self.n_vocab = n_vocab
         self.temp, self.top_k, self.top_p, self.min_p = temp, top_k, top_p, min_p
         self.repeat_penalty = repeat_penalty
         self.seed = secrets.randbits(31) if seed is None else seed
@@ -595,7 +600,8 @@ class Sampler:
         add = api.llama_sampler_chain_add
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         if self.repeat_penalty != 1.0:
-            add(chain, api.llama_sampler_init_penalties(_N_PENALTY, self.repeat_penalty, 0.0, 0.0))
+            penalties = (_N_PENALTY, self.repeat_penalty, 0.0, 0.0)
+            add(chain, api.llama_sampler_init_penalties(self.n_vocab, *penalties))
         if self.temp <= 0:
             add(chain, api.llama_sampler_init_greedy())
         else:

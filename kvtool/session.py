@@ -1,9 +1,8 @@
 """A chat in one file, written whole or not at all, and checked when it is read.
 
-The first line has the format's number and three fields of fixed width: the length of the second line, its
-SHA-256, and that of the rest. The second line is JSON, and has all that a person may want to read: it is
-there even where the rest is damaged. The rest is arrays, each a line with its name, dtype and shape, and its
-bytes.
+The first line has the format's number and the SHA-256 of the second line and of the rest. The second line is
+JSON, and has all that a person may want to read: it is there even where the rest is damaged. The rest is
+arrays, each a line with its name, dtype and shape, and its bytes.
 """
 
 from __future__ import annotations
@@ -12,15 +11,20 @@ import hashlib
 import json
 import mmap
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+import kvtool
 from kvtool.errors import SessionError
 from kvtool.files import locked, replacing
+
+if TYPE_CHECKING:
+    from kvtool.conversation import Conversation
 
 FORMAT = 1
 """Goes up when what is saved changes its meaning."""
@@ -28,11 +32,54 @@ FORMAT = 1
 Meta = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 
-_FIRST = f"kvtool session {FORMAT} {{:012d}} {{}} {{}}\n"
-_FIRST_LINE = re.compile(rb"kvtool session (\d+) (?:(\d{12}) ([0-9a-f]{64}) ([0-9a-f]{64}))?")
-_N_FIRST = len(_FIRST.format(0, "0" * 64, "0" * 64))
+_FIRST = "kvtool session {} {} {}\n"
+_FIRST_LINE = re.compile(rb"kvtool session (\d+) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
+_N_FIRST = len(_FIRST.format(FORMAT, "0" * 64, "0" * 64))
 _BLOCK = 2**20
 _ALIGN = 64
+
+
+class Session:
+    """A chat's file. fixed: what must be the same to go on (model, policy, ...). options: what was typed."""
+
+    def __init__(self, path: Path, fixed: Meta, options: Meta) -> None:
+        self.path = path
+        self.fixed = fixed
+        self.options = options
+
+    def save(self, chat: Conversation, path: Path | None = None) -> None:
+        """Writes the chat, to another path if one is given. Raises SessionError."""
+        meta, arrays = chat.save()
+        engine = chat.writer.engine
+        about = {
+            "kvtool": kvtool.__version__,
+            "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "n_turn": chat.n_turn,
+            "n_past": engine.n_past,
+            "cells": engine.mean_kv,
+            "kv_bytes": engine.cache_bytes,
+        }
+        write(path or self.path, about | {"fixed": self.fixed, "options": self.options} | meta, arrays)
+
+    def resume(self, chat: Conversation, path: Path | None = None) -> None:
+        """Goes on with the chat in the file. Raises SessionError, with the chat as it was."""
+        path = path or self.path
+        meta, arrays = read(path)
+        for name, value in self.fixed.items():
+            if (theirs := meta["fixed"].get(name)) != value:
+                raise SessionError(
+                    f"{path} has {name.replace('_', ' ')} {_brief(theirs)}, not {_brief(value)}; "
+                    "go on as it began, or name another file"
+                )
+        chat.restore(meta, arrays)
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={part}" for name, part in value.items())
+    text = str(value)
+    # a hash
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 @contextmanager
@@ -90,7 +137,7 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
             digest.update(part)
             file.write(part)
     file.seek(0)
-    file.write(_FIRST.format(len(line), hashlib.sha256(line).hexdigest(), digest.hexdigest()).encode())
+    file.write(_FIRST.format(FORMAT, hashlib.sha256(line).hexdigest(), digest.hexdigest()).encode())
 
 
 def load(file: BinaryIO, name: str) -> tuple[Meta, Arrays]:
@@ -117,20 +164,18 @@ def load(file: BinaryIO, name: str) -> tuple[Meta, Arrays]:
 def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     """The JSON, where the arrays start, and their hash."""
     file.seek(0)
-    found = _FIRST_LINE.match(file.read(_N_FIRST))
+    found = _FIRST_LINE.fullmatch(file.readline(_N_FIRST))
     if not found:
-        raise SessionError(f"{name} is no session of kvtool; name another file")
+        raise SessionError(f"{name} is no session of kvtool, or damaged; name another file")
     if int(found[1]) != FORMAT:
         raise SessionError(
             f"{name} is a session of format {int(found[1])}, and this kvtool reads format {FORMAT}; "
             "go on with the kvtool that wrote it"
         )
-    if not found[2]:
+    line = file.readline()
+    if hashlib.sha256(line).hexdigest() != found[2].decode():
         raise _damaged(name)
-    line = file.read(int(found[2]))
-    if hashlib.sha256(line).hexdigest() != found[3].decode():
-        raise _damaged(name)
-    return json.loads(line), _N_FIRST + len(line), found[4].decode()
+    return json.loads(line), _N_FIRST + len(line), found[3].decode()
 
 
 def _damaged(name: str) -> SessionError:

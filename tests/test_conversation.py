@@ -26,17 +26,18 @@ def model(smollm2):
 
 @pytest.fixture
 def chat(model):
-    engines = []
+    talks = []
 
-    def make(policy="buzz", budget=256, system=None):
-        engine = Engine(model, policies.fit(policy, budget), Settings(n_batch=64, n_threads=1))
-        engines.append(engine)
-        sampler = Sampler(temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
-        return Conversation(Writer(engine, sampler), template_of(model), system)
+    def make(policy="buzz", budget=256, system=None, evict_every=None):
+        engine = Engine(model, policies.fit(policy, budget, evict_every), Settings(n_batch=64, n_threads=1))
+        sampler = Sampler(model.n_vocab, temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
+        talks.append(Conversation(Writer(engine, sampler), template_of(model), system))
+        return talks[-1]
 
     yield make
-    for engine in engines:
-        engine.close()
+    for talk in talks:
+        talk.close()
+        talk.writer.engine.close()
 
 
 def test_a_turn_closes_the_reply_before_it():
@@ -160,7 +161,50 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
     euro = "€".encode()
     pieces = iter([euro[:1], euro[1:2], euro[2:], b"\xff"])
     monkeypatch.setattr(model, "piece", lambda token, special=False: next(pieces))
-    writer = Writer(engine, Sampler(temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1))
+    writer = Writer(
+        engine, Sampler(model.n_vocab, temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
+    )
     writer.read(model.tokenize("Hello"))
     assert list(writer.write(4)) == ["€", "\ufffd"]
     engine.close()
+
+
+@pytest.mark.engine
+def test_the_last_turn_can_be_taken_back(chat):
+    talk = chat()
+    talk.undoable = True
+    assert not talk.undo()
+    "".join(talk.reply("Name a fruit.", 12))
+    before = (talk.writer.engine.n_past, list(talk.messages))
+    said = "".join(talk.reply("And a colour.", 12))
+    assert talk.undo()
+    assert (talk.writer.engine.n_past, talk.messages) == before
+    # greedy: another try is the same
+    assert "".join(talk.reply("And a colour.", 12)) == said
+    assert talk.undo()
+    # one turn, no more
+    assert not talk.undo()
+    assert talk.messages == before[1]
+
+
+@pytest.mark.engine
+def test_the_first_turn_can_be_taken_back_with_its_system_prompt_kept(chat):
+    talk = chat(system="You are a pirate.")
+    talk.undoable = True
+    said = "".join(talk.reply("Who are you?", 12))
+    assert talk.undo()
+    assert talk.writer.is_new
+    assert "".join(talk.reply("Who are you?", 12)) == said
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
+def test_the_words_before_a_reply_are_whole_whatever_is_evicted(chat, model, policy):
+    talk = chat(policy=policy, budget=64, evict_every=1)
+    pieces = talk.reply("The sea is wide and the road is long. " * 30, 1)
+    next(pieces, None)
+    engine = talk.writer.engine
+    marker = model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)
+    live = engine.pos[:, : engine.n_kv]
+    assert engine.n_evicted > 0
+    assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))

@@ -9,8 +9,6 @@ from running import open_engine, text
 from kvtool import policies, session
 from kvtool.errors import SessionError
 
-pytestmark = pytest.mark.engine
-
 
 def scores(engine, tokens):
     """The logits of tokens read one by one, as generating does."""
@@ -45,7 +43,8 @@ ENGINES = [
 def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, options, settings, n_read):
     path = tiny_model(n_head=4, n_head_kv=2)
     tokens = text(160)
-    policy = policies.fit(name, 512 if name in ("full", "corm") else 48, None if name == "full" else 8, options)
+    budget, evict_every = {"full": (512, None), "corm": (512, 8)}.get(name, (48, 8))
+    policy = policies.fit(name, budget, evict_every, options)
     with open_engine(path, policy, **settings) as engine:
         if n_read:
             engine.read(tokens[:n_read])
@@ -62,3 +61,53 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         assert engine.n_past == n_read
         np.testing.assert_array_equal(scores(engine, tokens[n_read:]), expected)
         np.testing.assert_array_equal(engine.live, live)
+
+
+def test_a_file_that_is_not_whole_is_refused(tmp_path):
+    path = tmp_path / "chat"
+    session.write(path, {"messages": ["kept"]}, [("a", np.arange(90, dtype=np.int32).reshape(9, 10))])
+    whole = path.read_bytes()
+    meta, arrays = session.read(path)
+    assert meta == {"messages": ["kept"]}
+    np.testing.assert_array_equal(arrays["a"], np.arange(90).reshape(9, 10))
+    first_of_rest = whole.index(b"\n", whole.index(b"\n") + 1) + 1
+    for at in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(SessionError):
+            session.read(path)
+        # the text outlives damage behind it
+        if at >= first_of_rest:
+            assert session.read_meta(path) == {"messages": ["kept"]}
+    for n in range(len(whole)):
+        path.write_bytes(whole[:n])
+        with pytest.raises(SessionError):
+            session.read(path)
+
+
+def test_another_format_is_named(tmp_path):
+    path = tmp_path / "chat"
+    session.write(path, {}, [])
+    path.write_bytes(path.read_bytes().replace(b"session 1", b"session 9"))
+    with pytest.raises(SessionError, match="format 9"):
+        session.read(path)
+
+
+def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
+    path = tiny_model(n_head=4, n_head_kv=2)
+    tokens = text(60)
+    with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
+        engine.read(tokens)
+        saved = dict(engine.save())
+    for name in saved:
+        broken = {key: array for key, array in saved.items() if key != name}
+        shorter = saved | {name: saved[name][:-1]}
+        with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
+            engine.read(tokens[:20])
+            for wrong in (broken, shorter):
+                with pytest.raises(SessionError, match="does not fit"):
+                    engine.restore(wrong)
+            assert engine.n_past == 20
+            engine.read(tokens[20:])
+            np.testing.assert_array_equal(engine.pos[:, : engine.n_kv], saved["pos"])

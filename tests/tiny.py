@@ -32,6 +32,7 @@ def write_llama(
     rope="norm",
     rope_base=10000.0,
     tied=False,
+    chat_template=None,
     seed=0,
 ):
     """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
@@ -56,6 +57,8 @@ def write_llama(
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(n_vocab)
     _add_tokenizer(writer, n_vocab)
+    if chat_template:
+        writer.add_chat_template(chat_template)
 
     rng = np.random.default_rng(seed)
 

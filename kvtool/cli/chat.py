@@ -5,17 +5,22 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvtool.cli import options as opt
-from kvtool.errors import InputError, StreamEnd, UsageError
+from kvtool.cli.keeper import SAMPLING, Keeper, open_transcript
+from kvtool.errors import InputError, SessionError, StreamEnd, UsageError
 
 HELP = """\
 /help          this
 /stats         what the cache holds and takes
+/undo          take the last turn back
+/save FILE     write the chat into a session file
+/load FILE     go on with the chat in a session file
 /reset         forget everything and start over
 /system TEXT   start over under another system prompt
 /exit          leave (or Ctrl-D)
@@ -41,6 +46,13 @@ def chat(
     min_p: opt.MinP = 0.05,
     repeat_penalty: opt.RepeatPenalty = 1.0,
     seed: opt.Seed = None,
+    session: Annotated[
+        Path | None,
+        typer.Option("--session", help="Keep the chat in this file, and go on with what is in it."),
+    ] = None,
+    transcript: Annotated[
+        Path | None, typer.Option("--transcript", help="Append what is said to this file, as plain text.")
+    ] = None,
     n_ctx: opt.Context = None,
     n_batch: opt.Batch = None,
     threads: opt.Threads = None,
@@ -51,23 +63,40 @@ def chat(
     verbose: opt.Verbose = False,
 ) -> None:
     """Chat without an end: memory and speed stay as they are. With a pipe on stdin each line is a turn."""
-    wanted = opt.EngineOptions.of(context)
-    with opt.open_engine(wanted, default_budget=1024, n_batch=256) as opened:
+    with ExitStack() as stack:
+        if session:
+            from kvtool import session as sessions
+
+            stack.enter_context(sessions.held(session))
+            if is_old := session.exists() and session.stat().st_size > 0:
+                opt.take_saved(context, sessions.read_meta(session)["options"])
+        wanted = opt.EngineOptions.of(context)
+        opened = stack.enter_context(opt.open_engine(wanted, default_budget=1024, n_batch=256))
+
         from kvtool.conversation import Conversation, Writer, template_of
         from kvtool.llama import Sampler
 
         sampler = Sampler(
-            temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
+            opened.engine.model.n_vocab, seed=seed, **{name: context.params[name] for name in SAMPLING}
         )
-        writer = Writer(opened.engine, sampler)
-        conversation = Conversation(writer, template_of(opened.engine.model), system)
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            _Terminal(conversation, policy, n).run()
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        conversation = Conversation(
+            Writer(opened.engine, sampler), template_of(opened.engine.model), system, undoable=is_terminal
+        )
+        stack.callback(conversation.close)
+        keeper = Keeper(context, conversation, opened, session)
+        if session and is_old:
+            keeper.resume()
+        if transcript:
+            keeper.transcript = stack.enter_context(open_transcript(transcript))
+        if is_terminal:
+            _Terminal(conversation, keeper, wanted.policy, n).run()
         else:
-            _pipe(conversation, n)
+            _pipe(conversation, keeper, n)
+    keeper.check()
 
 
-def _pipe(conversation, n_max: int | None) -> None:
+def _pipe(conversation, keeper: Keeper, n_max: int | None) -> None:
     """Each line of stdin is a turn; only replies go to stdout."""
     signal.signal(signal.SIGINT, lambda *_: (setattr(conversation.writer, "stop", True), sys.stdin.close()))
     try:
@@ -77,6 +106,8 @@ def _pipe(conversation, n_max: int | None) -> None:
             for piece in conversation.reply(line.rstrip("\n"), n_max):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+            keeper.keep()
+            keeper.check()
             sys.stdout.write("\n")
             sys.stdout.flush()
     except UnicodeDecodeError as error:
@@ -89,10 +120,11 @@ def _pipe(conversation, n_max: int | None) -> None:
 class _Terminal:
     """The chat that a person sees: prompt, streaming Markdown, a status line after each reply."""
 
-    def __init__(self, conversation, policy: str, n_max: int | None) -> None:
+    def __init__(self, conversation, keeper: Keeper, policy: str, n_max: int | None) -> None:
         from rich.console import Console
 
         self.conversation = conversation
+        self.keeper = keeper
         self.engine = conversation.writer.engine
         self.policy = policy
         self.n_max = n_max
@@ -106,6 +138,8 @@ class _Terminal:
             f"/help for help",
             highlight=False,
         )
+        if self.conversation.n_turn:
+            self._note(f"going on after {self.conversation.n_turn} turns, {engine.n_past:,} tokens")
         with suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
         while (line := self._ask()) is not None:
@@ -137,18 +171,45 @@ class _Terminal:
             self.console.print(HELP, highlight=False, markup=False)
         elif name == "/stats":
             self._stats()
+        elif name == "/undo":
+            undone = self.conversation.undo()
+            self._note("the last turn is taken back" if undone else "nothing to take back")
+            self.keeper.keep_session()
+        elif name in ("/save", "/load"):
+            self._file(name, rest.strip())
         elif name == "/reset":
             self.conversation.reset(self.conversation.system)
-            self.console.print("[dim]everything forgotten[/]")
+            self._note("everything forgotten")
+            self.keeper.keep_session()
         elif name == "/system":
             if rest.strip():
                 self.conversation.reset(rest)
-                self.console.print("[dim]started over under the new system prompt[/]")
+                self._note("started over under the new system prompt")
+                self.keeper.keep_session()
             else:
                 self.console.print(self.conversation.system or "(none)", highlight=False, markup=False)
         else:
             self.console.print(f"[red]no command {name}[/]; /help lists them", highlight=False)
         return True
+
+    def _note(self, text: str) -> None:
+        self.console.print(text, style="dim", highlight=False, markup=False)
+
+    def _file(self, command: str, name: str) -> None:
+        if not name:
+            self.console.print(f"[red]{command} needs a file[/]")
+            return
+        path, session = Path(name).expanduser(), self.keeper.session
+        try:
+            if command == "/save":
+                session.save(self.conversation, path)
+                self._note(f"saved to {path}")
+            else:
+                session.resume(self.conversation, path)
+                self._note(f"going on after {self.conversation.n_turn} turns of {path}")
+                self.keeper.keep_session()
+        except SessionError as error:
+            self.console.print(f"[red]{error}[/]", highlight=False)
 
     def _answer(self, text: str) -> None:
         from kvtool.cli.markdown import MarkdownStream
@@ -172,8 +233,11 @@ class _Terminal:
             seconds = time.monotonic() - started
             self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else self.tokens_per_s
         if self.conversation.writer.stop:
-            self.console.print("[dim]stopped[/]")
-        self.console.print(f"[dim]{self._status()}[/]", highlight=False)
+            self._note("stopped")
+        self.keeper.keep()
+        if self.keeper.unsaved:
+            self.console.print(f"[red]{self.keeper.unsaved}[/]", highlight=False)
+        self._note(self._status())
 
     def _status(self) -> str:
         from kvtool.units import format_bytes

@@ -55,7 +55,13 @@ def generate(
 
         engine = opened.engine
         sampler = Sampler(
-            temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
+            engine.model.n_vocab,
+            temp=temp,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
         )
         writer = Writer(engine, sampler)
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))

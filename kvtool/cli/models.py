@@ -64,7 +64,7 @@ def pull(
     from kvtool import models
 
     model = models.find(name)
-    with download_progress(name) as progress:
+    with bytes_progress(f"downloading {name}") as progress:
         path = models.pull(model, progress)
     if as_json:
         _print_json(
@@ -88,7 +88,7 @@ def show(
     from kvtool import header, models
 
     n_bytes = parse_bytes(fit)
-    with download_progress(name_or_path or "the model") as progress:
+    with bytes_progress(f"downloading {name_or_path or 'the model'}") as progress:
         path = models.resolve(name_or_path, progress)
     info = header.read(path)
     cell_bytes = info.cell_bytes(type_k, type_v)
@@ -146,8 +146,11 @@ def show(
 
 
 @contextmanager
-def download_progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A callback for models.resolve and models.pull that draws on stderr once there is something to draw."""
+def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
+    """A callback for functions of models that draws on stderr once there is something to draw.
+
+    piped: where stderr is no terminal, one line says what is done.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -159,11 +162,11 @@ def download_progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
     def step(done: int, total: int | None) -> None:
         nonlocal task
         if task is None:
-            task = bar.add_task(f"downloading {what}", total=total)
+            task = bar.add_task(what, total=total)
             if console.is_terminal:
                 bar.start()
-            else:
-                console.print(f"downloading {what}", soft_wrap=True)
+            elif piped:
+                console.print(what, soft_wrap=True)
         bar.update(task, completed=done)
 
     try:

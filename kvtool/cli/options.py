@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,6 +116,13 @@ class EngineOptions:
         return cls(**{name: value for name, value in context.params.items() if name in names})
 
 
+def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
+    """Lets a session's options stand for those that were not typed."""
+    for name, value in saved.items():
+        if name in context.params and context.get_parameter_source(name).name != "COMMANDLINE":
+            context.params[name] = value
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """An engine that is ready, and the header of its model."""
@@ -140,7 +147,7 @@ def open_engine(
     scoring: logits of every token are wanted, and no step over the budget.
     Raises KvtoolError.
     """
-    from kvtool.cli.models import download_progress
+    from kvtool.cli.models import bytes_progress
     from kvtool.header import CACHE_TYPES
 
     for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
@@ -153,7 +160,7 @@ def open_engine(
 
     kind = policies.load(wanted.policy)
     policies.parse_options(kind, wanted.options or [])
-    with download_progress(wanted.model or "the model") as progress:
+    with bytes_progress(f"downloading {wanted.model or 'the model'}") as progress:
         path = models.resolve(wanted.model, progress)
     info = models.check(path)
     n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)

@@ -1,0 +1,61 @@
+"""kvtool session: what is in a chat's file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtool.cli import options as opt
+
+app = typer.Typer(help="Look into the files of chats.", no_args_is_help=True, rich_markup_mode=None)
+
+File = Annotated[Path, typer.Argument(help="A file of `kvtool chat --session`.")]
+
+
+@app.command()
+def show(file: File, as_json: opt.Json = False) -> None:
+    """What a chat runs on, and how far it is."""
+    from kvtool.session import read_meta
+    from kvtool.units import format_bytes
+
+    meta = read_meta(file)
+    fixed, options = meta["fixed"], meta["options"]
+    shown = {
+        "file": str(file),
+        "size": file.stat().st_size,
+        "saved": meta["saved"],
+        "kvtool": meta["kvtool"],
+        "llama_cpp": fixed["llama_cpp"],
+        "model": options["model"],
+        "model_sha256": fixed["model_sha256"],
+        "policy": fixed["policy"],
+        "parameters": fixed["parameters"],
+        "turns": meta["n_turn"],
+        "tokens": meta["n_past"],
+        "cells": meta["cells"],
+        "kv_bytes": meta["kv_bytes"],
+        "system": meta["system"],
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(shown) + "\n")
+        return
+    shown["size"], shown["kv_bytes"] = format_bytes(shown["size"]), format_bytes(shown["kv_bytes"])
+    shown["parameters"] = " ".join(f"{name}={value}" for name, value in fixed["parameters"].items())
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        sys.stdout.write(f"{name:{width}}  {value}\n")
+
+
+@app.command()
+def export(file: File, as_json: opt.Json = False) -> None:
+    """Print the chat's text; it is there even if the rest of the file is damaged."""
+    from kvtool.conversation import transcript
+    from kvtool.session import read_meta
+
+    messages = read_meta(file)["messages"]
+    text = json.dumps(messages, ensure_ascii=False) + "\n" if as_json else transcript(messages)
+    sys.stdout.write(text)

@@ -1,0 +1,217 @@
+"""Chats that are killed, resumed, locked out and short of disk, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import tiny
+
+from kvtool import session
+
+KVTOOL = [sys.executable, "-c", "from kvtool.cli import main; main()"]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}[e]{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "chat.gguf"
+    tiny.write_llama(path, chat_template=TEMPLATE, n_ctx_train=512)
+    return path
+
+
+@pytest.fixture
+def talk(model, tmp_path):
+    """talk(turns, *options): a chat of 12 tokens a reply, that is soon past its budget and its context."""
+
+    def run(turns, *options, session="chat.kvs", **kwargs):
+        return subprocess.run(
+            _command(model, tmp_path / session, *options),
+            input="".join(f"{turn}\n" for turn in turns),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=120,
+            check=False,
+            **kwargs,
+        )
+
+    return run
+
+
+def _command(model, session, *options):
+    own = ["-m", model, "-n", 12, "-t", 1, "--session", session]
+    return [*KVTOOL, "chat", *map(str, [*own, *options])]
+
+
+FIRST = ["--policy", "h2o", "--budget", "96", "--temp", "0"]
+
+
+def of_session(*arguments):
+    command = [*KVTOOL, "session", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+
+
+def exported(path):
+    return json.loads(of_session("export", "--json", path))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("sampling", ["--temp 0", "--temp 1 --seed 7 --repeat-penalty 1.2"])
+def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sampling):
+    first = ["--policy", "h2o", "--budget", "96", *sampling.split()]
+    assert talk(TURNS, *first, session="whole").returncode == 0
+    for at, options in ((0, first), (1, []), (9, []), (17, [])):
+        end = {0: 1, 1: 9, 9: 17, 17: 24}[at]
+        done = talk(TURNS[at:end], *options)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
+    shown = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
+    # past the budget and past the context
+    assert shown["tokens"] > 512
+    assert shown["cells"] <= 96
+    assert shown["turns"] == 24
+
+
+@pytest.mark.engine
+def test_a_chat_that_is_killed_fifty_times_loses_no_turn(model, tmp_path):
+    path, rng, saved = tmp_path / "chat.kvs", random.Random(1), []
+    turns = [f"{i} words" for i in range(1000)]
+    for n_kill in range(50):
+        chat = subprocess.Popen(
+            _command(model, path, *([] if saved else FIRST)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        # more turns than it gets through
+        chat.stdin.write("".join(f"{turn}\n" for turn in turns[len(saved) // 2 :]).encode())
+        chat.stdin.flush()
+        said = b""
+        if n_kill % 5:
+            # while it reads, writes and saves
+            said = chat.stdout.read(1)
+            time.sleep(rng.uniform(0, 0.15))
+        else:
+            # while it starts
+            time.sleep(rng.uniform(0, 1))
+        chat.kill()
+        said += chat.communicate()[0]
+        now = session.read_meta(path)["messages"] if path.exists() else []
+        assert now[: len(saved)] == saved
+        # a reply is shown to its end only once it is saved
+        assert len(now) // 2 - len(saved) // 2 >= said.count(b"\n")
+        saved = now
+    assert len(saved) > 40
+    done = subprocess.run(
+        _command(model, tmp_path / "whole", *FIRST),
+        input="".join(f"{turn}\n" for turn in turns[: len(saved) // 2]).encode(),
+        stdout=subprocess.DEVNULL,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0
+    assert exported(tmp_path / "whole") == saved
+
+
+@pytest.mark.engine
+def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(talk, tmp_path):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    before = path.read_bytes()
+    other = tmp_path / "other.gguf"
+    tiny.write_llama(other, chat_template=TEMPLATE, seed=1)
+    for options, word in (
+        (["--policy", "tova"], "policy h2o, not tova"),
+        (["--budget", "128"], "budget=96"),
+        (["-o", "window=9"], "window=9"),
+        (["-m", other], "model sha256"),
+        (["-ctk", "q8_0"], "key type f16, not q8_0"),
+        (["--positions", "original"], "positions auto"),
+        (["--system", "Be brief."], "another system prompt"),
+    ):
+        done = talk(TURNS[2:3], *options)
+        assert done.returncode == 8, (options, done.stderr)
+        assert word in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert path.read_bytes() == before
+    # what only changes the words may change
+    assert talk(TURNS[2:3], "--temp", "0.5", "--seed", "3").returncode == 0
+
+
+@pytest.mark.engine
+def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_path):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    text = exported(path)
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    done = talk(TURNS[2:3])
+    assert done.returncode == 8
+    assert "is damaged" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert path.read_bytes() == data
+    assert exported(path) == text
+
+
+@pytest.mark.engine
+def test_two_chats_on_one_session_are_one_too_many(model, talk, tmp_path):
+    chat = subprocess.Popen(
+        _command(model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    chat.stdin.write(b"hello\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline()
+    done = talk(TURNS[:1])
+    assert done.returncode == 8
+    assert "in use by another chat" in done.stderr
+    assert done.stderr.count("\n") == 1
+    chat.communicate(b"bye\n", timeout=60)
+    assert chat.returncode == 0
+    assert len(exported(tmp_path / "chat.kvs")) == 4
+    assert talk(TURNS[:1]).returncode == 0
+    assert not list(tmp_path.glob("*.lock"))
+
+
+@pytest.mark.engine
+def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
+    talk(TURNS[:1], *FIRST)
+    path = tmp_path / "chat.kvs"
+    before = path.read_bytes()
+    limit = len(before) // 2
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    done = talk(TURNS[1:3], preexec_fn=full)
+    assert done.returncode == 8
+    assert "what was saved before is still there" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
+
+
+@pytest.mark.engine
+def test_a_session_that_cannot_be_written_at_all_is_told_before_the_chat(talk):
+    done = talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs")
+    assert (done.returncode, done.stdout) == (8, "")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_the_transcript_is_appended(talk, tmp_path):
+    path = tmp_path / "said.txt"
+    for turns in (TURNS[:2], TURNS[2:3]):
+        assert talk(turns, *FIRST, "--transcript", path).returncode == 0
+    shown = of_session("export", tmp_path / "chat.kvs")
+    assert path.read_bytes() == shown
+    assert shown.count(b"> line") == 3
