@@ -4,8 +4,8 @@
 
 Streams the text through one engine and scores every token. The perplexity of the last `--tail` tokens is
 compared with that of a run that starts afresh at that place; the first `--skip` of them are left out of both,
-so that the fresh run has its cache full. With positions `auto` the long stream has gone over to in-cache
-positions and a short fresh run has not; `--fresh-positions in-cache` compares like with like. Resident
+so that the fresh run has its cache full. With positions `auto` the long stream starts its positions over now
+and then and a short fresh run does not; `--fresh-positions in-cache` is another measure. Resident
 memory and speed are those of each tenth of the stream. What else slows the machine shows in the tenths'
 speeds; so the fresh run takes its steps in turn with the stream's, and both have the last tenth in common.
 """

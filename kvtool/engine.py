@@ -29,7 +29,7 @@ _COUNTERS = (
     "n_kv",
     "n_pinned",
     "n_held",
-    "is_in_cache",
+    "n_restart",
     "_next_rot",
     "_n_planned",
     "_n_observed",
@@ -72,7 +72,7 @@ class Engine:
 
     n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
     live i32[row]: those of every row. n_pinned, n_held: first and newest tokens that are never evicted.
-    is_in_cache: whether positions follow the cache by now.
+    n_restart: how often positions have started over behind the live cells.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -117,9 +117,9 @@ class Engine:
     def reset(self) -> None:
         """Forgets everything: the next token is the first."""
         n_row = self.context.n_row
-        self.n_past = self.n_kv = self.n_pinned = self.n_held = self._n_planned = self._n_evicted_cells = 0
+        for name in _COUNTERS:
+            setattr(self, name, 0)
         self.live = np.zeros(n_row, np.int32)
-        self._next_rot = 0
         self._edit(np.empty((0, 4), np.int32), self.live, 0)
         if (self.context.layer_cells != self._layer_cells).any():
             self.context.resize(self._layer_cells)
@@ -127,7 +127,6 @@ class Engine:
         self.pos = np.zeros(shape, np.int32)
         self.rot = np.zeros(shape, np.int32)
         self.state = self._start()
-        self.is_in_cache = self.settings.positions == "in-cache"
 
     def close(self) -> None:
         self.context.close()
@@ -276,7 +275,7 @@ class Engine:
         if self.policy.ragged:
             self._resize(layer_cells)
         for name, value in counters.items():
-            setattr(self, name, type(getattr(self, name))(value))
+            setattr(self, name, value)
         self.live = live.copy()
         for own, array in zip((self.pos, self.rot, *self.state), (pos, rot, *state), strict=True):
             own[:, :n] = array
@@ -335,9 +334,9 @@ class Engine:
         plan = self._ask("compress", view)
         n_keep = self._checked(view, plan)
         if len(segments) > 1:
-            self.is_in_cache = True
+            self.n_restart += 1
             self._next_rot = int(n_keep[0])
-        source = self._apply(plan, n_keep, self._next_rot)
+        source = self._apply(plan, n_keep, self._next_rot, close=len(segments) > 1)
         self._resize(self._layer_cells)
         self.state = self._start()
         kept = {
@@ -367,17 +366,17 @@ class Engine:
             self._resize(np.where((most + n > cells) | (cells - wanted > _STEP), wanted, cells))
 
     def _roll_back(self) -> None:
-        """Lets positions start over behind the live cells: from now on the distance in the cache counts."""
+        """Closes all gaps between the live cells and lets positions start over behind them."""
         if self.settings.positions == "original":
             raise StreamEnd(
                 f"the stream has reached the context of {self.n_ctx} tokens; "
                 "go on with --positions auto or in-cache"
             )
-        self.is_in_cache = True
+        self.n_restart += 1
         # the edit clears the signals: what they say so far must not be lost
         self._ask("observe", self._seen(), self.state)
         keep = np.arange(self.n_kv) < self.live[:, None]
-        self._apply(Plan(keep), self.live.copy(), self.n_kv)
+        self._apply(Plan(keep), self.live.copy(), self.n_kv, close=True)
 
     def _start(self) -> State:
         shape = self.pos.shape
@@ -483,10 +482,11 @@ class Engine:
             _check_merge(name, plan.merge, keep)
         return counts
 
-    def _apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-        """Fills the holes, rotates keys where positions follow the cache, and moves the state along.
+    def _apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
+        """Fills the holes, closes gaps by rotating keys, and moves the state along.
 
-        Returns where each of the first cells has come from, i32[row, most].
+        close: if positions are original, gaps are closed too. Returns where each of the first cells has come
+        from, i32[row, most].
         """
         n, most = self.n_kv, int(n_keep.max())
         source = np.empty((len(n_keep), most), np.int32)
@@ -495,7 +495,7 @@ class Engine:
         rot = np.take_along_axis(self.rot, source, axis=1)
         dead = np.arange(n) >= n_keep[:, None] if self.policy.ragged else None
         delta = np.zeros_like(rot)
-        if self.is_in_cache:
+        if close or self.settings.positions == "in-cache":
             rank = np.empty_like(pos)
             # what is dead ranks behind what lives
             rank_by_pos(pos if dead is None else np.where(dead[:, :most], _NEVER, pos), rank)

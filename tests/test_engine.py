@@ -172,28 +172,45 @@ def _saved(engine):
     return saved.parse(engine.context.state())
 
 
-@pytest.mark.parametrize("positions", ["in-cache", "auto"])
-def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model, positions):
-    # 300 tokens through a context of 130: in-cache from the start, or from the first turn back
+def in_order(engine):
+    """rot i32[row, n_kv], oldest token first."""
+    n = engine.n_kv
+    return np.take_along_axis(engine.rot[:, :n], engine.pos[:, :n].argsort(axis=1), axis=1)
+
+
+def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
     policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     n_checked = 0
-    with open_engine(tiny_model(n_ctx_train=130), policy, positions=positions) as engine:
+    with open_engine(tiny_model(n_ctx_train=130), policy, positions="in-cache") as engine:
         for token in text(300):
             before = engine.n_evicted
             engine.room()
             engine.step(np.array([token], np.int32))
-            if engine.is_in_cache:
-                n = engine.n_kv
-                rot = np.take_along_axis(engine.rot[:, :n], engine.pos[:, :n].argsort(axis=1), axis=1)
-                assert (np.diff(rot[:, -2:]) == 1).all()
-                assert rot.min() >= 0
-                if engine.n_evicted > before:
-                    assert (rot == np.arange(rot[0, -1] + 1 - n, rot[0, -1] + 1)).all()
-                    n_checked += 1
-            else:
-                assert (engine.rot[:, : engine.n_kv] == engine.pos[:, : engine.n_kv]).all()
-        assert engine.is_in_cache
+            rot = in_order(engine)
+            assert rot.min() >= 0
+            if engine.n_evicted > before:
+                assert (rot == np.arange(rot[0, -1] + 1 - engine.n_kv, rot[0, -1] + 1)).all()
+                n_checked += 1
     assert n_checked >= 5
+
+
+def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_close(tiny_model):
+    policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
+    with open_engine(tiny_model(n_ctx_train=130), policy, positions="auto") as engine:
+        for token in text(600):
+            engine.room()
+            n_live, n_restart = engine.n_kv, engine.n_restart
+            before = in_order(engine)
+            engine.step(np.array([token], np.int32))
+            rot = in_order(engine)
+            assert rot.max() < 130
+            if engine.n_restart > n_restart:
+                assert (rot == np.arange(n_live + 1)).all()
+            else:
+                assert (rot[:, :-1] == before).all()
+        # 97 tokens later at the least, as gaps never close before
+        assert 3 <= engine.n_restart <= 5
+        assert (np.diff(rot) > 1).any()
 
 
 # plans that break a rule
@@ -399,10 +416,10 @@ def test_a_smaller_context_can_be_asked_for(tiny_model):
 @pytest.mark.parametrize("name", EVICTING)
 def test_other_positions_pass_the_trained_context(tiny_model, name, positions):
     with open_engine(tiny_model(n_ctx_train=130), policies.fit(name, 48, 16), positions=positions) as engine:
-        assert engine.is_in_cache == (positions == "in-cache")
+        assert engine.n_restart == 0
         engine.read(text(1000))
         assert engine.n_past == 1000
-        assert engine.is_in_cache
+        assert engine.n_restart > 0
         assert engine.rot[:, : engine.n_kv].max() < 130
         assert np.isfinite(engine.context.logits()).all()
 

@@ -269,7 +269,7 @@ class _Terminal:
             "rows": str(engine.context.n_row),
             "pinned": f"{engine.n_pinned:,}",
             "evicted": f"{engine.n_evicted:,} a row",
-            "positions": "in-cache" if engine.is_in_cache else "original",
+            "positions": f"{engine.settings.positions}, started over {engine.n_restart} times",
             "cache": format_bytes(engine.cache_bytes),
             "policy state": format_bytes(engine.host_bytes),
             "resident": format_bytes(resident) if resident else "unknown",

@@ -41,7 +41,7 @@ Positions = Annotated[
     str,
     typer.Option(
         "--positions",
-        help="original; in-cache; auto: original as long as they fit into the context, then in-cache.",
+        help="original; in-cache; auto: original, and when the context is full gaps are closed.",
     ),
 ]
 Prefill = Annotated[

@@ -239,13 +239,12 @@ class Stream:
         return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
 
     def _make_room(self, m):
-        """Goes over to small in-cache positions when m more tokens would go past the trained context."""
+        """Closes all gaps and starts over where m more tokens would go past the trained context."""
         if self.positions == "original" or self.counter + m <= self.n_ctx_train:
             return
         n = self.n
         if n + m > self.n_ctx_train:
             raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
-        self.in_cache = True
         self.counter = n
         self._close_gaps(n)
 
@@ -269,6 +268,7 @@ def run(
     *,
     budget=None,
     slack=None,
+    n_batch=None,
     keep=None,
     pinned=0,
     positions="original",
@@ -280,7 +280,7 @@ def run(
     ragged=False,
     **params,
 ):
-    """Scores a text in batches of `slack` tokens (all at once without a slack), never over the budget.
+    """Scores a text in batches of n_batch tokens (slack; all at once without one), never over the budget.
 
     Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *,
     next, pinned, budget, slack, **params) says for the rows of one layer which positions stay, rows being
@@ -289,7 +289,7 @@ def run(
     stream = Stream(model, positions=positions, n_ctx_train=n_ctx_train, counter=counter, t=t, logn=logn)
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
-        m = min(slack or len(tokens), len(tokens) - at)
+        m = min(n_batch or slack or len(tokens), len(tokens) - at)
         if budget is not None:
             m = min(m, budget - stream.n)
         if m < 1:
