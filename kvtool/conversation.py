@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from kvtool.template import Message, Template
 class Writer:
     """Reads tokens and writes text. stop: set it, from a signal handler too, and both end at once.
 
-    What was not read before a stop is read first the next time.
+    What was not read before a stop is read first the next time. before_reading: called with the number of
+    tokens of each text before it is read.
     """
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
@@ -24,11 +26,19 @@ class Writer:
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
+        self.before_reading: Callable[[int], None] = lambda n: None
         self._unread = np.empty(0, np.int32)
+        self._decoded = array("i")
 
     def reset(self) -> None:
         self.engine.reset()
         self._unread = np.empty(0, np.int32)
+        self._decoded = array("i")
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n_past]: the tokens decoded since the reset."""
+        return np.array(self._decoded, np.int32)
 
     @property
     def is_new(self) -> bool:
@@ -38,8 +48,16 @@ class Writer:
     def read(self, tokens: np.ndarray) -> bool:
         """Decodes i32[n] tokens, as many steps as it takes; False when it was stopped before their end."""
         self._unread = np.concatenate([self._unread, tokens])
-        n = self.engine.read(self._unread, lambda: self.stop)
-        self._unread = self._unread[n:]
+        if len(tokens):
+            self.before_reading(len(self._unread))
+        before = self.engine.n_past
+        try:
+            self.engine.read(self._unread, lambda: self.stop)
+        finally:
+            # an error in between loses nothing of what was decoded before it
+            n = self.engine.n_past - before
+            self._decoded.frombytes(self._unread[:n].tobytes())
+            self._unread = self._unread[n:]
         return not len(self._unread)
 
     def write(self, n_max: int | None = None) -> Iterator[str]:
@@ -99,6 +117,10 @@ class Conversation:
         self.messages: list[Message] = []
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
+
+    def pin_system(self) -> None:
+        """Pins the system prompt of a new chat as its first turn will. Raises as Engine.pin does."""
+        self._tokens_of_turn("")
 
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
         """The model's answer, piece by piece. Raises as Writer.write and Engine.pin do."""

@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import options as opt
+from kvtool.cli.explain import Notice, explain_run
 from kvtool.errors import InputError, StreamEnd, UsageError
 
 HELP = """\
 /help          this
 /stats         what the cache holds and takes
+/cells [N]     the chat's last N tokens, shaded by the share of the rows that hold each
 /reset         forget everything and start over
 /system TEXT   start over under another system prompt
 /exit          leave (or Ctrl-D)
@@ -48,6 +50,7 @@ def chat(
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     flash: opt.Flash = "auto",
+    explain: opt.Explain = False,
     verbose: opt.Verbose = False,
 ) -> None:
     """Chat without an end: memory and speed stay as they are. With a pipe on stdin each line is a turn."""
@@ -61,6 +64,10 @@ def chat(
         )
         writer = Writer(opened.engine, sampler)
         conversation = Conversation(writer, template_of(opened.engine.model), system)
+        if explain:
+            conversation.pin_system()
+            explain_run(opened.engine, policy, "turn")
+        writer.before_reading = Notice(opened.engine, "turn")
         if sys.stdin.isatty() and sys.stdout.isatty():
             _Terminal(conversation, policy, n).run()
         else:
@@ -137,6 +144,8 @@ class _Terminal:
             self.console.print(HELP, highlight=False, markup=False)
         elif name == "/stats":
             self._stats()
+        elif name == "/cells":
+            self._cells(rest.strip())
         elif name == "/reset":
             self.conversation.reset(self.conversation.system)
             self.console.print("[dim]everything forgotten[/]")
@@ -175,12 +184,30 @@ class _Terminal:
             self.console.print("[dim]stopped[/]")
         self.console.print(f"[dim]{self._status()}[/]", highlight=False)
 
+    def _cells(self, last: str) -> None:
+        from kvtool.cli import inspect
+        from kvtool.measure import holdings
+
+        if last and not (last.isdecimal() and int(last)):
+            self.console.print(
+                f"[red]/cells takes a number of tokens[/], like /cells {inspect.LAST}", highlight=False
+            )
+            return
+        engine = self.engine
+        if not engine.n_past:
+            self.console.print("[dim]nothing read yet[/]")
+            return
+        texts = holdings.texts(engine.model, self.conversation.writer.tokens)
+        inspect.show(self.console, texts, holdings.share(engine), int(last or inspect.LAST))
+
     def _status(self) -> str:
+        from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 
         engine = self.engine
         return (
-            f"{engine.n_past:,} tokens · {engine.mean_kv:,.0f}/{engine.policy.budget:,} cells · "
+            f"{engine.n_past:,} tokens, {n_forgotten(engine):,} forgotten · "
+            f"{engine.mean_kv:,.0f}/{engine.policy.budget:,} cells · "
             f"cache {format_bytes(engine.cache_bytes)} · {self.tokens_per_s:.1f} tokens/s"
         )
 
@@ -189,6 +216,7 @@ class _Terminal:
 
         from rich.table import Table
 
+        from kvtool.measure.holdings import n_forgotten
         from kvtool.measure.memory import rss_bytes
         from kvtool.units import format_bytes
 
@@ -205,6 +233,7 @@ class _Terminal:
             "rows": str(engine.context.n_row),
             "pinned": f"{engine.n_pinned:,}",
             "evicted": f"{engine.n_evicted:,} a row",
+            "forgotten": f"{n_forgotten(engine):,} tokens, held by no row",
             "positions": "in-cache" if engine.is_in_cache else "original",
             "cache": format_bytes(engine.cache_bytes),
             "policy state": format_bytes(engine.host_bytes),
