@@ -31,9 +31,9 @@ _LAST_HTML = 20_000
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Shares that end the first levels, since most are small; then come less than all rows, and all."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123)
-_LIGHT = (195, 159, 123, 117, 81, 75, 39, 33)
+_LIGHT = (195, 153, 117, 111, 75, 69, 33, 27)
 """Backgrounds of the 256 colours, a level each, from few rows to all, on a dark and on a light terminal."""
-_BRIGHT = {38, 45, 123, *_LIGHT}
+_BRIGHT = {38, 45, 123, *_LIGHT[:-1]}
 """Those that take dark letters."""
 
 Line = list[tuple[str, float]]
@@ -135,8 +135,8 @@ def inspect(
         }
     failed = None
     for path, data in (
-        (html, lambda: _html(result, found, texts, last or _LAST_HTML)),
-        (png, lambda: _png(result, found)),
+        (html, lambda: page(result, found, texts, last or _LAST_HTML)),
+        (png, lambda: picture(result, found)),
     ):
         try:
             if path:
@@ -202,8 +202,9 @@ def lines(texts: Iterable[str], share: Iterable[float], width: int) -> Iterator[
                     if used + cell_len(piece) > width:
                         yield line
                         line, used = [], 0
-                    line.append((piece, held))
-                    used += cell_len(piece)
+                    if piece:
+                        line.append((piece, held))
+                        used += cell_len(piece)
     if line:
         yield line
 
@@ -329,7 +330,7 @@ def _write(path: Path, data: bytes) -> None:
     sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")
 
 
-def _html(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
+def page(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
     """The page, with all that it shows inside."""
     import base64
     import json
@@ -355,7 +356,7 @@ def _html(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
     return page.replace("{{data}}", text).encode()
 
 
-def _png(result: dict, found: Holdings) -> bytes:
+def picture(result: dict, found: Holdings) -> bytes:
     """Rows by positions, dark where a row holds the token."""
     import io
 
