@@ -246,7 +246,7 @@ def _style(level: int):
     # the few terminals that say how light they are say it here, as "15;0"
     light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     ground = (_LIGHT if light else _DARK)[level - 1]
-    return Style(color=f"color({16 if ground in _BRIGHT else 15})", bgcolor=f"color({ground})")
+    return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
 
 
 def _shaded(line: Line, marks_only: bool = False) -> list:
