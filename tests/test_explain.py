@@ -30,6 +30,7 @@ def spy(engine):
     [
         ("h2o", {}),
         ("h2o", {"n_batch": 20}),
+        ("h2o", {"n_batch": 10}),
         ("buzz", {"n_batch": 20}),
         ("tova", {"n_batch": 7, "prefill": "whole"}),
         ("snapkv", {"n_batch": 64}),
@@ -74,7 +75,7 @@ def test_the_large_cache_takes_what_was_foretold(tiny_model):
 
 
 @pytest.mark.parametrize("name", policies.names())
-@pytest.mark.parametrize("pinned", [0, 3, 30])
+@pytest.mark.parametrize("pinned", [0, 3, 100])
 def test_the_parts_of_a_budget_add_up(name, pinned):
     policy = policies.fit(name, 128, None if name == "full" else 16)
     parts = policy.split(pinned)
