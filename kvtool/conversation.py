@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import tempfile
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,7 +22,8 @@ from kvtool.template import Message, Template
 class Writer:
     """Reads tokens and writes text. stop: set it, from a signal handler too, and both end at once.
 
-    What was not read before a stop is read first the next time.
+    What was not read before a stop is read first the next time. before_reading: called with the number of
+    tokens of each text before it is read.
     """
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
@@ -28,11 +31,19 @@ class Writer:
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
+        self.before_reading: Callable[[int], None] = lambda n: None
         self._unread = np.empty(0, np.int32)
+        self._decoded = array("i")
 
     def reset(self) -> None:
         self.engine.reset()
         self._unread = np.empty(0, np.int32)
+        self._decoded = array("i")
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n_past]: the tokens decoded since the reset."""
+        return np.array(self._decoded, np.int32)
 
     def save(self) -> dict[str, Any]:
         """What a later writer needs besides the engine, as JSON has it."""
@@ -42,11 +53,13 @@ class Writer:
             "unread": self._unread.tolist(),
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any], tokens: np.ndarray) -> None:
+        """Goes on after tokens i32[n_past], from what `save` gave."""
         self.sampler.seed = saved["seed"]
         self.sampler.recent.clear()
         self.sampler.recent.extend(saved["recent"])
         self._unread = np.array(saved["unread"], np.int32)
+        self._decoded = array("i", tokens.tobytes())
 
     @property
     def is_new(self) -> bool:
@@ -56,8 +69,16 @@ class Writer:
     def read(self, tokens: np.ndarray) -> bool:
         """Decodes i32[n] tokens, as many steps as it takes; False when it was stopped before their end."""
         self._unread = np.concatenate([self._unread, tokens])
-        n = self.engine.read(self._unread, lambda: self.stop)
-        self._unread = self._unread[n:]
+        if len(tokens):
+            self.before_reading(len(self._unread))
+        before = self.engine.n_past
+        try:
+            self.engine.read(self._unread, lambda: self.stop)
+        finally:
+            # an error in between loses nothing of what was decoded before it
+            n = self.engine.n_past - before
+            self._decoded.frombytes(self._unread[:n].tobytes())
+            self._unread = self._unread[n:]
         return not len(self._unread)
 
     def write(self, n_max: int | None = None) -> Iterator[str]:
@@ -140,6 +161,10 @@ class Conversation:
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
 
+    def pin_system(self) -> None:
+        """Pins the system prompt of a new chat as its first turn will. Raises as Engine.pin does."""
+        self._tokens_of_turn("")
+
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
         """The model's answer, piece by piece. Raises as Writer.write and Engine.pin do."""
         self.writer.stop = False
@@ -160,17 +185,18 @@ class Conversation:
 
     def save(self) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
         """All of the chat: what JSON can hold, and arrays, one at a time."""
+        arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save())
         return {
             "system": self.system,
             "messages": self.messages,
             "n_reply": self.n_reply,
             "writer": self.writer.save(),
-        }, self.writer.engine.save()
+        }, arrays
 
     def restore(self, meta: session.Meta, arrays: session.Arrays) -> None:
         """Goes on from what `save` gave. Raises SessionError, with the chat as it was, if it does not fit."""
         self.writer.engine.restore(arrays)
-        self.writer.restore(meta["writer"])
+        self.writer.restore(meta["writer"], arrays["tokens"])
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
         self.close()
 

@@ -187,6 +187,31 @@ class Engine:
             n = min(n, self._n_planned + self.policy.slack - self.n_past)
         return n
 
+    def reads_whole(self, n: int) -> bool:
+        """Whether a text of n tokens would now be decoded whole, then compressed once."""
+        prefill = self.settings.prefill or self.policy.prefill
+        evicts = n > self.policy.budget and self.policy.slack > 0
+        return prefill == "whole" and self.n_past == 0 and evicts
+
+    def whole_bytes(self, n: int) -> int:
+        """Bytes of K and V while a text of n tokens is decoded whole."""
+        return self.cache_bytes // self.context.n_cell * _pad(n)
+
+    def first_plan(self, n_text: int = 0) -> int | None:
+        """After how many tokens of a new stream the first plan comes; None: never.
+
+        n_text: how many of them are read as one text, the others one by one.
+        """
+        if not self.policy.slack:
+            return None
+        if self.reads_whole(n_text):
+            return n_text
+        due = min(self.policy.budget, self.policy.slack if self.policy.ragged else self.policy.budget)
+        if not self.settings.over_budget:
+            return due
+        n_batch = self.settings.n_batch
+        return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
+
     def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
         """Decodes i32[n] tokens, n <= room(), in one batch; the last n_output give logits.
 
@@ -209,8 +234,7 @@ class Engine:
         stopped is asked between steps whether to end. Returns how many tokens were read: with a prompt read
         whole all or none.
         """
-        prefill = self.settings.prefill or self.policy.prefill
-        if prefill == "whole" and self.n_past == 0 and len(tokens) > self.policy.budget and self.policy.slack:
+        if self.reads_whole(len(tokens)):
             return self._read_whole(tokens, stopped)
         done = 0
         while done < len(tokens) and not stopped():

@@ -153,6 +153,14 @@ class Policy:
         """The policy for a budget: parameters not given take the values that suit it."""
         return cls(budget, slack, **params)
 
+    def split(self, pinned: int = 0) -> dict[str, int]:
+        """What the budget's cells are for, parts that add up to it; the policy chooses among the rest.
+
+        pinned: the first tokens that are never evicted; counted are those beyond the sinks.
+        """
+        sinks, window = (getattr(self, name, 0) for name in ("sinks", "window"))
+        return split_budget(self.budget, self.slack, sinks, window, pinned)
+
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """The state: zeroed arrays [row, n_cell, ...]; n_dim is the length of a key.
 
@@ -202,6 +210,14 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
             f"window must be in {least}..{max(budget - slack - sinks, least)} (the budget of {budget} less "
             f"{slack} slack and {sinks} sinks), got {window}"
         )
+
+
+def split_budget(budget: int, slack: int, sinks: int, window: int, pinned: int) -> dict[str, int]:
+    """The parts of a budget in cells, as `protected` gives them to sinks, pinned tokens and the window."""
+    first = max(sinks, pinned)
+    window = min(window, budget - slack - first)
+    rest = budget - slack - first - window
+    return {"sinks": sinks, "pinned": first - sinks, "window": window, "rest": rest, "slack": slack}
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -45,7 +45,10 @@ def text_file(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("command", ["", "chat", "generate", "perplexity", "policies", "models", "doctor"])
+COMMANDS = ["", "chat", "generate", "perplexity", "inspect", "policies", "models", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_loads_nothing_heavy(command):
     code = (
         "import sys\n"

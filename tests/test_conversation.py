@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from kvtool import policies
+from kvtool.cli.chat import _Terminal
 from kvtool.conversation import Conversation, Writer, template_of
 from kvtool.engine import Engine, Settings
-from kvtool.errors import ModelError, UsageError
+from kvtool.errors import ModelError, StreamEnd, UsageError
 from kvtool.llama import Model, Sampler
+from kvtool.measure import holdings
 from kvtool.template import Template
 
 CHATML = (
@@ -24,13 +29,17 @@ def model(smollm2):
     model.close()
 
 
+def greedy(model):
+    return Sampler(model.n_vocab, temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
+
+
 @pytest.fixture
 def chat(model):
     talks = []
 
     def make(policy="buzz", budget=256, system=None, evict_every=None):
         engine = Engine(model, policies.fit(policy, budget, evict_every), Settings(n_batch=64, n_threads=1))
-        sampler = Sampler(model.n_vocab, temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
+        sampler = greedy(model)
         talks.append(Conversation(Writer(engine, sampler), template_of(model), system))
         return talks[-1]
 
@@ -161,9 +170,7 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
     euro = "€".encode()
     pieces = iter([euro[:1], euro[1:2], euro[2:], b"\xff"])
     monkeypatch.setattr(model, "piece", lambda token, special=False: next(pieces))
-    writer = Writer(
-        engine, Sampler(model.n_vocab, temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
-    )
+    writer = Writer(engine, greedy(model))
     writer.read(model.tokenize("Hello"))
     assert list(writer.write(4)) == ["€", "\ufffd"]
     engine.close()
@@ -208,3 +215,61 @@ def test_the_words_before_a_reply_are_whole_whatever_is_evicted(chat, model, pol
     live = engine.pos[:, : engine.n_kv]
     assert engine.n_evicted > 0
     assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
+
+
+@pytest.mark.engine
+def test_a_chat_knows_the_tokens_of_its_stream(chat):
+    talk = chat(budget=1024, system="You count waves.")
+    for text in ("Hello!", "And who are you?"):
+        "".join(talk.reply(text, 12))
+    writer = talk.writer
+    assert len(writer.tokens) == writer.engine.n_past
+    said = "".join(holdings.texts(writer.engine.model, writer.tokens))
+    # the last reply's end is not there before the next turn, nor the token that it was cut before
+    assert talk.template.render(talk.messages, reply=False).startswith(said[:-1])
+    talk.reset()
+    assert len(writer.tokens) == 0
+
+
+@pytest.mark.engine
+def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
+    engine = Engine(model, policies.fit("local", 64), Settings("original", n_ctx=80, n_batch=16, n_threads=1))
+    writer = Writer(engine, greedy(model))
+    tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
+    with pytest.raises(StreamEnd):
+        writer.read(tokens)
+    assert 0 < engine.n_past <= 80
+    assert writer.tokens.tolist() == tokens[: engine.n_past].tolist()
+    engine.close()
+
+
+@pytest.mark.engine
+def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    talk = chat(policy="local", budget=48)
+    terminal = _Terminal(talk, None, "local", None)
+    out = io.StringIO()
+    terminal.console = Console(file=out, width=100)
+    terminal._command("/cells")
+    assert out.getvalue() == "nothing read yet\n"
+    "".join(talk.reply("Tell me a long story about the sea.", 60))
+    engine = talk.writer.engine
+    n_forgotten = engine.n_past - engine.n_kv
+    assert n_forgotten > 0
+    assert f"{engine.n_past} tokens, {n_forgotten} forgotten · " in terminal._status()
+    terminal._command("/cells 12")
+    assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
+    assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
+    for wrong in ("0", "-3", "many"):
+        terminal._command(f"/cells {wrong}")
+    assert out.getvalue().count("/cells takes a number of tokens") == 3
+
+
+@pytest.mark.engine
+def test_a_system_prompt_is_pinned_before_the_first_turn_as_by_it(chat):
+    talk = chat(system="You count waves.")
+    talk.pin_system()
+    n_pinned = talk.writer.engine.n_pinned
+    assert n_pinned > 3
+    "".join(talk.reply("Hello!", 3))
+    assert talk.writer.engine.n_pinned == n_pinned

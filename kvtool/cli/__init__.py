@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvtool import __version__
-from kvtool.cli import chat, doctor, generate, models, perplexity, policies, session
+from kvtool.cli import chat, doctor, generate, inspect, models, perplexity, policies, session
 from kvtool.errors import KvtoolError
 
 
@@ -55,6 +55,7 @@ def _root(
 app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("perplexity")(perplexity.perplexity)
+app.command("inspect")(inspect.inspect)
 app.command("policies")(policies.policies)
 app.add_typer(models.app, name="models")
 app.add_typer(session.app, name="session")

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import options as opt
+from kvtool.cli.explain import Notice, explain_run
 from kvtool.cli.keeper import SAMPLING, Keeper, open_transcript
 from kvtool.errors import InputError, SessionError, StreamEnd, UsageError
 
@@ -21,6 +22,7 @@ HELP = """\
 /undo          take the last turn back
 /save FILE     write the chat into a session file
 /load FILE     go on with the chat in a session file
+/cells [N]     the chat's last N tokens, shaded by the share of the rows that hold each
 /reset         forget everything and start over
 /system TEXT   start over under another system prompt
 /exit          leave (or Ctrl-D)
@@ -60,6 +62,7 @@ def chat(
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     flash: opt.Flash = "auto",
+    explain: opt.Explain = False,
     verbose: opt.Verbose = False,
 ) -> None:
     """Chat without an end: memory and speed stay as they are. With a pipe on stdin each line is a turn."""
@@ -80,15 +83,18 @@ def chat(
             opened.engine.model.n_vocab, seed=seed, **{name: context.params[name] for name in SAMPLING}
         )
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        conversation = Conversation(
-            Writer(opened.engine, sampler), template_of(opened.engine.model), system, undoable=is_terminal
-        )
+        writer = Writer(opened.engine, sampler)
+        conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)
         keeper = Keeper(context, conversation, opened, session)
         if session and is_old:
             keeper.resume()
         if transcript:
             keeper.transcript = stack.enter_context(open_transcript(transcript))
+        if explain:
+            conversation.pin_system()
+            explain_run(opened.engine, wanted.policy, "turn")
+        writer.before_reading = Notice(opened.engine, "turn")
         if is_terminal:
             _Terminal(conversation, keeper, wanted.policy, n).run()
         else:
@@ -177,6 +183,8 @@ class _Terminal:
             self.keeper.keep_session()
         elif name in ("/save", "/load"):
             self._file(name, rest.strip())
+        elif name == "/cells":
+            self._cells(rest.strip())
         elif name == "/reset":
             self.conversation.reset(self.conversation.system)
             self._note("everything forgotten")
@@ -239,12 +247,30 @@ class _Terminal:
             self.console.print(f"[red]{self.keeper.unsaved}[/]", highlight=False)
         self._note(self._status())
 
+    def _cells(self, last: str) -> None:
+        from kvtool.cli import inspect
+        from kvtool.measure import holdings
+
+        if last and not (last.isdecimal() and int(last)):
+            self.console.print(
+                f"[red]/cells takes a number of tokens[/], like /cells {inspect.LAST}", highlight=False
+            )
+            return
+        engine = self.engine
+        if not engine.n_past:
+            self.console.print("[dim]nothing read yet[/]")
+            return
+        texts = holdings.texts(engine.model, self.conversation.writer.tokens)
+        inspect.show(self.console, texts, holdings.share(engine), int(last or inspect.LAST))
+
     def _status(self) -> str:
+        from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 
         engine = self.engine
         return (
-            f"{engine.n_past:,} tokens · {engine.mean_kv:,.0f}/{engine.policy.budget:,} cells · "
+            f"{engine.n_past:,} tokens, {n_forgotten(engine):,} forgotten · "
+            f"{engine.mean_kv:,.0f}/{engine.policy.budget:,} cells · "
             f"cache {format_bytes(engine.cache_bytes)} · {self.tokens_per_s:.1f} tokens/s"
         )
 
@@ -253,6 +279,7 @@ class _Terminal:
 
         from rich.table import Table
 
+        from kvtool.measure.holdings import n_forgotten
         from kvtool.measure.memory import rss_bytes
         from kvtool.units import format_bytes
 
@@ -269,6 +296,7 @@ class _Terminal:
             "rows": str(engine.context.n_row),
             "pinned": f"{engine.n_pinned:,}",
             "evicted": f"{engine.n_evicted:,} a row",
+            "forgotten": f"{n_forgotten(engine):,} tokens, held by no row",
             "positions": f"{engine.settings.positions}, started over {engine.n_restart} times",
             "cache": format_bytes(engine.cache_bytes),
             "policy state": format_bytes(engine.host_bytes),

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import options as opt
+from kvtool.cli.explain import Notice, explain_run
 from kvtool.errors import InputError
 
 
@@ -41,6 +42,7 @@ def generate(
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     flash: opt.Flash = "auto",
+    explain: opt.Explain = False,
     verbose: opt.Verbose = False,
     as_json: opt.Json = False,
 ) -> None:
@@ -74,6 +76,10 @@ def generate(
             at = whole.find(pinned) if pinned else -1
             n_pinned = at + len(pinned) if at >= 0 else 0
         tokens = pin_prefix(engine, whole, n_pinned)
+        if explain:
+            explain_run(engine, policy, "prompt", len(tokens))
+        else:
+            Notice(engine, "prompt")(len(tokens))
         started = time.monotonic()
         pieces = []
         if writer.read(tokens):

@@ -77,6 +77,12 @@ Flash = Annotated[str, typer.Option("-fa", "--flash-attn", help="Flash attention
 Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="llama.cpp's own log and statistics on stderr.")
 ]
+Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain", help="Before starting say on stderr what the budget is for, and what will happen."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 Temp = Annotated[float, typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.")]

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import options as opt
+from kvtool.cli.explain import Notice, explain_run
 from kvtool.errors import InputError, UsageError
 
 
@@ -44,11 +45,12 @@ def perplexity(
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     flash: opt.Flash = "auto",
+    explain: opt.Explain = False,
     verbose: opt.Verbose = False,
     as_json: opt.Json = False,
 ) -> None:
     """Stream a text through the cache and score every token after the first."""
-    text = _read(file)
+    text = read_text(file)
     if stride is not None and (windows is None or stride >= windows):
         raise UsageError("--stride goes with --windows and must be smaller than it")
     wanted = opt.EngineOptions.of(context)
@@ -69,7 +71,12 @@ def perplexity(
     with opt.open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
         engine = opened.engine
         if windows is None:
-            _check_length(engine, len(tokens))
+            check_length(engine, len(tokens))
+        what, n = ("window", windows) if windows else ("text", len(tokens))
+        if explain:
+            explain_run(engine, policy, what, n)
+        else:
+            Notice(engine, what)(n)
         n_scored = _n_scored(len(tokens), windows, stride)
         started = time.monotonic()
         with _progress(n_scored) as report:
@@ -104,7 +111,7 @@ def perplexity(
         _summary(result)
 
 
-def _read(file: str) -> str:
+def read_text(file: str) -> str:
     """The text of a file or of stdin. Raises InputError where it is none."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
@@ -123,7 +130,7 @@ def _read(file: str) -> str:
         ) from None
 
 
-def _check_length(engine, n_tokens: int) -> None:
+def check_length(engine, n_tokens: int) -> None:
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
             f"the text has {n_tokens} tokens and the full cache {engine.policy.budget} cells; "

@@ -1,1 +1,1 @@
-"""What kvtool measures: perplexity, memory."""
+"""What kvtool measures: perplexity, memory, which tokens the rows hold."""

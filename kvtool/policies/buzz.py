@@ -26,7 +26,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel
-from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, protected
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, protected, split_budget
 
 _SINKS = 4
 _STRIDE = 5
@@ -96,6 +96,10 @@ class BUZZ(Policy):
         if threshold is None:
             threshold = rest - window
         return cls(budget, slack, window, threshold, sinks, stride, **others)
+
+    def split(self, pinned: int = 0) -> dict[str, int]:
+        """The rest is the threshold's, and the slack the token being decoded."""
+        return split_budget(self.budget, 1, self.sinks, self.window, pinned)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""

@@ -1,0 +1,149 @@
+"""What a run is about to do: the split of its budget, its bytes, its first eviction, and long inputs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtool.engine import Engine
+
+
+def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
+    """Writes to stderr how the engine will run; --explain.
+
+    policy: its name. what, n_text: what is read first, a "prompt" for example, and how many tokens it has.
+    """
+    lines = {
+        "policy": _policy(engine, policy),
+        "rows": _rows(engine),
+        "budget": _budget(engine),
+        "memory": _memory(engine),
+        "eviction": _eviction(engine, what, n_text),
+        "positions": _positions(engine, what, n_text),
+        "prefill": long_text(engine, what, n_text) or _prefill(engine),
+    }
+    sys.stderr.writelines(f"{name:<11} {text}\n" for name, text in lines.items())
+
+
+class Notice:
+    """Says once, on stderr, what happens to a text that is longer than the budget. Call it before reading."""
+
+    def __init__(self, engine: Engine, what: str) -> None:
+        self._engine = engine
+        self._what = what
+        self._said = False
+
+    def __call__(self, n: int) -> None:
+        """n: tokens of the text."""
+        text = None if self._said else long_text(self._engine, self._what, n)
+        if text:
+            self._said = True
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+def long_text(engine: Engine, what: str, n: int) -> str | None:
+    """What happens to a text of n tokens that is longer than the budget; None for one that is not."""
+    from kvtool.units import format_bytes
+
+    budget, settings = engine.policy.budget, engine.settings
+    if n <= budget:
+        return None
+    start = f"the {what} has {n:,} tokens"
+    if not engine.policy.slack:
+        return f"{start}, the cache {budget:,} cells and the policy keeps all: reading ends there"
+    share = f"each row can hold {budget:,} of them ({_percent(budget, n)})"
+    if engine.reads_whole(n):
+        segments = -(-n // engine.n_ctx)
+        if segments > 1 and settings.positions == "original":
+            return f"{start}, original positions end at {engine.n_ctx:,}: it cannot be read whole"
+        apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
+        return (
+            f"{start}, {share}: decoded whole{apart} in a cache of {format_bytes(engine.whole_bytes(n))}, "
+            "given back after one compression"
+        )
+    if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
+        return f"{start}, original positions end at {engine.n_ctx:,}: reading ends there"
+    return f"{start}, {share}: read in batches of up to {_batch(engine):,}, with evictions on the way"
+
+
+def _policy(engine: Engine, name: str) -> str:
+    params = {key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")}
+    return " ".join([name, *(f"{key}={value}" for key, value in params.items())])
+
+
+def _rows(engine: Engine) -> str:
+    context = engine.context
+    n_layer = len(context.layer_cells)
+    per_layer = context.n_row // n_layer
+    heads = f"{per_layer} KV heads" if per_layer > 1 else "one KV head"
+    if per_layer * n_layer != context.n_row:
+        heads = "different numbers of KV heads"
+    return f"{context.n_row}: {n_layer} layers of {heads}"
+
+
+def _budget(engine: Engine) -> str:
+    policy = engine.policy
+    cells = f"{policy.budget:,} cells a row"
+    if not policy.slack:
+        return f"{cells}, all kept"
+    parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items())
+    cap = ", no more than a cap: rows hold what the policy wants" if policy.ragged else ""
+    return f"{cells} = {parts}{cap}"
+
+
+def _memory(engine: Engine) -> str:
+    from kvtool.units import format_bytes
+
+    cells = f"{engine.context.n_cell:,} cells a row{' at the start' if engine.policy.ragged else ''}"
+    return (
+        f"K and V {format_bytes(engine.cache_bytes)} ({cells}), "
+        f"policy state {format_bytes(engine.host_bytes)}"
+    )
+
+
+def _eviction(engine: Engine, what: str, n_text: int) -> str:
+    first = engine.first_plan(n_text)
+    if first is None:
+        return "never"
+    every = f", then every {engine.policy.slack:,}" if engine.policy.ragged else ""
+    behind = f", the {what}'s {n_text:,} among them" if 0 < n_text < first else ""
+    kind = "the policy first looks" if engine.policy.ragged else "first"
+    text = f"{kind} after {first:,} tokens{every}{behind}"
+    batched = engine.first_plan(sys.maxsize) if not n_text else first
+    if batched != first and not engine.reads_whole(sys.maxsize):
+        text += f", in a long {what} after {batched:,}"
+    return text
+
+
+def _positions(engine: Engine, what: str, n_text: int) -> str:
+    mode, n_ctx = engine.settings.positions, engine.n_ctx
+    if mode == "in-cache":
+        return "in-cache from the first token on"
+    if mode == "original":
+        return f"original: the stream ends after {n_ctx:,} tokens"
+    if not engine.policy.slack:
+        return f"original for the {engine.n_cell:,} tokens that fit"
+    if engine.reads_whole(n_text) and n_text > n_ctx:
+        return f"auto: original within each segment of the {what}, gaps closed after it"
+    return f"auto: original up to token {n_ctx:,}; gaps close there, and wherever the context is full again"
+
+
+def _prefill(engine: Engine) -> str:
+    wanted = engine.settings.prefill or engine.policy.prefill
+    if wanted == "whole":
+        return (
+            f"whole: a prompt of more than {engine.policy.budget:,} tokens is decoded whole, compressed once"
+        )
+    return f"stream: in batches of up to {_batch(engine):,} tokens"
+
+
+def _batch(engine: Engine) -> int:
+    return min(engine.settings.n_batch, engine.n_cell)
+
+
+def _percent(part: int, n: int) -> str:
+    share = 100 * part / n
+    return f"{share:.0f} %" if share >= 1 else f"{share:.1g} %"

@@ -1,0 +1,389 @@
+"""kvtool inspect: which tokens of a text the rows still hold."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtool.cli import options as opt
+from kvtool.cli.explain import explain_run
+from kvtool.cli.perplexity import check_length, read_text
+from kvtool.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtool.measure.holdings import Holdings
+
+LAST = 2048
+"""So many tokens a terminal shows unless asked for more."""
+_LAST_HTML = 20_000
+
+BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Shares that end the first levels, since most are small; then come less than all rows, and all."""
+_DARK = (17, 18, 24, 25, 31, 38, 45, 123)
+_LIGHT = (195, 153, 117, 111, 75, 69, 33, 27)
+"""Backgrounds of the 256 colours, a level each, from few rows to all, on a dark and on a light terminal."""
+_BRIGHT = {38, 45, 123, *_LIGHT[:-1]}
+"""Those that take dark letters."""
+
+Line = list[tuple[str, float]]
+"""A line on a terminal: text and the share of the rows that hold it."""
+
+
+def inspect(
+    context: typer.Context,
+    file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
+    policy: opt.Policy = "buzz",
+    budget: opt.Budget = None,
+    options: opt.Options = None,
+    evict_every: opt.EvictEvery = None,
+    positions: opt.Positions = "auto",
+    prefill: Annotated[
+        str,
+        typer.Option(
+            "--prefill", help="How the text is read: stream, evicting on the way; whole, then once."
+        ),
+    ] = "stream",
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=2, help="Only the text's first tokens.")
+    ] = None,
+    snapshots: Annotated[
+        int, typer.Option("--snapshots", min=1, max=255, help="Moments that --html can go back to.")
+    ] = 32,
+    last: Annotated[
+        int | None,
+        typer.Option(
+            "--last",
+            min=1,
+            help="Show so many of the last tokens.",
+            show_default=f"{LAST}, in --html {_LAST_HTML}",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with sliders over layer, head and time.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Write a picture of rows by positions; needs matplotlib.")
+    ] = None,
+    model: opt.Model = None,
+    n_ctx: opt.Context = None,
+    n_batch: opt.Batch = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    type_k: opt.TypeK = "f16",
+    type_v: opt.TypeV = "f16",
+    flash: opt.Flash = "auto",
+    explain: opt.Explain = False,
+    verbose: opt.Verbose = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Stream a text through the cache and show which of its tokens the rows still hold."""
+    _check_outputs(html, png)
+    if file is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError("nothing to read; give a text file, or a text on stdin")
+        file = "-"
+    text = read_text(file)
+    wanted = opt.EngineOptions.of(context)
+
+    from kvtool.llama import Model
+    from kvtool.measure import holdings
+
+    tokens = None
+
+    def length(loaded: Model) -> int:
+        nonlocal tokens
+        tokens = loaded.tokenize(text, start=True)[:max_tokens]
+        return len(tokens)
+
+    with opt.open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
+        engine = opened.engine
+        check_length(engine, len(tokens))
+        if explain:
+            explain_run(engine, policy, "text", len(tokens))
+        started = time.monotonic()
+        with _progress(len(tokens)) as report:
+            found = holdings.watch(engine, tokens, snapshots, report)
+        seconds = time.monotonic() - started
+        texts = holdings.texts(engine.model, tokens)
+        share = found.share()
+        result = {
+            "tokens": len(tokens),
+            "forgotten": int((share == 0).sum()),
+            "policy": policy,
+            "budget": engine.policy.budget,
+            "params": {
+                key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")
+            },
+            "model": str(engine.model.path),
+            "rows": len(found.layer),
+            "cells": engine.mean_kv,
+            "kv_bytes": engine.cache_bytes,
+            "state_bytes": engine.host_bytes,
+            "tokens_per_s": len(tokens) / seconds,
+            "seconds": seconds,
+        }
+    failed = None
+    for path, data in (
+        (html, lambda: page(result, found, texts, last or _LAST_HTML)),
+        (png, lambda: picture(result, found)),
+    ):
+        try:
+            if path:
+                _write(path, data())
+        except OSError as error:
+            failed = UsageError(f"cannot write {path}: {error.strerror}")
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(result | {"text": texts, "share": share.round(4).tolist()}))
+    else:
+        from rich.console import Console
+
+        show(Console(highlight=False), texts, share, last or LAST)
+    # only now: what was computed is not lost with a file
+    if failed:
+        raise failed
+
+
+def show(console: Console, texts: Sequence[str], share: Sequence[float], last: int) -> None:
+    """Prints the last tokens with the share f64[n] of the rows that hold each, and a strip of all of them.
+
+    Shaded where the terminal has 256 colours, else with marks below each line.
+    """
+    n = len(texts)
+    shaded = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
+    draw = _shaded if shaded else _marked
+    # the last column stays free: some terminals break the line there
+    width = max(console.width - 1, 20)
+    _print(console, _legend(shaded))
+    _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
+    _print(console, *draw(_strip(share, width), marks_only=True))
+    if n > last:
+        _print(console, f"\nthe last {last:,} tokens; {n - last:,} earlier ones are not shown:\n")
+    else:
+        _print(console, "\nthe text:\n")
+    for line in lines(texts[-last:], share[-last:], width):
+        _print(console, *draw(line))
+    n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
+    _print(
+        console,
+        f"\n{n:,} tokens: {n_all:,} held by every row, {n - n_all - n_none:,} by some, {n_none:,} forgotten",
+    )
+
+
+def lines(texts: Iterable[str], share: Iterable[float], width: int) -> Iterator[Line]:
+    """The tokens in lines of at most so many columns, broken between words; a break in the text is shown."""
+    from rich.cells import cell_len, chop_cells
+
+    line: Line = []
+    used = 0
+    for word in _words(texts, share):
+        n_columns = sum(cell_len(text) for text, _ in word)
+        if used and used + n_columns > width:
+            yield line
+            line, used = [], 0
+        for text, held in word:
+            for i, part in enumerate(text.split("\n")):
+                if i:
+                    yield line
+                    line, used = [], 0
+                for piece in chop_cells(part, width) if used + cell_len(part) > width else [part]:
+                    if used + cell_len(piece) > width:
+                        yield line
+                        line, used = [], 0
+                    if piece:
+                        line.append((piece, held))
+                        used += cell_len(piece)
+    if line:
+        yield line
+
+
+def _words(texts: Iterable[str], share: Iterable[float]) -> Iterator[Line]:
+    """Tokens that no space separates belong together."""
+    word: Line = []
+    for text, held in zip(texts, share, strict=True):
+        if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
+            yield word
+            word = []
+        word.append((visible(text), held))
+    if word:
+        yield word
+
+
+_PICTURES = {code: 0x2400 + code for code in range(32)} | {127: 0x2421, 9: "\u2192   ", 10: "\u23ce\n"}
+_PICTURES |= {code: 0xFFFD for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def visible(text: str) -> str:
+    """The text with control characters as pictures: what a file says must not steer the terminal."""
+    return text.replace("\r\n", "\n").translate(_PICTURES)
+
+
+def _level(held: float) -> int:
+    """0 for no row, 1 to 7 up to the bounds, 8 for all of them."""
+    if held in (0, 1):
+        return 8 * int(held)
+    return bisect_left(BOUNDS, held) + 1
+
+
+@cache
+def _style(level: int):
+    from rich.style import Style
+
+    if not level:
+        return Style(color="color(244)")
+    # the few terminals that say how light they are say it here, as "15;0"
+    light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
+    ground = (_LIGHT if light else _DARK)[level - 1]
+    return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
+
+
+def _shaded(line: Line, marks_only: bool = False) -> list:
+    from rich.text import Text
+
+    return [Text.assemble(*((text, _style(_level(held))) for text, held in line))]
+
+
+def _marked(line: Line, marks_only: bool = False) -> list[str]:
+    """A line, and below it a mark for each column."""
+    from rich.cells import cell_len
+
+    marks = "".join(_MARKS[_level(held)] * cell_len(text) for text, held in line)
+    return [marks] if marks_only else ["".join(text for text, _ in line), marks]
+
+
+_MARKS = ".1234567#"
+
+
+def _legend(shaded: bool):
+    from rich.text import Text
+
+    names = ["no row", *(f"{bound:.0%}" for bound in BOUNDS), "more", "all rows"]
+    if not shaded:
+        signs = (f"{mark} {name}" for mark, name in zip(_MARKS, names, strict=True))
+        return f"held by up to: {', '.join(signs)}"
+    swatches = ((f" {name} ", _style(level)) for level, name in enumerate(names))
+    return Text.assemble("held by up to:", *swatches)
+
+
+def _strip(share: Sequence[float], width: int) -> Line:
+    """The mean share of as many equal parts of the stream as there are columns."""
+    import numpy as np
+
+    parts = np.array_split(share, min(width, len(share)))
+    return [(" ", float(part.mean())) for part in parts]
+
+
+def _print(console: Console, *texts) -> None:
+    for text in texts:
+        console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+
+
+def _progress(n: int):
+    """A context that yields watch's progress callback: a bar, on a terminal."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextmanager
+    def shown():
+        console = Console(stderr=True)
+        columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("reading", total=n)
+            yield lambda done: bar.update(task, completed=done)
+
+    return shown()
+
+
+def _check_outputs(html: Path | None, png: Path | None) -> None:
+    """Raises UsageError for what could not be written in the end, before any work is done."""
+    for path in filter(None, (html, png)):
+        if path.is_dir() or not path.expanduser().parent.is_dir():
+            raise UsageError(f"cannot write {path}: it must be a file in a folder that exists")
+    if png:
+        from importlib.util import find_spec
+
+        if find_spec("matplotlib") is None:
+            raise UsageError(
+                "--png needs matplotlib, which is not installed: pip install 'kvtool[plot]' "
+                "(in a clone of kvtool: pip install -e '.[plot]')"
+            )
+
+
+def _write(path: Path, data: bytes) -> None:
+    from kvtool.units import format_bytes
+
+    path.expanduser().write_bytes(data)
+    sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")
+
+
+def page(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
+    """The page, with all that it shows inside."""
+    import base64
+    import json
+    import zlib
+    from importlib.resources import files
+
+    first = max(len(texts) - last, 0)
+    data = {
+        "about": {key: result[key] for key in ("policy", "params", "budget", "tokens", "rows", "cells")},
+        "model": Path(result["model"]).name,
+        "first": first,
+        "bounds": BOUNDS,
+        "texts": [visible(text) for text in texts[first:]],
+        "layer": found.layer.tolist(),
+        "head": found.head.tolist(),
+        "ends": found.ends.tolist(),
+        # row by row the byte `until` of each token shown, deflated
+        "until": base64.b64encode(zlib.compress(found.until[:, first:].tobytes(), 9)).decode(),
+    }
+    # within a script element only "</" could end it
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = files("kvtool.cli").joinpath("inspect.html").read_text(encoding="utf-8")
+    return page.replace("{{data}}", text).encode()
+
+
+def picture(result: dict, found: Holdings) -> bytes:
+    """Rows by positions, dark where a row holds the token."""
+    import io
+
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    held = found.held()
+    n_row, n = held.shape
+    # a picture has no more columns than this; several tokens then share one
+    first = np.unique(np.arange(min(n, 1600)) * n // min(n, 1600))
+    columns = np.add.reduceat(held, first, axis=1, dtype=np.float32) / np.diff(first, append=n)
+    figure = Figure(figsize=(12, min(max(2.2 + n_row * 0.055, 3.2), 14)), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        columns, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1, extent=(0, n, n_row, 0)
+    )
+    # one label a layer, fewer where they would touch
+    layer, first, n_head = np.unique(found.layer, return_index=True, return_counts=True)
+    step = -(-len(layer) // 32)
+    axes.set_yticks((first + n_head / 2)[::step], [str(number) for number in layer[::step]])
+    axes.set_ylabel(f"row: layer, and {int(n_head.max())} KV heads in each")
+    axes.set_xlabel("position of the token in the text")
+    name = Path(result["model"]).stem
+    axes.set_title(
+        f"{result['policy']}, {result['budget']:,} cells a row: what is held of {n:,} tokens ({name})"
+    )
+    figure.colorbar(image, label="share of the column's tokens that is held", pad=0.01)
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()

@@ -1,0 +1,164 @@
+"""What --explain and the notices foretell is what the engine then does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool import policies
+from kvtool.cli.explain import Notice, explain_run, long_text
+from kvtool.measure import perplexity
+from tests.running import open_engine, text
+from tests.test_cli import kvtool
+
+
+def spy(engine):
+    """How many tokens there were at each plan."""
+    seen, checked = [], engine._checked
+
+    def check(view, plan):
+        seen.append(engine.n_past)
+        return checked(view, plan)
+
+    engine._checked = check
+    return seen
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("n_text", [0, 20, 32, 40, 150])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("h2o", {}),
+        ("h2o", {"n_batch": 20}),
+        ("h2o", {"n_batch": 10}),
+        ("buzz", {"n_batch": 20}),
+        ("tova", {"n_batch": 7, "prefill": "whole"}),
+        ("snapkv", {"n_batch": 64}),
+        ("corm", {"n_batch": 20}),
+    ],
+)
+def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
+    tokens = text(260)
+    with open_engine(tiny_model(), policies.fit(name, 32, 4), **settings) as engine:
+        seen = spy(engine)
+        first = engine.first_plan(n_text)
+        if n_text:
+            engine.read(tokens[:n_text])
+        while not seen:
+            engine.room()
+            if not seen:
+                engine.step(tokens[engine.n_past : engine.n_past + 1])
+        assert seen[0] == first
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["h2o", "corm"])
+def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
+    with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
+        seen = spy(engine)
+        perplexity.stream(engine, text(80))
+        assert seen[0] == engine.first_plan(80)
+
+
+@pytest.mark.engine
+def test_what_keeps_all_never_plans(tiny_model):
+    with open_engine(tiny_model(), policies.fit("full", 32)) as engine:
+        assert engine.first_plan() is None
+
+
+@pytest.mark.engine
+def test_the_large_cache_takes_what_was_foretold(tiny_model):
+    with open_engine(tiny_model(), policies.fit("h2o", 32, 8), prefill="whole") as engine:
+        most = []
+        engine.read(text(300), lambda: most.append(engine.cache_bytes))
+        assert max(most) == engine.whole_bytes(300) > engine.cache_bytes
+
+
+@pytest.mark.parametrize("name", policies.names())
+@pytest.mark.parametrize("pinned", [0, 3, 100])
+def test_the_parts_of_a_budget_add_up(name, pinned):
+    policy = policies.fit(name, 128, None if name == "full" else 16)
+    parts = policy.split(pinned)
+    assert list(parts) == ["sinks", "pinned", "window", "rest", "slack"]
+    assert sum(parts.values()) == 128
+    assert min(parts.values()) >= 0
+    assert parts["sinks"] + parts["pinned"] == max(pinned, getattr(policy, "sinks", 0))
+
+
+@pytest.mark.engine
+def test_positions_start_over_when_foretold(tiny_model, capsys):
+    with open_engine(tiny_model(), policies.fit("local", 32, 8), n_ctx=64) as engine:
+        explain_run(engine, "local", "prompt")
+        assert "original up to token 64; gaps close there" in capsys.readouterr().err
+        for token in text(65):
+            assert not engine.n_restart
+            engine.room()
+            engine.step(token[None])
+        assert engine.n_restart
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "settings", "n", "words"),
+    [
+        ("h2o", {}, 32, None),
+        (
+            "h2o",
+            {},
+            64,
+            ["the prompt has 64 tokens", "32 of them (50 %)", "batches of up to 64", "evictions"],
+        ),
+        ("h2o", {"positions": "original", "n_ctx": 60}, 64, ["original positions end at 60", "ends there"]),
+        ("h2o", {"prefill": "whole"}, 1000, ["32 of them (3 %)", "decoded whole in a cache of 1.0 MiB"]),
+        ("h2o", {"prefill": "whole", "n_ctx": 60}, 150, ["in 3 segments that do not see each other"]),
+        ("h2o", {"prefill": "whole", "n_ctx": 60, "positions": "original"}, 150, ["cannot be read whole"]),
+        ("full", {}, 33, ["the cache 32 cells", "reading ends there"]),
+        ("h2o", {}, 640_000, ["(0.005 %)"]),
+    ],
+)
+def test_a_long_text_is_announced(tiny_model, capsys, name, settings, n, words):
+    policy = policies.fit(name, 32, None if name == "full" else 8)
+    with open_engine(tiny_model(), policy, **settings) as engine:
+        line = long_text(engine, "prompt", n)
+        assert (line is None) == (words is None)
+        notice = Notice(engine, "prompt")
+        notice(32)
+        assert capsys.readouterr().err == ""
+        notice(n)
+        assert capsys.readouterr().err == (f"{line}\n" if words else "")
+        notice(n)
+        assert capsys.readouterr().err == ""
+    for word in words or []:
+        assert word in line
+
+
+@pytest.mark.engine
+def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
+    done = kvtool(
+        *("generate", "--raw", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 64, "-b", 24),
+        *("--evict-every", 8, "-n", 3, "--temp", 0, "-t", 1, "--explain", "-p", "Go on: "),
+        stdin="word " * 40,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    lines = dict(line.split(maxsplit=1) for line in done.stderr.splitlines())
+    assert lines["policy"] == "streamingllm sinks=4"
+    assert lines["rows"] == "4: 2 layers of 2 KV heads"
+    assert lines["budget"] == "64 cells a row = 4 sinks + 3 pinned + 0 window + 49 rest + 8 slack"
+    # batches of 24: the third passes 64
+    assert lines["eviction"] == "first after 72 tokens"
+    assert lines["prefill"].startswith("the prompt has ")
+    assert set(lines) == {"policy", "rows", "budget", "memory", "eviction", "positions", "prefill"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
+def test_what_is_longer_than_the_budget_is_said_once(smollm2, tmp_path, command):
+    (tmp_path / "text").write_text("The tide came in. " * 30)
+    line = "The tide came in. " * 12 + "\n"
+    arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
+    done = kvtool(command, *arguments, "--policy", "h2o", "--budget", 32, "-t", 1, stdin=2 * line)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("with evictions on the way") == 1
+    what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
+    assert f"the {what} has " in done.stderr

@@ -1,0 +1,100 @@
+"""Which tokens the rows hold, against the plainest count, and for policies whose answer is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.measure import holdings
+from tests.running import open_engine, text
+
+pytestmark = pytest.mark.engine
+
+
+def rows_of(engine):
+    """The tokens that each row holds, one by one."""
+    return [
+        {int(engine.pos[row, cell]) for cell in range(engine.live[row])} for row in range(len(engine.live))
+    ]
+
+
+def brute_share(engine):
+    rows = rows_of(engine)
+    return [sum(pos in row for row in rows) / len(rows) for pos in range(engine.n_past)]
+
+
+POLICIES = {
+    "h2o": policies.fit("h2o", 48, 8),
+    "buzz": policies.fit("buzz", 48, 8),
+    "corm": policies.fit("corm", 80, 8, ["history=4"]),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, name):
+    with open_engine(tiny_model(), POLICIES[name]) as engine:
+        for part in np.array_split(text(210), 3):
+            engine.read(part)
+            want = brute_share(engine)
+            assert holdings.share(engine).tolist() == want
+            assert holdings.n_forgotten(engine) == want.count(0)
+        assert 0 < holdings.n_forgotten(engine) < 210
+        # rows differ, or this says little
+        assert len({share for share in want if 0 < share < 1}) > 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_snapshot_is_what_the_rows_held_then(tiny_model, name):
+    seen = {}
+    with open_engine(tiny_model(), POLICIES[name]) as engine:
+        found = holdings.watch(engine, text(210), 9, lambda n: seen.update({n: rows_of(engine)}))
+        assert engine.n_past == 210
+        assert found.layer.tolist() == [0, 0, 1, 1]
+        assert found.head.tolist() == [0, 1, 0, 1]
+    assert found.ends.tolist() == [24, 47, 70, 94, 117, 140, 164, 187, 210]
+    for snapshot, end in enumerate(found.ends.tolist()):
+        held = found.held(snapshot)
+        assert [set(np.flatnonzero(row).tolist()) for row in held] == seen[end]
+        assert found.share(snapshot).tolist() == held.mean(axis=0).tolist()
+
+
+@pytest.mark.parametrize(("name", "n_sinks"), [("streamingllm", 4), ("local", 0)])
+def test_sinks_and_the_newest_are_all_that_these_hold(tiny_model, name, n_sinks):
+    with open_engine(tiny_model(), policies.fit(name, 32, 8)) as engine:
+        found = holdings.watch(engine, text(100), 10)
+    # full at 32, 40, .. 96 tokens; the next token finds 24 of them, which 4 more follow
+    n_new = 28 - n_sinks
+    want = np.zeros(100)
+    want[:n_sinks] = want[-n_new:] = 1
+    assert found.share().tolist() == want.tolist()
+    # after 30 tokens nothing was evicted, after 40 the last eviction was at 32
+    assert found.share(2).tolist() == [1.0] * 30 + [0.0] * 70
+    assert np.flatnonzero(found.share(3)).tolist() == [*range(n_sinks), *range(8 + n_sinks, 40)]
+
+
+def test_a_text_read_whole_has_one_snapshot(tiny_model):
+    seen = []
+    with open_engine(tiny_model(), policies.fit("h2o", 32, 8), prefill="whole") as engine:
+        found = holdings.watch(engine, text(150), 32, seen.append)
+        assert [set(np.flatnonzero(row).tolist()) for row in found.held()] == rows_of(engine)
+    assert found.ends.tolist() == [150]
+    assert found.held().sum(axis=1).tolist() == [24] * 4
+    assert seen[0] == 0
+    assert seen[-1] < 150
+
+
+def test_a_short_text_has_no_snapshot_twice(tiny_model):
+    with open_engine(tiny_model(), policies.fit("local", 32, 8)) as engine:
+        found = holdings.watch(engine, text(5), 32)
+    assert found.ends.tolist() == [1, 2, 3, 4, 5]
+    assert found.share(1).tolist() == [1, 1, 0, 0, 0]
+
+
+def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
+    with open_engine(tiny_model(), policies.fit("local", 32, 8)) as engine:
+        model = engine.model
+        tokens = model.tokenize("a€</s>", special=True)
+        assert holdings.texts(model, tokens) == ["a", "", "", "€", "</s>"]
+        assert holdings.texts(model, tokens[:2]) == ["a", "\ufffd"]
+        assert holdings.texts(model, tokens[:0]) == []

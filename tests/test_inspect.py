@@ -1,0 +1,295 @@
+"""What kvtool inspect and /cells show, on a terminal, in a page, and as a picture."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+import zlib
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from kvtool import policies
+from kvtool.cli import inspect
+from kvtool.measure import holdings
+from tests.running import open_engine, text
+from tests.test_cli import KVTOOL, kvtool
+
+SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
+
+
+def shown(texts, share, last=100, **console):
+    out = io.StringIO()
+    inspect.show(
+        Console(**({"file": out, "width": 21, "_environ": {}} | console)), texts, np.array(share), last
+    )
+    return out.getvalue()
+
+
+def drawn(texts, width):
+    return ["".join(piece for piece, _ in line) for line in inspect.lines(texts, [0] * len(texts), width)]
+
+
+def test_without_colour_each_column_has_a_mark_below_it():
+    out = shown(["One", " and", " two", "s", ".\n", "\u4e16 end"], SHARES)
+    legend, strip, body = (
+        out.split("\n\n")[0],
+        out.split("right:\n")[1].split("\n")[0],
+        out.split("text:\n\n")[1],
+    )
+    assert ". no row, 1 2%, 2 5%, 3 10%, 4 20%, 5 40%, 6 70%, 7 more, # all rows" in legend
+    assert strip == "#7631."
+    # the character of two columns has two marks
+    assert body.split("\n")[:4] == ["One and twos.\u23ce", "###77776666311", "\u4e16 end", "......"]
+    assert "6 tokens: 1 held by every row, 4 by some, 1 forgotten" in out
+
+
+def test_lines_break_between_words_and_show_what_steers_a_terminal():
+    assert drawn(["The", " tide", " com", "ing", " in"], 12) == ["The tide", " coming in"]
+    assert drawn(["a\n\n", "b\tc", "\x1b[2J", "\r\n"], 20) == [
+        "a\u23ce",
+        "\u23ce",
+        "b\u2192   c\u241b[2J\u23ce",
+    ]
+    assert drawn(["\u202eabc", "\x9b"], 20) == ["\ufffdabc\ufffd"]
+    # a word of more than a line, and characters two columns wide
+    assert drawn(["x", "abcdefghijkl"], 5) == ["x", "abcde", "fghij", "kl"]
+    assert drawn(["\u4e16\u754c", "\u4e16"], 5) == ["\u4e16\u754c", "\u4e16"]
+    assert drawn(["", ""], 5) == []
+
+
+def test_what_is_not_shown_is_counted():
+    out = shown([f" {i}" for i in range(30)], [0] * 10 + [1] * 20, last=12)
+    assert "the whole stream of 30 tokens" in out
+    assert "the last 12 tokens; 18 earlier ones are not shown" in out
+    assert " 18" in out
+    assert " 17" not in out.split("not shown")[1]
+    assert "30 tokens: 20 held by every row, 0 by some, 10 forgotten" in out
+
+
+def test_with_256_colours_tokens_are_shaded():
+    colours = {"force_terminal": True, "color_system": "256"}
+    out = shown(["One", " and", " two", " or", " three", " gone"], SHARES, width=60, **colours)
+    assert "\x1b[38;5;16;48;5;123mOne\x1b[0m" in out
+    assert "\x1b[38;5;231;48;5;17m three\x1b[0m" in out
+    assert "\x1b[38;5;244m gone\x1b[0m" in out
+    # the same text, without marks
+    assert "\nOne and two or three gone\n" in Text.from_ansi(out).plain
+
+
+@pytest.mark.parametrize(
+    "console",
+    [
+        {"force_terminal": True, "color_system": "256", "no_color": True},
+        {"force_terminal": True, "color_system": "standard"},
+        {"force_terminal": True, "_environ": {"TERM": "dumb"}},
+        {"color_system": "256"},
+    ],
+)
+def test_where_there_are_no_256_colours_there_are_marks(console):
+    out = shown(["One", " two"], [1, 0.5], width=60, **console)
+    assert "\nOne two\n###6666\n" in out or "\nOne two\n###7777\n" in out
+    assert "\x1b" not in out
+
+
+# the page
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_model):
+    """What a run held, what its rows held by the engine's own table, and the texts."""
+    seen = {}
+
+    def record(n):
+        seen[n] = [set(pos[:k].tolist()) for pos, k in zip(engine.pos, engine.live, strict=True)]
+
+    tokens = text(180)
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
+        found = holdings.watch(engine, tokens, 7, record)
+        texts = holdings.texts(engine.model, tokens)
+    texts[5] = "</script><!--"
+    return found, [seen[end] for end in found.ends.tolist()], texts
+
+
+RESULT = {
+    **{"policy": "h2o", "params": {"window": 20}, "budget": 48, "tokens": 180, "rows": 4, "cells": 44.0},
+    "model": "/models/<tiny>.gguf",
+}
+
+
+def data_of(page):
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    return json.loads(data)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("last", [1000, 50])
+def test_the_page_holds_what_the_rows_held(watched, last):
+    found, rows, texts = watched
+    data = data_of(inspect.page(RESULT, found, texts, last).decode())
+    first = max(180 - last, 0)
+    assert data["first"] == first
+    assert "".join(data["texts"]) == inspect.visible("".join(texts[first:]))
+    assert data["model"] == "<tiny>.gguf"
+    until = np.frombuffer(zlib.decompress(base64.b64decode(data["until"])), np.uint8).reshape(4, -1)
+    for snapshot, end in enumerate(data["ends"]):
+        for row in range(4):
+            held = {first + i for i in np.flatnonzero(until[row] > snapshot).tolist() if first + i < end}
+            assert held == {pos for pos in rows[snapshot][row] if pos >= first}
+
+
+@pytest.mark.engine
+def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
+    found, _, texts = watched
+    page = inspect.page(RESULT, found, texts, 1000).decode()
+    assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|\bfetch\(", page)
+    assert "default-src 'none'" in page
+    assert page.count("</script>") == 2
+    assert "{{data}}" not in page
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+def test_the_page_counts_rows_as_the_engine_does(watched):
+    found, _, texts = watched
+    page = inspect.page(RESULT, found, texts, 150).decode()
+    script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
+    driver = """
+        const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        inflate(data.until).then((until) => {
+          const counts = [];
+          for (const [layer, head] of [[-1, -1], [1, -1], [-1, 0], [0, 1], [0, 7]])
+            for (const snapshot of data.ends.keys())
+              counts.push([...countRows(data, until, rowsOf(data, layer, head), snapshot)]);
+          const levels = [0, 0.02, 0.021, 0.7, 0.99, 1].map((share) => level(data, share));
+          console.log(JSON.stringify({ counts, levels }));
+        });"""
+    done = subprocess.run(
+        ["node", "-e", script + driver],
+        input=json.dumps(data_of(page)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    got = json.loads(done.stdout)
+    layer, head = found.layer, found.head
+    chosen = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
+    want = [found.held(s)[rows, 30:].sum(axis=0).tolist() for rows in chosen for s in range(len(found.ends))]
+    assert got["counts"] == want
+    assert got["levels"] == [inspect._level(share) for share in (0, 0.02, 0.021, 0.7, 0.99, 1)]
+    assert got["levels"] == [0, 1, 2, 6, 7, 8]
+
+
+def test_the_picture_is_dark_where_a_row_holds():
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    layer = np.repeat(np.arange(6, dtype=np.int32), 2)
+    until = np.zeros((12, 5000), np.uint8)
+    # layers 0 to 2 hold the first half, the others the last quarter
+    until[:6, :2500] = until[6:, 3750:] = 1
+    found = holdings.Holdings(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until)
+    pixels = imread(io.BytesIO(inspect.picture(RESULT, found)))[..., :3]
+    dark, light = (
+        np.abs(pixels - np.array(colour) / 255).max(axis=2) < 0.01
+        for colour in ((8, 48, 107), (247, 251, 255))
+    )
+    # the rows and columns of the heatmap itself: nearly all of it is dark or light
+    inside = dark | light
+    top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.7)
+    left, *_, right = np.flatnonzero(inside.mean(axis=0) > 0.5)
+    picture = dark[top : bottom + 1, left : right + 1]
+    height, width = picture.shape
+    upper, lower = picture[: height // 2 - 3], picture[height // 2 + 3 :]
+    edges = [int(width * share) for share in (0, 0.5, 0.75, 1)]
+    found = [
+        [float(half[:, a + 4 : b - 4].mean()) for a, b in zip(edges, edges[1:], strict=False)]
+        for half in (upper, lower)
+    ]
+    assert np.round(found, 1).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+# the command
+
+
+@pytest.mark.engine
+def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = kvtool(
+        *("inspect", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 32, "--evict-every", 8),
+        *("--max-tokens", 100, "--html", tmp_path / "o.html", "--png", tmp_path / "o.png", "--json", "-t", 1),
+        *("--snapshots", 5),
+        stdin="word " * 40,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {
+        *("tokens", "forgotten", "policy", "budget", "params", "model", "rows", "cells", "kv_bytes"),
+        *("state_bytes", "tokens_per_s", "seconds", "text", "share"),
+    }
+    assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
+    # as the policy's definition has it: sinks and the newest
+    assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24
+    assert (result["tokens"], result["forgotten"], result["cells"], result["rows"]) == (100, 72, 28, 4)
+    assert data_of((tmp_path / "o.html").read_text())["ends"] == [20, 40, 60, 80, 100]
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["wrote", "wrote"]
+
+
+@pytest.mark.engine
+def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
+    (tmp_path / "text").write_text("word " * 40)
+    done = kvtool("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", "--html", "/dev/full")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["tokens"] > 40
+    assert done.stderr == "kvtool: cannot write /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere.txt"], 5, "cannot read nowhere.txt"),
+        (["-"], 5, "stdin is empty"),
+        (
+            ["x", "--html", "/nowhere/x.html"],
+            2,
+            "cannot write /nowhere/x.html: it must be a file in a folder",
+        ),
+        (["x", "--png", "/"], 2, "cannot write /"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, code, words):
+    done = kvtool("inspect", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.mark.engine
+def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
+    done = kvtool("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
+    assert done.returncode == 5
+    assert "the full cache 16 cells" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
+    code = f"import sys; sys.modules['matplotlib'] = None; {KVTOOL[2]}"
+    done = subprocess.run(
+        [KVTOOL[0], "-c", code, "inspect", "x", "--png", tmp_path / "x.png"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvtool: --png needs matplotlib, which is not installed: pip install")
+    assert done.stderr.count("\n") == 1
