@@ -174,7 +174,7 @@ class Engine:
         n = len(tokens)
         assert 0 < n <= self.n_cell - self.n_kv
         if self._next_rot + n > self.n_ctx:
-            self._roll_back()
+            self._roll_back(n)
         if self.policy.ragged:
             self._fit(n)
         self._decode(tokens, n_output)
@@ -240,7 +240,7 @@ class Engine:
         n_keep = self._checked(view, plan)
         if len(segments) > 1:
             self.is_in_cache = True
-            self._next_rot = int(n_keep[0])
+            self._next_rot = self._low_rot(int(n_keep[0]), 0)
         source = self._apply(plan, n_keep, self._next_rot)
         self._resize(self._layer_cells)
         self.state = self._start()
@@ -271,8 +271,15 @@ class Engine:
         if (most + n > cells).any() or (cells - wanted > _STEP).any():
             self._resize(np.where((most + n > cells) | (cells - wanted > _STEP), wanted, cells))
 
-    def _roll_back(self) -> None:
-        """Lets positions start over behind the live cells: from now on the distance in the cache counts."""
+    def _low_rot(self, n_kv: int, n: int) -> int:
+        """Where positions start over behind n_kv cells, so that n more tokens fit into the context.
+
+        Sliding layers need room for their window, which the cells may be fewer than.
+        """
+        return max(n_kv, min(self.model.window, self.n_ctx // 2, self.n_ctx - n))
+
+    def _roll_back(self, n: int) -> None:
+        """Lets positions start over, n tokens to come: from now on the distance in the cache counts."""
         if self.settings.positions == "original":
             raise StreamEnd(
                 f"the stream has reached the context of {self.n_ctx} tokens; "
@@ -282,7 +289,7 @@ class Engine:
         # the edit clears the signals: what they say so far must not be lost
         self._ask("observe", self._seen(), self.state)
         keep = np.arange(self.n_kv) < self.live[:, None]
-        self._apply(Plan(keep), self.live.copy(), self.n_kv)
+        self._apply(Plan(keep), self.live.copy(), self._low_rot(self.n_kv, n))
 
     def _start(self) -> State:
         shape = self.pos.shape

@@ -276,6 +276,8 @@ class Model:
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
+        # tokens that sliding layers see, 0 where there are none
+        self.window: int = api.llama_model_n_swa(self._model)
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
@@ -323,6 +325,7 @@ class Model:
 class Context:
     """A cache of n_cell cells and the decode that fills it, for one sequence.
 
+    Layers that slide, if the model has some, have no rows: llama.cpp keeps their window beside the cells.
     signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
     logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
     n_output: the most tokens of a step whose logits are wanted.
@@ -349,7 +352,9 @@ class Context:
         self.model = model
         self.n_batch = n_batch
         params = api.llama_context_default_params()
-        params.n_ctx = n_cell
+        # the sliding layers' cache is never longer than this, and must hold the window and a step
+        params.n_ctx = max(n_cell, self.model.window and self.model.window + n_batch)
+        params.swa_full = False
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
         params.n_outputs_max = min(n_output, n_batch)
@@ -374,6 +379,8 @@ class Context:
         _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
         n_layer = len(np.unique(self.row_layers))
         self.layer_cells = np.full(n_layer, api.llama_n_ctx(self._context), np.int32)
+        if params.n_ctx > n_cell:
+            self.resize(np.full(n_layer, n_cell))
         self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
         as_array = np.ctypeslib.as_array
         self._tokens, self._pos, self._wants = (
@@ -399,7 +406,7 @@ class Context:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the K and V tensors."""
+        """Bytes of the K and V tensors, those of sliding layers among them."""
         return _lib.llama_kvtool_cache_bytes(self._context)
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
@@ -421,7 +428,10 @@ class Context:
         return np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
 
     def hide(self, n: int) -> None:
-        """The first n cells stay, but no later query sees them; the next token may have any position."""
+        """The first n cells stay, but no later query sees them; the next token may have any position.
+
+        Sliding layers forget everything.
+        """
         self._apply(_Edit(n_keep=n, n_hidden=n))
 
     def see(self, n_seen: int) -> None:
@@ -465,7 +475,8 @@ class Context:
         """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
 
         n_keep_row i32[row]: the same for each row, at most n_keep, where rows are ragged.
-        Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep.
+        Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep; what sliding layers
+        hold moves there as well, as far as its position is not negative then.
         Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
         """
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)

@@ -52,7 +52,7 @@ def chat(
 ) -> None:
     """Chat without an end: memory and speed stay as they are. With a pipe on stdin each line is a turn."""
     wanted = opt.EngineOptions.of(context)
-    with opt.open_engine(wanted, default_budget=1024, n_batch=256) as opened:
+    with opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
         from kvtool.conversation import Conversation, Writer, template_of
         from kvtool.llama import Sampler
 
