@@ -19,9 +19,8 @@ def cells(
 ) -> tuple[int, bool]:
     """What "512", "10%" or "64MiB" is in cells, and whether it bounds the whole cache, padding included.
 
-    A share is rounded down; bytes give the largest cache, in steps of 256 cells, that fits into them with what
-    sliding layers hold for steps of up to n_batch tokens.
-    Raises UsageError.
+    A share is rounded down; bytes give the largest cache, in steps of 256 cells, that fits into them beside
+    the window of sliding layers. n_batch: the most tokens of a step. Raises UsageError.
     """
     text = text.strip()
     if text.isdecimal():

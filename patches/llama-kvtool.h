@@ -1,4 +1,5 @@
-// What kvtool needs of llama.cpp beyond its public API, for a context with one sequence (id 0) and one plain KV cache:
+// What kvtool needs of llama.cpp beyond its public API, for a context with one sequence (id 0) and one plain KV cache,
+// or that and one of sliding layers beside it, which have no rows and stay as llama.cpp keeps them:
 //
 // - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
@@ -74,6 +75,7 @@ struct llama_kvtool_edit {
 
     int32_t   n_keep; // cells 0 .. n_keep - 1 are in use afterwards, the others are free
     llama_pos pos_0;  // cell i gets position pos_0 + i; the next token must come at pos_0 + n_keep
+                      // sliding layers go along where that is a jump, and forget everything where no cell is seen
 
     const int32_t * n_keep_row; // ragged: the same for each row, at most n_keep; null if not ragged
 
@@ -95,7 +97,7 @@ LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int3
 // the length of the longest key
 LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 
-// bytes of the K and V tensors
+// bytes of the K and V tensors, those of sliding layers among them
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 
 // how many tokens the first query of the next decode has seen before it: what t counts from

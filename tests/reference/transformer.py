@@ -1,8 +1,8 @@
-"""A Llama or a Gemma 3 by the definition: every row has a list of the entries it still has, and evicting takes them out.
+"""A Llama or Gemma 3 by the definition: rows are lists of the entries they still have; evicting takes out.
 
 There are no cells, and keys are stored as they were before RoPE: they are rotated from there at every
-step, so that nothing drifts. Sliding layers keep the entries that the next token sees, whatever is evicted from
-the others. Weights are F32; all else but the matrix products with them is float64.
+step, so that nothing drifts. Sliding layers hold what the next token sees, whatever the others evict.
+Weights are F32; all else but the matrix products with them is float64.
 """
 
 from __future__ import annotations
