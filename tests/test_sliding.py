@@ -198,6 +198,10 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         assert budget.cells(f"{want}B", info, n_batch, type_k) == (256, True)
         assert budget.cells(f"{want + 256 * info.cell_bytes(type_k) - 1}B", info, n_batch, type_k)[0] == 256
         engine.close()
+        # the window does not grow with the cells
+        context = Context(model, 1024, n_batch, type_k=type_k)
+        assert context.cache_bytes == 1024 * info.cell_bytes(type_k) + info.window_bytes(n_batch, type_k)
+        context.close()
         model.close()
 
 
