@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from kvtool import budget, header, policies
+from kvtool import budget, header, models, policies
 from kvtool.engine import Engine, Settings
 from kvtool.llama import Context, Model, api
 from kvtool.measure import perplexity
@@ -133,6 +133,21 @@ def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name
             engine.step(part, len(part))
             got.append(engine.context.logits().copy())
     assert np.concatenate(got).tobytes() == want.tobytes()
+
+
+def test_the_real_gemma_gives_the_logits_of_llama_cpp():
+    if not (gemma := models.find("gemma3-270m")).here:
+        pytest.skip("gemma3-270m is not downloaded")
+    tokens = np.random.default_rng(0).integers(1000, 200000, 32).astype(np.int32)
+    with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
+        got = []
+        for part in np.split(tokens, 2):
+            engine.step(part, len(part))
+            got.append(engine.context.logits().copy())
+        info = header.read(gemma.path)
+        assert engine.context.n_row == 3
+        assert engine.cache_bytes == 256 * info.cell_bytes("f32", "f32") + info.window_bytes(16, "f32", "f32")
+    assert np.concatenate(got).tobytes() == plain(gemma.path, tokens, 256, 16).tobytes()
 
 
 @pytest.mark.parametrize("positions", ["auto", "in-cache"])
