@@ -14,11 +14,13 @@ PAD = 256
 """llama.cpp rounds a cache up to a multiple of this many cells."""
 
 
-def cells(text: str, info: ModelInfo, type_k: str = "f16", type_v: str = "f16") -> tuple[int, bool]:
+def cells(
+    text: str, info: ModelInfo, n_batch: int, type_k: str = "f16", type_v: str = "f16"
+) -> tuple[int, bool]:
     """What "512", "10%" or "64MiB" is in cells, and whether it bounds the whole cache, padding included.
 
-    A share is rounded down; bytes give the largest cache, in steps of 256 cells, that fits into them.
-    Raises UsageError.
+    A share is rounded down; bytes give the largest cache, in steps of 256 cells, that fits into them beside
+    the window of sliding layers. n_batch: the most tokens of a step. Raises UsageError.
     """
     text = text.strip()
     if text.isdecimal():
@@ -34,9 +36,11 @@ def cells(text: str, info: ModelInfo, type_k: str = "f16", type_v: str = "f16") 
         raise UsageError(
             f"a budget is cells (512), a share of the context (10%) or bytes (64MiB), got {text!r}"
         ) from None
-    n = info.cells_that_fit(n_bytes, type_k, type_v) // PAD * PAD
+    n = info.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD
     if n == 0:
-        smallest = format_bytes(PAD * info.cell_bytes(type_k, type_v))
+        smallest = format_bytes(
+            PAD * info.cell_bytes(type_k, type_v) + info.window_bytes(n_batch, type_k, type_v)
+        )
         raise UsageError(f"{text} is too little for {info.path.name}: {PAD} cells take {smallest}")
     return min(n, info.n_ctx_train), True
 

@@ -16,7 +16,7 @@ from kvtool import session
 from kvtool.engine import Engine
 from kvtool.errors import ModelError
 from kvtool.llama import Model, Sampler
-from kvtool.template import Message, Template
+from kvtool.template import GEMMA, Message, Template
 
 
 class Writer:
@@ -104,8 +104,10 @@ class Writer:
 
 
 def template_of(model: Model) -> Template:
-    """The model's chat template. Raises ModelError where it has none, or a broken one."""
+    """The model's chat template, or Gemma's by its markers. Raises ModelError for none or a broken one."""
     source = model.chat_template()
+    if source is None and len(model.tokenize("<start_of_turn><end_of_turn>", special=True)) == 2:
+        source = GEMMA
     if source is None:
         raise ModelError(f"{model.path.name} has no chat template; use kvtool generate --raw")
     return Template(source, model.marker(model.bos), model.marker(model.eos))

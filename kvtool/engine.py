@@ -19,6 +19,9 @@ from kvtool.errors import KvtoolError, PlanError, SessionError, StreamEnd, Usage
 from kvtool.llama import Context, Model
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
 
+_WINDOW = ("window", "window_cells")
+"""What is saved of sliding layers: where their tokens lie, and K and V."""
+
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
 
@@ -220,7 +223,7 @@ class Engine:
         n = len(tokens)
         assert 0 < n <= self.n_cell - self.n_kv
         if self._next_rot + n > self.n_ctx:
-            self._roll_back()
+            self._roll_back(n)
         if self.policy.ragged:
             self._fit(n)
         self._decode(tokens, n_output)
@@ -261,6 +264,8 @@ class Engine:
             yield name, self.context.read(signal, n)
         for layer, n_live in enumerate(self._most_live(self.live)):
             yield f"cells.{layer}", self.context.cells(layer, n_live)
+        if self.context.n_window:
+            yield from zip(_WINDOW, self.context.window(), strict=True)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Goes on from what `save` gave. Raises SessionError, with all as it was, if it does not fit."""
@@ -273,6 +278,7 @@ class Engine:
             signals = {signal: saved[name] for name, signal in self._signals().items()}
             layer_cells = saved["layer_cells"]
             cells = [saved[f"cells.{layer}"] for layer in range(len(layer_cells))]
+            window = [saved[name] for name in _WINDOW] if self.context.n_window else []
         except (KeyError, ValueError):
             raise misfit from None
         rows = (len(self.live), n)
@@ -288,6 +294,7 @@ class Engine:
                 for layer, (array, n_live) in enumerate(zip(cells, self._most_live(live), strict=True))
             )
             and all(array.shape == rows for array in signals.values())
+            and (not window or [array.shape for array in window] == self.context.window_shapes)
             and all(
                 (array.dtype, array.shape) == (own.dtype, rows + own.shape[2:])
                 for array, own in zip(state, self.state, strict=True)
@@ -308,6 +315,8 @@ class Engine:
         n_observed = self._n_observed
         self._edit(np.empty((0, 4), np.int32), self.live, self._next_rot)
         self._n_observed = n_observed
+        if window:
+            self.context.set_window(*window)
         for signal, values in signals.items():
             self.context.write(signal, values, self.n_past - n_observed)
 
@@ -359,7 +368,7 @@ class Engine:
         n_keep = self._checked(view, plan)
         if len(segments) > 1:
             self.n_restart += 1
-            self._next_rot = int(n_keep[0])
+            self._next_rot = self._low_rot(int(n_keep[0]), 0)
         source = self._apply(plan, n_keep, self._next_rot, close=len(segments) > 1)
         self._resize(self._layer_cells)
         self.state = self._start()
@@ -389,8 +398,15 @@ class Engine:
         if (most + n > cells).any() or (cells - wanted > _STEP).any():
             self._resize(np.where((most + n > cells) | (cells - wanted > _STEP), wanted, cells))
 
-    def _roll_back(self) -> None:
-        """Closes all gaps between the live cells and lets positions start over behind them."""
+    def _low_rot(self, n_kv: int, n: int) -> int:
+        """Where positions start over behind n_kv cells, so that n more tokens fit into the context.
+
+        Sliding layers need room for their window, which the cells may be fewer than.
+        """
+        return max(n_kv, min(self.model.window, self.n_ctx // 2, self.n_ctx - n))
+
+    def _roll_back(self, n: int) -> None:
+        """Closes all gaps between live cells; positions start over behind them, n tokens to come."""
         if self.settings.positions == "original":
             raise StreamEnd(
                 f"the stream has reached the context of {self.n_ctx} tokens; "
@@ -400,7 +416,7 @@ class Engine:
         # the edit clears the signals: what they say so far must not be lost
         self._ask("observe", self._seen(), self.state)
         keep = np.arange(self.n_kv) < self.live[:, None]
-        self._apply(Plan(keep), self.live.copy(), self.n_kv, close=True)
+        self._apply(Plan(keep), self.live.copy(), self._low_rot(self.n_kv, n), close=True)
 
     def _start(self) -> State:
         shape = self.pos.shape

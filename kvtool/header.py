@@ -15,6 +15,7 @@ from gguf.constants import (
     LlamaFileType,
 )
 
+from kvtool.budget import PAD
 from kvtool.errors import ModelError, UsageError
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -40,6 +41,7 @@ _MAX_LAYERS = 512
 class ModelInfo:
     """n_head, n_head_kv: one number a layer, only of layers that have a cache. size: of the file, in bytes.
 
+    window: how many tokens sliding layers see, 0 where there are none. slides: which layers those are.
     metadata: the header's values, without strings and numbers that come in lists longer than the layers.
     """
 
@@ -54,20 +56,42 @@ class ModelInfo:
     head_size_k: int
     head_size_v: int
     n_ctx_train: int
+    window: int
+    slides: tuple[bool, ...]
     tokenizer: bool
     chat_template: bool
     metadata: dict[str, object] = field(repr=False)
 
+    @property
+    def n_sliding(self) -> int:
+        return sum(self.slides)
+
     def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of K and V that a token takes in all layers. Raises UsageError for types that do not fit."""
+        """Bytes of K and V that a token takes in all layers that do not slide.
+
+        Raises UsageError for types that do not fit.
+        """
+        return self._token_bytes(False, type_k, type_v)
+
+    def window_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of K and V that sliding layers take, however many cells the others have.
+
+        n_batch: the most tokens of a step. Raises UsageError for types that do not fit.
+        """
+        n_cell = -(-(self.window + n_batch) // PAD) * PAD
+        return n_cell * self._token_bytes(True, type_k, type_v)
+
+    def _token_bytes(self, slides: bool, type_k: str, type_v: str) -> int:
         key = _row_bytes("K", type_k, self.head_size_k)
         value = _row_bytes("V", type_v, self.head_size_v)
-        return sum(self.n_head_kv) * (key + value)
+        n_row = sum(n for n, sliding in zip(self.n_head_kv, self.slides, strict=True) if sliding == slides)
+        return n_row * (key + value)
 
-    def cells_that_fit(self, n_bytes: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """How many cells n_bytes hold; 0 for a model without attention."""
+    def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """How many cells n_bytes hold beside the sliding layers' window; 0 for a model without attention."""
         cell_bytes = self.cell_bytes(type_k, type_v)
-        return n_bytes // cell_bytes if cell_bytes else 0
+        rest = n_bytes - self.window_bytes(n_batch, type_k, type_v)
+        return max(rest, 0) // cell_bytes if cell_bytes else 0
 
 
 def _row_bytes(which: str, cache_type: str, head_size: int) -> int:
@@ -209,6 +233,7 @@ def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
 
     n_head = per_layer("attention.head_count", 0)
     head_size = number("embedding_length") // max(n_head) if max(n_head) > 0 else 0
+    window, slides = _sliding(metadata, arch, n_layer * n_loop)
     file_type = metadata.get("general.file_type")
     try:
         quantization = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -226,10 +251,34 @@ def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
         head_size_k=number("attention.key_length", head_size),
         head_size_v=number("attention.value_length", head_size),
         n_ctx_train=number("context_length"),
+        window=window,
+        slides=slides,
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
     )
+
+
+# architectures whose layers partly slide, the others attending to all: window and pattern unless the file
+# says otherwise, and every n-th layer of a pattern n does not slide (src/models/*.cpp, load_swa_pattern)
+_INTERLEAVED = {"gemma2": (4096, 2), "gemma3": (0, 6)}
+
+
+def _sliding(metadata: dict[str, object], arch: str, n_layer: int) -> tuple[int, tuple[bool, ...]]:
+    """The window, 0 where no layer slides, and which layers slide."""
+    window, pattern = _INTERLEAVED.get(arch, (0, 0))
+    if arch in _INTERLEAVED:
+        window = metadata.get(f"{arch}.attention.sliding_window", window)
+        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", pattern)
+    if not isinstance(window, int) or window < 1:
+        return 0, (False,) * n_layer
+    if isinstance(pattern, int):
+        return window, tuple(pattern == 0 or i % pattern < pattern - 1 for i in range(n_layer))
+    if not isinstance(pattern, tuple) or len(pattern) < n_layer:
+        raise ModelError(
+            f"a damaged {arch}.attention.sliding_window_pattern in the header; download it again"
+        )
+    return window, tuple(map(bool, pattern[:n_layer]))
 
 
 _SLIDING = "attention through a sliding window"
@@ -241,9 +290,9 @@ _ALIBI = "ALiBi, which takes a distance from the shared cells and not from the k
 # from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
 _NAMES = {
     _SLIDING: (
-        "cohere2 cohere2moe exaone-moe gemma2 gemma3n gemma4 gpt-oss granite_swa maple mimo2 muse-glimmer "
-        "spark2_5 step35"
+        "cohere2 cohere2moe exaone-moe gemma4 gpt-oss granite_swa maple mimo2 muse-glimmer spark2_5 step35"
     ),
+    "layers that share keys and values": "gemma3n",
     _RECURRENT: (
         "arwkv7 bailingmoe3 falcon-h1 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe mamba "
         "mamba2 minimax-01 nemotron_h nemotron_h_moe plamo2 qwen35 qwen35moe qwen3next rwkv6 rwkv6qwen2 rwkv7"
@@ -278,8 +327,11 @@ def _by_keys(info: ModelInfo) -> str | None:
     def value(key: str) -> object:
         return info.metadata.get(f"{info.architecture}.{key}")
 
-    if _positive(value("attention.sliding_window")) and info.architecture not in _IGNORE_THE_WINDOW:
+    known = (*_INTERLEAVED, *_IGNORE_THE_WINDOW)
+    if _positive(value("attention.sliding_window")) and info.architecture not in known:
         return _SLIDING
+    if all(info.slides):
+        return "sliding windows in every layer"
     recurrent = tuple(f"{info.architecture}.{part}." for part in ("ssm", "wkv", "kda", "shortconv"))
     if any(key.startswith(recurrent) for key in info.metadata):
         return _RECURRENT

@@ -117,6 +117,9 @@ def _bind_all() -> None:
     _bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
     _bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     _bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
+    _bind("llama_kvtool_n_window", i32, pointer)
+    _bind("llama_kvtool_get_window", i64, pointer, pointer, pointer)
+    _bind("llama_kvtool_set_window", i64, pointer, pointer, pointer)
     _bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(_Edit))
 
 
@@ -283,6 +286,8 @@ class Model:
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
+        # tokens that sliding layers see, 0 where there are none
+        self.window: int = api.llama_model_n_swa(self._model)
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
@@ -330,6 +335,7 @@ class Model:
 class Context:
     """A cache of n_cell cells and the decode that fills it, for one sequence.
 
+    Layers that slide, if the model has some, have no rows: llama.cpp keeps their window beside the cells.
     signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
     logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
     n_output: the most tokens of a step whose logits are wanted.
@@ -356,7 +362,9 @@ class Context:
         self.model = model
         self.n_batch = n_batch
         params = api.llama_context_default_params()
-        params.n_ctx = n_cell
+        # the sliding layers' cache is never longer than this, and must hold the window and a step
+        params.n_ctx = max(n_cell, self.model.window and self.model.window + n_batch)
+        params.swa_full = False
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
         params.n_outputs_max = min(n_output, n_batch)
@@ -381,6 +389,8 @@ class Context:
         _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
         n_layer = len(np.unique(self.row_layers))
         self.layer_cells = np.full(n_layer, api.llama_n_ctx(self._context), np.int32)
+        if params.n_ctx > n_cell:
+            self.resize(np.full(n_layer, n_cell))
         self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
         as_array = np.ctypeslib.as_array
         self._tokens, self._pos, self._wants = (
@@ -406,7 +416,7 @@ class Context:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the K and V tensors."""
+        """Bytes of the K and V tensors, those of sliding layers among them."""
         return _lib.llama_kvtool_cache_bytes(self._context)
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
@@ -428,7 +438,10 @@ class Context:
         return np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
 
     def hide(self, n: int) -> None:
-        """The first n cells stay, but no later query sees them; the next token may have any position."""
+        """The first n cells stay, but no later query sees them; the next token may have any position.
+
+        Sliding layers forget everything.
+        """
         self._apply(_Edit(n_keep=n, n_hidden=n))
 
     def see(self, n_seen: int) -> None:
@@ -477,6 +490,27 @@ class Context:
         assert data.flags.c_contiguous
         _check(_lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
+    @property
+    def n_window(self) -> int:
+        """Cells of the layers that attend through a sliding window; 0 where there are none."""
+        return _lib.llama_kvtool_n_window(self._context)
+
+    def window(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of sliding layers: i32[1 + n_window], the next cell and each one's position; their u1[bytes]."""
+        table, data = (np.empty(*own) for own in zip(self.window_shapes, (np.int32, np.uint8), strict=True))
+        _check(_lib.llama_kvtool_get_window(self._context, table.ctypes.data, data.ctypes.data))
+        return table, data
+
+    def set_window(self, table: np.ndarray, data: np.ndarray) -> None:
+        """Writes what `window` returned."""
+        assert [table.shape, data.shape] == self.window_shapes
+        _check(_lib.llama_kvtool_set_window(self._context, table.ctypes.data, data.ctypes.data))
+
+    @property
+    def window_shapes(self) -> list[tuple[int]]:
+        """Those of the two arrays that `window` returns."""
+        return [(1 + self.n_window,), (_lib.llama_kvtool_get_window(self._context, None, None),)]
+
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that a cell takes in a layer, one of those with a cache."""
         n_bytes = _lib.llama_kvtool_get_cells(self._context, layer, None, 1)
@@ -496,7 +530,8 @@ class Context:
         """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
 
         n_keep_row i32[row]: the same for each row, at most n_keep, where rows are ragged.
-        Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep.
+        Cell i counts as position pos_0 + i, and the next token must come at pos_0 + n_keep. Sliding layers
+        move along where that is another position than it was, and lose what would come before position 0.
         Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
         """
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)

@@ -11,6 +11,21 @@ from kvtool.errors import ModelError
 
 Message = dict[str, str]
 
+GEMMA = """\
+{{ bos_token }}{% set first = messages[0].content if messages[0].role == "system" %}
+{% for message in messages if message.role != "system" %}
+{{ "<start_of_turn>" ~ ("model" if message.role == "assistant" else "user") }}
+{% if first and loop.first %}
+{{ first ~ "\n" }}
+{% endif %}
+{{ message.content | trim ~ "<end_of_turn>" }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ "<start_of_turn>model\n" }}
+{%- endif %}
+"""
+"""What Gemma models were trained on, for files that lack it. They have no system role: it opens the chat."""
+
 _STAND_IN = "kvtool stands in for the reply"
 
 

@@ -5,6 +5,7 @@
 #include "llama-graph.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
+#include "llama-kv-cache-iswa.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -80,6 +81,9 @@ struct llama_kvtool {
     std::vector<layer> layers;
     std::vector<int>   layer_of_row;
 
+    // layers that attend through a sliding window: llama.cpp keeps their cache, and they have no rows
+    std::vector<layer> sliding;
+
     static constexpr int n_signal = llama_kvtool_graph::n_signal;
 
     llama_kvtool_params params = {};
@@ -105,21 +109,49 @@ struct llama_kvtool {
     ggml_backend_sched_ptr sched;
     std::vector<uint8_t>   buf_graph;
 
+    // the cache of the layers that attend to everything
     static llama_kv_cache * cache(const llama_context & lctx) {
+        if (auto * both = dynamic_cast<llama_kv_cache_iswa *>(lctx.memory.get())) {
+            return both->get_base();
+        }
         return dynamic_cast<llama_kv_cache *>(lctx.memory.get());
+    }
+
+    // that of the sliding layers, null if there are none
+    static llama_kv_cache * sliding_cache(const llama_context & lctx) {
+        auto * both = dynamic_cast<llama_kv_cache_iswa *>(lctx.memory.get());
+        return both ? both->get_swa() : nullptr;
+    }
+
+    const layer * find(int il) const {
+        const auto it = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == il; });
+        return it == layers.end() ? nullptr : &*it;
+    }
+
+    // keys that do not come from the cache belong to an encoder or to cross-attention
+    bool has_keys(const ggml_tensor * k) const {
+        return std::any_of(layers.begin(), layers.end(), [&](const layer & l) { return l.k == k->view_src; });
     }
 
     // empty if the context can be used
     static std::string unsupported(const llama_context & lctx) {
         const auto & hparams = lctx.model.hparams;
 
-        const auto * kv = cache(lctx);
+        const llama_kv_cache * kv = cache(lctx);
 
         if (!kv) {
-            return "this model has no plain KV cache (sliding-window, recurrent or hybrid memory)";
+            return "this model has no plain KV cache (recurrent or hybrid memory)";
         }
-        if (kv->other) {
-            return "this model shares the KV cache of another context";
+        if (kv->layers.empty()) {
+            return "all layers of this model attend through a sliding window";
+        }
+        for (const llama_kv_cache * one : { kv, (const llama_kv_cache *) sliding_cache(lctx) }) {
+            if (one && one->other) {
+                return "this model shares the KV cache of another context";
+            }
+            if (one && one->map_layer_ids.size() != one->layers.size()) {
+                return "layers of this model share keys and values";
+            }
         }
         if (kv->n_stream != 1) {
             return "the context must have one sequence (n_seq_max = 1)";
@@ -182,7 +214,7 @@ struct llama_kvtool {
         lctx.synchronize();
 
         auto * kv = cache(lctx);
-        kv->clear(false);
+        lctx.memory->clear(false);
 
         auto res = std::make_shared<llama_kvtool>();
 
@@ -195,6 +227,11 @@ struct llama_kvtool {
             res->layers.push_back({ (int) layer.il, n_head, res->n_row, (int) layer.k->ne[1], layer.k, layer.v });
             res->layer_of_row.insert(res->layer_of_row.end(), n_head, layer.il);
             res->n_row += n_head;
+        }
+        if (const auto * window = sliding_cache(lctx)) {
+            for (const auto & layer : window->layers) {
+                res->sliding.push_back({ (int) layer.il, (int) hparams.n_head_kv(layer.il), 0, (int) layer.k->ne[1], layer.k, layer.v });
+            }
         }
 
         res->live.resize(res->n_row);
@@ -226,8 +263,10 @@ struct llama_kvtool {
 
     int64_t n_bytes() const {
         int64_t res = 0;
-        for (const auto & l : layers) {
-            res += ggml_nbytes(l.k) + ggml_nbytes(l.v);
+        for (const auto * some : { &layers, &sliding }) {
+            for (const auto & l : *some) {
+                res += ggml_nbytes(l.k) + ggml_nbytes(l.v);
+            }
         }
         return res;
     }
@@ -244,12 +283,12 @@ struct llama_kvtool {
         fold(lctx);
 
         for (const auto & probe : graph.probes) {
-            const auto it = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == probe.il; });
-            GGML_ASSERT(it != layers.end());
+            const auto * l = find(probe.il);
+            GGML_ASSERT(l);
 
             for (int s = 0; s < n_signal; ++s) {
                 if (ggml_tensor * t = probe.t[s]) {
-                    auto & dst = staging[s][it - layers.begin()];
+                    auto & dst = staging[s][l - layers.data()];
                     dst.resize(ggml_nelements(t));
 
                     ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lctx.sched.get(), t);
@@ -561,8 +600,11 @@ struct llama_kvtool {
         const bool k_host = host && !turns;
         const bool v_host = host && !terms;
 
-        if ((!k_host || !v_host) && !edit_graph(lctx, *kv, edits, !k_host, !v_host)) {
+        if ((!k_host || !v_host) && !edit_graph(lctx, *kv, layers, edits, !k_host, !v_host)) {
             return fail("the device failed to edit the cache");
+        }
+        if (!slide(lctx, edit)) {
+            return fail("the device failed to turn the keys of sliding layers");
         }
 
         edit_host(lctx, edits, k_host, v_host);
@@ -578,6 +620,44 @@ struct llama_kvtool {
         clear_signals(lctx);
 
         return 0;
+    }
+
+    // all layers have one position a token: where it jumps, the tokens of sliding layers go along
+    bool slide(llama_context & lctx, const llama_kvtool_edit & edit) {
+        auto * kv = sliding_cache(lctx);
+
+        if (!kv) {
+            return true;
+        }
+        if (edit.n_keep == edit.n_hidden) {
+            kv->clear(false);
+            return true;
+        }
+
+        auto & cells = kv->v_cells[0];
+
+        const int delta = edit.pos_0 + edit.n_keep - 1 - cells.seq_pos_max(0);
+
+        if (delta == 0 || cells.get_used() == 0) {
+            return true;
+        }
+
+        std::vector<layer_edit> edits(sliding.size());
+
+        for (uint32_t c = 0; c < cells.size(); ++c) {
+            // what would come before position 0 is lost
+            if (cells.is_empty(c) || cells.pos_add(c, delta)) {
+                continue;
+            }
+            for (size_t i = 0; i < sliding.size(); ++i) {
+                for (int head = 0; head < sliding[i].n_head && is_rotary(lctx.model.hparams, sliding[i]); ++head) {
+                    edits[i].turns.push_back({ head, (int) c, (int) c, delta });
+                }
+            }
+        }
+        cells.reset_shift();
+
+        return edit_graph(lctx, *kv, sliding, edits, true, false);
     }
 
     // hidden cells are in use by a sequence that has no queries
@@ -629,7 +709,7 @@ struct llama_kvtool {
     }
 
     graph_inputs fill_inputs(
-            const llama_context & lctx, const std::vector<layer_edit> & edits,
+            const llama_context & lctx, const std::vector<layer> & layers, const std::vector<layer_edit> & edits,
             bool with_k, bool with_v, std::vector<layer_inputs> & at) const {
         const auto & hparams = lctx.model.hparams;
 
@@ -795,10 +875,11 @@ struct llama_kvtool {
     }
 
     bool edit_graph(
-            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
+            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers,
+            const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
         std::vector<layer_inputs> at(layers.size());
 
-        graph_inputs in = fill_inputs(lctx, edits, with_k, with_v, at);
+        graph_inputs in = fill_inputs(lctx, layers, edits, with_k, with_v, at);
 
         int64_t n_term = 1;
         for (const auto & a : at) {
@@ -809,7 +890,7 @@ struct llama_kvtool {
 
         const std::vector<input *> inputs = { &in.idx_src, &in.idx_dst, &in.delta, &in.weight };
 
-        return compute(lctx, kv, max_nodes, inputs, [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+        return compute(lctx, kv, layers, max_nodes, inputs, [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
             const auto & l = layers[i];
 
             if (with_k && edits[i].moves.size() + edits[i].turns.size() > 0) {
@@ -824,8 +905,8 @@ struct llama_kvtool {
     // a graph of our own: build(ctx, gf, i, rot) adds layer i's part, done() reads results before their memory goes
     template <typename Build, typename Done>
     bool compute(
-            llama_context & lctx, const llama_kv_cache & kv, size_t max_nodes, const std::vector<input *> & inputs,
-            Build && build, Done && done) {
+            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, size_t max_nodes,
+            const std::vector<input *> & inputs, Build && build, Done && done) {
         buf_graph.resize(ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false));
 
         ggml_context_ptr ctx_ptr { ggml_init({ buf_graph.size(), buf_graph.data(), true }) };
@@ -945,7 +1026,7 @@ struct llama_kvtool {
             }
         };
 
-        if (!compute(lctx, kv, layers.size()*32 + 16, { &in_src, &in_delta }, build, done)) {
+        if (!compute(lctx, kv, layers, layers.size()*32 + 16, { &in_src, &in_delta }, build, done)) {
             return fail("the device failed to read keys");
         }
 
@@ -1012,10 +1093,8 @@ struct llama_kvtool {
         return 0;
     }
 
-    // the first n cells of layer i as bytes, keys and then values, each cell by cell; returns how many bytes
-    int64_t copy_cells(llama_context & lctx, size_t i, uint8_t * out, const uint8_t * in, int n) {
-        const auto & l = layers[i];
-
+    // the first n cells of a layer as bytes, keys and then values, each cell by cell; returns how many bytes
+    int64_t copy_cells(llama_context & lctx, const layer & l, uint8_t * out, const uint8_t * in, int n) const {
         const size_t size_k = l.k->nb[1]*n;
         const size_t size_v = l.v->nb[1]*n;
 
@@ -1064,6 +1143,46 @@ struct llama_kvtool {
         return size_k + size_v;
     }
 
+    // the cache of the sliding layers: [where the next token goes, each cell's position or -1], and all of its cells
+    int64_t copy_window(
+            llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const {
+        int64_t res = 0;
+        for (const auto & l : sliding) {
+            res += copy_cells(lctx, l, out ? out + res : nullptr, in ? in + res : nullptr, l.n_cell);
+        }
+
+        auto * kv = sliding_cache(lctx);
+
+        if (!kv) {
+            return res;
+        }
+
+        auto & cells = kv->v_cells[0];
+
+        if (table_out) {
+            *table_out++ = kv->v_heads[0];
+            for (uint32_t c = 0; c < cells.size(); ++c) {
+                *table_out++ = cells.is_empty(c) ? -1 : cells.pos_get(c);
+            }
+        }
+        if (table_in) {
+            cells.reset();
+            kv->v_heads[0] = *table_in++;
+            for (uint32_t c = 0; c < cells.size(); ++c, ++table_in) {
+                if (*table_in >= 0) {
+                    cells.pos_set(c, *table_in);
+                    cells.seq_add(c, 0);
+                }
+            }
+        }
+
+        return res;
+    }
+
+    int32_t n_window() const {
+        return sliding.empty() ? 0 : sliding[0].n_cell;
+    }
+
     bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n) {
         auto & l = layers[i];
 
@@ -1097,7 +1216,7 @@ struct llama_kvtool {
                 ggml_view_2d(c, t, n_embd, n_copy, t->nb[1], 0);
         };
 
-        const bool copied = compute(lctx, kv, 64, {}, [&](ggml_context * c, ggml_cgraph * gf, size_t at, ggml_tensor *) {
+        const bool copied = compute(lctx, kv, layers, 64, {}, [&](ggml_context * c, ggml_cgraph * gf, size_t at, ggml_tensor *) {
             if (at == i) {
                 ggml_build_forward_expand(gf, ggml_cpy(c, part(c, l.k, false),      part(c, k, false)));
                 ggml_build_forward_expand(gf, ggml_cpy(c, part(c, l.v, v_trans), part(c, v, v_trans)));
@@ -1231,11 +1350,6 @@ static llama_kvtool_input & graph_input(const llm_graph_context & graph) {
     return *input;
 }
 
-// keys that do not come from the cache belong to an encoder or to cross-attention
-static bool is_cached(const ggml_tensor * k) {
-    return k->view_src && strncmp(k->view_src->name, "cache_", 6) == 0;
-}
-
 static ggml_tensor * new_input(ggml_context * ctx, ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2) {
     ggml_tensor * t = ggml_new_tensor_3d(ctx, type, ne0, ne1, ne2);
     ggml_set_input(t);
@@ -1251,15 +1365,13 @@ bool llama_kvtool_store(
                 int   il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || !kvtool->params.ragged) {
+    if (!kvtool || !kvtool->params.ragged || !kvtool->find(il)) {
         return false;
     }
 
     ggml_context * ctx = graph.ctx0;
 
-    const auto it = std::find_if(kvtool->layers.begin(), kvtool->layers.end(), [&](const llama_kvtool::layer & l) { return l.il == il; });
-    GGML_ASSERT(it != kvtool->layers.end());
-    const auto & l = *it;
+    const auto & l = *kvtool->find(il);
 
     const bool v_trans = kvtool->v_trans;
 
@@ -1270,7 +1382,7 @@ bool llama_kvtool_store(
 
     llama_kvtool_input::rows rows;
 
-    rows.i     = it - kvtool->layers.begin();
+    rows.i     = &l - kvtool->layers.data();
     rows.k_idx = new_input(ctx, GGML_TYPE_I64, n_head*n_tokens, 1, 1);
     rows.v_idx = v_trans ? new_input(ctx, GGML_TYPE_I64, n_embd_v*n_head*n_tokens, 1, 1) : nullptr;
     rows.limit = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, n_head);
@@ -1305,7 +1417,7 @@ bool llama_kvtool_store(
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || !kvtool->params.ragged) {
+    if (!kvtool || !kvtool->params.ragged || !kvtool->find(il)) {
         return kq_mask;
     }
 
@@ -1333,7 +1445,7 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || !kvtool->params.log_n || !is_cached(k)) {
+    if (!kvtool || !kvtool->params.log_n || !kvtool->has_keys(k)) {
         return q;
     }
 
@@ -1356,7 +1468,7 @@ void llama_kvtool_build(
                 int   il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->params.signals == 0 || !is_cached(k)) {
+    if (!kvtool || kvtool->params.signals == 0 || !kvtool->has_keys(k)) {
         return;
     }
 
@@ -1573,7 +1685,32 @@ static int64_t copy_cells(llama_context * ctx, int32_t layer, uint8_t * out, con
     if (n_cell < 0 || n_cell > kvtool->layers[layer].n_cell) {
         return fail(format("layer %d: %d cells of %d", layer, n_cell, kvtool->layers[layer].n_cell));
     }
-    return guarded([&]() -> int64_t { return kvtool->copy_cells(*ctx, layer, out, in, n_cell); });
+    return guarded([&]() -> int64_t { return kvtool->copy_cells(*ctx, kvtool->layers[layer], out, in, n_cell); });
+}
+
+int32_t llama_kvtool_n_window(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->n_window() : -1;
+}
+
+int64_t llama_kvtool_get_window(llama_context * ctx, int32_t * table, uint8_t * out) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_window(*ctx, table, out, nullptr, nullptr); });
+}
+
+int64_t llama_kvtool_set_window(llama_context * ctx, const int32_t * table, const uint8_t * in) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int32_t n = kvtool->n_window();
+    if (!table || !in || table[0] < 0 || table[0] > n) {
+        return fail(format("no table, or a next cell that is not in 0..%d", n));
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_window(*ctx, nullptr, nullptr, table, in); });
 }
 
 int64_t llama_kvtool_get_cells(llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell) {

@@ -1,4 +1,5 @@
-// What kvtool needs of llama.cpp beyond its public API, for a context with one sequence (id 0) and one plain KV cache:
+// What kvtool needs of llama.cpp beyond its public API, for a context with one sequence (id 0) and one plain KV cache,
+// or that and one of sliding layers beside it, which have no rows and stay as llama.cpp keeps them:
 //
 // - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
@@ -75,6 +76,7 @@ struct llama_kvtool_edit {
 
     int32_t   n_keep; // cells 0 .. n_keep - 1 are in use afterwards, the others are free
     llama_pos pos_0;  // cell i gets position pos_0 + i; the next token must come at pos_0 + n_keep
+                      // sliding layers go along where that is a jump, and forget everything where no cell is seen
 
     const int32_t * n_keep_row; // ragged: the same for each row, at most n_keep; null if not ragged
 
@@ -96,7 +98,7 @@ LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int3
 // the length of the longest key
 LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 
-// bytes of the K and V tensors
+// bytes of the K and V tensors, those of sliding layers among them
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 
 // how many tokens the first query of the next decode has seen before it: what t counts from
@@ -116,6 +118,12 @@ LLAMA_API int32_t llama_kvtool_write(
 // returns how many bytes these are, with null nothing else
 LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
 LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
+
+// the same for layers that attend through a sliding window, which have no rows: all of their n_window cells, layer by
+// layer; table[1 + n_window]: where the next token goes, then each cell's position, -1 if it is empty
+LLAMA_API int32_t llama_kvtool_n_window  (const struct llama_context * ctx);
+LLAMA_API int64_t llama_kvtool_get_window(struct llama_context * ctx, int32_t * table, uint8_t * out);
+LLAMA_API int64_t llama_kvtool_set_window(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
 // out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
 // positions on the way, 0 beyond a layer's own length

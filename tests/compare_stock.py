@@ -21,7 +21,7 @@ import numpy as np
 
 N_TOKENS = 64
 N_CELL = 256
-MODELS = ("tiny", "smollm2")
+MODELS = ("tiny", "gemma3", "smollm2")
 BATCHES = (1, 32)
 # flash attention, type of K, type of V, and ggml's numbers for them
 CACHES = (("off", "f16", "f16"), ("on", "f16", "f16"), ("off", "q8_0", "f16"), ("on", "q8_0", "q8_0"))
@@ -89,14 +89,15 @@ def run(out, site, paths):
 
 
 def compare(site):
-    from tiny import write_llama
+    from tiny import write_gemma3, write_llama
 
     from kvtool import models
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_llama(folder / "tiny.gguf", head_dim=64)
-        paths = folder / "tiny.gguf", models.resolve("smollm2-135m")
+        write_gemma3(folder / "gemma3.gguf", head_dim=64)
+        paths = folder / "tiny.gguf", folder / "gemma3.gguf", models.resolve("smollm2-135m")
         sides = {}
         for name, where, wanted in (("stock", site, False), ("patched", None, True)):
             path, patched = run(folder / name, where, paths)

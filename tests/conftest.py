@@ -30,13 +30,13 @@ def smollm2_f32(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """tiny_model(n_head_kv=2, ...) -> path of a small random model, written once."""
+    """tiny_model(n_head_kv=2, ...) -> path of a small random model, written once; arch="gemma3": that one."""
     folder = tmp_path_factory.mktemp("tiny")
 
-    def make(**shape):
-        path = folder / ("-".join(f"{k}{v}" for k, v in sorted(shape.items())) + ".gguf")
+    def make(arch="llama", **shape):
+        path = folder / ("-".join([arch, *(f"{k}{v}" for k, v in sorted(shape.items()))]) + ".gguf")
         if not path.exists():
-            tiny.write_llama(path, **shape)
+            getattr(tiny, f"write_{arch}")(path, **shape)
         return path
 
     return make

@@ -51,8 +51,21 @@ class _Reader:
 
 def parse(data):
     """Saved from the bytes of Context.state(): llama_kv_cache::state_write_meta and state_write_data."""
+    (saved,) = parse_all(data)
+    return saved
+
+
+def parse_all(data):
+    """The same for each of a model's caches: that of sliding layers is the second."""
     reader = _Reader(data)
     reader.take("Ii")  # magic, sequence
+    caches = []
+    while reader.at < len(data):
+        caches.append(_cache(reader))
+    return caches
+
+
+def _cache(reader):
     assert reader.take("I") == 1  # streams
     n = reader.take("I")
     if n == 0:
@@ -74,7 +87,6 @@ def parse(data):
         else:
             v_type, size = reader.take("iQ")
             v.append(reader.bytes(n, size))
-    assert reader.at == len(data)
     return Saved(np.array(pos), bool(v_is_transposed), k, v, k_type, v_type)
 
 

@@ -14,7 +14,7 @@ from kvtool.engine import Engine, Settings
 from kvtool.errors import ModelError, StreamEnd, UsageError
 from kvtool.llama import Model, Sampler
 from kvtool.measure import holdings
-from kvtool.template import Template
+from kvtool.template import GEMMA, Template
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
@@ -53,6 +53,18 @@ def test_a_turn_closes_the_reply_before_it():
     before = [{"role": "user", "content": "one"}]
     assert Template(CHATML, "", "").turn(before, "two") == (
         "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_gemma_without_a_template_talks_as_gemmas_do():
+    template = Template(GEMMA, "<bos>", "<eos>")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello. "}]
+    assert template.render(chat) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nHello.<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert template.render(chat[1:], reply=False) == "<bos><start_of_turn>user\nHello.<end_of_turn>\n"
+    assert template.turn(chat, "Fine.") == (
+        "<end_of_turn>\n<start_of_turn>user\nFine.<end_of_turn>\n<start_of_turn>model\n"
     )
 
 

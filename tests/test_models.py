@@ -412,7 +412,8 @@ def test_the_figures_of_a_header(tmp_path):
     # 3 layers, 2 KV heads, 16 + 16 numbers of 2 bytes
     assert info.cell_bytes() == 384
     assert info.cell_bytes("f32", "bf16") == 576
-    assert info.cells_that_fit(384 * 7 + 383) == 7
+    assert info.cells_that_fit(384 * 7 + 383, 256) == 7
+    assert (info.window, info.n_sliding, info.window_bytes(256)) == (0, 0, 0)
     assert header.unsupported(info) is None
 
 
@@ -438,6 +439,35 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     assert (ahead.n_layer, ahead.n_head_kv) == (2, (1, 2))
     loops = header.read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
     assert (loops.n_layer, loops.cell_bytes()) == (6, 768)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "window", "slides"),
+    [
+        ("gemma3", {}, 0, (False, False, False)),
+        ("gemma3", {"attention__sliding_window_pattern": 2}, 0, (False, False, False)),
+        ("gemma2", {}, 4096, (True, False, True)),
+        ("gemma2", {"attention__sliding_window": 100}, 100, (True, False, True)),
+        ("gemma2", {"attention__sliding_window_pattern": [False, True, True]}, 4096, (False, True, True)),
+        ("phi3", {"attention__sliding_window": 100}, 0, (False, False, False)),
+    ],
+)
+def test_which_layers_slide(tmp_path, arch, keys, window, slides):
+    info = header.read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
+    assert (info.window, info.slides, info.n_sliding) == (window, slides, sum(slides))
+    # 2 KV heads, 16 + 16 numbers of 2 bytes
+    assert info.cell_bytes() == 128 * slides.count(False)
+    # the window and a step of 256 tokens, in steps of 256 cells
+    n_cell = {4096: 4352, 100: 512, 0: 256}[window]
+    assert info.window_bytes(256) == 128 * n_cell * sum(slides)
+    assert info.cells_that_fit(info.window_bytes(256) + 5 * info.cell_bytes(), 256) == 5
+    assert info.cells_that_fit(0, 256) == 0
+
+
+def test_a_damaged_pattern_is_one_error(tmp_path):
+    path = tiny_gguf(tmp_path / "tiny.gguf", "gemma2", attention__sliding_window_pattern=[True])
+    with pytest.raises(ModelError, match=r"damaged gemma2\.attention\.sliding_window_pattern"):
+        header.read(path)
 
 
 def test_a_cache_type_that_does_not_fit(tmp_path):
@@ -517,8 +547,9 @@ def test_what_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("arch", "keys", "says"),
     [
-        ("gemma2", {}, "sliding window"),
-        ("gemma3", {"attention__sliding_window": 512}, "sliding window"),
+        ("cohere2", {}, "sliding window"),
+        ("gemma3n", {}, "layers that share keys and values"),
+        ("gemma3", {"attention__sliding_window": 512}, "sliding windows in every layer"),
         ("brand-new", {"attention__sliding_window": [0, 512]}, "sliding window"),
         ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent"),
         ("brand-new", {"ssm__state_size": 16}, "recurrent"),
@@ -545,7 +576,9 @@ def test_what_cannot_run_is_refused_by_name(tmp_path, arch, keys, says):
     [
         ("llama", {}),
         ("qwen2", {}),
+        ("gemma2", {}),
         ("gemma3", {}),
+        ("gemma3", {"attention__sliding_window": 512, "attention__sliding_window_pattern": 3}),
         ("olmo2", {"attention__sliding_window": 0}),
         ("phi3", {"attention__sliding_window": 2047}),
         ("glm4", {"rope__dimension_sections": [0, 0, 0, 0]}),

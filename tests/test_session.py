@@ -35,13 +35,16 @@ ENGINES = [
     ("random", [], {}),
     ("corm", ["history=24", "window=8"], {}),
     ("full", [], {}),
+    ("h2o", [], {"arch": "gemma3", "n_ctx": 96}),
+    ("corm", ["history=24", "window=8"], {"arch": "gemma3"}),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "settings"), ENGINES)
 @pytest.mark.parametrize("n_read", [0, 30, 101])
 def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, options, settings, n_read):
-    path = tiny_model(n_head=4, n_head_kv=2)
+    settings = dict(settings)
+    path = tiny_model(n_head=4, n_head_kv=2, **({"arch": arch} if (arch := settings.pop("arch", "")) else {}))
     tokens = text(160)
     budget, evict_every = {"full": (512, None), "corm": (512, 8)}.get(name, (48, 8))
     policy = policies.fit(name, budget, evict_every, options)

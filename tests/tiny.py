@@ -59,15 +59,56 @@ def write_llama(
     _add_tokenizer(writer, n_vocab)
     if chat_template:
         writer.add_chat_template(chat_template)
+    _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed)
 
+
+def write_gemma3(
+    path,
+    *,
+    n_layer=4,
+    n_head=4,
+    n_head_kv=2,
+    head_dim=32,
+    n_ff=64,
+    n_vocab=320,
+    n_ctx_train=1024,
+    window=16,
+    pattern=2,
+    seed=0,
+):
+    """The same of architecture gemma3: every pattern-th layer attends to all, the others slide."""
+    if n_head % n_head_kv:
+        raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_name("tiny")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_block_count(n_layer)
+    writer.add_context_length(n_ctx_train)
+    writer.add_embedding_length(n_head * head_dim)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head_kv)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(pattern)
+    writer.add_vocab_size(n_vocab)
+    _add_tokenizer(writer, n_vocab)
+    _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, False, seed, gemma=True)
+
+
+def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False):
+    n_embd = n_head * head_dim
     rng = np.random.default_rng(seed)
 
     def matrix(n_out, n_in, std):
         """F32 [n_out, n_in] that turns a vector with entries of size 1 into one with entries of size std."""
         return (rng.standard_normal((n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
 
-    def norm():
-        return rng.uniform(0.8, 1.2, n_embd).astype(np.float32)
+    def norm(n=n_embd, size=1.0):
+        return (rng.uniform(0.8, 1.2, n) * size).astype(np.float32)
 
     embd = rng.standard_normal((n_vocab, n_embd)).astype(np.float32)
     embd[:N_SPECIAL] *= not tied
@@ -91,6 +132,15 @@ def write_llama(
             "ffn_down": matrix(n_embd, n_ff, 1),
         }.items():
             writer.add_tensor(f"blk.{i}.{name}.weight", tensor)
+        if gemma:
+            # what leaves the feed-forward is small: llama.cpp looks its GELU up in a table of f16
+            for name, tensor in {
+                "attn_q_norm": norm(head_dim, Q_STD),
+                "attn_k_norm": norm(head_dim, K_STD),
+                "post_attention_norm": norm(size=n_embd**0.5),
+                "post_ffw_norm": norm(size=0.1),
+            }.items():
+                writer.add_tensor(f"blk.{i}.{name}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

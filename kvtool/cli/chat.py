@@ -74,7 +74,7 @@ def chat(
             if is_old := session.exists() and session.stat().st_size > 0:
                 opt.take_saved(context, sessions.read_meta(session)["options"])
         wanted = opt.EngineOptions.of(context)
-        opened = stack.enter_context(opt.open_engine(wanted, default_budget=1024, n_batch=256))
+        opened = stack.enter_context(opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
 
         from kvtool.conversation import Conversation, Writer, template_of
         from kvtool.llama import Sampler

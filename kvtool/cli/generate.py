@@ -51,7 +51,7 @@ def generate(
     if prompt is None and not text:
         raise InputError("nothing to read; give a prompt with -p, or a text on stdin")
     wanted = opt.EngineOptions.of(context)
-    with opt.open_engine(wanted, default_budget=1024, n_batch=256) as opened:
+    with opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
         from kvtool.conversation import Writer, pin_prefix, template_of
         from kvtool.llama import Sampler
 

@@ -86,13 +86,15 @@ def show(
 ) -> None:
     """What a model's header says, and how many tokens of it fit into memory."""
     from kvtool import header, models
+    from kvtool.cli.options import N_BATCH
 
     n_bytes = parse_bytes(fit)
     with bytes_progress(f"downloading {name_or_path or 'the model'}") as progress:
         path = models.resolve(name_or_path, progress)
     info = header.read(path)
     cell_bytes = info.cell_bytes(type_k, type_v)
-    cells = info.cells_that_fit(n_bytes, type_k, type_v)
+    window_bytes = info.window_bytes(N_BATCH, type_k, type_v)
+    cells = info.cells_that_fit(n_bytes, N_BATCH, type_k, type_v)
     digest = models.sha256(path)
     reason = header.unsupported(info)
     if as_json:
@@ -110,18 +112,30 @@ def show(
                 "head_size_k": info.head_size_k,
                 "head_size_v": info.head_size_v,
                 "trained_context": info.n_ctx_train,
+                "window": info.window,
+                "sliding_layers": info.n_sliding,
                 "tokenizer": info.tokenizer,
                 "chat_template": info.chat_template,
                 "unsupported": reason,
                 "type_k": type_k,
                 "type_v": type_v,
                 "cell_bytes": cell_bytes,
+                "window_bytes": window_bytes,
                 "fit_bytes": n_bytes,
                 "fit_cells": cells,
             }
         )
         return
     head_sizes = (info.head_size_k, info.head_size_v)
+    kinds = f"K {type_k}, V {type_v}"
+    sliding = [
+        ["sliding layers", f"{info.n_sliding}, of {info.window} tokens each"],
+        [
+            "their window",
+            f"{format_bytes(window_bytes)} beside the cells ({kinds}, steps of up to {N_BATCH})",
+        ],
+    ]
+    which = f"the {info.n_layer - info.n_sliding} other layers" if info.window else "all layers"
     _print_table(
         [],
         [
@@ -138,7 +152,8 @@ def show(
             ["trained context", f"{info.n_ctx_train} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
-            ["a cell", f"{format_bytes(cell_bytes)} (K {type_k}, V {type_v}, all layers)"],
+            *(sliding if info.window else []),
+            ["a cell", f"{format_bytes(cell_bytes)} ({kinds}, {which})"],
             [format_bytes(n_bytes), f"{cells} cells"],
             ["runs under kvtool", reason or "yes"],
         ],

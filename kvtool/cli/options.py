@@ -11,6 +11,9 @@ import typer
 
 from kvtool.errors import UsageError
 
+N_BATCH = 256
+"""Tokens a step of a chat unless -b is given."""
+
 if TYPE_CHECKING:
     from kvtool.engine import Engine
     from kvtool.header import ModelInfo
@@ -180,6 +183,7 @@ def open_engine(
             # rows that differ take what they need, and the budget is only a cap
             wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx)),
             info,
+            n_batch,
             wanted.type_k,
             wanted.type_v,
         )

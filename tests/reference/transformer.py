@@ -1,7 +1,8 @@
-"""A Llama by the definition: every row has a list of the entries it still has, and evicting takes them out.
+"""A Llama or Gemma 3 by the definition: rows are lists of the entries they still have; evicting takes out.
 
 There are no cells, and keys are stored as they were before RoPE: they are rotated from there at every
-step, so that nothing drifts. Weights are F32; all else but the matrix products with them is float64.
+step, so that nothing drifts. Sliding layers hold what the next token sees, whatever the others evict.
+Weights are F32; all else but the matrix products with them is float64.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ POSITIONS = ("original", "in-cache", "auto")
 
 
 class Llama:
-    """The F32 weights and the numbers of a GGUF, architecture llama or (without biases) qwen2."""
+    """The F32 weights and the numbers of a GGUF, architecture llama, gemma3 or (without biases) qwen2."""
 
     def __init__(self, path):
         reader = gguf.GGUFReader(path)
@@ -25,11 +26,12 @@ class Llama:
             field = reader.fields.get(f"{arch}.{key}")
             return default if field is None else field.contents()
 
-        if arch not in ("llama", "qwen2"):
-            raise ValueError(f"architecture must be llama or qwen2, got {arch}")
+        if arch not in ("llama", "qwen2", "gemma3"):
+            raise ValueError(f"architecture must be llama, qwen2 or gemma3, got {arch}")
         if number("rope.scaling.type", "none") != "none":
             raise ValueError("RoPE scaling is not known here")
-        self.pairs_are_halves = arch == "qwen2"
+        self.is_gemma = arch == "gemma3"
+        self.pairs_are_halves = arch != "llama"
         self.n_layer = number("block_count")
         self.n_head = number("attention.head_count")
         self.n_head_kv = number("attention.head_count_kv", self.n_head)
@@ -38,8 +40,13 @@ class Llama:
         self.head_dim = number("attention.key_length", number("embedding_length") // self.n_head)
         if number("rope.dimension_count", self.head_dim) != self.head_dim:
             raise ValueError("RoPE over a part of the head is not known here")
-        self.freq = number("rope.freq_base", 10000.0) ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        self._phase = np.empty((0, self.head_dim // 2), np.complex128)
+        self.window = number("attention.sliding_window", 0)
+        pattern = number("attention.sliding_window_pattern", 6)
+        self.slides = [bool(self.window) and i % pattern < pattern - 1 for i in range(self.n_layer)]
+        exponent = -np.arange(0, self.head_dim, 2) / self.head_dim
+        # that of sliding layers is its own
+        self.freq = {False: number("rope.freq_base", 10000.0) ** exponent, True: 10000.0**exponent}
+        self._phase = dict.fromkeys(self.freq, np.empty((0, self.head_dim // 2), np.complex128))
 
         weights = {}
         for tensor in reader.tensors:
@@ -53,6 +60,8 @@ class Llama:
             *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
             *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
         )
+        if self.is_gemma:
+            names += ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
         self.layers = [{name: weights.pop(f"blk.{i}.{name}") for name in names} for i in range(self.n_layer)]
         if weights:
             raise ValueError(f"tensors not known here: {', '.join(weights)}")
@@ -66,14 +75,25 @@ class Llama:
         re, im = (x[..., :half], x[..., half:]) if self.pairs_are_halves else (x[..., 0::2], x[..., 1::2])
         return re + 1j * im
 
-    def rotate(self, pairs, rot):
+    def feed_forward(self, layer, x):
+        h = self.norm(x, layer["ffn_norm"])
+        gate, up = _linear(h, layer["ffn_gate"]), _linear(h, layer["ffn_up"])
+        if not self.is_gemma:
+            return _linear(gate / (1 + np.exp(-gate)) * up, layer["ffn_down"])
+        # llama.cpp's table has an entry for each f16
+        gate = gate.astype(np.float16).astype(np.float64)
+        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * gate * (1 + 0.044715 * gate * gate)))
+        out = _linear(gelu.astype(np.float16) * up, layer["ffn_down"])
+        return self.norm(out, layer["post_ffw_norm"])
+
+    def rotate(self, pairs, rot, slides):
         """pairs c128[..., n, head_dim / 2], rot i64[n] -> f64[..., n, head_dim], in the order of the pairs.
 
         Only products of two such vectors have a meaning; the order of their axes has none.
         """
-        if len(rot) and rot.max() >= len(self._phase):
-            self._phase = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq))
-        return (pairs * self._phase[rot]).view(np.float64)
+        if len(rot) and rot.max() >= len(self._phase[slides]):
+            self._phase[slides] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[slides]))
+        return (pairs * self._phase[slides][rot]).view(np.float64)
 
 
 class Row:
@@ -149,7 +169,9 @@ class Row:
 
 
 class Stream:
-    """A text being decoded. rows[layer][head]: what is left of it. next: position of the next token.
+    """A text being decoded. rows[layer][head]: what is left of it, of layers that do not slide.
+
+    next: position of the next token. all_rows: those of sliding layers among them.
 
     counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
@@ -169,7 +191,12 @@ class Stream:
         self.next = 0
         self.rows = [
             [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
-            for i in range(model.n_layer)
+            for i in range(model.slides.count(False))
+        ]
+        rows = iter(self.rows)
+        self.all_rows = [
+            [Row(-1, model.head_dim) for _ in range(model.n_head_kv)] if slides else next(rows)
+            for slides in model.slides
         ]
 
     @property
@@ -185,11 +212,12 @@ class Stream:
         rot = np.arange(self.counter, self.counter + m)
         t = 1 + np.arange(m) + (self.next if self.t == "stream" else self.n)
         x = self.model.embd[np.asarray(tokens)].astype(np.float64)
-        for layer, rows in zip(self.model.layers, self.rows, strict=True):
-            x = x + self._attend(layer, rows, self.model.norm(x, layer["attn_norm"]), pos, rot, t)
-            h = self.model.norm(x, layer["ffn_norm"])
-            gate = _linear(h, layer["ffn_gate"])
-            x = x + _linear(gate / (1 + np.exp(-gate)) * _linear(h, layer["ffn_up"]), layer["ffn_down"])
+        if self.model.is_gemma:
+            x *= np.sqrt(x.shape[1])
+        for layer, rows, slides in zip(self.model.layers, self.all_rows, self.model.slides, strict=True):
+            h = self._attend(layer, rows, self.model.norm(x, layer["attn_norm"]), pos, rot, t, slides)
+            x = x + (self.model.norm(h, layer["post_attention_norm"]) if self.model.is_gemma else h)
+            x = x + self.model.feed_forward(layer, x)
         self.next += m
         self.counter += m
         return _linear(self.model.norm(x, self.model.output_norm), self.model.output)
@@ -207,15 +235,16 @@ class Stream:
         if self.in_cache:
             self._close_gaps(self.counter)
 
-    def _attend(self, layer, rows, h, pos, rot, t):
+    def _attend(self, layer, rows, h, pos, rot, t, slides):
         """The attention block's output f64[n_tokens, n_embd] for the normed input h."""
         model, m = self.model, len(pos)
 
         def heads(name, n_head):
             """f64[n_head, n_tokens, head_dim]"""
-            return _linear(h, layer[name]).reshape(m, n_head, model.head_dim).swapaxes(0, 1)
+            x = _linear(h, layer[name]).reshape(m, n_head, model.head_dim).swapaxes(0, 1)
+            return model.norm(x, layer[f"{name}_norm"]) if f"{name}_norm" in layer else x
 
-        query = model.rotate(model.pairs(heads("attn_q", model.n_head)), rot)
+        query = model.rotate(model.pairs(heads("attn_q", model.n_head)), rot, slides)
         key = model.pairs(heads("attn_k", model.n_head_kv))
         value = heads("attn_v", model.n_head_kv)
         group = model.n_head // model.n_head_kv
@@ -223,15 +252,20 @@ class Stream:
         for i, row in enumerate(rows):
             row.append(pos, rot, key[i], value[i])
             mine = slice(i * group, (i + 1) * group)
-            scores = query[mine] @ model.rotate(row.key, row.rot).T / np.sqrt(model.head_dim)
-            if self.logn:
+            scores = query[mine] @ model.rotate(row.key, row.rot, slides).T / np.sqrt(model.head_dim)
+            if self.logn and not slides:
                 scores *= np.log(t)[:, None] / np.log(512)
             scores[:, row.pos > pos[:, None]] = -np.inf
+            if slides:
+                scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
             attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attn /= attn.sum(axis=-1, keepdims=True)
             out[mine] = attn @ row.value
             row.mass += attn.sum(axis=(0, 1))
             row.last = attn[:, -1].sum(axis=0)
+            if slides:
+                row.keep(row.pos[row.pos > pos[-1] + 1 - model.window])
+                continue
             for step, n, heads_attn in zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True):
                 for seen, own, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
                     if at <= step:
@@ -245,11 +279,12 @@ class Stream:
         n = self.n
         if n + m > self.n_ctx_train:
             raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
-        self.counter = n
-        self._close_gaps(n)
+        # the window of sliding layers may be longer than what the others hold
+        self.counter = max(n, min(self.model.window, self.n_ctx_train // 2, self.n_ctx_train - m))
+        self._close_gaps(self.counter)
 
     def _close_gaps(self, end):
-        for rows in self.rows:
+        for rows in self.all_rows:
             for row in rows:
                 row.rot = np.arange(end - len(row), end)
 
