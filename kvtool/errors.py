@@ -48,6 +48,15 @@ class PlanError(KvtoolError):
     exit_code = 7
 
 
+class OutOfMemory(KvtoolError):
+    """The machine, or the limit that this process runs under, has no memory left."""
+
+    exit_code = 8
+
+    def __init__(self, what: str = "out of memory") -> None:
+        super().__init__(f"{what}; choose a smaller --budget, -b or -c, or a smaller model")
+
+
 def where(error: BaseException) -> str:
     """An error in one line, with the innermost place that raised it."""
     trace, place = error.__traceback__, ""

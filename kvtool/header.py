@@ -34,6 +34,8 @@ _FORMATS = {
 }
 # llama.cpp's LLAMA_MAX_LAYERS: an array that says something for every layer is no longer than this
 _MAX_LAYERS = 512
+# ggml's GGML_MAX_DIMS
+_MAX_AXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,11 @@ class _Reader:
 
     def _tensor_end(self) -> int:
         self._string()
+        n_axis = self._number("I")
+        if n_axis > _MAX_AXES:
+            raise ValueError(f"a tensor of {n_axis} axes")
         n_item = 1
-        for _ in range(self._number("I")):
+        for _ in range(n_axis):
             n_item *= self._number("Q")
         kind, offset = self._number("I"), self._number("Q")
         try:
@@ -191,14 +196,17 @@ def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
         value = metadata.get(f"{arch}.{key}", default)
         if not isinstance(value, int):
             raise ModelError(f"{path} has no {arch}.{key} in its header: not a language model")
+        # llama.cpp's own numbers have 32 bits
+        if not 0 <= value < 2**31:
+            raise ModelError(f"{path} has {value} as {arch}.{key} in its header; download it again")
         return value
 
     n_block = number("block_count")
     # multi-token prediction has layers of its own at the end, outside the cache of the model proper
     n_layer = n_block - number("nextn_predict_layers", 0)
     n_loop = number("num_loops", 1)
-    if not 0 < n_layer <= _MAX_LAYERS:
-        raise ModelError(f"{path} has {n_layer} layers by its header; download it again")
+    if not (0 < n_layer <= n_block and 0 < n_layer * n_loop <= _MAX_LAYERS):
+        raise ModelError(f"{path} has {n_layer * n_loop} layers by its header; download it again")
 
     def per_layer(key: str, default: object) -> tuple[int, ...]:
         value = metadata.get(f"{arch}.{key}", default)

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import signal
 import socket
 import sys
+import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from kvtool.errors import LibraryError, ModelError, UsageError
+from kvtool.errors import KvtoolError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.policy import Merge, Signal
 
 try:
@@ -26,7 +31,7 @@ except (
 ) as error:  # no package, no library in it, or one that does not load
     raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
 
-ABI = 2
+ABI = 3
 
 CACHE_TYPES = {
     "f32": 0,
@@ -98,6 +103,7 @@ if _is_patched():
     _bind("llama_kvtool_abi", ctypes.c_int32)
     _bind("llama_kvtool_digest", ctypes.c_char_p)
     _bind("llama_kvtool_error", ctypes.c_char_p)
+    _bind("llama_kvtool_guard", ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32, ctypes.c_bool)
     _bind("llama_kvtool_enable", ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Params))
     _bind("llama_kvtool_n_dim", ctypes.c_int32, ctypes.c_void_p)
     _bind("llama_kvtool_seen", ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
@@ -223,6 +229,7 @@ def add_rpc(endpoint: str) -> None:
     _lib.ggml_backend_register(server)
 
 
+_LOG_ERROR = 4
 _log_tail: deque[str] = deque(maxlen=8)
 _verbose = False
 
@@ -230,8 +237,8 @@ _verbose = False
 @api.llama_log_callback
 def _log(level: int, text: bytes, _: object) -> None:
     line = text.decode("utf-8", "replace")
-    if level >= 3 and level != 4 and line.strip():
-        _log_tail.append(line.strip())
+    if level == _LOG_ERROR and line.strip():
+        _log_tail.append(line.strip().split("\n")[0])
     if _verbose:
         sys.stderr.write(line)
 
@@ -255,12 +262,83 @@ def set_verbose(on: bool) -> None:
 
 
 def _because() -> str:
-    """llama.cpp's last complaint, for the end of an error message."""
-    return f": {_log_tail[-1]}" if _log_tail else ""
+    """llama.cpp's first complaint, for the end of an error message: the later ones say who passed it on."""
+    return f": {_log_tail[0]}" if _log_tail else ""
+
+
+def _no_memory() -> bool:
+    return any(re.search("alloc", line) for line in _log_tail)
+
+
+_guarding = False
+
+
+def guard() -> None:
+    """From now on a crash of compiled code ends the process with one line and an exit code.
+
+    ggml aborts where something cannot be, and on a damaged model C++ may read what is not there. Without
+    this the process ends with pages of backtrace. Not for use as a library: handlers are the process's own.
+    """
+    global _guarding
+    require_patched()
+    _start_backends()
+    _guarding = True
+    _set_guard(
+        LibraryError(
+            "llama.cpp has crashed (a device that is gone, a damaged model, a policy's kernel, or a fault of "
+            "llama.cpp's own); -v shows more"
+        )
+    )
+
+
+def _set_guard(error: KvtoolError) -> None:
+    line = f"kvtool: {error}\n"
+    if sys.stderr is not None and sys.stderr.isatty():
+        # a progress bar has hidden the cursor
+        line = f"\r\x1b[K\x1b[?25h{line}"
+    _check(_lib.llama_kvtool_guard(os.fsencode(line)[:4000], error.exit_code, _verbose))
+
+
+@contextmanager
+def _crash_means(error: KvtoolError) -> Iterator[None]:
+    """Under a guard: what a crash inside is."""
+    if not _guarding:
+        yield
+        return
+    _set_guard(error)
+    try:
+        yield
+    finally:
+        guard()
+
+
+@contextmanager
+def _interrupt_later() -> Iterator[Callable[[], bool]]:
+    """Raises a Ctrl-C at the end: ctypes prints and forgets what is raised in a callback, as of the log.
+
+    Yields what says whether there was one.
+    """
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if pressed:
+            raise KeyboardInterrupt
 
 
 class Model:
-    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it."""
+    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory."""
 
     def __init__(self, path: Path | str, *, n_gpu_layers: int | None = None) -> None:
         require_patched()
@@ -270,8 +348,13 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
-        self._model = api.llama_model_load_from_file(os.fsencode(path), params)
+        self._model = None
+        with _interrupt_later() as interrupted, _crash_means(_damaged(path)):
+            params.progress_callback = api.llama_progress_callback(lambda *_: not interrupted())
+            self._model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
+            if _no_memory():
+                raise OutOfMemory(f"no memory for {path}{_because()}")
             raise ModelError(f"llama.cpp cannot load {path}{_because()}")
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
@@ -317,7 +400,11 @@ class Model:
     def chat_template(self) -> str | None:
         """The Jinja template in the model's header."""
         text = api.llama_model_chat_template(self._model, None)
-        return text.decode() if text else None
+        return text.decode("utf-8", "replace") if text else None
+
+
+def _damaged(path: Path | str) -> ModelError:
+    return ModelError(f"{path} seems to be damaged: llama.cpp has crashed on it; download it again")
 
 
 class Context:
@@ -326,7 +413,8 @@ class Context:
     signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
     logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
     n_output: the most tokens of a step whose logits are wanted.
-    Raises UsageError for cache types that cannot go together, LibraryError for what llama.cpp refuses.
+    Raises UsageError for cache types that cannot go together, OutOfMemory, and LibraryError for what
+    llama.cpp refuses.
     """
 
     def __init__(
@@ -359,8 +447,12 @@ class Context:
         params.flash_attn_type = FLASH[_choose_flash(flash, type_v, ragged)]
         _log_tail.clear()
         self._batch = None
-        self._context = api.llama_init_from_model(model._model, params)
+        self._context = None
+        with _interrupt_later(), _crash_means(_damaged(model.path)):
+            self._context = api.llama_init_from_model(model._model, params)
         if not self._context:
+            if _no_memory():
+                raise OutOfMemory(f"no memory for a cache of {n_cell} cells{_because()}")
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{_because()}")
         wanted = _Params(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
         self.n_row: int = _lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
@@ -410,7 +502,8 @@ class Context:
         self._pos[:n] = np.arange(pos_0, pos_0 + n)
         self._wants[:n] = np.arange(n) >= n - n_output
         _log_tail.clear()
-        status = api.llama_decode(self._context, self._batch)
+        with _interrupt_later():
+            status = api.llama_decode(self._context, self._batch)
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){_because()}")
         self._n_output = n_output

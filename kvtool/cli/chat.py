@@ -69,21 +69,22 @@ def chat(
 
 def _pipe(conversation, n_max: int | None) -> None:
     """Each line of stdin is a turn; only replies go to stdout."""
-    signal.signal(signal.SIGINT, lambda *_: (setattr(conversation.writer, "stop", True), sys.stdin.close()))
     try:
         for line in sys.stdin:
             if not line.strip():
                 continue
+            opt.stop_on_interrupt(conversation.writer)
             for piece in conversation.reply(line.rstrip("\n"), n_max):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
             sys.stdout.write("\n")
             sys.stdout.flush()
+            if conversation.writer.stop:
+                raise KeyboardInterrupt
+            # between turns nothing is under way
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not UTF-8 (byte {error.start})") from None
-    except ValueError:
-        # stdin was closed by Ctrl-C
-        raise typer.Exit(130) from None
 
 
 class _Terminal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from typing import Annotated
@@ -58,7 +57,7 @@ def generate(
             temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
         )
         writer = Writer(engine, sampler)
-        signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
+        opt.stop_on_interrupt(writer)
         request = "\n\n".join(part for part in (prompt, text) if part)
         whole, n_pinned = request, len(prompt) if prompt and text else 0
         if not raw:
@@ -83,7 +82,7 @@ def generate(
                 as_json, pieces, engine, policy, len(tokens), writer.n_written, read_in, wrote_in, verbose
             )
         if writer.stop:
-            raise typer.Exit(130)
+            raise KeyboardInterrupt
 
 
 def read_stdin() -> str:
