@@ -1,13 +1,12 @@
-"""`kvtool` and `python -m kvtool`: Ctrl-C is quiet from the first import on."""
+"""`kvtool` and `python -m kvtool`: Ctrl-C ends in one line from the first import on."""
 
-import sys
+from kvtool import interrupt
 
 
 def main() -> None:
-    try:
-        from kvtool.cli import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
+    interrupt.ends()
+    from kvtool.cli import main as run
+
     run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import struct
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from gguf.constants import (
     LlamaFileType,
 )
 
-from kvtool.errors import ModelError, UsageError
+from kvtool.errors import ModelError, OutOfMemory, UsageError
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
@@ -94,6 +95,8 @@ def read(path: Path) -> ModelInfo:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             metadata, end = _Reader(path, data).header()
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"no memory for {path}") from None
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if size < end:
         raise ModelError(f"{path} is truncated: {size} bytes of {end}; download it again")

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import signal
 import socket
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -239,6 +236,9 @@ def _log(level: int, text: bytes, _: object) -> None:
     line = text.decode("utf-8", "replace")
     if level == _LOG_ERROR and line.strip():
         _log_tail.append(line.strip().split("\n")[0])
+        if _guarding and _no_memory():
+            # ggml aborts where it gets none
+            _set_guard(OutOfMemory())
     if _verbose:
         sys.stderr.write(line)
 
@@ -267,7 +267,7 @@ def _because() -> str:
 
 
 def _no_memory() -> bool:
-    return any(re.search("alloc", line) for line in _log_tail)
+    return any("alloc" in line for line in _log_tail)
 
 
 _guarding = False
@@ -312,31 +312,6 @@ def _crash_means(error: KvtoolError) -> Iterator[None]:
         guard()
 
 
-@contextmanager
-def _interrupt_later() -> Iterator[Callable[[], bool]]:
-    """Raises a Ctrl-C at the end: ctypes prints and forgets what is raised in a callback, as of the log.
-
-    Yields what says whether there was one.
-    """
-    pressed = False
-
-    def press(*_: object) -> None:
-        nonlocal pressed
-        pressed = True
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if pressed:
-            raise KeyboardInterrupt
-
-
 class Model:
     """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory."""
 
@@ -349,8 +324,7 @@ class Model:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
         self._model = None
-        with _interrupt_later() as interrupted, _crash_means(_damaged(path)):
-            params.progress_callback = api.llama_progress_callback(lambda *_: not interrupted())
+        with _crash_means(_damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             if _no_memory():
@@ -374,7 +348,9 @@ class Model:
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+            # a vocabulary is not looked into before
+            with _crash_means(_damaged(self.path)):
+                n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:
                 return np.array(tokens[:n], np.int32)
             room = -n
@@ -448,7 +424,7 @@ class Context:
         _log_tail.clear()
         self._batch = None
         self._context = None
-        with _interrupt_later(), _crash_means(_damaged(model.path)):
+        with _crash_means(_damaged(model.path)):
             self._context = api.llama_init_from_model(model._model, params)
         if not self._context:
             if _no_memory():
@@ -502,7 +478,8 @@ class Context:
         self._pos[:n] = np.arange(pos_0, pos_0 + n)
         self._wants[:n] = np.arange(n) >= n - n_output
         _log_tail.clear()
-        with _interrupt_later():
+        # what is damaged shows in the first step
+        with nullcontext() if self._n_output else _crash_means(_damaged(self.model.path)):
             status = api.llama_decode(self._context, self._batch)
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){_because()}")

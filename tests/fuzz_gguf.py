@@ -27,15 +27,15 @@ SECONDS = 10
 """The most that a file may take, both commands together."""
 
 MEMORY = 3 * 2**30
-"""A damaged length must not take the machine's memory: the worker has no more address space beyond its own."""
+"""A damaged length must not take the machine's memory: the worker gets this much beyond its own."""
 
-EDGES = (0, 1, 2, 3, 4, 7, 31, 255, 4096, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63, 2**64 - 1)
+EDGES = (*range(5), 31, 255, 4096, 65536, *(2**n - i for n in (31, 32, 63, 64) for i in (0, 1)), 2**40)
 
-KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near"] + 3 * ["byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
+KINDS = 4 * ["number"] + 2 * ["small"] + 3 * ["near", "byte"] + 2 * ["data"] + ["cut", "insert", "swap"]
 
-# of kvtool's errors: model, library, input, stream, plan, memory; usage where a context is too small for a budget
-CODES = {0, 2, 3, 4, 5, 6, 7, 8}
-CRASHED = {3, 4}
+# usage where a context is too small for a budget, stream where it ends, plan where attention is not finite
+CODES = {0, 2, 3, 4, 6, 7, 8}
+CRASHED = {3, 4, 8}
 
 
 def whole_file(path):
@@ -127,7 +127,7 @@ def serve():
         answers.write(f"{codes[0]} {codes[1]}\n")
 
 
-GENERATE = ("-p", "Hello, hello.", "-n", "3", "--temp", "0", "-t", "1", "-c", "64", "--policy", "streamingllm")
+GENERATE = ["-p", "Hello,hello.", "-n", "3", "--temp", "0", "-t", "1", "-c", "64", "--policy", "streamingllm"]
 
 
 class Worker:

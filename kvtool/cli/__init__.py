@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
 from contextlib import suppress
 from typing import Annotated
@@ -12,13 +11,12 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from kvtool import __version__
+from kvtool import __version__, interrupt
 from kvtool.cli import chat, doctor, generate, models, perplexity, policies
 from kvtool.errors import KvtoolError, OutOfMemory
 
-
 # what a shell shows for a program that died of the signal
-_HANGUP, _INTERRUPT, _PIPE = 128 + 1, 128 + 2, 128 + 13
+_HANGUP, _PIPE = 128 + 1, 128 + 13
 
 
 class _Group(TyperGroup):
@@ -31,9 +29,14 @@ class _Group(TyperGroup):
         except KvtoolError as error:
             raise _end(error.exit_code, str(error)) from None
         except KeyboardInterrupt:
-            raise _end(_INTERRUPT, "stopped") from None
+            raise _end(interrupt.EXIT_CODE, "stopped") from None
         except MemoryError:
             raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
+        except SystemExit as end:
+            # rich's answer to a closed pipe
+            if isinstance(end.__context__, BrokenPipeError):
+                raise _end(_PIPE, "") from None
+            raise
         except OSError as error:
             raise _end(*_of_output(error)) from None
 
@@ -59,8 +62,8 @@ def _end(exit_code: int, line: str) -> typer.Exit:
         with suppress(OSError, ValueError):
             # a name in a damaged file may hold anything
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
-            at_prompt = exit_code == _INTERRUPT and sys.stderr.isatty()
-            sys.stderr.write("\n" * at_prompt + f"kvtool: {shown}\n")
+            after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
+            sys.stderr.write("\n" * after_echo + f"kvtool: {shown}\n")
             sys.stderr.flush()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -105,11 +108,5 @@ app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:
-    try:
-        app(prog_name="kvtool")
-    except KeyboardInterrupt:
-        # while the commands are put together
-        sys.exit(_INTERRUPT)
-    finally:
-        # nothing is left to be put in order
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    interrupt.ends()
+    app(prog_name="kvtool")

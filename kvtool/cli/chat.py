@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.errors import InputError, StreamEnd, UsageError
 
@@ -73,7 +74,7 @@ def _pipe(conversation, n_max: int | None) -> None:
         for line in sys.stdin:
             if not line.strip():
                 continue
-            opt.stop_on_interrupt(conversation.writer)
+            interrupt.stops(conversation.writer)
             for piece in conversation.reply(line.rstrip("\n"), n_max):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -82,7 +83,7 @@ def _pipe(conversation, n_max: int | None) -> None:
             if conversation.writer.stop:
                 raise KeyboardInterrupt
             # between turns nothing is under way
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            interrupt.ends()
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not UTF-8 (byte {error.start})") from None
 
@@ -119,7 +120,7 @@ class _Terminal:
 
     def _ask(self) -> str | None:
         """The person's next line; None to leave."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt.raises()
         while True:
             try:
                 return input("\n> ")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.errors import InputError
 
@@ -57,7 +58,7 @@ def generate(
             temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
         )
         writer = Writer(engine, sampler)
-        opt.stop_on_interrupt(writer)
+        interrupt.stops(writer)
         request = "\n\n".join(part for part in (prompt, text) if part)
         whole, n_pinned = request, len(prompt) if prompt and text else 0
         if not raw:

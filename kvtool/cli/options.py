@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -13,7 +12,6 @@ import typer
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvtool.conversation import Writer
     from kvtool.engine import Engine
     from kvtool.header import ModelInfo
 
@@ -208,13 +206,3 @@ def open_engine(
             engine.close()
     finally:
         model.close()
-
-
-def stop_on_interrupt(writer: Writer) -> None:
-    """Ctrl-C ends what is read or written after the step under way; a second one ends the process at once."""
-
-    def stop(*_: object) -> None:
-        writer.stop = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, stop)
