@@ -12,10 +12,11 @@ PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
 # the contract is about policies; their kernels are held against the definitions in these
 KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam h2o keys roco scissorhands \
 	snapkv weightedkv))
+SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat test $(STAGES) stock check-stock clean
+.PHONY: help setup library chat test $(STAGES) stock check-stock fuzz fuzz-sanitized clean
 
 help:
 	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -24,6 +25,8 @@ help:
 	@echo 'make lint         ruff'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparing'
 	@echo 'make check-stock  compare logits of the two, bit by bit'
+	@echo 'make fuzz         damaged models and random calls, many more than in make test'
+	@echo 'make fuzz-sanitized  the calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make clean        remove $(VENV); what was built and downloaded stays in the cache'
 	@echo
 	@echo 'PYTHON=python3.12           another Python'
@@ -80,6 +83,20 @@ check-stock: setup
 	@wheel=$$($(PY) -m kvtool.build --stock) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
 		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site"
+
+fuzz: setup
+	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found
+	@$(ONE_THREAD) $(PY) tests/fuzz_api.py --n 10000
+
+# Python itself is not built so: the sanitizer's library has to be there before it
+fuzz-sanitized: $(READY)
+	@wheel=$$(CMAKE_ARGS='$(SANITIZED)' $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
+		trap 'rm -rf "$$site"' EXIT && \
+		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+		env $(ONE_THREAD) PYTHONPATH="$$site" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+			UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+			LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+			$(PY) tests/fuzz_api.py --n 10000
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -48,10 +48,19 @@ class PlanError(KvtoolError):
     exit_code = 7
 
 
+class OutOfMemory(KvtoolError):
+    """The machine, or the limit that this process runs under, has no memory left."""
+
+    exit_code = 8
+
+    def __init__(self, what: str = "out of memory") -> None:
+        super().__init__(f"{what}; choose a smaller --budget, -b or -c, or a smaller model")
+
+
 class SessionError(KvtoolError):
     """A session's file that cannot be written or read, is damaged, in use, or of another model or policy."""
 
-    exit_code = 8
+    exit_code = 9
 
 
 def where(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import struct
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from gguf.constants import (
 )
 
 from kvtool.budget import PAD
-from kvtool.errors import ModelError, UsageError
+from kvtool.errors import ModelError, OutOfMemory, UsageError
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
@@ -35,6 +36,8 @@ _FORMATS = {
 }
 # llama.cpp's LLAMA_MAX_LAYERS: an array that says something for every layer is no longer than this
 _MAX_LAYERS = 512
+# ggml's GGML_MAX_DIMS
+_MAX_AXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ def read(path: Path) -> ModelInfo:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             metadata, end = _Reader(path, data).header()
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"no memory for {path}") from None
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if size < end:
         raise ModelError(f"{path} is truncated: {size} bytes of {end}; download it again")
@@ -194,8 +199,11 @@ class _Reader:
 
     def _tensor_end(self) -> int:
         self._string()
+        n_axis = self._number("I")
+        if n_axis > _MAX_AXES:
+            raise ValueError(f"a tensor of {n_axis} axes")
         n_item = 1
-        for _ in range(self._number("I")):
+        for _ in range(n_axis):
             n_item *= self._number("Q")
         kind, offset = self._number("I"), self._number("Q")
         try:
@@ -215,14 +223,17 @@ def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
         value = metadata.get(f"{arch}.{key}", default)
         if not isinstance(value, int):
             raise ModelError(f"{path} has no {arch}.{key} in its header: not a language model")
+        # llama.cpp's own numbers have 32 bits
+        if not 0 <= value < 2**31:
+            raise ModelError(f"{path} has {value} as {arch}.{key} in its header; download it again")
         return value
 
     n_block = number("block_count")
     # multi-token prediction has layers of its own at the end, outside the cache of the model proper
     n_layer = n_block - number("nextn_predict_layers", 0)
     n_loop = number("num_loops", 1)
-    if not 0 < n_layer <= _MAX_LAYERS:
-        raise ModelError(f"{path} has {n_layer} layers by its header; download it again")
+    if not (0 < n_layer <= n_block and 0 < n_layer * n_loop <= _MAX_LAYERS):
+        raise ModelError(f"{path} has {n_layer * n_loop} layers by its header; download it again")
 
     def per_layer(key: str, default: object) -> tuple[int, ...]:
         value = metadata.get(f"{arch}.{key}", default)

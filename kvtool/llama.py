@@ -11,11 +11,13 @@ import secrets
 import socket
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 
-from kvtool.errors import LibraryError, ModelError, UsageError
+from kvtool.errors import KvtoolError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.policy import Merge, Signal
 
 try:
@@ -106,6 +108,7 @@ def _bind_all() -> None:
         # what else it has is another kvtool's: require_patched says so
         return
     _bind("llama_kvtool_error", ctypes.c_char_p)
+    _bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
     _bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(_Params))
     _bind("llama_kvtool_n_dim", i32, pointer)
     _bind("llama_kvtool_seen", i32, pointer, i32)
@@ -233,6 +236,7 @@ def add_rpc(endpoint: str) -> None:
     _lib.ggml_backend_register(server)
 
 
+_LOG_ERROR = 4
 _log_tail: deque[str] = deque(maxlen=8)
 _verbose = False
 
@@ -240,8 +244,11 @@ _verbose = False
 @api.llama_log_callback
 def _log(level: int, text: bytes, _: object) -> None:
     line = text.decode("utf-8", "replace")
-    if level >= 3 and level != 4 and line.strip():
-        _log_tail.append(line.strip())
+    if level == _LOG_ERROR and line.strip():
+        _log_tail.append(line.strip().split("\n")[0])
+        if _guarding and _no_memory():
+            # ggml aborts where it gets none
+            _set_guard(OutOfMemory())
     if _verbose:
         sys.stderr.write(line)
 
@@ -265,12 +272,58 @@ def set_verbose(on: bool) -> None:
 
 
 def _because() -> str:
-    """llama.cpp's last complaint, for the end of an error message."""
-    return f": {_log_tail[-1]}" if _log_tail else ""
+    """llama.cpp's first complaint, for the end of an error message: the later ones say who passed it on."""
+    return f": {_log_tail[0]}" if _log_tail else ""
+
+
+def _no_memory() -> bool:
+    return any("alloc" in line for line in _log_tail)
+
+
+_guarding = False
+
+
+def guard() -> None:
+    """From now on a crash of compiled code ends the process with one line and an exit code.
+
+    ggml aborts where something cannot be, and on a damaged model C++ may read what is not there. Without
+    this the process ends with pages of backtrace. Not for use as a library: handlers are the process's own.
+    """
+    global _guarding
+    require_patched()
+    _start_backends()
+    _guarding = True
+    _set_guard(
+        LibraryError(
+            "llama.cpp has crashed (a device that is gone, a damaged model, a policy's kernel, or a fault of "
+            "llama.cpp's own); -v shows more"
+        )
+    )
+
+
+def _set_guard(error: KvtoolError) -> None:
+    line = f"kvtool: {error}\n"
+    if sys.stderr is not None and sys.stderr.isatty():
+        # a progress bar has hidden the cursor
+        line = f"\r\x1b[K\x1b[?25h{line}"
+    _check(_lib.llama_kvtool_guard(os.fsencode(line)[:4000], error.exit_code, _verbose))
+
+
+@contextmanager
+def _crash_means(error: KvtoolError) -> Iterator[None]:
+    """Under a guard: what a crash inside is."""
+    if not _guarding:
+        yield
+        return
+    _set_guard(error)
+    try:
+        yield
+    finally:
+        guard()
 
 
 class Model:
-    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it."""
+    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory."""
 
     def __init__(self, path: Path | str, *, n_gpu_layers: int | None = None) -> None:
         require_patched()
@@ -280,8 +333,12 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
-        self._model = api.llama_model_load_from_file(os.fsencode(path), params)
+        self._model = None
+        with _crash_means(_damaged(path)):
+            self._model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
+            if _no_memory():
+                raise OutOfMemory(f"no memory for {path}{_because()}")
             raise ModelError(f"llama.cpp cannot load {path}{_because()}")
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
@@ -303,7 +360,9 @@ class Model:
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+            # a vocabulary is not looked into before
+            with _crash_means(_damaged(self.path)):
+                n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:
                 return np.array(tokens[:n], np.int32)
             room = -n
@@ -329,7 +388,11 @@ class Model:
     def chat_template(self) -> str | None:
         """The Jinja template in the model's header."""
         text = api.llama_model_chat_template(self._model, None)
-        return text.decode() if text else None
+        return text.decode("utf-8", "replace") if text else None
+
+
+def _damaged(path: Path | str) -> ModelError:
+    return ModelError(f"{path} seems to be damaged: llama.cpp has crashed on it; download it again")
 
 
 class Context:
@@ -339,7 +402,8 @@ class Context:
     signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
     logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
     n_output: the most tokens of a step whose logits are wanted.
-    Raises UsageError for cache types that cannot go together, LibraryError for what llama.cpp refuses.
+    Raises UsageError for cache types that cannot go together, OutOfMemory, and LibraryError for what
+    llama.cpp refuses.
     """
 
     def __init__(
@@ -374,8 +438,12 @@ class Context:
         params.flash_attn_type = FLASH[_choose_flash(flash, type_v, ragged)]
         _log_tail.clear()
         self._batch = None
-        self._context = api.llama_init_from_model(model._model, params)
+        self._context = None
+        with _crash_means(_damaged(model.path)):
+            self._context = api.llama_init_from_model(model._model, params)
         if not self._context:
+            if _no_memory():
+                raise OutOfMemory(f"no memory for a cache of {n_cell} cells{_because()}")
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{_because()}")
         wanted = _Params(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
         self.n_row: int = _lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
@@ -427,7 +495,9 @@ class Context:
         self._pos[:n] = np.arange(pos_0, pos_0 + n)
         self._wants[:n] = np.arange(n) >= n - n_output
         _log_tail.clear()
-        status = api.llama_decode(self._context, self._batch)
+        # what is damaged shows in the first step
+        with nullcontext() if self._n_output else _crash_means(_damaged(self.model.path)):
+            status = api.llama_decode(self._context, self._batch)
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){_because()}")
         self._n_output = n_output

@@ -44,22 +44,17 @@ class Template:
         )
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise _failed(error) from None
+        except Exception as error:
+            # nested too deep for Python's compiler, for example
+            raise _failed(error) from error
 
     def render(self, messages: list[Message], *, reply: bool = True) -> str:
         """The whole text of a chat. reply: with the words after which the model answers."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=reply, tools=None)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            raise _failed(error) from None
+        except Exception as error:
+            # a template is a program, and anybody's
+            raise _failed(error) from error
 
     def turn(self, before: list[Message], user: str) -> str:
         """What follows the model's last reply when the user says something: its end, and the new turn.
@@ -82,5 +77,5 @@ def _raise(message: str) -> None:
 
 
 def _failed(error: Exception) -> ModelError:
-    first = str(error).split("\n")[0]
+    first = str(error).split("\n")[0] or type(error).__name__
     return ModelError(f"the model's chat template fails ({first}); use kvtool generate --raw")

@@ -9,10 +9,19 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <vector>
+
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -90,8 +99,9 @@ struct llama_kvtool {
 
     bool v_trans = false;
 
-    int n_row  = 0;
-    int n_seen = 0; // tokens before the next query
+    int     n_row  = 0;
+    int64_t n_seen = 0; // tokens before the next query
+
     int n_done = 0; // queries since the signals were cleared
 
     // ragged: cells of each row in use
@@ -211,10 +221,22 @@ struct llama_kvtool {
 
         const auto & hparams = lctx.model.hparams;
 
+        auto * kv = cache(lctx);
+
+        const uint32_t n_cell = kv->layers[0].k->ne[1];
+        for (const auto & layer : kv->layers) {
+            if (!params.ragged && (uint32_t) layer.k->ne[1] != n_cell) {
+                return fail("the layers have different numbers of cells, and rows are not ragged");
+            }
+        }
+
         lctx.synchronize();
 
-        auto * kv = cache(lctx);
         lctx.memory->clear(false);
+        if (!params.ragged && kv->v_cells[0].size() != n_cell) {
+            // rows that were ragged have sizes of their own, which the table does not know
+            kv->v_cells[0].resize(n_cell);
+        }
 
         auto res = std::make_shared<llama_kvtool>();
 
@@ -387,6 +409,10 @@ struct llama_kvtool {
             res = std::max(res, l.n_cell);
         }
         return res;
+    }
+
+    int most_live(const layer & l) const {
+        return *std::max_element(live.begin() + l.row_0, live.begin() + l.row_0 + l.n_head);
     }
 
     std::vector<int> row_cells() const {
@@ -967,7 +993,7 @@ struct llama_kvtool {
         const auto n_cell = row_cells();
         for (int row = 0; row < n_row; ++row) {
             if (first[row] < 0 || first[row] > n_cell[row] - n) {
-                return fail(format("row %d: cells %d .. %d of %d", row, first[row], first[row] + n - 1, n_cell[row]));
+                return fail(format("row %d: cells %d .. %lld of %d", row, first[row], (long long) first[row] + n - 1, n_cell[row]));
             }
         }
 
@@ -1043,7 +1069,7 @@ struct llama_kvtool {
         for (size_t i = 0; i < layers.size(); ++i) {
             const auto & l = layers[i];
 
-            const int n_live = params.ragged ? *std::max_element(&live[l.row_0], &live[l.row_0] + l.n_head) : n_used;
+            const int n_live = params.ragged ? most_live(l) : n_used;
             if (n_cell[i] < std::max(n_live, 1)) {
                 return fail(format("layer %d: %d cells hold no %d tokens", l.il, n_cell[i], n_live));
             }
@@ -1056,20 +1082,33 @@ struct llama_kvtool {
 
         const int64_t n_before = n_bytes();
 
+        std::vector<int> before;
+        for (const auto & l : layers) {
+            before.push_back(l.n_cell);
+        }
+
         // one layer after the other, so that only one is there twice
-        for (size_t i = 0; i < layers.size(); ++i) {
-            if (n_cell[i] != layers[i].n_cell && !resize(lctx, *kv, i, n_cell[i])) {
-                return fail("no memory for the cache");
+        bool ok = true;
+        for (size_t i = 0; ok && i < layers.size(); ++i) {
+            ok = n_cell[i] == layers[i].n_cell || resize(lctx, *kv, i, n_cell[i]);
+        }
+        for (size_t i = 0; !ok && i < layers.size(); ++i) {
+            if (before[i] != layers[i].n_cell) {
+                resize(lctx, *kv, i, before[i]);
             }
         }
         size_signals();
 
-        if (!params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
+        if (ok && !params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
             auto & cells = kv->v_cells[0];
 
-            const llama_pos pos_0 = n_used > 0 ? cells.pos_get(0) : 0;
+            const auto old = cells;
             cells.resize(n_cell[0]);
-            fill_table(*kv, n_used, pos_0);
+            for (int i = 0; i < n_used; ++i) {
+                cells.pos_set(i, old.pos_get(i));
+                cells.seq_add(i, !old.seq_has(i, 0));
+            }
+            kv->v_heads[0] = n_used;
         }
 
 #if defined(__GLIBC__)
@@ -1090,7 +1129,7 @@ struct llama_kvtool {
         // the compute buffers follow the cache; ragged layers change too often for that, and by little
         lctx.sched_need_reserve = lctx.sched_need_reserve || !params.ragged;
 
-        return 0;
+        return ok ? 0 : fail("no memory for the cache");
     }
 
     // the first n cells of a layer as bytes, keys and then values, each cell by cell; returns how many bytes
@@ -1570,6 +1609,24 @@ void llama_kvtool_build(
     graph.res->kvtool.probes.push_back(probe);
 }
 
+bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
+    const auto * kvtool = lctx.kvtool.get();
+
+    if (!kvtool || !kvtool->params.ragged) {
+        return true;
+    }
+
+    for (const auto & l : kvtool->layers) {
+        const int n_live = kvtool->most_live(l);
+        if (n_tokens > (uint32_t) (l.n_cell - n_live)) {
+            LLAMA_LOG_ERROR("layer %d: %d cells hold no %d + %u tokens\n", l.il, l.n_cell, n_live, n_tokens);
+            return false;
+        }
+    }
+
+    return true;
+}
+
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens) {
     if (lctx.kvtool) {
         lctx.kvtool->extract(lctx, res.kvtool, n_tokens);
@@ -1593,8 +1650,147 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
 }
 
 //
+// guard
+//
+
+static char g_message[4096];
+static int  g_exit_code = 0;
+static bool g_verbose   = false;
+
+static std::atomic_flag g_ended = ATOMIC_FLAG_INIT;
+
+// only what a signal handler may do
+[[noreturn]] static void end_process() {
+    if (g_ended.test_and_set()) {
+        // another thread is at it
+        for (;;) {
+#if !defined(_WIN32)
+            pause();
+#endif
+        }
+    }
+#if defined(_WIN32)
+    fputs(g_message, stderr);
+    fflush(stderr);
+#else
+    for (size_t i = 0, n = strlen(g_message); i < n; ) {
+        const auto n_written = write(STDERR_FILENO, g_message + i, n - i);
+        if (n_written <= 0) {
+            break;
+        }
+        i += n_written;
+    }
+#endif
+    std::_Exit(g_exit_code);
+}
+
+static void on_signal(int) {
+    end_process();
+}
+
+static void on_abort(const char * why) {
+    if (g_verbose) {
+        fprintf(stderr, "%s\n", why);
+    }
+    end_process();
+}
+
+static void on_terminate() {
+    if (g_verbose) {
+        try {
+            if (auto e = std::current_exception()) {
+                std::rethrow_exception(e);
+            }
+        } catch (const std::exception & e) {
+            fprintf(stderr, "uncaught exception: %s\n", e.what());
+        } catch (...) {
+            fprintf(stderr, "uncaught exception\n");
+        }
+    }
+    end_process();
+}
+
+static constexpr int g_fatal[] = {
+    SIGABRT, SIGFPE, SIGILL, SIGSEGV,
+#if !defined(_WIN32)
+    SIGBUS,
+#endif
+};
+
+// what was there before, for when the guard goes
+struct guard_before {
+    std::terminate_handler terminate;
+    ggml_abort_callback_t  abort;
+#if defined(_WIN32)
+    void (*signals[std::size(g_fatal)])(int);
+#else
+    struct sigaction signals[std::size(g_fatal)];
+#endif
+};
+
+static guard_before g_before;
+static bool         g_guarding = false;
+
+static void guard_on() {
+#if defined(_WIN32)
+    for (size_t i = 0; i < std::size(g_fatal); ++i) {
+        g_before.signals[i] = signal(g_fatal[i], on_signal);
+    }
+#else
+    // a stack that has overflowed cannot be used
+    static char stack[1 << 16];
+    stack_t alt = {};
+    alt.ss_sp   = stack;
+    alt.ss_size = sizeof(stack);
+    stack_t was = {};
+    if (sigaltstack(nullptr, &was) == 0 && (was.ss_flags & SS_DISABLE)) {
+        sigaltstack(&alt, nullptr);
+    }
+
+    struct sigaction action = {};
+    action.sa_handler = on_signal;
+    action.sa_flags   = SA_ONSTACK;
+    sigemptyset(&action.sa_mask);
+    for (size_t i = 0; i < std::size(g_fatal); ++i) {
+        sigaction(g_fatal[i], &action, &g_before.signals[i]);
+    }
+#endif
+    // before the signal there would be ggml's words and a backtrace, and C++'s
+    g_before.abort     = ggml_set_abort_callback(on_abort);
+    g_before.terminate = std::set_terminate(on_terminate);
+}
+
+static void guard_off() {
+    for (size_t i = 0; i < std::size(g_fatal); ++i) {
+#if defined(_WIN32)
+        signal(g_fatal[i], g_before.signals[i]);
+#else
+        sigaction(g_fatal[i], &g_before.signals[i], nullptr);
+#endif
+    }
+    ggml_set_abort_callback(g_before.abort);
+    std::set_terminate(g_before.terminate);
+}
+
+//
 // C API
 //
+
+int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose) {
+    if (message && strlen(message) >= sizeof(g_message)) {
+        return fail(format("a message has at most %d bytes", (int) sizeof(g_message) - 1));
+    }
+    if (message) {
+        memcpy(g_message, message, strlen(message) + 1);
+        g_exit_code = exit_code;
+        g_verbose   = verbose;
+    }
+    if ((message != nullptr) != g_guarding) {
+        g_guarding = !g_guarding;
+        g_guarding ? guard_on() : guard_off();
+    }
+    return 0;
+}
 
 int32_t llama_kvtool_abi(void) {
     return LLAMA_KVTOOL_ABI;

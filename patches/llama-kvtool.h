@@ -89,6 +89,10 @@ LLAMA_API int32_t      llama_kvtool_abi(void);
 LLAMA_API const char * llama_kvtool_digest(void); // of the patch files the library was built from
 LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this thread failed
 
+// from now on a crash (an abort of ggml's, an exception that nobody catches, a bad access) writes this message to stderr
+// and ends the process with exit_code, without a core dump; verbose: after what ggml and C++ say; null: as before
+LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose);
+
 // start anew with these parameters, on an empty cache; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 
@@ -189,6 +193,9 @@ void llama_kvtool_build(
         ggml_tensor * sinks,
               float   kq_scale,
                 int   il);
+
+// whether every row has cells for that many more tokens: the table of llama.cpp does not know where rows are ragged
+bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
 
 // copy the signals of a computed graph to the host
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);

@@ -43,9 +43,15 @@ def serve(port):
     start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
 
 
+class Endpoint(str):
+    """ "127.0.0.1:port"; process: the one that serves it."""
+
+    process: subprocess.Popen
+
+
 @contextmanager
 def running():
-    """The endpoint "127.0.0.1:port" of a server in a process of its own, which ends with the block."""
+    """The Endpoint of a server in a process of its own, which ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,7 +60,9 @@ def running():
     )
     try:
         _wait(server, port)
-        yield f"127.0.0.1:{port}"
+        endpoint = Endpoint(f"127.0.0.1:{port}")
+        endpoint.process = server
+        yield endpoint
     finally:
         server.kill()
         server.wait()

@@ -142,7 +142,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(talk, tmp_pat
         (["--system", "Be brief."], "another system prompt"),
     ):
         done = talk(TURNS[2:3], *options)
-        assert done.returncode == 8, (options, done.stderr)
+        assert done.returncode == 9, (options, done.stderr)
         assert word in done.stderr
         assert done.stderr.count("\n") == 1
         assert path.read_bytes() == before
@@ -159,7 +159,7 @@ def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_pat
     data[-1000] ^= 1
     path.write_bytes(data)
     done = talk(TURNS[2:3])
-    assert done.returncode == 8
+    assert done.returncode == 9
     assert "is damaged" in done.stderr
     assert done.stderr.count("\n") == 1
     assert path.read_bytes() == data
@@ -175,7 +175,7 @@ def test_two_chats_on_one_session_are_one_too_many(model, talk, tmp_path):
     chat.stdin.flush()
     assert chat.stdout.readline()
     done = talk(TURNS[:1])
-    assert done.returncode == 8
+    assert done.returncode == 9
     assert "in use by another chat" in done.stderr
     assert done.stderr.count("\n") == 1
     chat.communicate(b"bye\n", timeout=60)
@@ -193,7 +193,7 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     limit = len(before) // 2
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     done = talk(TURNS[1:3], preexec_fn=full)
-    assert done.returncode == 8
+    assert done.returncode == 9
     assert "what was saved before is still there" in done.stderr
     assert done.stderr.count("\n") == 1
     assert path.read_bytes() == before
@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
 @pytest.mark.engine
 def test_a_session_that_cannot_be_written_at_all_is_told_before_the_chat(talk):
     done = talk(TURNS[:1], *FIRST, session="no/such/folder/chat.kvs")
-    assert (done.returncode, done.stdout) == (8, "")
+    assert (done.returncode, done.stdout) == (9, "")
     assert done.stderr.count("\n") == 1
 
 

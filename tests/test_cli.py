@@ -286,7 +286,8 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     )
     assert writer.stdout.readline().strip()
     writer.stdout.close()
-    assert writer.wait(timeout=120) == 0
+    # as of a program that died of the closed pipe
+    assert writer.wait(timeout=120) == 128 + signal.SIGPIPE
     assert writer.stderr.read() == ""
     writer.stderr.close()
 
@@ -315,4 +316,4 @@ def test_an_interrupted_reply_ends_in_order(smollm2):
     writer.send_signal(signal.SIGINT)
     _, errors = writer.communicate(timeout=60)
     assert writer.returncode == 130
-    assert errors == ""
+    assert errors == "kvtool: stopped\n"

@@ -77,6 +77,14 @@ def test_a_gemma_without_a_template_talks_as_gemmas_do():
         "{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ 1 / 0 }}",
         "{{ messages + 1 }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ range(10**9) | list }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'x' * 10**15 }}",
+        "(".join(["{{ "] * 300) + "1" + ")" * 299,
     ],
 )
 def test_a_template_that_fails_or_leaves_its_sandbox_is_one_error(source):

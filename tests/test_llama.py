@@ -608,6 +608,40 @@ def test_hidden_cells_stay_and_are_not_seen(tiny_model):
         assert np.abs(context.logits() - alone).max() < 1e-5
 
 
+def test_hidden_cells_stay_hidden_when_the_cache_grows(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.ATTENTION) as context:
+        fill(context, 30)
+        context.hide(30)
+        context.resize(np.full(2, 512))
+        # positions may start over, since nothing before is seen
+        fill(context, 9, seed=1)
+        context.resize(np.full(2, 1024))
+        context.decode(tokens(1), 9, 1)
+        assert not context.read(Signal.ATTENTION, 40)[:, :30].any()
+        assert look(context).pos.tolist() == list(range(10))
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_was(tiny_model):
+    with opened(tiny_model(**SHAPE), ragged=True, signals=Signal.ATTENTION) as context:
+        fill(context, 12)
+        n_bytes = context.cache_bytes
+        with pytest.raises(LibraryError, match="no memory for the cache"):
+            context.resize(np.array([300, 2**31 - 1]))
+        assert context.cache_bytes == n_bytes
+        assert context.read(Signal.ATTENTION, 12).any()
+        context.decode(tokens(3), 12, 1)
+
+
+def test_ragged_rows_without_room_are_an_error_and_nothing_is_written(tiny_model):
+    with opened(tiny_model(**SHAPE), ragged=True) as context:
+        fill(context, 12)
+        context.resize(np.array([16, 14]))
+        with pytest.raises(LibraryError, match=r"layer 1: 14 cells hold no 12 \+ 3 tokens"):
+            context.decode(tokens(3), 12, 1)
+        context.decode(tokens(2), 12, 1)
+        assert np.isfinite(context.logits()).all()
+
+
 def test_keys_of_cells_that_are_not_there_are_refused(filled):
     with pytest.raises(LibraryError, match="row 2: cells 255 .. 257 of 256"):
         filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))

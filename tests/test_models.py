@@ -532,6 +532,15 @@ def test_what_is_no_model(tmp_path):
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key)
     with pytest.raises(ModelError, match="damaged .alignment 0"):
         header.read(path)
+    header_of = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
+    axes = struct.pack("<Q1sI", 1, b"t", 2**32 - 1) + struct.pack("<Q", 2**63) * 1000
+    path.write_bytes(header_of + axes)
+    with pytest.raises(ModelError, match="a tensor of 4294967295 axes"):
+        header.read(path)
+    with pytest.raises(ModelError, match="layers by its header"):
+        header.read(tiny_gguf(tmp_path / "loops.gguf", num_loops=2**31 - 1))
+    with pytest.raises(ModelError, match=r"has 4294967295 as llama\.attention\.key_length"):
+        header.read(tiny_gguf(tmp_path / "negative.gguf", attention__key_length=2**32 - 1))
     with pytest.raises(ModelError, match="has 0 layers"):
         header.read(tiny_gguf(tmp_path / "none.gguf", block_count=0))
     with pytest.raises(ModelError, match="has 99999 layers"):

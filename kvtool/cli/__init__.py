@@ -1,30 +1,77 @@
-"""The command line: one command a file; a KvtoolError becomes one line and an exit code here."""
+"""The command line: one command a file; whatever ends one becomes one line and an exit code here."""
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
 
-from kvtool import __version__
+from kvtool import __version__, interrupt
 from kvtool.cli import chat, doctor, generate, inspect, models, perplexity, policies, session
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, OutOfMemory
+
+# what a shell shows for a program that died of the signal
+_HANGUP, _PIPE = 128 + 1, 128 + 13
 
 
 class _Group(TyperGroup):
     def invoke(self, context):
         try:
-            return super().invoke(context)
+            result = super().invoke(context)
+            # here, where it can fail in one line, and not at exit
+            sys.stdout.flush()
+            return result
         except KvtoolError as error:
-            sys.stderr.write(f"kvtool: {error}\n")
-            raise typer.Exit(error.exit_code) from None
-        except BrokenPipeError:
-            # the reader has what it wanted; nothing may be flushed into the closed pipe at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
+            raise _end(error.exit_code, str(error)) from None
+        except KeyboardInterrupt:
+            raise _end(interrupt.EXIT_CODE, "stopped") from None
+        except MemoryError:
+            raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
+        except SystemExit as end:
+            # rich's answer to a closed pipe
+            if isinstance(end.__context__, BrokenPipeError):
+                raise _end(_PIPE, "") from None
+            raise
+        except OSError as error:
+            raise _end(*_of_output(error)) from None
+
+
+def _of_output(error: OSError) -> tuple[int, str]:
+    """An exit code and a line, of which there is none where nobody is left to read it.
+
+    What commands read and store has errors of its own: this one is of stdout or of the terminal.
+    """
+    if error.errno == errno.EPIPE:
+        return _PIPE, ""
+    if error.errno == errno.EIO:
+        return _HANGUP, ""
+    name = f" {error.filename}" if error.filename else ""
+    return KvtoolError.exit_code, f"cannot write{name}: {error.strerror or error}"
+
+
+def _end(exit_code: int, line: str) -> typer.Exit:
+    """Says why, and leaves nothing that Python would try to write again at exit."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    if line:
+        with suppress(OSError, ValueError):
+            # a name in a damaged file may hold anything
+            shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
+            after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
+            sys.stderr.write("\n" * after_echo + f"kvtool: {shown}\n")
+            sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return typer.Exit(exit_code)
 
 
 app = typer.Typer(
@@ -63,4 +110,5 @@ app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:
+    interrupt.ends()
     app(prog_name="kvtool")

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.cli.explain import Notice, explain_run
 from kvtool.cli.keeper import SAMPLING, Keeper, open_transcript
@@ -104,11 +105,11 @@ def chat(
 
 def _pipe(conversation, keeper: Keeper, n_max: int | None) -> None:
     """Each line of stdin is a turn; only replies go to stdout."""
-    signal.signal(signal.SIGINT, lambda *_: (setattr(conversation.writer, "stop", True), sys.stdin.close()))
     try:
         for line in sys.stdin:
             if not line.strip():
                 continue
+            interrupt.stops(conversation.writer)
             for piece in conversation.reply(line.rstrip("\n"), n_max):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -116,11 +117,12 @@ def _pipe(conversation, keeper: Keeper, n_max: int | None) -> None:
             keeper.check()
             sys.stdout.write("\n")
             sys.stdout.flush()
+            if conversation.writer.stop:
+                raise KeyboardInterrupt
+            # between turns nothing is under way
+            interrupt.ends()
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not UTF-8 (byte {error.start})") from None
-    except ValueError:
-        # stdin was closed by Ctrl-C
-        raise typer.Exit(130) from None
 
 
 class _Terminal:
@@ -158,7 +160,7 @@ class _Terminal:
 
     def _ask(self) -> str | None:
         """The person's next line; None to leave."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt.raises()
         while True:
             try:
                 return input("\n> ")

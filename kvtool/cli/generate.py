@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from typing import Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.cli.explain import Notice, explain_run
 from kvtool.errors import InputError
@@ -66,7 +66,7 @@ def generate(
             seed=seed,
         )
         writer = Writer(engine, sampler)
-        signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
+        interrupt.stops(writer)
         request = "\n\n".join(part for part in (prompt, text) if part)
         whole, n_pinned = request, len(prompt) if prompt and text else 0
         if not raw:
@@ -95,7 +95,7 @@ def generate(
                 as_json, pieces, engine, policy, len(tokens), writer.n_written, read_in, wrote_in, verbose
             )
         if writer.stop:
-            raise typer.Exit(130)
+            raise KeyboardInterrupt
 
 
 def read_stdin() -> str:

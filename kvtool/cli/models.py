@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.units import format_bytes, parse_bytes
 
 app = typer.Typer(help="List, download and look into models.", no_args_is_help=True, rich_markup_mode=None)
@@ -185,7 +186,8 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
         bar.update(task, completed=done)
 
     try:
-        yield step
+        with interrupt.raising():
+            yield step
     finally:
         if bar.live.is_started:
             bar.stop()

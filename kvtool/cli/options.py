@@ -198,6 +198,7 @@ def open_engine(
     from kvtool.engine import Engine, Settings
 
     llama.set_verbose(wanted.verbose)
+    llama.guard()
     model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
     try:
         n_tokens = length(model) if length else n_ctx

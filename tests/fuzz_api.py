@@ -1,0 +1,352 @@
+"""Random calls of the patched library's C API: each is done, or refused with a reason and nothing changed.
+
+    python tests/fuzz_api.py --n 10000        # plans, with the other calls and decodes in between
+    make fuzz-sanitized                       # the same in a build with -fsanitize=address,undefined
+
+What a call must answer is computed here from the header's words, so that it is not only "no crash".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np  # noqa: E402
+
+from kvtool import llama  # noqa: E402
+from kvtool.errors import LibraryError  # noqa: E402
+from kvtool.llama import _Edit, _lib, _Move, _Params, _Term  # noqa: E402
+from kvtool.policy import Signal  # noqa: E402
+from tests import tiny  # noqa: E402
+
+N_LAYER, N_HEAD_KV, N_DIM, N_VOCAB = 2, 2, 32, 320
+N_ROW = N_LAYER * N_HEAD_KV
+N_BATCH = 32
+N_SIGNAL = 6
+LARGEST = 2**31 - 1
+BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
+
+# without flash attention V lies transposed, and cannot be quantized
+CACHES = [
+    *(("f32", "f32", "off"), ("f32", "f32", "on"), ("f16", "f16", "off"), ("f16", "f16", "on")),
+    *(("q8_0", "f16", "off"), ("q8_0", "q8_0", "on"), ("bf16", "f32", "off"), ("q4_0", "q8_0", "on")),
+]
+
+
+class Fuzz:
+    """One context, what its cache must be like, and calls at random."""
+
+    def __init__(self, model, rng, counts):
+        self.rng, self.counts = rng, counts
+        type_k, type_v, flash = CACHES[rng.integers(len(CACHES))]
+        n_cell = int(rng.choice([256, 512]))
+        self.context = llama.Context(
+            model, n_cell, N_BATCH, type_k=type_k, type_v=type_v, flash=flash, n_threads=1
+        )
+        self.pointer = self.context._context
+        self.n_table = n_cell
+        self.cells = [n_cell] * N_LAYER
+        self.signals, self.ragged = 0, False
+        self.forget()
+
+    def forget(self):
+        self.live = np.zeros(N_ROW, np.int64)
+        self.n_used, self.next, self.any_pos = 0, 0, True
+
+    @property
+    def row_cells(self):
+        return np.repeat(self.cells, N_HEAD_KV)
+
+    def close(self):
+        self.context.close()
+
+    def maybe(self, share):
+        return self.rng.random() < share
+
+    def one_of(self, *values):
+        return int(values[self.rng.integers(len(values))])
+
+    def expect(self, name, status, ok):
+        """status is what the call has returned; ok: whether it was one that can be."""
+        self.counts[name, "done" if ok else "refused"] += 1
+        why = llama._kvtool_error()
+        assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
+        assert ok or why, f"{name}: refused without a reason"
+
+    def call(self):
+        calls = [self.apply] * 10 + [self.decode] * 6 + [self.read, self.read_keys, self.resize] * 2
+        calls += [self.seen, self.small, self.enable if self.maybe(0.3) else self.small]
+        calls[self.rng.integers(len(calls))]()
+
+    def enable(self, signals=None, ragged=None):
+        signals = int(self.rng.integers(0, 64)) if signals is None else signals
+        ragged = self.maybe(0.4) if ragged is None else ragged
+        params = _Params(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 500, LARGEST))
+        params.log_n, params.ragged = self.maybe(0.2), ragged
+        ok = not self.maybe(0.2)
+        if not ok:
+            bad = [("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)]
+            setattr(params, *bad[self.rng.integers(5)])
+        ok = ok and (ragged or len(set(self.cells)) == 1)
+        status = _lib.llama_kvtool_enable(self.pointer, ctypes.byref(params))
+        self.expect("enable", status, ok)
+        if ok:
+            assert status == N_ROW
+            self.signals, self.ragged = signals, ragged
+            self.n_table = self.n_table if ragged else self.cells[0]
+            self.forget()
+
+    def seen(self):
+        n = self.one_of(0, 5, 1000, LARGEST, LARGEST - 3, -1, -(2**31))
+        self.expect("seen", _lib.llama_kvtool_seen(self.pointer, n), n >= 0)
+
+    def small(self):
+        assert _lib.llama_kvtool_n_dim(self.pointer) == N_DIM
+        assert _lib.llama_kvtool_cache_bytes(self.pointer) > 0
+        n = self.one_of(N_ROW, N_ROW, 0, -1, N_ROW + 1)
+        out = np.empty(max(n, 0), np.int32)
+        status = _lib.llama_kvtool_row_layers(self.pointer, out.ctypes.data if self.maybe(0.9) else None, n)
+        if status >= 0:
+            assert out.tolist() == np.repeat(np.arange(N_LAYER), N_HEAD_KV).tolist()
+        # nothing where something is due
+        for name, status in (
+            ("n_dim", _lib.llama_kvtool_n_dim(None)),
+            ("cache_bytes", _lib.llama_kvtool_cache_bytes(None)),
+            ("row_layers", _lib.llama_kvtool_row_layers(None, None, N_ROW)),
+            ("enable", _lib.llama_kvtool_enable(self.pointer, None)),
+            ("resize", _lib.llama_kvtool_resize(self.pointer, None, N_LAYER)),
+            ("read", _lib.llama_kvtool_read(self.pointer, 1, None, N_ROW, 1)),
+            ("read_keys", _lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
+            ("apply", _lib.llama_kvtool_apply(self.pointer, None)),
+        ):
+            self.expect(name, status, False)
+
+    def resize(self):
+        most = self.live.reshape(N_LAYER, N_HEAD_KV).max(axis=1).tolist()
+        if not self.ragged:
+            most = [self.n_used] * N_LAYER
+        if self.ragged:
+            wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
+        else:
+            # llama.cpp's attention is padded to so many cells
+            wanted = [-(-max(self.n_used, 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
+        n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
+        if self.maybe(0.3):
+            wanted[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
+        ok = n_layer == N_LAYER and all(n >= max(m, 1) for n, m in zip(wanted, most, strict=True))
+        ok = ok and (self.ragged or wanted[0] == wanted[1]) and max(wanted) < 10_000
+        n_cell = np.array(wanted + [1], np.int32)
+        status = _lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
+        self.expect("resize", status, ok)
+        if ok:
+            self.cells = wanted
+            self.n_table = self.n_table if self.ragged else wanted[0]
+
+    def read(self):
+        enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
+        signal = self.one_of(1, 2, 4, 8, 16, 32, 0, 3, 64, 2**31, *enabled * 8)
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, most, most, most // 2, most // 2, most + 1, -1)
+        n_row = self.one_of(*[N_ROW] * 8, 0, -1, N_ROW + 1)
+        ok = n_row == N_ROW and 0 <= n_cell <= most and signal in [1 << i for i in range(N_SIGNAL)]
+        ok = ok and bool(self.signals & signal)
+        out = np.full((N_ROW, max(n_cell, 0)), -7, np.float32)
+        status = _lib.llama_kvtool_read(self.pointer, signal, out.ctypes.data, n_row, n_cell)
+        self.expect("read", status, ok)
+        assert ok or (out == -7).all()
+
+    def read_keys(self):
+        n = self.one_of(0, 1, 9, 9, 30, min(self.cells), max(self.cells), max(self.cells) + 1, -1)
+        first = self.rng.integers(0, max(min(self.cells) - n, 0) + 1, N_ROW)
+        if self.maybe(0.3):
+            first[self.rng.integers(N_ROW)] = self.one_of(*BAD)
+        n_dim = self.one_of(N_DIM, N_DIM, N_DIM, N_DIM + 1, 0)
+        ok = n_dim == N_DIM and 0 <= n <= max(self.cells)
+        ok = ok and bool(((first >= 0) & (first + n <= self.row_cells)).all())
+        first = first.astype(np.int32)
+        delta = self.rng.integers(-50, 50, (N_ROW, max(n, 0))).astype(np.int32)
+        out = np.full((N_ROW, max(n, 0), N_DIM), -7, np.float32)
+        pointers = (array.ctypes.data for array in (first, delta, out))
+        status = _lib.llama_kvtool_read_keys(self.pointer, *pointers, N_ROW, n, n_dim)
+        self.expect("read_keys", status, ok)
+        assert ok or (out == -7).all()
+
+    def decode(self):
+        """As the engine does, and now and then as it never would."""
+        n = int(self.rng.integers(1, N_BATCH + 1))
+        tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
+        pos = self.next
+        ok = self.n_used + n <= self.n_table and pos + n <= LARGEST
+        if self.ragged:
+            ok = 1 + n <= self.n_table and bool((self.live + n <= self.row_cells).all())
+        if self.maybe(0.05):
+            tokens[self.rng.integers(n)] = self.one_of(-1, N_VOCAB, LARGEST)
+            ok = False
+        elif self.maybe(0.05) and not self.any_pos:
+            pos += self.one_of(-1, 1, 50)
+            ok = False
+        if pos + n > LARGEST:
+            return
+        try:
+            self.context.decode(tokens, pos, int(self.rng.integers(0, 2)))
+            why = ""
+        except LibraryError as error:
+            why = str(error)
+        where = f"{n} tokens at {pos}, {self.n_used} of {self.n_table} cells, {self.live}: {why}"
+        assert ok == (not why), where
+        self.counts["decode", "done" if ok else "refused"] += 1
+        if not ok:
+            return
+        self.next, self.any_pos = pos + n, False
+        self.n_used += n
+        self.live += n
+        if self.ragged:
+            self.n_used = min(self.n_used, self.n_table)
+
+    def apply(self):
+        rng, most = self.rng, max(self.cells)
+        cells = self.row_cells
+        n_keep = int(rng.integers(0, min(max(self.n_used, 1), self.n_table) + 1))
+        if self.ragged:
+            n_keep = int(rng.integers(0, min(self.cells) + 1))
+        rows = (np.minimum(rng.integers(0, n_keep + 1, N_ROW), cells)).astype(np.int32)
+        # now and then far away, where positions end
+        pos_0 = self.one_of(0, 0, 3, 100, 5000, int(rng.integers(0, 3000)), LARGEST - most)
+
+        n_move = int(rng.choice([0, 1, 5, 40, 200]))
+        at = rng.permutation(N_ROW * min(self.cells))[:n_move]
+        row, dst = np.divmod(at, min(self.cells))
+        src, delta = rng.integers(0, min(self.cells), len(at)), rng.choice([0, 0, 5, -9, 1000], len(at))
+        moves = np.stack([row, dst, src, delta], axis=1).astype(np.int64)
+        terms = []
+        for where in rng.permutation(N_ROW * min(self.cells))[: int(rng.choice([0, 0, 1, 6, 30]))]:
+            row, cell = divmod(int(where), min(self.cells))
+            for _ in range(int(rng.choice([1, 2, 3, 7]))):
+                terms.append([row, cell, int(rng.integers(0, min(self.cells))), float(rng.normal())])
+        n_hidden = 0 if self.ragged or self.maybe(0.9) else int(rng.integers(0, n_keep + 1))
+        keep_rows = self.ragged
+        spoil = int(rng.integers(0, 24))
+        if spoil == 0 and len(moves):
+            moves[rng.integers(len(moves)), rng.integers(3)] = self.one_of(*BAD, -1, most)
+        elif spoil == 1 and terms:
+            terms[rng.integers(len(terms))][rng.integers(3)] = self.one_of(*BAD, -1, most)
+        elif spoil == 2 and terms:
+            terms[rng.integers(len(terms))][3] = [np.nan, np.inf, -np.inf, 1e38][rng.integers(4)]
+        elif spoil == 3:
+            n_keep = self.one_of(-1, most + 1, -(2**31), LARGEST)
+        elif spoil == 4:
+            pos_0 = self.one_of(-1, -(2**31), LARGEST, LARGEST - most + 1)
+        elif spoil == 5:
+            n_hidden = self.one_of(-1, n_keep + 1, LARGEST)
+        elif spoil == 6:
+            keep_rows = not keep_rows
+        elif spoil == 7:
+            rows[rng.integers(N_ROW)] = self.one_of(-1, n_keep + 1, LARGEST)
+        elif spoil == 8 and len(moves) > 1:
+            moves[-1, :2] = moves[0, :2]
+        elif spoil == 9 and len(terms) > 2:
+            terms.append(list(terms[0]))
+
+        c_moves = (_Move * max(len(moves), 1))(*(_Move(*map(int, move)) for move in moves))
+        c_terms = (_Term * max(len(terms), 1))(*(_Term(*term) for term in terms))
+        edit = _Edit(
+            moves=c_moves, terms=c_terms, n_move=len(moves), n_term=len(terms), n_keep=n_keep, pos_0=pos_0
+        )
+        edit.n_hidden, edit.force_graph = n_hidden, self.maybe(0.5)
+        if keep_rows:
+            edit.n_keep_row = rows.ctypes.data
+        if spoil == 10:
+            name, value = [("n_move", -1), ("n_term", -3), ("n_move", 5), ("n_term", 5)][rng.integers(4)]
+            setattr(edit, name, value)
+            setattr(edit, name.removeprefix("n_") + "s", None)
+        ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
+        # a graph that fills a cache to the brim with a number that is none comes later
+        before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
+        status = _lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
+        self.expect("apply", status, ok)
+        assert before is None or self.context.state() == before, "a refused edit has changed the cache"
+        if ok:
+            self.n_used, self.next = n_keep, pos_0 + n_keep
+            # of nothing that later queries see
+            self.any_pos = n_hidden == n_keep
+            if self.any_pos:
+                self.next = int(rng.integers(0, 50))
+            if self.ragged:
+                self.live = rows.astype(np.int64)
+                self.n_used = min(n_keep, 1)
+
+    def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
+        """Whether the header allows the edit."""
+        most, cells = max(self.cells), self.row_cells
+        if not (0 <= n_keep <= most and 0 <= pos_0 <= LARGEST - most) or (rows is not None) != self.ragged:
+            return False
+        if not 0 <= n_hidden <= (0 if self.ragged else n_keep):
+            return False
+        if rows is not None and ((rows < 0) | (rows > np.minimum(n_keep, cells))).any():
+            return False
+        written, previous = set(), None
+        for row, dst, src, _ in moves.tolist():
+            if not (0 <= row < N_ROW and 0 <= dst < cells[row] and 0 <= src < cells[row]):
+                return False
+            if (row, dst) in written:
+                return False
+            written.add((row, dst))
+        written = set()
+        for row, dst, src, weight in terms:
+            if not (0 <= row < N_ROW and 0 <= dst < cells[row] and 0 <= src < cells[row]):
+                return False
+            if not np.isfinite(weight):
+                return False
+            if (row, dst) != previous and (row, dst) in written:
+                return False
+            previous = row, dst
+            written.add(previous)
+        return True
+
+
+def run(n, seed=0, calls=150):
+    """Counter of (call, "done" or "refused") after n plans. calls: of one context, before the next."""
+    counts = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.gguf"
+        tiny.write_llama(
+            path, n_layer=N_LAYER, n_head=4, n_head_kv=N_HEAD_KV, head_dim=N_DIM, n_vocab=N_VOCAB
+        )
+        model = llama.Model(path)
+        number = seed
+        while counts["apply", "done"] + counts["apply", "refused"] < n:
+            rng = np.random.default_rng(number)
+            fuzz = Fuzz(model, rng, counts)
+            try:
+                fuzz.enable(signals=int(rng.integers(0, 64)) & ~int(Signal.KEYS))
+                for _ in range(calls):
+                    fuzz.call()
+            except AssertionError as error:
+                raise AssertionError(f"context {number}: {error}") from None
+            finally:
+                fuzz.close()
+            number += 1
+        model.close()
+    return counts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=10_000, help="how many plans")
+    parser.add_argument("--seed", type=int, default=0, help="of the first context")
+    asked = parser.parse_args()
+    for (name, what), count in sorted(run(asked.n, asked.seed).items()):
+        print(f"{count:7} {name} {what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""What may happen to a process: a crash of compiled code, Ctrl-C, no memory, a terminal that is gone.
+
+Each ends in at most one line and the right exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import rpc_server
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(os.name != "posix", reason="signals, limits and terminals of Unix"),
+]
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
+
+ROOT = Path(__file__).parent.parent
+RUN = "from kvtool.cli import main; main()"
+WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "-n", "20")
+
+
+def python(code, *arguments, **options):
+    options = {"capture_output": True, "text": True, "timeout": 120, "stdin": subprocess.DEVNULL} | options
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, check=False, **options)
+
+
+def start(code, *arguments, **options):
+    pipe = subprocess.PIPE
+    options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True} | options
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
+
+
+def one_line(done, exit_code, words):
+    assert done.returncode == exit_code, done.stderr[-2000:]
+    (line,) = done.stderr.strip().split("\n")
+    assert line.startswith("kvtool: ")
+    assert words in line
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(n_ctx_train=8192)
+
+
+# crashes
+
+CRASHES = {
+    "a bad address": "ctypes.string_at(0)",
+    "an abort": "os.abort()",
+    "a bad number": "os.kill(os.getpid(), signal.SIGFPE)",
+    "an abort of ggml": "llama._lib.ggml_abort(b'ggml.c', 1, b'its own words')",
+    "an abort of ggml in a thread": "in_thread(lambda: llama._lib.ggml_abort(b'ggml.c', 1, b'words'))",
+    "an exception that nobody catches": "ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev()",
+}
+GUARDED = """
+import ctypes, os, signal, sys, threading
+from kvtool import llama
+
+def in_thread(what):
+    thread = threading.Thread(target=what)
+    thread.start()
+    thread.join()
+"""
+
+
+@linux
+@pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES.keys())
+def test_a_crash_is_one_line(crash):
+    one_line(python(f"{GUARDED}\nllama.guard()\n{crash}"), 4, "llama.cpp has crashed")
+
+
+@linux
+def test_a_crash_on_a_model_says_that_the_file_is_damaged():
+    code = f"{GUARDED}\nllama.guard()\nwith llama._crash_means(llama._damaged('some.gguf')): os.abort()"
+    one_line(python(code), 3, "some.gguf seems to be damaged")
+
+
+@linux
+def test_a_crash_says_more_when_asked():
+    code = f"{GUARDED}\nllama.set_verbose(True)\nllama.guard()\n{CRASHES['an abort of ggml']}"
+    done = python(code)
+    assert done.returncode == 4
+    assert "ggml.c:1: its own words\nkvtool: llama.cpp has crashed" in done.stderr
+
+
+def test_without_a_guard_a_crash_is_the_process_own():
+    done = python(f"{GUARDED}\nllama.guard()\nllama._lib.llama_kvtool_guard(None, 0, False)\nos.abort()")
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr == ""
+
+
+DYING_SERVER = """
+import os, signal, sys
+import numpy as np
+from kvtool import llama
+
+llama.add_rpc(sys.argv[1])
+llama.guard()
+context = llama.Context(llama.Model(sys.argv[2], n_gpu_layers=99), 256, 8, n_threads=1)
+context.decode(np.full(3, 5, np.int32), 0, 1)
+os.kill(int(sys.argv[3]), signal.SIGKILL)
+context.decode(np.full(3, 5, np.int32), 3, 1)
+context.logits()
+"""
+
+
+def test_a_device_that_goes_away_is_one_line(model):
+    from kvtool import llama
+
+    if not (llama.library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    with rpc_server.running() as endpoint:
+        done = python(DYING_SERVER, endpoint, model, endpoint.process.pid)
+    one_line(done, 4, "a device that is gone")
+
+
+# memory
+
+LIMITED = """
+import resource, sys
+from kvtool import engine, llama, policies
+from kvtool.cli import main
+
+policies.load("streamingllm")
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + int(sys.argv.pop(1)) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+main()
+"""
+
+
+# less than the file, than cells and buffers, than the graph: llama.cpp fails, throws or aborts
+@linux
+@pytest.mark.parametrize("megabytes", [40, 130, 250])
+def test_no_memory_is_one_line(megabytes, smollm2):
+    one_line(python(LIMITED, megabytes, *WRITE, "-m", smollm2), 8, "choose a smaller --budget")
+
+
+@linux
+def test_no_memory_for_so_many_cells_is_one_line(smollm2):
+    done = python(LIMITED, 250, *WRITE, "-m", smollm2, "--policy", "full")
+    one_line(done, 8, "no memory for a cache of 8192 cells")
+
+
+def test_memory_that_ends_in_python_is_one_line(model):
+    code = f"from kvtool import engine\ndef fail(*_): raise MemoryError\nengine.Engine.reset = fail\n{RUN}"
+    one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
+
+
+# files
+
+
+@pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
+def test_a_truncated_model_is_one_line(share, model, tmp_path):
+    data = model.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(share * len(data))])
+    one_line(python(RUN, *WRITE, "-m", tmp_path / "cut.gguf"), 3, "; download it again")
+
+
+@linux
+@pytest.mark.parametrize("command", [("policies",), ("models", "list", "--json")])
+def test_a_full_disk_under_stdout_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        done = python(RUN, *command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    one_line(done, 1, "cannot write: No space left on device")
+
+
+@pytest.mark.parametrize("command", [("policies", "--json"), ("models", "list"), ("doctor",)])
+def test_a_pipe_that_nobody_reads_is_quiet(command):
+    read, write = os.pipe()
+    os.close(read)
+    done = python(RUN, *command, capture_output=False, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""
+
+
+# Ctrl-C. A hook presses it at a stage.
+
+PRESS = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+def press(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+class At(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            press()
+
+def before(owner, name, times=1):
+    plain = getattr(owner, name)
+    def pressed(*arguments, **options):
+        for _ in range(times):
+            press()
+        return plain(*arguments, **options)
+    setattr(owner, name, pressed)
+
+module = ""
+sys.meta_path.insert(0, At())
+"""
+# the log is written in a callback of C, where an exception would be printed and forgotten
+IN_A_CALLBACK = """
+from kvtool import llama
+class Errors:
+    write = press
+    def flush(self): pass
+    def isatty(self): return False
+plain = llama.api.llama_model_load_from_file
+def load(*arguments):
+    was, sys.stderr = sys.stderr, Errors()
+    def end(*_):
+        sys.stderr = was
+        interrupt.end()
+    if signal.getsignal(signal.SIGINT) is interrupt.end:
+        signal.signal(signal.SIGINT, end)
+    try:
+        return plain(*arguments)
+    finally:
+        sys.stderr = was
+from kvtool import interrupt
+llama.api.llama_model_load_from_file = load
+sys.argv.append("-v")
+"""
+STAGES = {
+    "import of the commands": "module = 'kvtool.cli.generate'",
+    "import of numba": "module = 'numba'",
+    "import of llama.cpp": "module = 'llama_cpp'",
+    "header": "from kvtool import models; before(models, 'check')",
+    "load": IN_A_CALLBACK,
+    "cache": "from kvtool import llama; before(llama.api, 'llama_init_from_model')",
+    "prompt": "from kvtool import llama; before(llama.Context, 'decode')",
+    "reply": "from kvtool import llama; before(llama.Sampler, 'sample')",
+    "reply, twice": "from kvtool import llama; before(llama.Sampler, 'sample', 2)",
+}
+ENTRY = "from kvtool.__main__ import main; main()"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
+    done = python(f"{PRESS}\n{STAGES[stage]}\n{ENTRY}", *WRITE, "-m", model)
+    assert done.returncode == 130, done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.stderr.endswith("kvtool: stopped\n")
+    if stage != "load":
+        assert done.stderr == "kvtool: stopped\n"
+    # the step under way is written out, but not after a second one
+    assert bool(done.stdout.strip()) == (stage == "reply")
+
+
+def test_an_interrupted_perplexity_is_one_line(model, tmp_path):
+    (tmp_path / "text").write_text("Hello, hello. " * 20)
+    code = f"{PRESS}\nfrom kvtool import llama; before(llama.Context, 'decode')\n{ENTRY}"
+    one_line(python(code, "perplexity", tmp_path / "text", "-t", 1, "-m", model), 130, "stopped")
+
+
+DOWNLOAD = """
+from kvtool import models
+line = "tiny | pip:kvtool-no-such==1.0 | tiny.gguf | " + "0" * 64 + " | 5 | MIT | -"
+models.registry = lambda: models.parse(line)
+# pip would go to the network: something that lasts stands in for it
+popen = models.subprocess.Popen
+lasts = [sys.executable, "-c", "while True: pass"]
+models.subprocess.Popen = lambda command, **options: popen(lasts, **options)
+before(models, "_bytes_in")
+"""
+
+
+def test_an_interrupted_download_leaves_nothing(tmp_path):
+    environment = os.environ | {"KVTOOL_CACHE": str(tmp_path)}
+    done = python(f"{PRESS}\n{DOWNLOAD}\n{ENTRY}", "models", "pull", "tiny", env=environment)
+    assert done.returncode == 130
+    assert done.stderr == "kvtool: stopped\n"
+    assert not os.listdir(tmp_path / "models")
+
+
+def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
+    chat = start(RUN, "chat", "--temp", 0, "-t", 1, "-n", 2, "-m", smollm2, stdin=subprocess.PIPE)
+    chat.stdin.write("Hello!\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline().strip()
+    time.sleep(0.3)
+    chat.send_signal(signal.SIGINT)
+    assert chat.wait(timeout=20) == 130
+    assert chat.communicate()[1] == "kvtool: stopped\n"
+
+
+# terminals
+
+
+class Terminal:
+    """A chat at a pseudo-terminal. own: the terminal is the process's own, whose end is a SIGHUP."""
+
+    def __init__(self, model, own=True):
+        import fcntl
+        import pty
+        import termios
+
+        self.master, slave = pty.openpty()
+        self.seen = ""
+
+        def prepare():
+            os.setsid()
+            if own:
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            else:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1", "-m", str(model)]
+        environment = os.environ | {"TERM": "xterm"}
+        self.process = subprocess.Popen(command, cwd=ROOT, preexec_fn=prepare, env=environment, **ends)
+        os.close(slave)
+
+    def wait_for(self, words, seconds=60):
+        import select
+
+        end = time.monotonic() + seconds
+        while words not in self.seen:
+            assert time.monotonic() < end, self.seen[-2000:]
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+        self.seen = self.seen.partition(words)[2]
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+
+@pytest.fixture
+def terminal(smollm2):
+    started = []
+
+    def start(own=True):
+        started.append(Terminal(smollm2, own))
+        return started[0]
+
+    yield start
+    started[0].process.kill()
+    started[0].process.wait()
+
+
+def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):
+    terminal = terminal()
+    terminal.wait_for("> ")
+    # between a prompt and its first look at the keyboard, Python's readline does not hear of a signal
+    time.sleep(0.5)
+    terminal.type("\x03")
+    terminal.wait_for(" leaves")
+    terminal.type("Tell me a long story of the sea.\n")
+    terminal.wait_for("reading")
+    time.sleep(0.5)
+    terminal.type("\x03")
+    terminal.wait_for("stopped")
+    terminal.wait_for("tokens/s")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=20) == 0
+    os.close(terminal.master)
+
+
+def test_a_terminal_that_goes_away_ends_the_chat(terminal):
+    terminal = terminal()
+    terminal.wait_for("> ")
+    os.close(terminal.master)
+    # a shell shows 129
+    assert terminal.process.wait(timeout=20) == -signal.SIGHUP
+
+
+@pytest.mark.parametrize("during", ["prompt", "reply"])
+def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, terminal):
+    terminal = terminal(own=False)
+    terminal.wait_for("> ")
+    if during == "reply":
+        terminal.type("Tell me a long story of the sea.\n")
+        terminal.wait_for("reading")
+        time.sleep(0.5)
+    os.close(terminal.master)
+    assert terminal.process.wait(timeout=20) == 128 + signal.SIGHUP
+
+
+# the clock
+
+JUMPS = """
+import itertools, time
+day = itertools.cycle([0, 2e9, -2e9])
+time.time = lambda: next(day)
+time.time_ns = lambda: int(next(day) * 1e9)
+"""
+
+
+def test_a_clock_that_jumps_does_not_matter(model, tmp_path):
+    written = json.loads(python(f"{JUMPS}\n{RUN}", *WRITE, "-m", model, "--json").stdout)
+    assert 0 < written["prompt_s"] < 60
+    assert 0.1 < written["tokens_per_s"] < 1e5
+    (tmp_path / "text").write_text("Hello, hello. " * 20)
+    done = python(f"{JUMPS}\n{RUN}", "perplexity", tmp_path / "text", "-t", 1, "-m", model, "--json")
+    scored = json.loads(done.stdout)
+    assert 0 < scored["seconds"] < 60
+    assert 0.1 < scored["tokens_per_s"] < 1e5

@@ -1,0 +1,27 @@
+"""A share of the fuzzing; the whole of it is `python tests/fuzz_gguf.py` and `python tests/fuzz_api.py`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import fuzz_api, fuzz_gguf
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
+def test_a_damaged_file_ends_in_one_line_and_in_time():
+    outcomes, found = fuzz_gguf.run(100)
+    assert not found
+    # some are refused by the header, some by llama.cpp, and some still run
+    for outcome in ("3, 3", "0, 3", "0, 0"):
+        assert outcomes[f"models show, generate: {outcome}"] >= 3, outcomes
+
+
+def test_calls_of_the_library_are_done_or_refused_but_never_crash():
+    counts = fuzz_api.run(600)
+    for name in ("apply", "decode", "enable", "read", "read_keys", "resize", "seen"):
+        for what in ("done", "refused"):
+            assert counts[name, what] >= 3, (name, what, counts)
