@@ -1,18 +1,17 @@
 """Does an endless stream keep its quality, its memory and its speed?
 
-    python benchmarks/stream.py FILE --policy buzz --budget 512 --tokens 50000
+    python benchmarks/stream.py FILE --policy h2o --budget 512 --tokens 200000 --plot stream.png
 
-Streams the text through one engine and scores every token. The perplexity of the last `--tail` tokens is
-compared with that of a run that starts afresh at that place; the first `--skip` of them are left out of both,
-so that the fresh run has its cache full. With positions `auto` the long stream starts its positions over now
-and then and a short fresh run does not; `--fresh-positions in-cache` is another measure. Resident
-memory and speed are those of each tenth of the stream. What else slows the machine shows in the tenths'
-speeds; so the fresh run takes its steps in turn with the stream's, and both have the last tenth in common.
+Streams the text through one engine and scores every token, and beside it, step by step in turns, every
+segment of `--segment` tokens through an engine that starts afresh there. The first `--skip` tokens of a
+segment are left out of both perplexities, so that the fresh run has its cache full. What else slows the
+machine slows both alike. With `--from` the JSON of earlier runs goes into the plot as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -31,8 +30,6 @@ from kvtool.llama import Model
 from kvtool.measure import memory, perplexity
 from kvtool.policy import Policy
 
-N_PART = 10
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -44,29 +41,30 @@ def main() -> None:
     parser.add_argument("--evict-every", type=int)
     parser.add_argument("-o", "--option", action="append", default=[], help="name=value, of the policy")
     parser.add_argument("--positions", default="auto", choices=("auto", "original", "in-cache"))
-    parser.add_argument("--fresh-positions", choices=("auto", "original", "in-cache"))
     parser.add_argument("--flash", default="auto", choices=("auto", "off", "on"))
     parser.add_argument("--tokens", type=int, default=50000)
-    parser.add_argument("--tail", type=int, default=8192)
+    parser.add_argument("--segment", type=int, default=8192)
     parser.add_argument("--skip", type=int, default=1024)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
+    parser.add_argument("--from", dest="others", type=Path, nargs="*", default=[], help="more for the plot")
     args = parser.parse_args()
-    if not args.skip < args.tail <= args.tokens:
-        parser.error("--skip must be below --tail, and --tail at most --tokens")
-    if args.tail * N_PART < args.tokens:
-        parser.error(f"--tail must be the last tenth of --tokens or more: {args.tokens // N_PART}")
+    if not args.skip < args.segment <= args.tokens // 2:
+        parser.error("--skip must be below --segment, and two segments must be in --tokens")
 
     model = load_model(args.model)
-    tokens = load_tokens(model, args.file, args.tokens)
+    tokens = load_tokens(model, args.file, args.tokens // args.segment * args.segment)
     policy = policies.fit(args.policy, args.budget, args.evict_every, args.option)
-    nll, fresh, parts = _stream(model, policy, tokens, args)
-    # the first token of the fresh run has no score
-    scored = args.tail - 1 - args.skip
-    results = _results(args, model.path.name, nll[-scored:], fresh[-scored:], parts)
+    options = ("policy", "budget", "evict_every", "option", "positions", "flash")
+    results = {
+        "machine": machine(),
+        "model": model.path.name,
+        "options": {name: getattr(args, name) for name in (*options, "tokens", "segment", "skip", "threads")},
+        "segments": _segments(model, policy, tokens, args),
+    }
     write_json(args.json, results)
     _print(results)
     if args.plot:
-        _plot(args.plot, nll, parts)
+        _plot(args.plot, [results, *(json.loads(path.read_text()) for path in args.others)])
 
 
 def _engine(model: Model, policy: Policy, positions: str, args) -> Engine:
@@ -77,124 +75,129 @@ def _engine(model: Model, policy: Policy, positions: str, args) -> Engine:
     return Engine(model, policy, settings)
 
 
-def _stream(model: Model, policy: Policy, tokens: np.ndarray, args) -> tuple:
-    """(nll, fresh, parts): the nll of every token but the first, of the stream and of the fresh run.
-
-    parts: for each tenth of the stream its tokens, seconds and resident memory; in the last one also the
-    seconds and tokens of the fresh run.
-    """
-    engine = _engine(model, policy, args.positions, args)
-    # made and used now, so that its memory is in all tenths alike
-    other = _engine(model, policy, args.fresh_positions or args.positions, args)
+def _segments(model: Model, policy: Policy, tokens: np.ndarray, args) -> list[dict[str, float]]:
+    """Of each segment nll and fresh_nll, their difference's standard error, speeds, and resident memory."""
+    engine, other = (_engine(model, policy, args.positions, args) for _ in range(2))
+    # used now, so that its memory is there in all segments alike
     perplexity.stream(other, tokens[: 4 * args.budget])
-    other.reset()
-    own = perplexity.steps(other, tokens[-args.tail :])
-    nll, fresh, parts = [], [], []
-    part, done = Counter(), 0
-    n_scored = len(tokens) - 1
-    for scores in _timed(perplexity.steps(engine, tokens), part, ""):
-        nll.append(scores)
-        done += len(scores)
-        # the fresh run stays a step behind at most
-        while done - sum(map(len, fresh)) > n_scored - args.tail + 1 + len(scores):
-            fresh.append(next(_timed(own, part, "fresh_")))
-        if done >= n_scored * (len(parts) + 1) // N_PART:
-            parts.append({**part, "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes()})
-            note(f"{done} tokens, {_speed(parts[-1], 'wall_s'):.0f} a second")
-            part.clear()
-    fresh += own
+    stream, timed, found = perplexity.steps(engine, tokens), Counter(), []
+    # of token i of the segment at i; a text's first token has none
+    nll = np.full(1, np.nan)
+    for start in range(0, len(tokens), args.segment):
+        other.reset()
+        timed.clear()
+        own, fresh = perplexity.steps(other, tokens[start : start + args.segment]), np.full(1, np.nan)
+        while len(nll) < args.segment:
+            nll = np.append(nll, next(_timed(stream, timed, "")))
+            while len(fresh) < min(len(nll), args.segment):
+                fresh = np.append(fresh, next(_timed(own, timed, "fresh_")))
+        mine, theirs = (scores[args.skip : args.segment] for scores in (nll, fresh))
+        nll = nll[args.segment :]
+        difference = mine - theirs
+        found.append(
+            {
+                "start": start,
+                "nll": float(mine.mean()),
+                "fresh_nll": float(theirs.mean()),
+                # as if tokens were independent
+                "error": float(difference.std() / math.sqrt(len(difference))),
+                "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
+                "cache_bytes": engine.cache_bytes,
+                **timed,
+            }
+        )
+        last = found[-1]
+        note(
+            f"{start + args.segment} tokens, ratio {_ratio(last):.4f}, {_speed(last, 'wall_s'):.0f} a second"
+        )
     engine.close()
     other.close()
-    return np.concatenate(nll), np.concatenate(fresh), parts
+    return found
 
 
-def _timed(steps: Iterator[np.ndarray], part: Counter, name: str) -> Iterator[np.ndarray]:
-    """The steps; their seconds and tokens are added to `part`."""
+def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[np.ndarray]:
+    """The steps; their seconds and tokens are added to `total`."""
     while True:
         wall, cpu = time.perf_counter(), time.process_time()
         scores = next(steps, None)
         if scores is None:
             return
-        part[f"{name}wall_s"] += time.perf_counter() - wall
-        part[f"{name}cpu_s"] += time.process_time() - cpu
-        part[f"{name}tokens"] += len(scores)
+        total[f"{name}wall_s"] += time.perf_counter() - wall
+        total[f"{name}cpu_s"] += time.process_time() - cpu
+        total[f"{name}tokens"] += len(scores)
         yield scores
 
 
-def _results(args, model: str, tail: np.ndarray, fresh: np.ndarray, parts: list[dict]) -> dict:
-    options = ("policy", "budget", "evict_every", "option", "positions", "fresh_positions", "flash")
-    options += ("tokens", "tail", "skip", "threads")
-    second, last = parts[1], parts[-1]
-    difference = tail - fresh
-    return {
-        "machine": machine(),
-        "model": model,
-        "options": {name: getattr(args, name) for name in options},
-        "perplexity": math.exp(tail.mean()),
-        "fresh_perplexity": math.exp(fresh.mean()),
-        "perplexity_ratio": math.exp(difference.mean()),
-        # of the mean difference in nats, as if tokens were independent
-        "difference_error": float(difference.std() / math.sqrt(len(difference))),
-        "rss_ratio": last["rss_bytes"] / second["rss_bytes"],
-        "speed_ratio": _speed(last, "wall_s") / _speed(second, "wall_s"),
-        "cpu_speed_ratio": _speed(last, "cpu_s") / _speed(second, "cpu_s"),
-        "speed_over_fresh": _speed(last, "wall_s") / _speed(last, "fresh_wall_s", "fresh_tokens"),
-        "cpu_speed_over_fresh": _speed(last, "cpu_s") / _speed(last, "fresh_cpu_s", "fresh_tokens"),
-        "tenths": parts,
-    }
+def _ratio(segment: dict) -> float:
+    """Perplexity over that of the fresh run."""
+    return math.exp(segment["nll"] - segment["fresh_nll"])
 
 
-def _speed(part: dict, clock: str, tokens: str = "tokens") -> float:
-    return part[tokens] / part[clock]
+def _speed(segment: dict, clock: str, who: str = "") -> float:
+    return segment[f"{who}tokens"] / segment[f"{who}{clock}"]
 
 
 def _print(results: dict) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=110)
     options = results["options"]
     title = f"{options['policy']}, budget {options['budget']}, positions {options['positions']}"
-    table = Table(title=f"{title}, {options['tokens']} tokens")
-    for column in ("tenth", "tokens", "resident MiB", "tokens/s", "tokens/s of CPU time"):
+    table = Table(title=title)
+    for column in (
+        "from",
+        "perplexity",
+        "fresh",
+        "ratio",
+        "resident MiB",
+        "tokens/s",
+        "of CPU time",
+        "over fresh",
+    ):
         table.add_column(column, justify="right")
-    for i, part in enumerate(results["tenths"], 1):
+    for one in results["segments"]:
         table.add_row(
-            str(i),
-            str(part["tokens"]),
-            f"{part['rss_bytes'] / 2**20:.1f}",
-            f"{_speed(part, 'wall_s'):.1f}",
-            f"{_speed(part, 'cpu_s'):.1f}",
+            f"{one['start']:,}",
+            f"{math.exp(one['nll']):.2f}",
+            f"{math.exp(one['fresh_nll']):.2f}",
+            f"{_ratio(one):.4f} +-{one['error']:.4f}",
+            f"{one['rss_bytes'] / 2**20:.2f}",
+            f"{_speed(one, 'wall_s'):.1f}",
+            f"{_speed(one, 'cpu_s'):.1f}",
+            f"{_speed(one, 'cpu_s') / _speed(one, 'cpu_s', 'fresh_'):.3f}",
         )
     console.print(table)
-    console.print(
-        f"perplexity of the last {options['tail']} tokens but {options['skip']}: "
-        f"{results['perplexity']:.3f}, of a fresh run {results['fresh_perplexity']:.3f}, "
-        f"ratio {results['perplexity_ratio']:.4f} (+-{results['difference_error']:.4f})"
-    )
-    console.print(
-        f"last tenth / second tenth: memory {results['rss_ratio']:.4f}, "
-        f"speed {results['speed_ratio']:.3f} (of CPU time {results['cpu_speed_ratio']:.3f}); "
-        f"/ fresh run, in turns: speed {results['speed_over_fresh']:.3f} "
-        f"(of CPU time {results['cpu_speed_over_fresh']:.3f})"
-    )
+    ratios = [_ratio(one) for one in results["segments"]]
+    console.print(f"perplexity over that of a fresh start: {min(ratios):.4f} to {max(ratios):.4f}")
+    rss = [one["rss_bytes"] for one in results["segments"]]
+    growth = (rss[-1] - rss[len(rss) // 4]) / 2**20
+    console.print(f"resident memory grows by {growth:.2f} MiB over the last three quarters")
     console.print(describe(results["machine"]))
 
 
-def _plot(path: Path, nll: np.ndarray, parts: list[dict]) -> None:
+def _plot(path: Path, several: list[dict]) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
         note("no plot: matplotlib is not installed")
         return
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6))
-    n = max(len(nll) // 100, 1)
-    mean = nll[: len(nll) // n * n].reshape(-1, n).mean(axis=1)
-    top.plot(n * np.arange(1, len(mean) + 1), np.exp(mean))
-    top.set_ylabel(f"perplexity of {n} tokens")
-    at = np.cumsum([part["tokens"] for part in parts])
-    bottom.plot(at, [part["rss_bytes"] / 2**20 for part in parts], marker="o")
-    bottom.set_ylim(bottom=0)
-    bottom.set_ylabel("resident MiB")
-    bottom.set_xlabel("tokens")
-    figure.savefig(path, dpi=150)
+    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(8, 9), layout="constrained")
+    for results in several:
+        segments, label = results["segments"], results["options"]["policy"]
+        at = [one["start"] + results["options"]["segment"] for one in segments]
+        axes[0].plot(at, [_ratio(one) for one in segments], marker=".", label=label)
+        axes[1].plot(at, [one["rss_bytes"] / 2**20 for one in segments], marker=".", label=label)
+        speeds = [_speed(one, "cpu_s") / _speed(one, "cpu_s", "fresh_") for one in segments]
+        axes[2].plot(at, speeds, marker=".", label=label)
+    for axis, name in zip(
+        axes, ("perplexity over a fresh start's", "resident MiB", "speed over a fresh start's"), strict=True
+    ):
+        axis.set_ylabel(name)
+        axis.grid(alpha=0.3)
+    axes[0].axhspan(0.97, 1.03, alpha=0.1)
+    axes[1].set_ylim(bottom=0)
+    axes[2].set_ylim(0, 1.5)
+    axes[0].legend()
+    axes[-1].set_xlabel(f"tokens streamed ({several[0]['model']}, {several[0]['options']['budget']} cells)")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
