@@ -5,7 +5,8 @@
 Each cell streams the same first `--max-tokens` of the text through one cache and scores every token from
 `--first` on; by default all but the first, as `kvtool perplexity` does. Finished cells are appended to
 the JSONL as they come; a second run with the same file does only what is missing, and prints the whole table.
-`full` keeps everything, whatever the budget, and rows that may differ take what they need: one cell each.
+`full` keeps everything, whatever the budget. Rows that may differ take what they need, and are held to each
+budget as well.
 """
 
 from __future__ import annotations
@@ -62,16 +63,15 @@ def main() -> None:
         if args.json:
             with args.json.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(cell) + "\n")
-    print(_markdown([there[_key(cell)] for cell in wanted], names, budgets))
+    print(_markdown([there[_key(cell)] for cell in wanted], names, budgets, args.max_tokens))
     note(describe(machine()))
 
 
 def _budgets(args, name: str, budgets: list[int]) -> list[int]:
-    return [args.max_tokens] if _has_no_budget(name) else budgets
-
-
-def _has_no_budget(name: str) -> bool:
-    return name == "full" or policies.load(name).ragged
+    """Rows that may differ take what they need, and are held to each budget as well."""
+    if name == "full":
+        return [args.max_tokens]
+    return [*budgets, args.max_tokens] if policies.load(name).ragged else budgets
 
 
 def _cell(args, name: str, budget: int) -> dict[str, object]:
@@ -159,19 +159,19 @@ def _measure(cell: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _markdown(cells: list[dict], names: list[str], budgets: list[int]) -> str:
-    """Policies as rows, budgets as columns."""
+def _markdown(cells: list[dict], names: list[str], budgets: list[int], n_token: int) -> str:
+    """Policies as rows, budgets as columns; first what has no budget."""
     found = {(cell["policy"], cell["budget"]): cell for cell in cells}
     lines = ["| policy | " + " | ".join(str(budget) for budget in budgets) + " |"]
     lines.append("| --- |" + " ---: |" * len(budgets))
-    for name in sorted(names, key=lambda name: name != "full"):
-        if _has_no_budget(name):
-            (cell,) = (cell for cell in cells if cell["policy"] == name)
-            name = f"{name}, {cell['cells']:.0f} cells at the end"
-            row = [f"{cell['perplexity']:.2f}"] * len(budgets)
-        else:
+    for name in names:
+        if cell := found.get((name, n_token)):
+            free = f"{name}, {cell['cells']:.0f} cells at the end"
+            lines.insert(2, f"| {free} |" + f" {cell['perplexity']:.2f} |" * len(budgets))
+    for name in names:
+        if (name, budgets[0]) in found:
             row = [f"{found[name, budget]['perplexity']:.2f}" for budget in budgets]
-        lines.append(f"| {name} | " + " | ".join(row) + " |")
+            lines.append(f"| {name} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 

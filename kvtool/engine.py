@@ -25,6 +25,9 @@ _WINDOW = ("window", "window_cells")
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
 
+_COARSE = ("q4_0", "q4_1")
+"""Types of keys that lose too much each time they are turned."""
+
 _NEVER = np.iinfo(np.int32).max
 
 _COUNTERS = (
@@ -89,6 +92,11 @@ class Engine:
                 f"choose at most that many cells, not {policy.budget}"
             )
         self.n_cell = n_start = policy.budget
+        if settings.positions == "in-cache" and settings.type_k in _COARSE:
+            raise UsageError(
+                f"{settings.type_k} keys do not outlive being turned at every eviction; "
+                "choose --positions auto, or -ctk q8_0"
+            )
         if policy.ragged and settings.prefill == "whole":
             raise UsageError("with this policy a prompt cannot be read whole; leave out --prefill whole")
         if policy.ragged:

@@ -438,6 +438,18 @@ def test_a_budget_as_large_as_the_trained_context_works(tiny_model):
         assert 0 < engine.n_kv <= 130
 
 
+@pytest.mark.parametrize("type_k", ["q4_0", "q4_1"])
+def test_keys_of_four_bits_are_not_turned_at_every_eviction(tiny_model, type_k):
+    path, wanted = tiny_model(n_head_kv=2), {"type_k": type_k, "type_v": "q8_0", "flash": "on"}
+    with (
+        pytest.raises(UsageError, match=f"{type_k} keys .* --positions auto"),
+        open_engine(path, policies.fit("h2o", 48), positions="in-cache", **wanted),
+    ):
+        pass
+    with open_engine(path, policies.fit("h2o", 48), positions="auto", **wanted) as engine:
+        engine.read(text(100))
+
+
 def test_positions_that_there_are_not_are_a_usage_error():
     with pytest.raises(UsageError, match="positions must be original, in-cache or auto, got 'old'"):
         Settings(positions="old")

@@ -314,6 +314,34 @@ def test_a_turned_key_is_the_key_of_the_shifted_position(tiny_model, rope, type_
     assert (np.sqrt(((keys[0][row, source[:2]] - want) ** 2).mean(axis=-1)) / size).max() > 0.5
 
 
+@pytest.mark.parametrize("rope", ["norm", "neox"])
+@pytest.mark.parametrize("yarn", [None, 4.0])
+def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
+    shape = SHAPE | ({"yarn": yarn} if yarn else {})
+    n, start, delta = 40, 100, 37
+    with opened(tiny_model(rope=rope, **shape)) as context:
+        fill(context, n, pos_0=start)
+        plain = look(context)
+        memory = llama.api.llama_get_memory(context._context)
+        llama.api.llama_memory_seq_add(memory, 0, 0, -1, delta)
+        # a decode does what was asked for
+        fill(context, 1, pos_0=start + n + delta)
+        want = look(context)
+    with opened(tiny_model(rope=rope, **shape)) as context:
+        fill(context, n, pos_0=start)
+        stays = np.tile(np.arange(n), (N_ROW, 1))
+        context.apply(moves_of(stays, np.full_like(stays, delta)), n, start + delta)
+        got = look(context)
+    for layer in range(2):
+        turned, shifted = got.keys(layer, 2), want.keys(layer, 2)[:n]
+        # upstream's shift gives keys YaRN's magnitude once more; ours leaves them the one they have
+        again = 1 + 0.1 * np.log(yarn) if yarn else 1
+        assert np.abs(turned - shifted / again).max() < 1e-4
+        size = np.linalg.norm(plain.keys(layer, 2), axis=-1)
+        assert np.abs(np.linalg.norm(turned, axis=-1) / size - 1).max() < 1e-4
+        assert np.abs(turned - plain.keys(layer, 2)).max() > 0.5
+
+
 def test_a_key_turned_there_and_back_is_itself(tiny_model):
     n = 20
     with opened(tiny_model(**SHAPE)) as context:

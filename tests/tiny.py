@@ -33,6 +33,7 @@ def write_llama(
     rope_base=10000.0,
     tied=False,
     chat_template=None,
+    yarn=None,
     seed=0,
 ):
     """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
@@ -57,6 +58,10 @@ def write_llama(
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(n_vocab)
     _add_tokenizer(writer, n_vocab)
+    if yarn:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn)
+        writer.add_rope_scaling_orig_ctx_len(int(n_ctx_train / yarn))
     if chat_template:
         writer.add_chat_template(chat_template)
     _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed)
