@@ -86,7 +86,7 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sa
 
 @pytest.mark.engine
 def test_a_chat_that_is_killed_fifty_times_loses_no_turn(model, tmp_path):
-    path, rng, saved = tmp_path / "chat.kvs", random.Random(1), []
+    path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     turns = [f"{i} words" for i in range(1000)]
     for n_kill in range(50):
         chat = subprocess.Popen(
@@ -94,6 +94,8 @@ def test_a_chat_that_is_killed_fifty_times_loses_no_turn(model, tmp_path):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # nothing of what is read first stays in a buffer here
+            bufsize=0,
         )
         # more turns than it gets through
         chat.stdin.write("".join(f"{turn}\n" for turn in turns[len(saved) // 2 :]).encode())
@@ -110,19 +112,24 @@ def test_a_chat_that_is_killed_fifty_times_loses_no_turn(model, tmp_path):
         said += chat.communicate()[0]
         now = session.read_meta(path)["messages"] if path.exists() else []
         assert now[: len(saved)] == saved
-        # a reply is shown to its end only once it is saved
-        assert len(now) // 2 - len(saved) // 2 >= said.count(b"\n")
+        runs.append((len(saved) // 2, len(now) // 2, said))
         saved = now
     assert len(saved) > 40
+    # one turn more, of which the last kill may have seen a part
     done = subprocess.run(
         _command(model, tmp_path / "whole", *FIRST),
-        input="".join(f"{turn}\n" for turn in turns[: len(saved) // 2]).encode(),
+        input="".join(f"{turn}\n" for turn in turns[: len(saved) // 2 + 1]).encode(),
         stdout=subprocess.DEVNULL,
         check=False,
         timeout=120,
     )
     assert done.returncode == 0
-    assert exported(tmp_path / "whole") == saved
+    whole = exported(tmp_path / "whole")
+    assert whole[: len(saved)] == saved
+    replies = [message["content"].encode() + b"\n" for message in whole[1::2]]
+    for first, end, said in runs:
+        # what was shown to its end was saved: nothing is lost but the turn in flight
+        assert (b"".join(replies[first:end]) + replies[end][:-1]).startswith(said)
 
 
 @pytest.mark.engine
