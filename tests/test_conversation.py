@@ -293,3 +293,15 @@ def test_a_system_prompt_is_pinned_before_the_first_turn_as_by_it(chat):
     assert n_pinned > 3
     "".join(talk.reply("Hello!", 3))
     assert talk.writer.engine.n_pinned == n_pinned
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", policies.names())
+def test_every_policy_chats(chat, policy):
+    talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")
+    said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
+    assert all(said)
+    engine = talk.writer.engine
+    # corm decides by itself how much it keeps
+    assert engine.n_evicted > 0 or policy in ("full", "corm")
+    assert len([message for message in talk.messages if message["role"] == "assistant"]) == 3
