@@ -308,7 +308,7 @@ class Terminal:
         import termios
 
         self.master, slave = pty.openpty()
-        self.seen = ""
+        self.seen = self.all = ""
 
         def prepare():
             os.setsid()
@@ -330,7 +330,9 @@ class Terminal:
         while words not in self.seen:
             assert time.monotonic() < end, self.seen[-2000:]
             if select.select([self.master], [], [], 0.2)[0]:
-                self.seen += os.read(self.master, 65536).decode("utf-8", "replace")
+                new = os.read(self.master, 65536).decode("utf-8", "replace")
+                self.seen += new
+                self.all += new
         self.seen = self.seen.partition(words)[2]
 
     def type(self, text):
@@ -366,6 +368,23 @@ def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=20) == 0
+    os.close(terminal.master)
+
+
+def test_what_is_typed_during_a_reply_waits_for_its_end(terminal):
+    terminal = terminal()
+    terminal.wait_for("> ")
+    time.sleep(0.5)
+    terminal.type("Say hello.\n")
+    terminal.wait_for("reading")
+    terminal.type("/stats\n")
+    terminal.wait_for("tokens/s")
+    # on the prompt, and nowhere before it
+    terminal.wait_for("> ")
+    terminal.wait_for("policy state")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=20) == 0
+    assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("reading")[2]
     os.close(terminal.master)
 
 

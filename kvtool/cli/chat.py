@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -125,6 +126,26 @@ def _pipe(conversation, keeper: Keeper, n_max: int | None) -> None:
         raise InputError(f"stdin is not UTF-8 (byte {error.start})") from None
 
 
+@contextmanager
+def _silent_keys() -> Iterator[None]:
+    """What is typed meanwhile is not shown, where it would break what is drawn; the next prompt has it."""
+    try:
+        import termios
+    except ImportError:
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = before.copy()
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        # a terminal that is gone has nothing to be set back
+        with suppress(termios.error):
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
 class _Terminal:
     """The chat that a person sees: prompt, streaming Markdown, a status line after each reply."""
 
@@ -156,7 +177,8 @@ class _Terminal:
                 if not self._command(line):
                     break
             elif line:
-                self._answer(line)
+                with _silent_keys():
+                    self._answer(line)
 
     def _ask(self) -> str | None:
         """The person's next line; None to leave."""
