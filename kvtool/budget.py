@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvtool.errors import UsageError
+from kvtool.header import PAD, ModelInfo
 from kvtool.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from kvtool.header import ModelInfo
-
-PAD = 256
-"""llama.cpp rounds a cache up to a multiple of this many cells."""
 
 
 def cells(

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.budget import PAD
 from kvtool.cells import append, fill_holes, rank_by_pos
 from kvtool.errors import KvtoolError, PlanError, SessionError, StreamEnd, UsageError, where
+from kvtool.header import PAD
 from kvtool.llama import Context, Model
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
 

@@ -16,8 +16,10 @@ from gguf.constants import (
     LlamaFileType,
 )
 
-from kvtool.budget import PAD
 from kvtool.errors import ModelError, OutOfMemory, UsageError
+
+PAD = 256
+"""llama.cpp rounds a cache up to a multiple of this many cells."""
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 

@@ -11,20 +11,15 @@ import hashlib
 import json
 import mmap
 import re
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-import kvtool
 from kvtool.errors import SessionError
 from kvtool.files import locked, replacing
-
-if TYPE_CHECKING:
-    from kvtool.conversation import Conversation
 
 FORMAT = 1
 """Goes up when what is saved changes its meaning."""
@@ -37,49 +32,6 @@ _FIRST_LINE = re.compile(rb"kvtool session (\d+) ([0-9a-f]{64}) ([0-9a-f]{64})\n
 _N_FIRST = len(_FIRST.format(FORMAT, "0" * 64, "0" * 64))
 _BLOCK = 2**20
 _ALIGN = 64
-
-
-class Session:
-    """A chat's file. fixed: what must be the same to go on (model, policy, ...). options: what was typed."""
-
-    def __init__(self, path: Path, fixed: Meta, options: Meta) -> None:
-        self.path = path
-        self.fixed = fixed
-        self.options = options
-
-    def save(self, chat: Conversation, path: Path | None = None) -> None:
-        """Writes the chat, to another path if one is given. Raises SessionError."""
-        meta, arrays = chat.save()
-        engine = chat.writer.engine
-        about = {
-            "kvtool": kvtool.__version__,
-            "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "n_turn": chat.n_turn,
-            "n_past": engine.n_past,
-            "cells": engine.mean_kv,
-            "kv_bytes": engine.cache_bytes,
-        }
-        write(path or self.path, about | {"fixed": self.fixed, "options": self.options} | meta, arrays)
-
-    def resume(self, chat: Conversation, path: Path | None = None) -> None:
-        """Goes on with the chat in the file. Raises SessionError, with the chat as it was."""
-        path = path or self.path
-        meta, arrays = read(path)
-        for name, value in self.fixed.items():
-            if (theirs := meta["fixed"].get(name)) != value:
-                raise SessionError(
-                    f"{path} has {name.replace('_', ' ')} {_brief(theirs)}, not {_brief(value)}; "
-                    "go on as it began, or name another file"
-                )
-        chat.restore(meta, arrays)
-
-
-def _brief(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={part}" for name, part in value.items())
-    text = str(value)
-    # a hash
-    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def chat(
         writer = Writer(opened.engine, sampler)
         conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)
-        keeper = Keeper(context, conversation, opened, session)
+        keeper = Keeper(context, conversation, session)
         if session and is_old:
             keeper.resume()
         if transcript:
@@ -231,13 +231,13 @@ class _Terminal:
         if not name:
             self.console.print(f"[red]{command} needs a file[/]")
             return
-        path, session = Path(name).expanduser(), self.keeper.session
+        path = Path(name).expanduser()
         try:
             if command == "/save":
-                session.save(self.conversation, path)
+                self.keeper.save(path)
                 self._note(f"saved to {path}")
             else:
-                session.resume(self.conversation, path)
+                self.keeper.load(path)
                 self._note(f"going on after {self.conversation.n_turn} turns of {path}")
                 self.keeper.keep_session()
         except SessionError as error:

@@ -17,6 +17,7 @@ import typer
 from kvtool.cli import options as opt
 from kvtool.cli.explain import explain_run
 from kvtool.cli.perplexity import check_length, read_text
+from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def inspect(
         if explain:
             explain_run(engine, policy, "text", len(tokens))
         started = time.monotonic()
-        with _progress(len(tokens)) as report:
+        with tokens_progress("reading", len(tokens)) as report:
             found = holdings.watch(engine, tokens, snapshots, report)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
@@ -288,24 +289,6 @@ def _strip(share: Sequence[float], width: int) -> Line:
 def _print(console: Console, *texts) -> None:
     for text in texts:
         console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
-
-
-def _progress(n: int):
-    """A context that yields watch's progress callback: a bar, on a terminal."""
-    from contextlib import contextmanager
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    @contextmanager
-    def shown():
-        console = Console(stderr=True)
-        columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("reading", total=n)
-            yield lambda done: bar.update(task, completed=done)
-
-    return shown()
 
 
 def _check_outputs(html: Path | None, png: Path | None) -> None:

@@ -2,69 +2,79 @@
 
 from __future__ import annotations
 
+import re
+import time
 from functools import cached_property
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+import kvtool
+from kvtool.cli.progress import bytes_progress
 from kvtool.errors import InputError, SessionError
+
+if TYPE_CHECKING:
+    from kvtool.conversation import Conversation
 
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
 """The sampler's options; the seed goes its own way."""
 
+_SAVED = ("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash")
+_SAVED += ("prefill", *SAMPLING)
+"""The options that a session stands for where they are not typed."""
+
 
 class Keeper:
-    """Keeps a chat: its session after every turn, where there is one, and its transcript."""
+    """Keeps a chat: its session after every turn, where there is a path for one, and its transcript."""
 
-    def __init__(self, context: typer.Context, chat, opened, path: Path | None) -> None:
+    def __init__(self, context: typer.Context, chat: Conversation, path: Path | None) -> None:
         self.context = context
         self.chat = chat
-        self.opened = opened
         self.path = path
         self.transcript: TextIO | None = None
         self.unsaved: SessionError | None = None
 
-    @cached_property
-    def session(self):
-        """Made when it is needed: the hash of a large model takes its time."""
-        from dataclasses import asdict
+    def save(self, path: Path) -> None:
+        """Writes the chat. Raises SessionError."""
+        from kvtool import session
 
-        from kvtool import models
-        from kvtool.cli.models import bytes_progress
-        from kvtool.llama import library_info
-        from kvtool.session import Session
-
-        engine, params = self.opened.engine, self.context.params
-        path, settings = engine.model.path.resolve(), engine.settings
-        with bytes_progress(f"hashing {path.name}", piped=False) as progress:
-            digest = models.sha256(path, progress)
-        policy = params["policy"]
-        policy = str(Path(policy).resolve()) if policy.endswith(".py") else policy
-        fixed = {
-            "model_sha256": digest,
-            "policy": policy,
-            "parameters": asdict(engine.policy),
-            "positions": settings.positions,
-            "context": engine.n_ctx,
-            "key_type": settings.type_k,
-            "value_type": settings.type_v,
-            "llama_cpp": library_info()["version"],
+        saved, arrays = self.chat.save()
+        engine, params = self.chat.writer.engine, self.context.params
+        meta = {
+            "kvtool": kvtool.__version__,
+            "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "n_turn": self.chat.n_turn,
+            "n_past": engine.n_past,
+            "cells": engine.mean_kv,
+            "kv_bytes": engine.cache_bytes,
+            "fixed": self._fixed,
+            "options": {name: params[name] for name in _SAVED}
+            | {"model": str(engine.model.path.resolve()), "policy": self._fixed["policy"]},
         }
-        names = ("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v")
-        names += ("flash", "prefill", *SAMPLING)
-        options = {name: params[name] for name in names} | {"model": str(path), "policy": policy}
-        return Session(self.path, fixed, options)
+        session.write(path, meta | saved, arrays)
+
+    def load(self, path: Path) -> None:
+        """Goes on with the chat in the file. Raises SessionError, with this chat as it was."""
+        from kvtool import session
+
+        meta, arrays = session.read(path)
+        for name, value in self._fixed.items():
+            if (theirs := meta["fixed"].get(name)) != value:
+                raise SessionError(
+                    f"{path} has {name.replace('_', ' ')} {_brief(theirs)}, not {_brief(value)}; "
+                    "go on as it began, or name another file"
+                )
+        self.chat.restore(meta, arrays)
 
     def resume(self) -> None:
-        """Raises SessionError where what was typed does not go with what was saved."""
-        system = self.chat.system
-        self.session.resume(self.chat)
+        """Loads its own session. Raises SessionError where what was typed does not go with it."""
+        system, seed = self.chat.system, self.context.params["seed"]
+        self.load(self.path)
         if system and system != self.chat.system:
             raise SessionError(
                 f"{self.path} has another system prompt; leave --system out, or use /system in the chat"
             )
-        seed = self.context.params["seed"]
         if seed is not None:
             self.chat.writer.sampler.seed = seed
 
@@ -85,7 +95,7 @@ class Keeper:
         self.unsaved = None
         if self.path:
             try:
-                self.session.save(self.chat)
+                self.save(self.path)
             except SessionError as error:
                 self.unsaved = error
 
@@ -94,9 +104,41 @@ class Keeper:
         if self.unsaved:
             raise self.unsaved
 
+    @cached_property
+    def _fixed(self) -> dict[str, Any]:
+        """What must be the same to go on. Found when it is needed: to hash a large model takes its time."""
+        from dataclasses import asdict
+
+        from kvtool import models
+        from kvtool.llama import library_info
+
+        engine, policy = self.chat.writer.engine, self.context.params["policy"]
+        path, settings = engine.model.path.resolve(), engine.settings
+        with bytes_progress(f"hashing {path.name}", piped=False) as progress:
+            digest = models.sha256(path, progress)
+        return {
+            "model_sha256": digest,
+            "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
+            "parameters": asdict(engine.policy),
+            "positions": settings.positions,
+            "context": engine.n_ctx,
+            "key_type": settings.type_k,
+            "value_type": settings.type_v,
+            "llama_cpp": library_info()["version"],
+        }
+
 
 def open_transcript(path: Path) -> TextIO:
+    """Raises InputError where it cannot be."""
     try:
         return path.open("a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={part}" for name, part in value.items())
+    text = str(value)
+    # a hash
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text

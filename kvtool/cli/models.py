@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
-from kvtool import interrupt
+from kvtool.cli.progress import bytes_progress
 from kvtool.units import format_bytes, parse_bytes
 
 app = typer.Typer(help="List, download and look into models.", no_args_is_help=True, rich_markup_mode=None)
@@ -159,38 +157,6 @@ def show(
             ["runs under kvtool", reason or "yes"],
         ],
     )
-
-
-@contextmanager
-def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """A callback for functions of models that draws on stderr once there is something to draw.
-
-    piped: where stderr is no terminal, one line says what is done.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    task = None
-
-    def step(done: int, total: int | None) -> None:
-        nonlocal task
-        if task is None:
-            task = bar.add_task(what, total=total)
-            if console.is_terminal:
-                bar.start()
-            elif piped:
-                console.print(what, soft_wrap=True)
-        bar.update(task, completed=done)
-
-    try:
-        with interrupt.raising():
-            yield step
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _per_layer(numbers: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.progress import bytes_progress
 from kvtool.errors import UsageError
 
 N_BATCH = 256
@@ -156,7 +157,6 @@ def open_engine(
     scoring: logits of every token are wanted, and no step over the budget.
     Raises KvtoolError.
     """
-    from kvtool.cli.models import bytes_progress
     from kvtool.header import CACHE_TYPES
 
     for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):

@@ -6,6 +6,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,7 @@ import typer
 
 from kvtool.cli import options as opt
 from kvtool.cli.explain import Notice, explain_run
+from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
 
 
@@ -151,38 +154,18 @@ def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
     return n_tokens // windows * (windows - windows // 2 - 1)
 
 
-def _progress(n_scored: int):
-    """A context that yields measure's progress callback: a bar with the running perplexity, on a terminal."""
-    from contextlib import contextmanager
+@contextmanager
+def _progress(n_scored: int) -> Iterator[Callable]:
+    """Measure's callback: a bar with the running perplexity, on a terminal."""
+    total, n = 0.0, 0
+    with tokens_progress("perplexity", n_scored) as step:
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        def report(nll) -> None:
+            nonlocal total, n
+            total, n = total + float(nll.sum()), n + len(nll)
+            step(n, f"perplexity {math.exp(total / n):.3f}" if n else "perplexity")
 
-    @contextmanager
-    def show():
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-        )
-        total, n = 0.0, 0
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("perplexity", total=n_scored)
-
-            def report(nll) -> None:
-                nonlocal total, n
-                total, n = total + float(nll.sum()), n + len(nll)
-                bar.update(
-                    task,
-                    completed=n,
-                    description=f"perplexity {math.exp(total / n):.3f}" if n else "perplexity",
-                )
-
-            yield report
-
-    return show()
+        yield report
 
 
 def _summary(result: dict) -> None:

@@ -1,0 +1,58 @@
+"""Bars on stderr for work that takes its time; without a terminal hardly a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvtool import interrupt
+
+
+@contextmanager
+def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
+    """A callback for functions of models that draws on stderr once there is something to draw.
+
+    piped: where stderr is no terminal, one line says what is done.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = None
+
+    def step(done: int, total: int | None) -> None:
+        nonlocal task
+        if task is None:
+            task = bar.add_task(what, total=total)
+            if console.is_terminal:
+                bar.start()
+            elif piped:
+                console.print(what, soft_wrap=True)
+        bar.update(task, completed=done)
+
+    try:
+        with interrupt.raising():
+            yield step
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
+    """A callback that is told how many of n tokens are done, and what to call it if that changes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=n)
+        yield lambda done, what=what: bar.update(task, completed=done, description=what)
