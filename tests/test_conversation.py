@@ -165,11 +165,13 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
 
 
 @pytest.mark.engine
-def test_a_reply_ends_where_the_model_ends_its_turn(chat, model, monkeypatch):
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<|endoftext|>"])
+def test_a_reply_ends_where_the_model_ends_its_turn(chat, model, monkeypatch, marker):
     writer = chat().writer
     writer.read(model.tokenize("Hello"))
     hello = int(model.tokenize("Hello")[0])
-    sampled = iter([hello, hello, model.eos])
+    (end,) = model.tokenize(marker, special=True)
+    sampled = iter([hello, hello, int(end)])
     monkeypatch.setattr(writer.sampler, "sample", lambda context: next(sampled))
     assert "".join(writer.write()) == "HelloHello"
     assert writer.n_written == 2
