@@ -5,7 +5,8 @@
 Streams the text through one engine and scores every token, and beside it, step by step in turns, every
 segment of `--segment` tokens through an engine that starts afresh there. The first `--skip` tokens of a
 segment are left out of both perplexities, so that the fresh run has its cache full. What else slows the
-machine slows both alike. With `--from` the JSON of earlier runs goes into the plot as well.
+machine slows both alike. The fresh engine has a process of its own: the resident memory is the stream's.
+With `--from` the JSON of earlier runs goes into the plot as well; without a text, only that.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +32,13 @@ from kvtool import policies
 from kvtool.engine import Engine, Settings
 from kvtool.llama import Model
 from kvtool.measure import memory, perplexity
-from kvtool.policy import Policy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_common(parser)
+    add_common(parser, needs_file=False)
     parser.add_argument("--policy", default="buzz")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--evict-every", type=int)
@@ -50,69 +53,112 @@ def main() -> None:
     args = parser.parse_args()
     if not args.skip < args.segment <= args.tokens // 2:
         parser.error("--skip must be below --segment, and two segments must be in --tokens")
+    if not (args.file or (args.plot and args.others)):
+        parser.error("a FILE is needed, or --plot and --from")
 
+    several = [json.loads(path.read_text()) for path in args.others]
+    if args.file:
+        several.append(_run(args))
+        write_json(args.json, several[-1])
+        _print(several[-1])
+    if args.plot:
+        _plot(args.plot, several)
+
+
+def _run(args) -> dict[str, object]:
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, args.tokens // args.segment * args.segment)
-    policy = policies.fit(args.policy, args.budget, args.evict_every, args.option)
     options = ("policy", "budget", "evict_every", "option", "positions", "flash")
-    results = {
+    return {
         "machine": machine(),
         "model": model.path.name,
         "options": {name: getattr(args, name) for name in (*options, "tokens", "segment", "skip", "threads")},
-        "segments": _segments(model, policy, tokens, args),
+        "segments": _segments(model, tokens, args),
     }
-    write_json(args.json, results)
-    _print(results)
-    if args.plot:
-        _plot(args.plot, [results, *(json.loads(path.read_text()) for path in args.others)])
 
 
-def _engine(model: Model, policy: Policy, positions: str, args) -> Engine:
+def _engine(model: Model, args) -> Engine:
+    policy = policies.fit(args.policy, args.budget, args.evict_every, args.option)
     # a step scores at most as many tokens as its batch holds
     settings = Settings(
-        positions=positions, n_batch=256, n_output=256, flash=args.flash, n_threads=args.threads
+        positions=args.positions, n_batch=256, n_output=256, flash=args.flash, n_threads=args.threads
     )
     return Engine(model, policy, settings)
 
 
-def _segments(model: Model, policy: Policy, tokens: np.ndarray, args) -> list[dict[str, float]]:
+def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
     """Of each segment nll and fresh_nll, their difference's standard error, speeds, and resident memory."""
-    engine, other = (_engine(model, policy, args.positions, args) for _ in range(2))
-    # used now, so that its memory is there in all segments alike
-    perplexity.stream(other, tokens[: 4 * args.budget])
+    engine = _engine(model, args)
     stream, timed, found = perplexity.steps(engine, tokens), Counter(), []
     # of token i of the segment at i; a text's first token has none
     nll = np.full(1, np.nan)
-    for start in range(0, len(tokens), args.segment):
-        other.reset()
-        timed.clear()
-        own, fresh = perplexity.steps(other, tokens[start : start + args.segment]), np.full(1, np.nan)
-        while len(nll) < args.segment:
-            nll = np.append(nll, next(_timed(stream, timed, "")))
-            while len(fresh) < min(len(nll), args.segment):
-                fresh = np.append(fresh, next(_timed(own, timed, "fresh_")))
-        mine, theirs = (scores[args.skip : args.segment] for scores in (nll, fresh))
-        nll = nll[args.segment :]
-        difference = mine - theirs
-        found.append(
-            {
-                "start": start,
-                "nll": float(mine.mean()),
-                "fresh_nll": float(theirs.mean()),
-                # as if tokens were independent
-                "error": float(difference.std() / math.sqrt(len(difference))),
-                "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
-                "cache_bytes": engine.cache_bytes,
-                **timed,
-            }
-        )
-        last = found[-1]
-        note(
-            f"{start + args.segment} tokens, ratio {_ratio(last):.4f}, {_speed(last, 'wall_s'):.0f} a second"
-        )
+    with _fresh_process(args) as pipe:
+        for start in range(0, len(tokens), args.segment):
+            timed.clear()
+            pipe.send(tokens[start : start + args.segment])
+            fresh = np.full(1, np.nan)
+            while len(nll) < args.segment:
+                nll = np.append(nll, next(_timed(stream, timed, "")))
+                while len(fresh) < min(len(nll), args.segment):
+                    pipe.send(None)
+                    scores, fresh_timed = pipe.recv()
+                    fresh = np.append(fresh, scores)
+            mine, theirs = (scores[args.skip : args.segment] for scores in (nll, fresh))
+            nll = nll[args.segment :]
+            difference = mine - theirs
+            found.append(
+                {
+                    "start": start,
+                    "nll": float(mine.mean()),
+                    "fresh_nll": float(theirs.mean()),
+                    # as if tokens were independent
+                    "error": float(difference.std() / math.sqrt(len(difference))),
+                    "rss_bytes": memory.rss_bytes() or memory.peak_rss_bytes(),
+                    "cache_bytes": engine.cache_bytes,
+                    **timed,
+                    **fresh_timed,
+                }
+            )
+            last = found[-1]
+            note(
+                f"{start + args.segment} tokens, ratio {_ratio(last):.4f}, "
+                f"{_speed(last, 'wall_s'):.0f} a second"
+            )
     engine.close()
-    other.close()
     return found
+
+
+@contextmanager
+def _fresh_process(args) -> Iterator[Connection]:
+    """The other end of `_fresh`, in a new process that inherits nothing."""
+    context = multiprocessing.get_context("spawn")
+    pipe, end = context.Pipe()
+    process = context.Process(target=_fresh, args=(end, args), daemon=True)
+    process.start()
+    # so that a process that dies is an EOFError here
+    end.close()
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+        process.join()
+
+
+def _fresh(pipe: Connection, args) -> None:
+    """Takes tokens, streams them through an empty cache; at every None it gives a step's scores and times."""
+    engine = _engine(load_model(args.model), args)
+    with suppress(EOFError):
+        while True:
+            tokens, timed = pipe.recv(), Counter()
+            engine.reset()
+            steps = _timed(perplexity.steps(engine, tokens), timed, "fresh_")
+            n_scored = 1
+            while n_scored < len(tokens):
+                pipe.recv()
+                scores = next(steps)
+                n_scored += len(scores)
+                pipe.send((scores, dict(timed)))
+    engine.close()
 
 
 def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[np.ndarray]:
@@ -181,8 +227,9 @@ def _plot(path: Path, several: list[dict]) -> None:
         return
     figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(8, 9), layout="constrained")
     for results in several:
-        segments, label = results["segments"], results["options"]["policy"]
-        at = [one["start"] + results["options"]["segment"] for one in segments]
+        segments, options = results["segments"], results["options"]
+        label = " ".join([options["policy"], *options["option"]])
+        at = [one["start"] + options["segment"] for one in segments]
         axes[0].plot(at, [_ratio(one) for one in segments], marker=".", label=label)
         axes[1].plot(at, [one["rss_bytes"] / 2**20 for one in segments], marker=".", label=label)
         speeds = [_speed(one, "cpu_s") / _speed(one, "cpu_s", "fresh_") for one in segments]
