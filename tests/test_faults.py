@@ -323,16 +323,19 @@ class Terminal:
         self.process = subprocess.Popen(command, cwd=ROOT, preexec_fn=prepare, env=environment, **ends)
         os.close(slave)
 
-    def wait_for(self, words, seconds=60):
+    def wait_for(self, words, seconds=60, pressing=""):
+        """Reads up to the words; until they come, `pressing` is typed every half second."""
         import select
 
         end = time.monotonic() + seconds
         while words not in self.seen:
             assert time.monotonic() < end, self.seen[-2000:]
-            if select.select([self.master], [], [], 0.2)[0]:
+            if select.select([self.master], [], [], 0.5)[0]:
                 new = os.read(self.master, 65536).decode("utf-8", "replace")
                 self.seen += new
                 self.all += new
+            else:
+                self.type(pressing)
         self.seen = self.seen.partition(words)[2]
 
     def type(self, text):
@@ -356,9 +359,7 @@ def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):
     terminal = terminal()
     terminal.wait_for("> ")
     # between a prompt and its first look at the keyboard, Python's readline does not hear of a signal
-    time.sleep(0.5)
-    terminal.type("\x03")
-    terminal.wait_for(" leaves")
+    terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
     terminal.wait_for("reading")
     time.sleep(0.5)
@@ -374,15 +375,13 @@ def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):
 def test_what_is_typed_during_a_reply_waits_for_its_end(terminal):
     terminal = terminal()
     terminal.wait_for("> ")
-    time.sleep(0.5)
     terminal.type("Say hello.\n")
     terminal.wait_for("reading")
-    terminal.type("/stats\n")
+    terminal.type("/stats\n\x04")
     terminal.wait_for("tokens/s")
     # on the prompt, and nowhere before it
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
-    terminal.type("\x04")
     assert terminal.process.wait(timeout=20) == 0
     assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("reading")[2]
     os.close(terminal.master)

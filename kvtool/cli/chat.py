@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -127,7 +128,7 @@ def _pipe(conversation, keeper: Keeper, n_max: int | None) -> None:
 
 
 @contextmanager
-def _silent_keys() -> Iterator[None]:
+def _keys_wait() -> Iterator[None]:
     """What is typed meanwhile is not shown, where it would break what is drawn; the next prompt has it."""
     try:
         import termios
@@ -135,9 +136,11 @@ def _silent_keys() -> Iterator[None]:
         yield
         return
     before = termios.tcgetattr(sys.stdin)
-    silent = before.copy()
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    waiting = termios.tcgetattr(sys.stdin)
+    waiting[3] &= ~termios.ECHO
+    # else the terminal itself takes Ctrl-D, and the prompt hears nothing of it
+    waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, waiting)
     try:
         yield
     finally:
@@ -173,11 +176,11 @@ class _Terminal:
             import readline  # noqa: F401  (line editing and history for input())
         while (line := self._ask()) is not None:
             line = line.strip()
-            if line.startswith("/"):
-                if not self._command(line):
-                    break
-            elif line:
-                with _silent_keys():
+            with _keys_wait():
+                if line.startswith("/"):
+                    if not self._command(line):
+                        break
+                elif line:
                     self._answer(line)
 
     def _ask(self) -> str | None:
