@@ -468,6 +468,7 @@ class Context:
         for i in range(n_batch):
             batch.seq_id[i][0] = 0
         self._n_output = 0
+        self._has_decoded = False
 
     def close(self) -> None:
         if self._context:
@@ -496,8 +497,9 @@ class Context:
         self._wants[:n] = np.arange(n) >= n - n_output
         _log_tail.clear()
         # what is damaged shows in the first step
-        with nullcontext() if self._n_output else _crash_means(_damaged(self.model.path)):
+        with nullcontext() if self._has_decoded else _crash_means(_damaged(self.model.path)):
             status = api.llama_decode(self._context, self._batch)
+        self._has_decoded = True
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){_because()}")
         self._n_output = n_output
