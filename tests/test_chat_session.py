@@ -15,7 +15,7 @@ import tiny
 
 from kvtool import session
 
-KVTOOL = [sys.executable, "-c", "from kvtool.cli import main; main()"]
+KVTOOL = [sys.executable, "-m", "kvtool"]
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}[e]{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"

@@ -23,7 +23,7 @@ TEXT = (
 
 WRITING = Path(__file__).parent.parent / "docs" / "writing-a-policy.md"
 
-KVTOOL = [sys.executable, "-c", "from kvtool.cli import main; main()"]
+KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
 def kvtool(*arguments, stdin="", **kwargs):

@@ -24,7 +24,7 @@ pytestmark = [
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
 
 ROOT = Path(__file__).parent.parent
-RUN = "from kvtool.cli import main; main()"
+RUN = "from kvtool.__main__ import main; main()"
 WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "-n", "20")
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvtool import policies
 from kvtool.cli import inspect
 from kvtool.measure import holdings
 from tests.running import open_engine, text
-from tests.test_cli import KVTOOL, kvtool
+from tests.test_cli import kvtool
 
 SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
 
@@ -282,9 +283,9 @@ def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
 
 
 def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
-    code = f"import sys; sys.modules['matplotlib'] = None; {KVTOOL[2]}"
+    code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
     done = subprocess.run(
-        [KVTOOL[0], "-c", code, "inspect", "x", "--png", tmp_path / "x.png"],
+        [sys.executable, "-c", code, "inspect", "x", "--png", tmp_path / "x.png"],
         capture_output=True,
         text=True,
         check=False,

@@ -110,5 +110,4 @@ app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:
-    interrupt.ends()
     app(prog_name="kvtool")
