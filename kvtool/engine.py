@@ -206,7 +206,8 @@ class Engine:
 
     def whole_bytes(self, n: int) -> int:
         """Bytes of K and V while a text of n tokens is decoded whole."""
-        return self.cache_bytes // self.context.n_cell * _pad(n)
+        cell_bytes = sum(map(self.context.cell_bytes, range(len(self._layer_cells))))
+        return self.cache_bytes + (_pad(n) - self.context.n_cell) * cell_bytes
 
     def first_plan(self, n_text: int = 0) -> int | None:
         """After how many tokens of a new stream the first plan comes; None: never.

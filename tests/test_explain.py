@@ -67,8 +67,9 @@ def test_what_keeps_all_never_plans(tiny_model):
 
 
 @pytest.mark.engine
-def test_the_large_cache_takes_what_was_foretold(tiny_model):
-    with open_engine(tiny_model(), policies.fit("h2o", 32, 8), prefill="whole") as engine:
+@pytest.mark.parametrize("shape", [{}, {"arch": "gemma3", "window": 80}], ids=["llama", "sliding"])
+def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
+    with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []
         engine.read(text(300), lambda: most.append(engine.cache_bytes))
         assert max(most) == engine.whole_bytes(300) > engine.cache_bytes
