@@ -41,30 +41,18 @@ def write_llama(
     Any text is tokenized without a BOS token and comes back as it was. The output rows of special
     tokens are zero, so that greedy text hardly ever ends by itself.
     """
-    if n_head % n_head_kv:
-        raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
-    n_embd = n_head * head_dim
-    writer = gguf.GGUFWriter(path, ROPE_ARCH[rope])
-    writer.add_name("tiny")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_block_count(n_layer)
-    writer.add_context_length(n_ctx_train)
-    writer.add_embedding_length(n_embd)
-    writer.add_feed_forward_length(n_ff)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(n_head_kv)
+    sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
+    writer = _start(path, ROPE_ARCH[rope], n_ctx_train, *sizes)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(rope_base)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_vocab_size(n_vocab)
-    _add_tokenizer(writer, n_vocab)
     if yarn:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(yarn)
         writer.add_rope_scaling_orig_ctx_len(int(n_ctx_train / yarn))
     if chat_template:
         writer.add_chat_template(chat_template)
-    _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed)
+    _add_tensors(writer, *sizes, tied, seed)
 
 
 def write_gemma3(
@@ -82,9 +70,22 @@ def write_gemma3(
     seed=0,
 ):
     """The same of architecture gemma3: every pattern-th layer attends to all, the others slide."""
+    sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
+    writer = _start(path, "gemma3", n_ctx_train, *sizes)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(pattern)
+    _add_tensors(writer, *sizes, False, seed, gemma=True)
+
+
+def _start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab):
+    """A writer that has what every architecture here has in its header."""
     if n_head % n_head_kv:
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
-    writer = gguf.GGUFWriter(path, "gemma3")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_block_count(n_layer)
@@ -93,15 +94,9 @@ def write_gemma3(
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_sliding_window(window)
-    writer.add_sliding_window_pattern(pattern)
     writer.add_vocab_size(n_vocab)
     _add_tokenizer(writer, n_vocab)
-    _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, False, seed, gemma=True)
+    return writer
 
 
 def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False):

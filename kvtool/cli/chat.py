@@ -15,8 +15,8 @@ import typer
 
 from kvtool import interrupt
 from kvtool.cli import options as opt
-from kvtool.cli.explain import Notice, explain_run
-from kvtool.cli.keeper import SAMPLING, Keeper, open_transcript
+from kvtool.cli.explain import Notice, explain_run, policy_line
+from kvtool.cli.keeper import Keeper, open_transcript
 from kvtool.errors import InputError, SessionError, StreamEnd, UsageError
 
 HELP = """\
@@ -80,13 +80,9 @@ def chat(
         opened = stack.enter_context(opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
 
         from kvtool.conversation import Conversation, Writer, template_of
-        from kvtool.llama import Sampler
 
-        sampler = Sampler(
-            opened.engine.model.n_vocab, seed=seed, **{name: context.params[name] for name in SAMPLING}
-        )
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        writer = Writer(opened.engine, sampler)
+        writer = Writer(opened.engine, opt.sampler(context, opened.engine))
         conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)
         keeper = Keeper(context, conversation, session)
@@ -302,8 +298,6 @@ class _Terminal:
         )
 
     def _stats(self) -> None:
-        from dataclasses import asdict
-
         from rich.table import Table
 
         from kvtool.measure.holdings import n_forgotten
@@ -311,13 +305,10 @@ class _Terminal:
         from kvtool.units import format_bytes
 
         engine = self.engine
-        params = {
-            key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")
-        }
         resident = rss_bytes()
         rows = {
             "model": engine.model.path.name,
-            "policy": " ".join([self.policy, *(f"{key}={value}" for key, value in params.items())]),
+            "policy": policy_line(engine, self.policy),
             "tokens streamed": f"{engine.n_past:,}",
             "cells held": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} a row",
             "rows": str(engine.context.n_row),

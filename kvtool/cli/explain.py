@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
     policy: its name. what, n_text: what is read first, a "prompt" for example, and how many tokens it has.
     """
     lines = {
-        "policy": _policy(engine, policy),
+        "policy": policy_line(engine, policy),
         "rows": _rows(engine),
         "budget": _budget(engine),
         "memory": _memory(engine),
@@ -69,9 +68,11 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     return f"{start}, {share}: read in batches of up to {_batch(engine):,}, with evictions on the way"
 
 
-def _policy(engine: Engine, name: str) -> str:
-    params = {key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")}
-    return " ".join([name, *(f"{key}={value}" for key, value in params.items())])
+def policy_line(engine: Engine, name: str) -> str:
+    """A policy's name and parameters."""
+    from kvtool.policies import chosen
+
+    return " ".join([name, *(f"{key}={value}" for key, value in chosen(engine.policy).items())])
 
 
 def _rows(engine: Engine) -> str:

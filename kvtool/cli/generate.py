@@ -53,19 +53,9 @@ def generate(
     wanted = opt.EngineOptions.of(context)
     with opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
         from kvtool.conversation import Writer, pin_prefix, template_of
-        from kvtool.llama import Sampler
 
         engine = opened.engine
-        sampler = Sampler(
-            engine.model.n_vocab,
-            temp=temp,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repeat_penalty=repeat_penalty,
-            seed=seed,
-        )
-        writer = Writer(engine, sampler)
+        writer = Writer(engine, opt.sampler(context, engine))
         interrupt.stops(writer)
         request = "\n\n".join(part for part in (prompt, text) if part)
         whole, n_pinned = request, len(prompt) if prompt and text else 0

@@ -7,7 +7,6 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,6 +96,7 @@ def inspect(
     text = read_text(file)
     wanted = opt.EngineOptions.of(context)
 
+    from kvtool import policies
     from kvtool.llama import Model
     from kvtool.measure import holdings
 
@@ -123,9 +123,7 @@ def inspect(
             "forgotten": int((share == 0).sum()),
             "policy": policy,
             "budget": engine.policy.budget,
-            "params": {
-                key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")
-            },
+            "params": policies.chosen(engine.policy),
             "model": str(engine.model.path),
             "rows": len(found.layer),
             "cells": engine.mean_kv,

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 import kvtool
+from kvtool.cli.options import SAMPLING
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import InputError, SessionError
 
 if TYPE_CHECKING:
     from kvtool.conversation import Conversation
-
-SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-"""The sampler's options; the seed goes its own way."""
 
 _SAVED = ("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash")
 _SAVED += ("prefill", *SAMPLING)

@@ -18,6 +18,7 @@ N_BATCH = 256
 if TYPE_CHECKING:
     from kvtool.engine import Engine
     from kvtool.header import ModelInfo
+    from kvtool.llama import Sampler
 
 Model = Annotated[
     str | None,
@@ -124,6 +125,18 @@ class EngineOptions:
         """Those of the command that is running."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in context.params.items() if name in names})
+
+
+SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
+"""The sampler's options but the seed."""
+
+
+def sampler(context: typer.Context, engine: Engine) -> Sampler:
+    """The sampler that the running command's options ask for. Raises UsageError."""
+    from kvtool.llama import Sampler
+
+    params = context.params
+    return Sampler(engine.model.n_vocab, seed=params["seed"], **{name: params[name] for name in SAMPLING})
 
 
 def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:

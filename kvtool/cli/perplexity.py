@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +57,7 @@ def perplexity(
         raise UsageError("--stride goes with --windows and must be smaller than it")
     wanted = opt.EngineOptions.of(context)
 
+    from kvtool import policies
     from kvtool.llama import Model
     from kvtool.measure import perplexity as measure
     from kvtool.measure.memory import peak_rss_bytes
@@ -89,16 +89,13 @@ def perplexity(
                 nll = measure.windows(engine, tokens, windows, stride, report)
         seconds = time.monotonic() - started
         mean = float(nll.mean())
-        params = {
-            key: value for key, value in asdict(engine.policy).items() if key not in ("budget", "slack")
-        }
         result = {
             "perplexity": math.exp(mean),
             "nll": mean,
             "tokens": len(nll),
             "policy": policy,
             "budget": engine.policy.budget,
-            "params": params,
+            "params": policies.chosen(engine.policy),
             "model": str(engine.model.path),
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,

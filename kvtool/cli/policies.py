@@ -33,8 +33,7 @@ def policies(
         policy = known.load(each)
         params = known.params(policy)
         if budget is not None:
-            fitted = known.fit(each, budget, evict_every, options)
-            params = {key: getattr(fitted, key) for key in params}
+            params = known.chosen(known.fit(each, budget, evict_every, options))
         what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         listed.append({"name": each, "paper": policy.paper, "params": params, "what": what})
     if as_json:

@@ -62,6 +62,11 @@ def params(policy: type[Policy]) -> dict[str, object]:
     }
 
 
+def chosen(policy: Policy) -> dict[str, object]:
+    """The parameters of a policy that is fitted, with their values."""
+    return {name: getattr(policy, name) for name in params(type(policy))}
+
+
 def parse_options(policy: type[Policy], options: list[str]) -> dict[str, object]:
     """["window=64", ...] to values of the fields' types. Raises UsageError naming what would be right."""
     kinds = get_type_hints(policy)
