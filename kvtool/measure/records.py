@@ -1,0 +1,71 @@
+"""Results as JSON lines: appended as they come, and found again by what they are results of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import InputError
+from kvtool.files import locked, replacing
+
+Record = Mapping[str, Any]
+
+
+def key(record: Record, names: Iterable[str]) -> str:
+    """The values under these names as one string; a missing one is as null."""
+    return json.dumps([record.get(name) for name in names], sort_keys=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records of a file, [] where there is none. Half a last line, of a run that was killed, is left out.
+
+    Raises InputError for any other line that is no JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise InputError(f"{path}, line {number}, is no JSON object; remove it or choose another file")
+        records.append(record)
+    return records
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds one record, on the disk when this returns; several processes may do so. Raises OSError."""
+    with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
+        # half a line would make this one unreadable as well
+        file.truncate(_whole_lines(file))
+        file.write(json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rewrite(path: Path, records: Iterable[Record]) -> None:
+    """These records in the place of the file's, all or nothing. Raises OSError."""
+    with locked(path.with_name(path.name + ".lock")), replacing(path) as file:
+        for record in records:
+            file.write(json.dumps(record).encode() + b"\n")
+
+
+def _whole_lines(file) -> int:
+    """How many bytes there are up to the last line's end."""
+    at = file.seek(0, os.SEEK_END)
+    while at:
+        size = min(at, 4096)
+        at -= size
+        file.seek(at)
+        if (found := file.read(size).rfind(b"\n")) >= 0:
+            return at + found + 1
+    return 0

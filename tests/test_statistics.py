@@ -1,0 +1,75 @@
+"""Intervals and errors, against their definitions and against draws whose truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool.measure import statistics
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (31, 1), (64, 2), (8191, 255), (8192, 256), (10**6, 256)])
+def test_blocks_hold_all_and_the_last_takes_the_rest(n, size):
+    values = np.random.default_rng(n).random(n)
+    sums, counts = statistics.block_sums(values), statistics.block_counts(n)
+    assert statistics.block_size(n) == size
+    assert len(sums) == len(counts) == max(n // size, 1)
+    assert (counts[:-1] == size).all()
+    assert size <= counts[-1] < 2 * size or n < size
+    assert counts.sum() == n
+    assert sums.sum() == pytest.approx(values.sum())
+    assert sums[0] == pytest.approx(values[: int(counts[0])].sum())
+
+
+def test_equal_blocks_have_the_textbook_error():
+    values = np.random.default_rng(0).normal(size=50)
+    mean, error = statistics.mean_error(values, np.ones(50))
+    assert mean == pytest.approx(values.mean())
+    assert error == pytest.approx(values.std(ddof=1) / np.sqrt(50))
+
+
+def test_a_mean_goes_by_counts():
+    mean, _ = statistics.mean_error(np.array([2.0, 9.0]), np.array([1.0, 3.0]))
+    assert mean == 11 / 4
+
+
+def test_one_block_tells_no_error():
+    mean, error = statistics.mean_error(np.array([3.0]), np.array([2.0]))
+    assert mean == 1.5
+    assert np.isnan(error)
+
+
+def test_what_never_varies_has_no_width():
+    sums, counts = np.full(20, 3.0), np.full(20, 2.0)
+    assert statistics.mean_error(sums, counts) == (1.5, 0)
+    assert statistics.interval(sums, counts) == (1.5, 1.5)
+
+
+def _texts(n_text, n, reach):
+    """Values that go on for `reach` tokens each: far from independent, with mean zero."""
+    rng = np.random.default_rng(1)
+    noise = rng.normal(size=(n_text, n + reach - 1))
+    return np.lib.stride_tricks.sliding_window_view(noise, reach, axis=1).mean(axis=2)
+
+
+def test_intervals_of_texts_hold_their_mean_as_often_as_they_say():
+    held = errors = alone = 0
+    texts = _texts(300, 8192, 40)
+    for text in texts:
+        sums, counts = statistics.block_sums(text), statistics.block_counts(len(text))
+        low, high = statistics.interval(sums, counts, n_draw=500)
+        held += low <= 0 <= high
+        mean, error = statistics.mean_error(sums, counts)
+        errors += abs(mean) < 2 * error
+        alone += abs(mean) < 2 * text.std() / np.sqrt(len(text))
+    assert 0.88 < held / 300 < 0.98
+    assert 0.90 < errors / 300 < 0.98
+    # what blocks are for
+    assert alone / 300 < 0.5
+
+
+def test_intervals_come_out_the_same():
+    sums = np.random.default_rng(0).random(40)
+    assert statistics.interval(sums, np.ones(40)) == statistics.interval(sums, np.ones(40))
+    low, high = statistics.interval(sums, np.ones(40), level=0.5)
+    assert statistics.interval(sums, np.ones(40))[0] < low < sums.mean() < high
