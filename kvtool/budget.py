@@ -38,14 +38,21 @@ def cells(
     return min(n, info.n_ctx_train), True
 
 
-def _share(text: str, n_ctx_train: int) -> int:
+def percent(text: str) -> float:
+    """What "20%" says. Raises UsageError for what is not above 0 and at most 100."""
     try:
-        share = float(text[:-1])
+        share = float(text.strip().removesuffix("%"))
     except ValueError:
         share = -1.0
-    n = int(n_ctx_train * share / 100)
-    if not (0 < share <= 100 and n > 0):
+    if not 0 < share <= 100:
+        raise UsageError(f"a share is 1% to 100%, got {text!r}")
+    return share
+
+
+def _share(text: str, n_ctx_train: int) -> int:
+    n = int(n_ctx_train * percent(text) / 100)
+    if n == 0:
         raise UsageError(
-            f"a share of the trained context of {n_ctx_train} tokens is 1% to 100%, got {text!r}"
+            f"{text} of the trained context of {n_ctx_train} tokens is not a cell; choose a greater share"
         )
     return n

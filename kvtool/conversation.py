@@ -113,11 +113,16 @@ def template_of(model: Model) -> Template:
     return Template(source, model.marker(model.bos), model.marker(model.eos))
 
 
+def wants_bos(model: Model, text: str) -> bool:
+    """Whether a rendered chat lacks a BOS marker of its own."""
+    bos = model.marker(model.bos)
+    return not (bos and text.startswith(bos))
+
+
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
     """The tokens of a rendered chat, its first n_pinned characters pinned. Raises as Engine.pin does."""
     model = engine.model
-    bos = model.marker(model.bos)
-    start = not (bos and text.startswith(bos))
+    start = wants_bos(model, text)
     pinned = model.tokenize(text[:n_pinned], special=True, start=start) if n_pinned else np.empty(0, np.int32)
     engine.pin(len(pinned))
     return np.concatenate(

@@ -73,3 +73,19 @@ def test_intervals_come_out_the_same():
     assert statistics.interval(sums, np.ones(40)) == statistics.interval(sums, np.ones(40))
     low, high = statistics.interval(sums, np.ones(40), level=0.5)
     assert statistics.interval(sums, np.ones(40))[0] < low < sums.mean() < high
+
+
+# Newcombe 1998, Table I, method 3 (81/263, 15/148, 0/20, 1/29)
+@pytest.mark.parametrize(
+    ("hits", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_hits_and_misses_have_wilsons_interval(hits, n, low, high):
+    scores = np.repeat([1.0, 0.0], [hits, n - hits])
+    assert statistics.item_interval(scores) == pytest.approx((low, high), abs=5e-5)
+    assert statistics.item_interval(1 - scores) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_other_scores_are_drawn():
+    scores = np.random.default_rng(0).random(40)
+    assert statistics.item_interval(scores) == statistics.interval(scores, np.ones(40))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import options as opt
+from kvtool.cli import picture
 from kvtool.cli.explain import explain_run
 from kvtool.cli.perplexity import check_length, read_text
 from kvtool.cli.progress import tokens_progress
@@ -88,7 +89,8 @@ def inspect(
     as_json: opt.Json = False,
 ) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
-    _check_outputs(html, png)
+    picture.check_writable(html)
+    picture.check_picture("--png", png)
     if file is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("nothing to read; give a text file, or a text on stdin")
@@ -135,11 +137,11 @@ def inspect(
     failed = None
     for path, data in (
         (html, lambda: page(result, found, texts, last or _LAST_HTML)),
-        (png, lambda: picture(result, found)),
+        (png, lambda: drawn(result, found)),
     ):
         try:
             if path:
-                _write(path, data())
+                picture.write(path, data())
         except OSError as error:
             failed = UsageError(f"cannot write {path}: {error.strerror}")
     if as_json:
@@ -289,28 +291,6 @@ def _print(console: Console, *texts) -> None:
         console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
 
 
-def _check_outputs(html: Path | None, png: Path | None) -> None:
-    """Raises UsageError for what could not be written in the end, before any work is done."""
-    for path in filter(None, (html, png)):
-        if path.is_dir() or not path.expanduser().parent.is_dir():
-            raise UsageError(f"cannot write {path}: it must be a file in a folder that exists")
-    if png:
-        from importlib.util import find_spec
-
-        if find_spec("matplotlib") is None:
-            raise UsageError(
-                "--png needs matplotlib, which is not installed: pip install 'kvtool[plot]' "
-                "(in a clone of kvtool: pip install -e '.[plot]')"
-            )
-
-
-def _write(path: Path, data: bytes) -> None:
-    from kvtool.units import format_bytes
-
-    path.expanduser().write_bytes(data)
-    sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")
-
-
 def page(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
     """The page, with all that it shows inside."""
     import base64
@@ -337,10 +317,8 @@ def page(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
     return page.replace("{{data}}", text).encode()
 
 
-def picture(result: dict, found: Holdings) -> bytes:
+def drawn(result: dict, found: Holdings) -> bytes:
     """Rows by positions, dark where a row holds the token."""
-    import io
-
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -365,6 +343,4 @@ def picture(result: dict, found: Holdings) -> bytes:
         f"{result['policy']}, {result['budget']:,} cells a row: what is held of {n:,} tokens ({name})"
     )
     figure.colorbar(image, label="share of the column's tokens that is held", pad=0.01)
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()
+    return picture.png(figure)

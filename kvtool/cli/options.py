@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,9 @@ N_BATCH = 256
 """Tokens a step of a chat unless -b is given."""
 
 if TYPE_CHECKING:
-    from kvtool.engine import Engine
+    from kvtool.engine import Engine, Settings
     from kvtool.header import ModelInfo
+    from kvtool.llama import Model as LoadedModel
     from kvtool.llama import Sampler
 
 Model = Annotated[
@@ -154,6 +156,63 @@ class Opened:
     info: ModelInfo
 
 
+def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
+    """The model's file, downloaded where it is not there, and its header; types and policy are looked at.
+
+    Raises KvtoolError.
+    """
+    from kvtool.header import CACHE_TYPES
+
+    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
+        if kind not in CACHE_TYPES:
+            raise UsageError(f"{flag} takes one of {', '.join(CACHE_TYPES)}, got {kind!r}")
+    if wanted.flash not in ("on", "off", "auto"):
+        raise UsageError(f"-fa takes on, off or auto, got {wanted.flash!r}")
+    if wanted.policy == "full" and wanted.budget:
+        raise UsageError("policy full keeps everything and takes no --budget; -c sets its cells")
+
+    from kvtool import models, policies
+
+    policies.parse_options(policies.load(wanted.policy), wanted.options or [])
+    with bytes_progress(f"downloading {wanted.model or 'the model'}") as progress:
+        path = models.resolve(wanted.model, progress)
+    return path, models.check(path)
+
+
+@contextmanager
+def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
+    """The model in memory. Raises KvtoolError."""
+    from kvtool import llama
+
+    llama.set_verbose(wanted.verbose)
+    llama.guard()
+    model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def settings_of(
+    wanted: EngineOptions, n_ctx: int, n_batch: int, n_output: int, over_budget: bool
+) -> Settings:
+    """An engine's settings. Raises UsageError."""
+    from kvtool.engine import Settings
+
+    return Settings(
+        positions=wanted.positions,
+        prefill=wanted.prefill,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_output=n_output,
+        over_budget=over_budget,
+        type_k=wanted.type_k,
+        type_v=wanted.type_v,
+        flash=wanted.flash,
+        n_threads=wanted.threads,
+    )
+
+
 @contextmanager
 def open_engine(
     wanted: EngineOptions,
@@ -170,28 +229,14 @@ def open_engine(
     scoring: logits of every token are wanted, and no step over the budget.
     Raises KvtoolError.
     """
-    from kvtool.header import CACHE_TYPES
+    from kvtool import budget, policies
 
-    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
-        if kind not in CACHE_TYPES:
-            raise UsageError(f"{flag} takes one of {', '.join(CACHE_TYPES)}, got {kind!r}")
-    if wanted.flash not in ("on", "off", "auto"):
-        raise UsageError(f"-fa takes on, off or auto, got {wanted.flash!r}")
-
-    from kvtool import budget, models, policies
-
-    kind = policies.load(wanted.policy)
-    policies.parse_options(kind, wanted.options or [])
-    with bytes_progress(f"downloading {wanted.model or 'the model'}") as progress:
-        path = models.resolve(wanted.model, progress)
-    info = models.check(path)
+    path, info = checked_model(wanted)
     n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
     n_batch = wanted.n_batch or n_batch
-    if wanted.policy == "full":
-        if wanted.budget:
-            raise UsageError("policy full keeps everything and takes no --budget; -c sets its cells")
-        policy = None
-    else:
+    policy = None
+    if wanted.policy != "full":
+        kind = policies.load(wanted.policy)
         n, is_bound = budget.cells(
             # rows that differ take what they need, and the budget is only a cap
             wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx)),
@@ -207,32 +252,16 @@ def open_engine(
             n -= 0 if scoring else max(n_batch - slack, 0)
         policy = policies.fit(wanted.policy, n, wanted.evict_every, wanted.options)
 
-    from kvtool import llama
-    from kvtool.engine import Engine, Settings
-
-    llama.set_verbose(wanted.verbose)
-    llama.guard()
-    model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
-    try:
+    with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx
         if policy is None:
             policy = policies.fit("full", min(n_ctx, n_tokens))
-        settings = Settings(
-            positions=wanted.positions,
-            prefill=wanted.prefill,
-            n_ctx=n_ctx,
-            n_batch=n_batch,
-            n_output=n_batch if scoring else 1,
-            over_budget=not scoring,
-            type_k=wanted.type_k,
-            type_v=wanted.type_v,
-            flash=wanted.flash,
-            n_threads=wanted.threads,
-        )
+        settings = settings_of(wanted, n_ctx, n_batch, n_batch if scoring else 1, over_budget=not scoring)
+
+        from kvtool.engine import Engine
+
         engine = Engine(model, policy, settings)
         try:
             yield Opened(engine, info)
         finally:
             engine.close()
-    finally:
-        model.close()

@@ -7,6 +7,8 @@ of one. All is seeded: the same numbers give the same interval.
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
 
 
@@ -53,3 +55,16 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
         return float(mean), float("nan")
     residuals = sums - mean * counts
     return float(mean), float(np.sqrt((residuals**2).sum() * n_block / (n_block - 1)) / n)
+
+
+def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The interval of the mean of independent items' scores f64[n].
+
+    Of hits and misses Wilson's (1927), which has a width where all are hits as well; else the bootstrap's.
+    """
+    n, mean = len(scores), scores.mean()
+    if not np.isin(scores, (0, 1)).all():
+        return interval(scores, np.ones(n), level)
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    middle, half = mean + z * z / (2 * n), z * np.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
+    return float(max(middle - half, 0) / (1 + z * z / n)), float(min((middle + half) / (1 + z * z / n), 1))

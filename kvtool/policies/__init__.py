@@ -6,13 +6,14 @@ A file of one's own is `--policy path/to/it.py`, and looks the same.
 from __future__ import annotations
 
 import sys
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING
 
+from kvtool import parameters
 from kvtool.errors import UsageError, where
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ def _load_file(path: Path) -> type[Policy]:
 
 def params(policy: type[Policy]) -> dict[str, object]:
     """The parameters that `-o name=value` sets, with their defaults; None where the budget decides."""
-    return {
-        f.name: None if f.default is MISSING else f.default for f in fields(policy) if f.name not in _COMMON
-    }
+    return parameters.defaults(policy, but=_COMMON)
 
 
 def chosen(policy: Policy) -> dict[str, object]:
@@ -69,29 +68,7 @@ def chosen(policy: Policy) -> dict[str, object]:
 
 def parse_options(policy: type[Policy], options: list[str]) -> dict[str, object]:
     """["window=64", ...] to values of the fields' types. Raises UsageError naming what would be right."""
-    kinds = get_type_hints(policy)
-    known = params(policy)
-    parsed: dict[str, object] = {}
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals:
-            raise UsageError(f"-o takes name=value, got {option!r}")
-        if name not in known:
-            right = ", ".join(known) or "none"
-            raise UsageError(f"{policy.__name__} has no parameter {name!r}; it has: {right}")
-        parsed[name] = _value(kinds[name], name, text)
-    return parsed
-
-
-def _value(kind: type, name: str, text: str) -> object:
-    if kind is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise UsageError(f"{name} must be true or false, got {text!r}")
-    try:
-        return kind(text)
-    except ValueError:
-        raise UsageError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
+    return parameters.parse(policy, options, "-o", but=_COMMON)
 
 
 def default_slack(budget: int) -> int:
@@ -112,6 +89,17 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
         raise UsageError(
             f"{name}: {error}; the smallest budget that works with these parameters is {smallest}"
         ) from None
+
+
+def smallest_budget(name: str, evict_every: int | None = None, options: list[str] | None = None) -> int:
+    """The fewest cells that the named policy works with. Raises UsageError where no budget will do."""
+    policy = load(name)
+    given = parse_options(policy, options or [])
+    smallest = _smallest_budget(policy, 0, evict_every, given)
+    if smallest is None:
+        # says why
+        fit(name, 1, evict_every, options)
+    return smallest
 
 
 def _smallest_budget(

@@ -1,0 +1,322 @@
+"""kvtool eval: what a model under a policy can still do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtool.cli import options as opt
+from kvtool.cli import picture
+from kvtool.cli.progress import tokens_progress
+from kvtool.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvtool.header import ModelInfo
+    from kvtool.llama import Model
+    from kvtool.policy import Policy
+    from kvtool.tasks.reader import Reader
+    from kvtool.tasks.run import Groups, Mean, Results
+    from kvtool.tasks.task import Task
+
+_STEP = 1024
+"""`full` has cells in steps of this, so that few caches serve prompts of all lengths."""
+
+
+def evaluate(
+    context: typer.Context,
+    task: Annotated[str | None, typer.Argument(help="A task; without one, what there is.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="What the task reads.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the task.", show_default=False),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first items.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw", help="Ask in the chat template, or as a plain text.", show_default="task's"
+        ),
+    ] = None,
+    max_prompt: Annotated[
+        int | None,
+        typer.Option(
+            "--max-prompt",
+            min=16,
+            help="Of a longer prompt the middle is left out: tokens.",
+            show_default="trained context",
+        ),
+    ] = None,
+    policy: opt.Policy = "buzz",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            help="The most each row may hold: cells (512), a share of each prompt (20%) or bytes (64MiB).",
+            show_default="20%",
+        ),
+    ] = None,
+    options: opt.Options = None,
+    evict_every: opt.EvictEvery = None,
+    positions: opt.Positions = "auto",
+    prefill: opt.Prefill = None,
+    model: opt.Model = None,
+    n_ctx: opt.Context = None,
+    n_batch: opt.Batch = None,
+    threads: opt.Threads = None,
+    gpu_layers: opt.GpuLayers = None,
+    type_k: opt.TypeK = "f16",
+    type_v: opt.TypeV = "f16",
+    flash: opt.Flash = "auto",
+    json_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Add a line for every item to this file; -: print them, then the summary."
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out what --json has already.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="The summary as a heat map, a PNG.")] = None,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Ask a task's items under a policy and score the answers."""
+    from kvtool import tasks
+
+    if task is None:
+        _list(tasks)
+        return
+    chosen = tasks.make(task, settings or [])
+    if chosen.needs_files and not files:
+        raise UsageError(f"{task} reads files; name them after it")
+    for file in files or []:
+        if not file.exists():
+            raise InputError(f"no file {file}")
+    to_stdout = json_to is not None and str(json_to) == "-"
+    if to_stdout and resume:
+        raise UsageError("--resume needs a file after --json")
+    if json_to and not to_stdout and not resume and json_to.exists():
+        raise UsageError(f"{json_to} is there already; --resume goes on with it, or name another file")
+    if plot and len(chosen.by) != 2:
+        raise UsageError(f"{task} has nothing for a heat map; leave --plot out")
+    picture.check_picture("--plot", plot)
+    wanted = opt.EngineOptions.of(context)
+    path, info = opt.checked_model(wanted)
+    policy_for = _policy_for(wanted, info)
+
+    from kvtool.tasks import run
+
+    as_chat = chosen.chat if chat is None else chat
+    with (
+        opt.loaded(path, wanted) as loaded,
+        closing(_reader(wanted, info, loaded, policy_for, as_chat, max_prompt)) as reader,
+    ):
+        items = chosen.items(files or [], loaded)[:limit]
+        about = {
+            "task": task,
+            "task_params": asdict(chosen),
+            "chat": as_chat,
+            "max_prompt": reader.n_prompt,
+            **_about(wanted, path),
+        }
+        results = run.Results(about, items, None if to_stdout else json_to)
+        with tokens_progress(task, len(items)) as step:
+            step(len(results))
+            for record in results.measure(chosen, reader):
+                if to_stdout:
+                    sys.stdout.write(json.dumps(record) + "\n")
+                step(len(results), f"{task}: {_in_short(run.means(results.records))}")
+    _finish(chosen, results, to_stdout, plot)
+
+
+def _policy_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, int], Policy]:
+    """What serves a prompt of so many tokens, and so many more of the answer. Raises UsageError."""
+    from kvtool import budget, policies
+
+    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    if wanted.policy == "full":
+        return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
+    share = wanted.budget or "20%"
+    if not share.endswith("%"):
+        n, _ = budget.cells(share, info, wanted.n_batch or opt.N_BATCH, wanted.type_k, wanted.type_v)
+        fitted = policies.fit(wanted.policy, min(n, n_ctx), wanted.evict_every, wanted.options)
+        return lambda n, n_answer: fitted
+    percent = budget.percent(share)
+    least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options)
+    return lambda n, n_answer: policies.fit(
+        wanted.policy, max(round(n * percent / 100), least), wanted.evict_every, wanted.options
+    )
+
+
+def _reader(
+    wanted: opt.EngineOptions,
+    info: ModelInfo,
+    model: Model,
+    policy_for: Callable[[int, int], Policy],
+    as_chat: bool,
+    max_prompt: int | None,
+) -> Reader:
+    from kvtool.conversation import template_of
+    from kvtool.tasks.reader import N_OUTPUT, Reader
+
+    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    settings = opt.settings_of(wanted, n_ctx, wanted.n_batch or opt.N_BATCH, N_OUTPUT, over_budget=True)
+    return Reader(model, policy_for, settings, template_of(model) if as_chat else None, max_prompt)
+
+
+def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
+    """Of what a record is the result besides the task."""
+    import kvtool
+    from kvtool import models
+    from kvtool.llama import library_info
+
+    library = library_info()
+    return {
+        "model": path.name,
+        "model_sha256": models.sha256(path),
+        "policy": wanted.policy,
+        "options": wanted.options or [],
+        "budget": None if wanted.policy == "full" else wanted.budget or "20%",
+        "evict_every": wanted.evict_every,
+        "positions": wanted.positions,
+        "prefill": wanted.prefill,
+        "n_ctx": wanted.n_ctx,
+        "n_batch": wanted.n_batch,
+        "type_k": wanted.type_k,
+        "type_v": wanted.type_v,
+        "flash": wanted.flash,
+        "kvtool": kvtool.__version__,
+        "llama_cpp_python": library["version"],
+        "patch": library["digest"],
+    }
+
+
+def _list(tasks) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task", style="bold")
+    table.add_column("what is asked")
+    table.add_column("parameters (--set name=value)")
+    for name in tasks.names():
+        kind = tasks.load(name)
+        what = sys.modules[kind.__module__].__doc__.split("\n")[0].partition(": ")[2]
+        table.add_row(
+            name, what, "\n".join(f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
+        )
+    Console().print(table)
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
+
+
+def _in_short(means: dict[str, Mean]) -> str:
+    return ", ".join(f"{name} {score.mean:.3f}" for name, score in means.items())
+
+
+def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) -> None:
+    from kvtool.tasks import run
+
+    means = run.means(results.records)
+    if failed := [record for record in results.records if "error" in record]:
+        sys.stderr.write(f"{len(failed)} of {len(results)} items do not fit: {failed[0]['error']}\n")
+    if cut := sum(record.get("is_cut", False) for record in results.records):
+        sys.stderr.write(f"of {cut} of {len(results)} prompts the middle is left out\n")
+    if to_stdout:
+        summary = {name: asdict(score) for name, score in means.items()}
+        sys.stdout.write(json.dumps({**results.about, "items": len(results), "summary": summary}) + "\n")
+    else:
+        _print(task, results, means)
+    if plot:
+        _plot(task, results, plot)
+
+
+def _print(task: Task, results: Results, means: dict[str, Mean]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvtool.tasks import run
+
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    about = results.about
+    policy = " ".join([about["policy"], *about["options"]])
+    budget = f", budget {about['budget']}" if about["budget"] else ""
+    title = f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}"
+    console.print(f"{title}\n", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("score", "mean", "95 % interval", "items"):
+        table.add_column(column, justify="left" if column == "score" else "right")
+    for name, score in means.items():
+        table.add_row(name, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}")
+    console.print(table, highlight=False)
+    if not task.by:
+        return
+    groups = run.broken_down(results.records, task.by)
+    score = next(iter(means))
+    console.print()
+    if len(task.by) == 2:
+        console.print(f"{score} by {task.by[0]} and {task.by[1]}\n", highlight=False)
+        console.print(_grid(task.by, groups, score))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column(task.by[0])
+    for name in means:
+        table.add_column(name, justify="right")
+    for (value,), group in groups.items():
+        table.add_row(str(value), *(f"{group[name].mean:.3f}" if name in group else "" for name in means))
+    console.print(table, highlight=False)
+
+
+def _grid(by: tuple[str, ...], groups: Groups, score: str) -> Table:
+    """The first `by` down, the second across."""
+    from rich.table import Table
+
+    across = sorted({column for _, column in groups})
+    table = Table(box=None, pad_edge=False)
+    table.add_column(by[0], justify="right")
+    for column in across:
+        table.add_column(str(column), justify="right")
+    for row in sorted({row for row, _ in groups}):
+        cells = (groups.get((row, column), {}).get(score) for column in across)
+        table.add_row(str(row), *(f"{cell.mean:.2f}" if cell else "" for cell in cells))
+    return table
+
+
+def _plot(task: Task, results: Results, path: Path) -> None:
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from kvtool.tasks import run
+
+    groups = run.broken_down(results.records, task.by)
+    score = next(iter(run.means(results.records)), "")
+    down, across = (sorted({values[i] for values in groups}) for i in range(2))
+    grid = np.array(
+        [
+            [getattr(groups.get((row, column), {}).get(score), "mean", np.nan) for column in across]
+            for row in down
+        ]
+    )
+    figure = Figure(figsize=(2.5 + 0.7 * len(across), 1.5 + 0.5 * len(down)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(down)), down)
+    axes.set_xlabel(task.by[1])
+    axes.set_ylabel(task.by[0])
+    for row, column in np.argwhere(np.isfinite(grid)):
+        axes.text(column, row, f"{grid[row, column]:.2f}", ha="center", va="center")
+    about = results.about
+    axes.set_title(
+        f"{about['task']}: {about['policy']}, budget {about['budget'] or 'all'}", fontsize="medium"
+    )
+    figure.colorbar(image, label=score)
+    picture.write(path, picture.png(figure))

@@ -1,0 +1,45 @@
+"""Parameters of policies and tasks: fields of a dataclass, set as name=value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+from kvtool.errors import UsageError
+
+
+def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass with their defaults, None where they have none; `but` these."""
+    return {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in but}
+
+
+def parse(kind: type, given: Iterable[str], flag: str, but: Iterable[str] = ()) -> dict[str, Any]:
+    """["window=64", ...] to values of the fields' types; a tuple's are divided by commas.
+
+    flag: the option that takes them. Raises UsageError naming what would be right.
+    """
+    kinds, known = get_type_hints(kind), defaults(kind, but)
+    parsed: dict[str, Any] = {}
+    for option in given:
+        name, equals, text = option.partition("=")
+        if not equals:
+            raise UsageError(f"{flag} takes name=value, got {option!r}")
+        if name not in known:
+            right = ", ".join(known) or "none"
+            raise UsageError(f"{kind.__name__} has no parameter {name!r}; it has: {right}")
+        parsed[name] = _value(kinds[name], name, text)
+    return parsed
+
+
+def _value(kind: type, name: str, text: str) -> Any:
+    if get_origin(kind) is tuple:
+        return tuple(_value(get_args(kind)[0], name, part.strip()) for part in text.split(","))
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise UsageError(f"{name} must be true or false, got {text!r}")
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{name} must be of type {kind.__name__}, got {text!r}") from None

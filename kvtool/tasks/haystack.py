@@ -1,0 +1,75 @@
+"""A fact hidden in filler, at a depth and a length in tokens."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtool.errors import InputError
+from kvtool.llama import Model
+
+_END = re.compile(r"(?<=[.!?])\s+")
+
+
+def check(lengths: Sequence[int], depths: Sequence[float], repeats: int) -> None:
+    """Raises ValueError for what is no length, depth or number."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths must be tokens, such as 1024,2048, got {lengths}")
+    if not depths or not all(0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"depths must be in 0..1, got {depths}")
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+
+
+def sentences_of(files: Sequence[Path]) -> list[str]:
+    """Those of text files, and of the .txt files in folders. Raises InputError where there are none."""
+    paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
+    try:
+        texts = [path.read_text(encoding="utf-8-sig") for path in paths]
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"a haystack's file is not UTF-8 (byte {error.start})") from None
+    found = [sentence for text in texts for sentence in sentences(text)]
+    if not found:
+        raise InputError(f"no text in {', '.join(map(str, files))}")
+    return found
+
+
+def sentences(text: str) -> list[str]:
+    """What ends in a full stop, question or exclamation mark, each on one line."""
+    parts = (" ".join(part.split()) for part in _END.split(text))
+    return [part for part in parts if part]
+
+
+def hide(
+    model: Model,
+    filler: Sequence[str],
+    fact: str,
+    depth: float,
+    length: int,
+    draws: random.Random,
+    start: str,
+    end: str,
+) -> str:
+    """A prompt of at most `length` tokens, less than a sentence below it: start, filler with the fact, end.
+
+    Filler starts at a drawn sentence and goes round. The fact comes after `depth` of its tokens, between the
+    two sentences nearest to that. Raises InputError where not even the fact fits.
+    """
+    room = length - len(model.tokenize(f"{start}\n\n {fact}\n\n{end}", start=True))
+    if room < 0:
+        raise InputError(f"no passkey or needle fits into {length} tokens; choose greater lengths")
+    first, chosen, ends = draws.randrange(len(filler)), [], [0]
+    while True:
+        sentence = filler[(first + len(chosen)) % len(filler)]
+        # with the space that it has in the text
+        end_of_this = ends[-1] + len(model.tokenize(f" {sentence}"))
+        if end_of_this > room:
+            break
+        chosen.append(sentence)
+        ends.append(end_of_this)
+    n_before = min(range(len(ends)), key=lambda n: abs(ends[n] - depth * ends[-1]))
+    return f"{start}\n\n{' '.join([*chosen[:n_before], fact, *chosen[n_before:]])}\n\n{end}"

@@ -1,0 +1,72 @@
+"""passkey: a number hidden in a long text; found where the answer has it.
+
+As Mohtashami and Jaggi ask it (2023, arXiv:2305.16300, appendix): an instruction, filler, the sentence with
+the key, filler, and the question. Differs: where files are given, the filler is their text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvtool.llama import Model
+from kvtool.tasks.haystack import check, hide, sentences, sentences_of
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+START = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about the important information there."
+)
+QUESTION = "What is the pass key? The pass key is"
+
+
+@dataclass(frozen=True, slots=True)
+class Passkey(Task):
+    """lengths: of the prompts, in tokens. depths: where the key is, 0 the start, 1 the end.
+
+    repeats: prompts of each length and depth, with other keys and other filler. digits: of the key. seed: of
+    all draws.
+    """
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    repeats: int = 5
+    digits: int = 5
+    seed: int = 0
+
+    source: ClassVar[str] = "arXiv:2305.16300"
+    needs_files: ClassVar[bool] = False
+    n_max: ClassVar[int] = 16
+    by: ClassVar[tuple[str, ...]] = ("depth", "length")
+
+    def __post_init__(self) -> None:
+        check(self.lengths, self.depths, self.repeats)
+        if not 1 <= self.digits <= 12:
+            raise ValueError(f"digits must be in 1..12, got {self.digits}")
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        filler = sentences_of(files) if files else sentences(FILLER)
+        found = []
+        for length in self.lengths:
+            for depth in self.depths:
+                for number in range(self.repeats):
+                    name = f"{length}-{depth:g}-{number}"
+                    draws = random.Random(f"{self.seed} {name}")
+                    key = str(draws.randrange(10 ** (self.digits - 1), 10**self.digits))
+                    fact = f"The pass key is {key}. Remember it. {key} is the pass key."
+                    prompt = hide(model, filler, fact, depth, length, draws, START, QUESTION)
+                    found.append(Item(name, prompt, [key], about={"length": length, "depth": depth}))
+        return found
+
+    def answer(self, item: Item, reader: Reader) -> Answer:
+        reader.read(item.prompt, self.n_max)
+        output = reader.write(self.n_max)
+        return Answer(output, {"found": float(item.references[0] in output)})
+
+
+TASK = Passkey
