@@ -197,7 +197,7 @@ def test_the_picture_is_dark_where_a_row_holds():
     # layers 0 to 2 hold the first half, the others the last quarter
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until)
-    pixels = imread(io.BytesIO(inspect.picture(RESULT, found)))[..., :3]
+    pixels = imread(io.BytesIO(inspect.drawn(RESULT, found)))[..., :3]
     dark, light = (
         np.abs(pixels - np.array(colour) / 255).max(axis=2) < 0.01
         for colour in ((8, 48, 107), (247, 251, 255))
