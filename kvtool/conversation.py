@@ -139,8 +139,9 @@ def transcript(messages: list[Message]) -> str:
 class Conversation:
     """Turns of one user and the model. A reply that is stopped stays in the chat as far as it went.
 
-    undoable: the last turn can be taken back, from a copy of the cache on disk. n_reply: replies begun, those
-    taken back included, so that another try is another draw.
+    undoable: the last turn can be taken back, from a copy of the cache on disk. kept: opens one that is there
+    already, or gives None. n_reply: replies begun, those taken back included, so that another try is another
+    draw.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Conversation:
         self.writer = writer
         self.template = template
         self.undoable = undoable
+        self.kept: Callable[[], BinaryIO | None] = lambda: None
         self.n_reply = 0
         self._n_held = len(writer.engine.model.tokenize(template.reply_start(), special=True))
         self._before: BinaryIO | None = None
@@ -226,6 +228,9 @@ class Conversation:
         self.close()
         # a chat goes on where there is no room for a copy
         with suppress(OSError), ExitStack() as stack:
+            self._before = self.kept()
+            if self._before:
+                return
             copy = stack.enter_context(tempfile.TemporaryFile())
             session.dump(copy, *self.save())
             copy.flush()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
+import tempfile
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from kvtool import policies
+from kvtool import policies, session
 from kvtool.cli.chat import _Terminal
+from kvtool.cli.keeper import Keeper
 from kvtool.conversation import Conversation, Writer, template_of
 from kvtool.engine import Engine, Settings
-from kvtool.errors import ModelError, StreamEnd, UsageError
+from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama import Model, Sampler
 from kvtool.measure import holdings
 from kvtool.template import GEMMA, Template
@@ -214,6 +219,49 @@ def test_the_last_turn_can_be_taken_back(chat):
     # one turn, no more
     assert not talk.undo()
     assert talk.messages == before[1]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path, monkeypatch):
+    path = tmp_path / "chat.kvs"
+    talk = chat()
+    talk.undoable = True
+    context = SimpleNamespace(params=defaultdict(lambda: None, policy="buzz"))
+    keeper = Keeper(context, talk, path)
+
+    def turn(text):
+        "".join(talk.reply(text, 12))
+        keeper.keep()
+
+    def saved():
+        meta, arrays = session.read(path)
+        return {name: meta[name] for name in ("messages", "writer", "n_past")}, {
+            name: array.tobytes() for name, array in arrays.items()
+        }
+
+    turn("Name a fruit.")
+    before = saved()
+    # what is there needs no other copy
+    monkeypatch.setattr(tempfile, "TemporaryFile", None)
+    turn("And a colour.")
+    assert saved() != before
+    assert talk.undo()
+    keeper.keep_session()
+    assert saved() == before
+    # what is not what the chat was before the turn is no copy of it
+    monkeypatch.undo()
+    monkeypatch.setattr(keeper, "save", _fails)
+    turn("And an animal.")
+    turn("And a tree.")
+    assert talk.undo()
+    assert [message["content"] for message in talk.messages if message["role"] == "user"][1:] == [
+        "And an animal."
+    ]
+
+
+def _fails(path):
+    raise SessionError("no room")
 
 
 @pytest.mark.engine

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import typer
 
@@ -32,6 +33,8 @@ class Keeper:
         self.path = path
         self.transcript: TextIO | None = None
         self.unsaved: SessionError | None = None
+        self._is_kept = False
+        chat.kept = self._kept
 
     def save(self, path: Path) -> None:
         """Writes the chat. Raises SessionError."""
@@ -69,6 +72,7 @@ class Keeper:
         """Loads its own session. Raises SessionError where what was typed does not go with it."""
         system, seed = self.chat.system, self.context.params["seed"]
         self.load(self.path)
+        self._is_kept = seed is None
         if system and system != self.chat.system:
             raise SessionError(
                 f"{self.path} has another system prompt; leave --system out, or use /system in the chat"
@@ -91,11 +95,18 @@ class Keeper:
     def keep_session(self) -> None:
         """Writes the session, where there is one."""
         self.unsaved = None
+        self._is_kept = False
         if self.path:
             try:
                 self.save(self.path)
+                self._is_kept = True
             except SessionError as error:
                 self.unsaved = error
+
+    def _kept(self) -> BinaryIO | None:
+        """The session as it is between two turns; open, it outlives the next one's. None: write a copy."""
+        # elsewhere an open file cannot be replaced
+        return self.path.open("rb") if self._is_kept and os.name == "posix" else None
 
     def check(self) -> None:
         """Raises the SessionError of the last turn, if there was one."""
