@@ -45,7 +45,7 @@ def text_file(tmp_path_factory):
     return path
 
 
-COMMANDS = ["", "chat", "generate", "perplexity", "inspect", "policies", "models", "doctor"]
+COMMANDS = ["", "chat", "generate", "perplexity", "compare", "inspect", "policies", "models", "doctor"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -122,7 +122,7 @@ def compare(
         verbose=verbose,
     )
     names = names or ["full", *(name for name in registry.names() if name != "full")]
-    names, against = _against_full(common, n_vocab, names)
+    names, missing = _against_full(common, n_vocab, names)
     cells = grid.cells(
         common, info, names, budget_texts, type_texts, evict_every=evict_every, combine=combine
     )
@@ -135,7 +135,9 @@ def compare(
         from kvtool.measure import records
 
         results.take(records.read(path))
-    _run(results, tokens, against, jobs, path)
+    if missing:
+        _say(missing)
+    _run(results, tokens, not missing, jobs, path)
     _finish(results, info, json_file, path, plot)
 
 
@@ -170,7 +172,7 @@ def _check_plot(plot: Path) -> None:
 
 
 def _tokens(info: ModelInfo, file: str, text: str, max_tokens: int | None) -> tuple[np.ndarray, str, int]:
-    """The tokens i32[n] as kvtool perplexity reads them, the sha256 of their text, and the vocabulary's size."""
+    """The tokens i32[n] as kvtool perplexity reads them, their text's sha256, and the vocabulary's size."""
     import hashlib
 
     from kvtool.llama import Model
@@ -196,8 +198,8 @@ def _versions() -> dict[str, str | None]:
     return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}
 
 
-def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], bool]:
-    """The policies that can run, and whether there are predictions of the full cache to compare with."""
+def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
+    """The policies that can run, and why there is no full cache to compare with; empty where there is one."""
     from kvtool.measure.divergence import fits
 
     n = common.n_tokens
@@ -207,17 +209,17 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
             "choose --positions auto or in-cache, or --max-tokens"
         )
     if n > common.n_ctx:
-        _say(
+        why = (
             f"the text has {n} tokens and the full cache {common.n_ctx} cells: there is no full, "
             "and so no KL, top-1 or difference to it (--max-tokens makes the text shorter)"
         )
-        return [name for name in names if name != "full"], False
+        return [name for name in names if name != "full"], why
     if not fits(n, n_vocab):
-        _say(
-            f"{n} tokens are too many to keep the full cache's predictions: no KL, top-1 or difference to it"
+        return (
+            names,
+            f"{n} tokens are too many to keep the full cache's predictions: no KL, top-1 or difference",
         )
-        return names, False
-    return names, True
+    return names, ""
 
 
 def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Row = tuple["Cell", dict[str, Any]]
 
 WIDE = 100
-"""Columns of a terminal from which on nothing is left out."""
+"""Columns of a terminal from which on there are cells, intervals and speeds."""
 
 BEST: dict[str, Callable] = {
     "kv_bytes": min,
@@ -39,8 +39,12 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
     mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", overflow="fold")
-    names = ["cells", "cache", "perplexity", "to full", "to best other", "KL", "top-1", "tokens/s"]
-    for column in names if wide else names[:-1]:
+    names = (
+        ["cells"] * wide
+        + ["cache", "perplexity" if wide else "ppl", "to full", "to best", "KL", "top-1"]
+        + ["tokens/s"] * wide
+    )
+    for column in names:
         table.add_column(column, justify="right", no_wrap=True)
     n_scored = next((record["n_scored"] for _, record in rows if "n_scored" in record), 0)
     for asked in dict.fromkeys(cell.asked for cell, _ in rows):
@@ -56,25 +60,25 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
                 continue
 
             def one(name: str, shown: str, record=record, best=best) -> Text:
-                is_best = best.get(name) == record[name]
+                is_best = name in best and record[name] == best[name]
                 return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
 
             between = f" ({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})" if wide else ""
             parts = [
                 Text(label),
-                Text(f"{record['cells']:,.0f}"),
+                *[Text(f"{record['cells']:,.0f}")] * wide,
                 one("kv_bytes", format_bytes(record["kv_bytes"])),
                 one("perplexity", f"{record['perplexity']:.2f}{between}"),
                 difference(record, "nll_minus_full"),
                 difference(record, "nll_minus_best"),
                 one("kl", "-" if record["kl"] is None else f"{record['kl']:.4f}"),
                 one("top1", "-" if record["top1"] is None else f"{record['top1']:.1%}"),
-                one("tokens_per_s", f"{record['tokens_per_s']:.0f}"),
+                *[one("tokens_per_s", f"{record['tokens_per_s']:.0f}")] * wide,
             ]
-            table.add_row(*parts[: len(table.columns)])
+            table.add_row(*parts)
     console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
     console.print(table)
-    legend = "to full, to best other: nll in nats, +- two standard errors; = no difference beyond them"
+    legend = "to full, to the best other row of a budget: nll, +- two standard errors; =: no more than them"
     console.print(Text(f"\n{legend}", "dim"))
 
 
