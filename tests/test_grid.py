@@ -93,7 +93,7 @@ def test_what_is_named_twice_is_one_cell(common):
 
 
 def test_bytes_are_for_cells_and_the_batch(common):
-    (cell,) = make(common, ["h2o"], ["128KiB"])
+    (cell,) = make(replace(common, n_batch=100), ["h2o"], ["128KiB"])
     assert (cell.asked, cell.budget, cell.n_batch) == ("128KiB", 256, 64)
     found = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
     assert [cell.budget for cell in found] == [256, 256]

@@ -107,7 +107,7 @@ def compare(
         what={
             "model": str(model_path),
             "model_sha256": model_sha256,
-            "text": Path(file).name,
+            "text": "stdin" if file == "-" else Path(file).name,
             "text_sha256": text_sha256,
             **_versions(),
         },

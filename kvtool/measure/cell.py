@@ -1,8 +1,7 @@
 """One cell of a grid: a text streamed through one cache under one policy, with all that is measured of it.
 
-`python -m kvtool.measure.cell` is a process of its own for it, so that its memory can be told, and a crash is
-its own: a `Job` as JSON on stdin, then a line of JSON on stdout after each step, and at last a record or an
-error.
+`main` is a process of its own for it, so that its memory can be told, and a crash is its own: a `Job` as JSON
+on stdin, then a line of JSON on stdout after each step, and at last a record or an error.
 """
 
 from __future__ import annotations
@@ -201,7 +200,3 @@ def main() -> None:
         send(error=f"cannot write{what}: {error.strerror or error}", exit_code=KvtoolError.exit_code)
     except Exception as error:  # noqa: BLE001  (the other cells go on)
         send(error=where(error), exit_code=KvtoolError.exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -54,6 +54,9 @@ _COARSE = ("q4_0", "q4_1")
 
 _KILLED = 9
 
+# -m would look for modules in the folder where the user is
+_CHILD = "import sys; sys.path[:] = {!r}; from kvtool.measure.cell import main; main()"
+
 
 @dataclass(frozen=True, slots=True)
 class Common:
@@ -359,7 +362,7 @@ class Runner:
         )
         with self._log(cell).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvtool.measure.cell"],
+                [sys.executable, "-c", _CHILD.format(sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if common.verbose else log,
