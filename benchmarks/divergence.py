@@ -56,6 +56,7 @@ def _ours(args, model, tokens: np.ndarray) -> dict[str, float]:
             _read(args, model, tokens, "f16", divergence.Writer(file, n, model.n_vocab))
         scores = divergence.Reader(path, n, model.n_vocab)
         _read(args, model, tokens, args.type, scores)
+        scores.close()
 
     def scored(values: np.ndarray) -> np.ndarray:
         return values.reshape(-1, N_WINDOW - 1)[:, N_WINDOW // 2 :]

@@ -52,6 +52,7 @@ def scored(p, q, target, tmp_path):
     (tmp_path / "reference").write_bytes(file.getvalue())
     reader = divergence.Reader(tmp_path / "reference", n, p.shape[1])
     nll = np.concatenate([reader.score(q[step], target[step]) for step in steps])
+    reader.close()
     return writer, reader, own, nll
 
 
@@ -186,7 +187,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
     size = paths[0].stat().st_size
     monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
     # reading is a use
-    divergence.Reader(paths[1], 9, 300)
+    divergence.Reader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]
     # the newest stays, whatever its size
@@ -196,10 +197,10 @@ def test_the_least_lately_used_go_first(monkeypatch):
     assert [path.exists() for path in paths] == [True, False, False, False]
 
 
-def test_too_long_a_text_is_not_kept():
-    row = divergence._row(50_000).itemsize
-    assert divergence.fits(divergence.MOST_BYTES // row, 50_000)
-    assert not divergence.fits(divergence.MOST_BYTES // row + 1, 50_000)
+def test_too_long_a_text_is_not_kept(monkeypatch):
+    monkeypatch.setattr(divergence, "MOST_BYTES", 50 * divergence._row(300).itemsize)
+    assert divergence.fits(50, 300)
+    assert not divergence.fits(51, 300)
 
 
 @pytest.mark.engine

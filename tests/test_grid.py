@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -204,7 +205,7 @@ def measured(common, cells, tokens=None, **options):
 
 @pytest.mark.engine
 def test_a_cell_has_the_numbers_of_perplexity(common):
-    cells = make(common, ["full", "h2o"], ["64"])
+    cells = make(common, ["full", "h2o"], ["64", "256"])
     path = grid.reference(common)
     of_full, _ = measured(common, cells[:1], against=path, writes=True)
     found, seen = measured(common, cells[1:], against=path)
@@ -222,9 +223,11 @@ def test_a_cell_has_the_numbers_of_perplexity(common):
         assert found[cell]["perplexity"] == math.exp(found[cell]["nll"])
         assert found[cell]["perplexity_low"] < found[cell]["perplexity"] < found[cell]["perplexity_high"]
         assert found[cell]["peak_rss_bytes"] > 10_000_000
-    full, h2o = (found[cell] for cell in cells)
+    full, h2o, roomy = (found[cell] for cell in cells)
     assert (full["kl"], full["top1"], full["nll_minus_full"], full["plan_s"]) == (0, 1, 0, 0)
     assert h2o["kl"] > 0.01
+    assert roomy["kl"] == pytest.approx(0, abs=1e-6)
+    assert roomy["edit_s"] < h2o["edit_s"]
     assert 0 < h2o["top1"] < 1
     assert h2o["plan_s"] > 0 < h2o["edit_s"]
     counts = statistics.block_counts(N - 1)
@@ -276,6 +279,7 @@ def test_a_cell_that_fails_is_a_record_and_not_the_end(common, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 def test_no_process_outlives_its_runner(common):
     (cell,) = make(common, ["h2o"], ["64"])
     with grid.Runner(replace(common, n_tokens=100_000), np.tile(text(N), 1000)) as runner:
@@ -283,7 +287,8 @@ def test_no_process_outlives_its_runner(common):
         next(events)
         (process,) = runner._running.values()
         assert process.poll() is None
-    assert process.poll() is not None
+    # not by itself, which would take a while
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_job_survives_its_way(common):

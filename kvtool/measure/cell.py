@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
         if job.writes:
             against = divergence.writing(Path(job.reference), len(tokens), model.n_vocab)
         elif job.reference:
-            against = nullcontext(divergence.Reader(Path(job.reference), len(tokens), model.n_vocab))
+            against = closing(divergence.Reader(Path(job.reference), len(tokens), model.n_vocab))
         with against as scores:
             engine = Engine(model, policy, settings)
             try:

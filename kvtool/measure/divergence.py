@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,23 +66,30 @@ class Scores:
 
 
 class Reader(Scores):
-    """Scores against a reference of n - 1 predictions. Raises InputError where there is none of that size."""
+    """Scores against a reference of n - 1 predictions. Raises InputError where there is none of that size.
+
+    Not a memory map: its pages would count as this process's memory, which is measured.
+    """
 
     def __init__(self, path: Path, n: int, n_vocab: int) -> None:
         super().__init__(n)
-        row = _row(n_vocab)
+        self._row = _row(n_vocab)
         try:
-            if path.stat().st_size != (n - 1) * row.itemsize:
+            if path.stat().st_size != (n - 1) * self._row.itemsize:
                 raise FileNotFoundError
             # the least lately used goes first
             os.utime(path)
-            self._rows = np.memmap(path, row, "r")
+            self._file = path.open("rb")
         except OSError:
             raise InputError("the full cache's predictions are gone; run the same command again") from None
 
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
         """perplexity.Score."""
-        return self._add(self._rows[self.n_done : self.n_done + len(target)], logits, target)
+        rows = np.frombuffer(self._file.read(len(target) * self._row.itemsize), self._row)
+        return self._add(rows, logits, target)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Writer(Scores):
@@ -116,7 +123,8 @@ def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
         if path.exists():
-            yield Reader(path, n, n_vocab)
+            with closing(Reader(path, n, n_vocab)) as reader:
+                yield reader
             return
         with replacing(path) as file:
             yield Writer(file, n, n_vocab)
