@@ -37,7 +37,12 @@ def picture(rows: Sequence[Row], text: str, model: str) -> bytes:
     colours, marks = colormaps["tab20"], "osD^vP*X"
     for i, (label, points) in enumerate(lines.items()):
         bold = {"color": "black", "linewidth": 2.5, "linestyle": "--"} if label == "full, quantized" else {}
-        style = {"color": colours(i % 20), "marker": marks[i % len(marks)], "label": label} | bold
+        # the darker of its pairs first
+        style = {
+            "color": colours((2 * i + i // 10 % 2) % 20),
+            "marker": marks[i % len(marks)],
+            "label": label,
+        } | bold
         axes.plot(*zip(*sorted(points), strict=True), **style)
     for cell, record in done:
         if (cell.policy, cell.type_k) == ("full", "f16"):
@@ -46,6 +51,7 @@ def picture(rows: Sequence[Row], text: str, model: str) -> bytes:
     axes.xaxis.set_major_formatter("{x:g}")
     if has_kl:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MiB of K and V that the budget's cells take")
     axes.set_ylabel("KL to the full cache, nats a token" if has_kl else "nll, nats a token")
     n_scored = next((record["n_scored"] for _, record in done), 0)
