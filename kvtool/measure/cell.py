@@ -173,7 +173,10 @@ def decode(data: Mapping[str, Any]) -> Job:
 def main() -> None:
     """The process of its own. Ctrl-C is its parent's matter."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job = decode(json.load(sys.stdin))
+    if not (said := sys.stdin.read()):
+        # the parent was stopped before it could say what to do
+        return
+    job = decode(json.loads(said))
     # what a policy of somebody's prints must not come between the lines
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
