@@ -104,6 +104,7 @@ def test_among_equally_likely_tokens_the_lowest_counts(tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="a vocabulary of 49,152")
 def test_little_is_missing_of_a_real_model(smollm2, tmp_path):
     kept, settings = {}, {"n_ctx": 256, "flash": "on"}
     for kind in ("f16", "q8_0"):
