@@ -10,8 +10,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
 # the contract is about policies; their kernels are held against the definitions in these
-KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam h2o keys roco scissorhands \
-	snapkv weightedkv))
+KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam divergence h2o keys roco \
+	scissorhands snapkv weightedkv))
 SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 

@@ -7,6 +7,7 @@ only says "in use, and older than the next token".
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,7 @@ class Engine:
     n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
     live i32[row]: those of every row. n_pinned, n_held: first and newest tokens that are never evicted.
     n_restart: how often positions have started over behind the live cells.
+    plan_s, edit_s: seconds spent on plans, with the signals read for them, and on edits of the cache.
     """
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
@@ -130,6 +132,7 @@ class Engine:
         n_row = self.context.n_row
         for name in _COUNTERS:
             setattr(self, name, 0)
+        self.plan_s = self.edit_s = 0.0
         self.live = np.zeros(n_row, np.int32)
         self._edit(np.empty((0, 4), np.int32), self.live, 0)
         if (self.context.layer_cells != self._layer_cells).any():
@@ -489,9 +492,11 @@ class Engine:
         )
 
     def _evict(self) -> None:
+        start = time.perf_counter()
         view = self._seen()
         self._ask("observe", view, self.state)
         plan = self._ask("plan", view, self.state)
+        self.plan_s += time.perf_counter() - start
         self._apply(plan, self._checked(view, plan), self._next_rot)
         self._n_planned = self.n_past
         if self.policy.ragged:
@@ -580,9 +585,11 @@ class Engine:
     ) -> None:
         """Edits the cache, which clears the signals."""
         most = int(n_keep.max())
+        start = time.perf_counter()
         self.context.apply(
             moves, most, next_rot - most, merge, n_keep_row=n_keep if self.policy.ragged else None
         )
+        self.edit_s += time.perf_counter() - start
         self._n_observed = self.n_past
 
 

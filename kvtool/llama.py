@@ -323,13 +323,19 @@ def _crash_means(error: KvtoolError) -> Iterator[None]:
 
 
 class Model:
-    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory."""
+    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory.
 
-    def __init__(self, path: Path | str, *, n_gpu_layers: int | None = None) -> None:
+    vocab_only: just to tokenize; no weights are loaded.
+    """
+
+    def __init__(
+        self, path: Path | str, *, n_gpu_layers: int | None = None, vocab_only: bool = False
+    ) -> None:
         require_patched()
         _start_backends()
         _log_tail.clear()
         params = api.llama_model_default_params()
+        params.vocab_only = vocab_only
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
@@ -435,7 +441,7 @@ class Context:
         params.n_threads = params.n_threads_batch = n_threads or default_threads()
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
-        params.flash_attn_type = FLASH[_choose_flash(flash, type_v, ragged)]
+        params.flash_attn_type = FLASH[choose_flash(flash, type_v, ragged)]
         _log_tail.clear()
         self._batch = None
         self._context = None
@@ -648,7 +654,8 @@ def default_threads() -> int:
     return max(n // 2, 1) if shared else n
 
 
-def _choose_flash(flash: str, type_v: str, ragged: bool) -> str:
+def choose_flash(flash: str, type_v: str, ragged: bool) -> str:
+    """What -fa comes to with that type of V. Raises UsageError where the two cannot go together."""
     if ragged:
         # flash attention takes no mask of each head's own on most devices
         if type_v in _QUANTIZED and has_gpu():

@@ -45,7 +45,18 @@ def text_file(tmp_path_factory):
     return path
 
 
-COMMANDS = ["", "chat", "generate", "perplexity", "eval", "inspect", "policies", "models", "doctor"]
+COMMANDS = [
+    "",
+    "chat",
+    "generate",
+    "perplexity",
+    "compare",
+    "eval",
+    "inspect",
+    "policies",
+    "models",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -508,7 +508,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
         (["nope"], 2, "needle"),
         (["needle"], 2, "needle reads files"),
         (["needle", "missing"], 5, "no file missing"),
-        (["passkey", "--json", "-", "--resume"], 2, "needs a file"),
+        (["passkey", "--json", "-", "--resume"], 2, "needs the file"),
         (["passkey", "--plot", "missing/x.png"], 2, "a folder that exists"),
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
         (["passkey", "--budget", "0%"], 2, "a share is 1% to 100%"),

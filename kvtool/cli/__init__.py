@@ -12,7 +12,18 @@ import typer
 from typer.core import TyperGroup
 
 from kvtool import __version__, interrupt
-from kvtool.cli import chat, doctor, eval, generate, inspect, models, perplexity, policies, session
+from kvtool.cli import (
+    chat,
+    compare,
+    doctor,
+    eval,
+    generate,
+    inspect,
+    models,
+    perplexity,
+    policies,
+    session,
+)
 from kvtool.errors import KvtoolError, OutOfMemory
 
 # what a shell shows for a program that died of the signal
@@ -102,6 +113,7 @@ def _root(
 app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("perplexity")(perplexity.perplexity)
+app.command("compare")(compare.compare)
 app.command("eval")(eval.evaluate)
 app.command("inspect")(inspect.inspect)
 app.command("policies")(policies.policies)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import options as opt
-from kvtool.cli import picture
+from kvtool.cli import output
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
 
@@ -77,7 +77,7 @@ def evaluate(
     type_v: opt.TypeV = "f16",
     flash: opt.Flash = "auto",
     json_to: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--json", help="Add a line for every item to this file; -: print them, then the summary."
         ),
@@ -98,14 +98,11 @@ def evaluate(
     for file in files or []:
         if not file.exists():
             raise InputError(f"no file {file}")
-    to_stdout = json_to is not None and str(json_to) == "-"
-    if to_stdout and resume:
-        raise UsageError("--resume needs a file after --json")
-    if json_to and not to_stdout and not resume and json_to.exists():
-        raise UsageError(f"{json_to} is there already; --resume goes on with it, or name another file")
+    records_path = output.records_path(json_to, resume)
+    to_stdout = json_to == "-"
     if plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has nothing for a heat map; leave --plot out")
-    picture.check_picture("--plot", plot)
+    output.check_picture("--plot", plot)
     wanted = opt.EngineOptions.of(context)
     path, info = opt.checked_model(wanted)
     policy_for = _policy_for(wanted, info)
@@ -125,7 +122,7 @@ def evaluate(
             "max_prompt": reader.n_prompt,
             **_about(wanted, path),
         }
-        results = run.Results(about, items, None if to_stdout else json_to)
+        results = run.Results(about, items, records_path)
         with tokens_progress(task, len(items)) as step:
             step(len(results))
             for record in results.measure(chosen, reader):
@@ -172,11 +169,9 @@ def _reader(
 
 def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
     """Of what a record is the result besides the task."""
-    import kvtool
     from kvtool import models
-    from kvtool.llama import library_info
+    from kvtool.measure import records
 
-    library = library_info()
     return {
         "model": path.name,
         "model_sha256": models.sha256(path),
@@ -191,9 +186,7 @@ def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
         "type_k": wanted.type_k,
         "type_v": wanted.type_v,
         "flash": wanted.flash,
-        "kvtool": kvtool.__version__,
-        "llama_cpp_python": library["version"],
-        "patch": library["digest"],
+        **records.versions(),
     }
 
 
@@ -319,4 +312,4 @@ def _plot(task: Task, results: Results, path: Path) -> None:
         f"{about['task']}: {about['policy']}, budget {about['budget'] or 'all'}", fontsize="medium"
     )
     figure.colorbar(image, label=score)
-    picture.write(path, picture.png(figure))
+    output.write(path, output.png(figure))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import options as opt
-from kvtool.cli import picture
+from kvtool.cli import output
 from kvtool.cli.explain import explain_run
 from kvtool.cli.perplexity import check_length, read_text
 from kvtool.cli.progress import tokens_progress
@@ -89,8 +89,8 @@ def inspect(
     as_json: opt.Json = False,
 ) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""
-    picture.check_writable(html)
-    picture.check_picture("--png", png)
+    output.check_writable(html)
+    output.check_picture("--png", png)
     if file is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("nothing to read; give a text file, or a text on stdin")
@@ -141,9 +141,9 @@ def inspect(
     ):
         try:
             if path:
-                picture.write(path, data())
-        except OSError as error:
-            failed = UsageError(f"cannot write {path}: {error.strerror}")
+                output.write(path, data())
+        except UsageError as error:
+            failed = error
     if as_json:
         import json
 
@@ -343,4 +343,4 @@ def drawn(result: dict, found: Holdings) -> bytes:
         f"{result['policy']}, {result['budget']:,} cells a row: what is held of {n:,} tokens ({name})"
     )
     figure.colorbar(image, label="share of the column's tokens that is held", pad=0.01)
-    return picture.png(figure)
+    return output.png(figure)

@@ -17,26 +17,40 @@ Progress = Callable[[np.ndarray], None]
 """Called after each step with the nll f64[n] of the tokens it scored."""
 
 
-def stream(engine: Engine, tokens: np.ndarray, progress: Progress | None = None) -> np.ndarray:
+Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Logits f32[n, n_vocab] and the tokens that came i32[n] to their nll f64[n]."""
+
+
+def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The nll f64[n] of the tokens i32[n] that came, in nats, from logits f32[n, n_vocab]."""
+    nll = np.empty(len(target))
+    token_nll(logits, np.ascontiguousarray(target), nll)
+    return nll
+
+
+def stream(
+    engine: Engine, tokens: np.ndarray, progress: Progress | None = None, score: Score = nll_of
+) -> np.ndarray:
     """The nll f64[n - 1] of every token i32[n] but the first, all through the engine's one cache.
 
     No step goes over the budget, so that no eviction is late: exactly the policy's own schedule.
     """
     parts = [np.empty(0)]
-    for nll in steps(engine, tokens):
+    for nll in steps(engine, tokens, score):
         parts.append(nll)
         if progress:
             progress(nll)
     return np.concatenate(parts)
 
 
-def steps(engine: Engine, tokens: np.ndarray) -> Iterator[np.ndarray]:
+def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
     """The same, step by step."""
     at = 0
     while at < len(tokens):
         n = min(engine.room(), engine.n_until_plan, len(tokens) - at)
         engine.step(tokens[at : at + n], n)
-        yield _nll(engine, tokens[at + 1 : at + 1 + n])
+        target = tokens[at + 1 : at + 1 + n]
+        yield score(engine.context.logits()[: len(target)], target)
         at += n
 
 
@@ -46,6 +60,7 @@ def windows(
     n_window: int,
     stride: int | None = None,
     progress: Progress | None = None,
+    score: Score = nll_of,
 ) -> np.ndarray:
     """The nll of independent windows, one after the other, each in an empty cache.
 
@@ -64,14 +79,8 @@ def windows(
         if engine.model.adds_bos and not stride:
             window[0] = engine.model.bos
         engine.reset()
-        nll = stream(engine, window)[first:]
+        nll = stream(engine, window, score=score)[first:]
         parts.append(nll)
         if progress:
             progress(nll)
     return np.concatenate(parts)
-
-
-def _nll(engine: Engine, target: np.ndarray) -> np.ndarray:
-    nll = np.empty(len(target))
-    token_nll(engine.context.logits()[: len(target)], np.ascontiguousarray(target), nll)
-    return nll

@@ -19,6 +19,15 @@ def key(record: Record, names: Iterable[str]) -> str:
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
+def versions() -> dict[str, str | None]:
+    """Of the programs that a result comes from. Raises EngineError where the library is not there."""
+    from kvtool import __version__
+    from kvtool.llama import library_info
+
+    library = library_info()
+    return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """All records of a file, [] where there is none. Half a last line, of a run that was killed, is left out.
 

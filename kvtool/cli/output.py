@@ -1,4 +1,4 @@
-"""Files that a command draws or writes in the end, looked at before it starts."""
+"""Files that a command writes, looked at before it starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def check_writable(path: Path | None) -> None:
     """Raises UsageError for what could not be written in the end, before any work is done."""
     if path and (path.is_dir() or not path.expanduser().parent.is_dir()):
         raise UsageError(f"cannot write {path}: it must be a file in a folder that exists")
+
+
+def records_path(json_to: str | None, resume: bool) -> Path | None:
+    """The file that --json names; None without one, or for stdout's -. Raises UsageError."""
+    if json_to in (None, "-"):
+        if resume:
+            raise UsageError("--resume needs the file of the run that it goes on with: --json FILE")
+        return None
+    path = Path(json_to).expanduser()
+    check_writable(path)
+    if path.exists() and path.stat().st_size and not resume:
+        raise UsageError(f"{path} exists; --resume goes on with it, or choose another file")
+    return path
 
 
 def check_picture(flag: str, path: Path | None) -> None:
@@ -40,8 +53,11 @@ def png(figure: Figure) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Raises OSError."""
+    """Writes it, and says so. Raises UsageError."""
     from kvtool.units import format_bytes
 
-    path.expanduser().write_bytes(data)
+    try:
+        path.expanduser().write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
     sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")

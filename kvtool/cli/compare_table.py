@@ -1,0 +1,106 @@
+"""The table of kvtool compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtool.measure.grid import Cell
+
+Row = tuple["Cell", dict[str, Any]]
+
+WIDE = 100
+"""Columns of a terminal from which on there are cells, intervals and speeds."""
+
+BEST: dict[str, Callable] = {
+    "kv_bytes": min,
+    "perplexity": min,
+    "kl": min,
+    "top1": max,
+    "tokens_per_s": max,
+}
+"""What is best in a column."""
+
+
+def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
+    """Prints the rows, budget by budget; a pipe or a file takes 110 columns."""
+    from rich.console import Console as Rich
+    from rich.table import Table
+    from rich.text import Text
+
+    if not console.is_terminal:
+        console = Rich(file=console.file, width=110, highlight=False, color_system=None)
+    wide = console.width >= WIDE
+    mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("policy", overflow="fold")
+    names = (
+        ["cells"] * wide
+        + ["cache", "perplexity" if wide else "ppl", "to full", "to best", "KL", "top-1"]
+        + ["tokens/s"] * wide
+    )
+    for column in names:
+        table.add_column(column, justify="right", no_wrap=True)
+    n_scored = next((record["n_scored"] for _, record in rows if "n_scored" in record), 0)
+    for asked in dict.fromkeys(cell.asked for cell, _ in rows):
+        group = [(cell, record) for cell, record in rows if cell.asked == asked]
+        best = _best(group)
+        if table.row_count:
+            table.add_row()
+        table.add_row(Text(f"budget {asked}" if asked else "no budget", "italic"))
+        for cell, record in group:
+            label = cell.label if cell.type_k == "f16" else f"{cell.label} {cell.type_k}"
+            if "error" in record:
+                table.add_row(Text(label), *["-"] * (len(table.columns) - 1))
+                continue
+
+            def one(name: str, shown: str, record=record, best=best) -> Text:
+                is_best = name in best and record[name] == best[name]
+                return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
+
+            between = f" ({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})" if wide else ""
+            parts = [
+                Text(label),
+                *[Text(f"{record['cells']:,.0f}")] * wide,
+                one("kv_bytes", format_bytes(record["kv_bytes"])),
+                one("perplexity", f"{record['perplexity']:.2f}{between}"),
+                difference(record, "nll_minus_full"),
+                difference(record, "nll_minus_best"),
+                one("kl", "-" if record["kl"] is None else f"{record['kl']:.4f}"),
+                one("top1", "-" if record["top1"] is None else f"{record['top1']:.1%}"),
+                *[one("tokens_per_s", f"{record['tokens_per_s']:.0f}")] * wide,
+            ]
+            table.add_row(*parts)
+    console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
+    console.print(table)
+    legend = "to full, to the best other row of a budget: nll, +- two standard errors; =: no more than them"
+    console.print(Text(f"\n{legend}", "dim"))
+
+
+def difference(record: dict[str, Any], name: str):
+    """A difference beyond two standard errors with its sign and them, any other as none."""
+    from rich.text import Text
+
+    value, error = record[name], record[f"{name}_stderr"]
+    if value is None:
+        return Text("-", "dim")
+    if error is None:
+        return Text(f"{value:+.3f} +-?", "dim")
+    if abs(value) > 2 * error:
+        return Text(f"{value:+.3f} +-{2 * error:.3f}")
+    return Text(f"= +-{2 * error:.3f}", "dim")
+
+
+def _best(group: Sequence[Row]) -> dict[str, float]:
+    """The best value of each column, where there are two or more different ones."""
+    found = {}
+    for name, choose in BEST.items():
+        values = {record[name] for _, record in group if record.get(name) is not None}
+        if len(values) > 1:
+            found[name] = choose(values)
+    return found

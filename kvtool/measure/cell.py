@@ -1,0 +1,205 @@
+"""One cell of a grid: a text streamed through one cache under one policy, with all that is measured of it.
+
+`main` is a process of its own for it, so that its memory can be told, and a crash is its own: a `Job` as JSON
+on stdin, then a line of JSON on stdout after each step, and at last a record or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import KvtoolError, ModelError, OutOfMemory, where
+
+if TYPE_CHECKING:
+    from kvtool.engine import Engine
+
+Report = Callable[[int, float], None]
+"""Called after each step with the number of tokens scored so far and the sum of their nll."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a cell is made of.
+
+    tokens: a file of NumPy's with the text i32[n]. options: parameters of the policy as `-o` has them.
+    budget: in cells. reference: where the full cache's predictions are, if there are any; writes: whether
+    this run, of the full cache, makes them.
+    """
+
+    model: str
+    tokens: str
+    policy: str
+    options: tuple[str, ...]
+    budget: int
+    evict_every: int | None
+    type_k: str
+    type_v: str
+    positions: str
+    n_ctx: int
+    n_batch: int
+    flash: str
+    threads: int
+    gpu_layers: int | None = None
+    reference: str | None = None
+    writes: bool = False
+    verbose: bool = False
+
+
+def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
+    """Runs the cell, in this process. Raises KvtoolError."""
+    import numpy as np
+
+    from kvtool import llama, policies
+    from kvtool.engine import Engine, Settings
+    from kvtool.measure import divergence, perplexity
+    from kvtool.measure.memory import peak_rss_bytes
+
+    tokens = np.load(job.tokens)
+    policy = policies.fit(job.policy, job.budget, job.evict_every, list(job.options))
+    settings = Settings(
+        positions=job.positions,
+        n_ctx=job.n_ctx,
+        n_batch=job.n_batch,
+        n_output=job.n_batch,
+        over_budget=False,
+        type_k=job.type_k,
+        type_v=job.type_v,
+        flash=job.flash,
+        n_threads=job.threads,
+    )
+    llama.set_verbose(job.verbose)
+    model = llama.Model(job.model, n_gpu_layers=job.gpu_layers)
+    try:
+        against = nullcontext()
+        if job.writes:
+            against = divergence.writing(Path(job.reference), len(tokens), model.n_vocab)
+        elif job.reference:
+            against = closing(divergence.Reader(Path(job.reference), len(tokens), model.n_vocab))
+        with against as scores:
+            engine = Engine(model, policy, settings)
+            try:
+                parts, n, total, kv_peak_bytes = [], 0, 0.0, engine.cache_bytes
+                start, cpu = time.perf_counter(), time.process_time()
+                for nll in perplexity.steps(engine, tokens, scores.score if scores else perplexity.nll_of):
+                    parts.append(nll)
+                    n, total = n + len(nll), total + float(nll.sum())
+                    kv_peak_bytes = max(kv_peak_bytes, engine.cache_bytes)
+                    report(n, total)
+                seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+                found = {
+                    "tokens_per_s": len(tokens) / seconds,
+                    "seconds": seconds,
+                    "cpu_s": cpu_s,
+                    "plan_s": engine.plan_s,
+                    "edit_s": engine.edit_s,
+                    "cells": engine.mean_kv,
+                    "kv_bytes": engine.cache_bytes,
+                    "kv_peak_bytes": kv_peak_bytes,
+                    "budget_bytes": _budget_bytes(engine),
+                    "state_bytes": engine.host_bytes,
+                    "peak_rss_bytes": peak_rss_bytes(),
+                }
+            finally:
+                engine.close()
+            if not math.isfinite(total):
+                # before a reference takes its place
+                raise ModelError("the model's logits are not finite; the model file may be damaged")
+    finally:
+        model.close()
+    return quality(np.concatenate(parts), scores) | found
+
+
+def _budget_bytes(engine: Engine) -> int:
+    """Bytes of K and V that the budget's cells take: the cache without what pads it to 256 cells.
+
+    Where rows differ, those of the live cells.
+    """
+    context = engine.context
+    cell_bytes = [context.cell_bytes(layer) for layer in range(len(context.layer_cells))]
+    n = engine.mean_kv if engine.policy.ragged else engine.policy.budget
+    return round(context.cache_bytes + sum(cell_bytes) * n - sum(cell_bytes * context.layer_cells))
+
+
+def quality(nll, scores=None) -> dict[str, Any]:
+    """What nll f64[n] and divergence.Scores, where there are any, say of a cell."""
+    import numpy as np
+
+    from kvtool.measure.statistics import block_counts, block_sums, interval, mean_error
+
+    counts = block_counts(len(nll))
+
+    def mean(values) -> tuple[float, float | None]:
+        value, error = mean_error(block_sums(values), counts)
+        return value, None if np.isnan(error) else error
+
+    sums = block_sums(nll)
+    value, error = mean(nll)
+    low, high = interval(sums, counts)
+    found = {
+        "n_scored": len(nll),
+        "perplexity": math.exp(value),
+        "perplexity_low": math.exp(low),
+        "perplexity_high": math.exp(high),
+        "nll": value,
+        "nll_stderr": error,
+        "nll_blocks": sums.tolist(),
+    }
+    names = ("nll_minus_full", "kl", "top1")
+    values = (nll - scores.nll, scores.kl, scores.same.astype(np.float64)) if scores else (None,) * 3
+    for name, of_tokens in zip(names, values, strict=True):
+        value, error = (None, None) if of_tokens is None else mean(of_tokens)
+        found |= {name: value, f"{name}_stderr": error}
+    return found
+
+
+def encode(job: Job) -> bytes:
+    return json.dumps(asdict(job)).encode()
+
+
+def decode(data: Mapping[str, Any]) -> Job:
+    return Job(**data | {"options": tuple(data["options"])})
+
+
+def main() -> None:
+    """The process of its own. Ctrl-C is its parent's matter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not (said := sys.stdin.read()):
+        # the parent was stopped before it could say what to do
+        return
+    job = decode(json.loads(said))
+    # what a policy of somebody's prints must not come between the lines
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def send(**event: object) -> None:
+        try:
+            out.write(json.dumps(event) + "\n")
+            out.flush()
+        except OSError:
+            # nobody is left to work for
+            os._exit(1)
+
+    try:
+        from kvtool import llama
+
+        llama.guard()
+        send(record=measure(job, lambda n, nll: send(n=n, nll=nll)))
+    except KvtoolError as error:
+        send(error=str(error), exit_code=error.exit_code)
+    except MemoryError:
+        send(error=str(OutOfMemory()), exit_code=OutOfMemory.exit_code)
+    except OSError as error:
+        what = f" {error.filename}" if error.filename else ""
+        send(error=f"cannot write{what}: {error.strerror or error}", exit_code=KvtoolError.exit_code)
+    except Exception as error:  # noqa: BLE001  (the other cells go on)
+        send(error=where(error), exit_code=KvtoolError.exit_code)
