@@ -245,8 +245,8 @@ def test_longbench_has_21_tasks_and_their_prompts():
     assert first.prompt == (
         "Answer the question based on the given passages. Only give me the answer and do not output any "
         "other words.\n\nThe following are given passages.\nPassage 1:\nThe mill stood in {Arden}.\n\n"
-        "Passage 2:\nMills grind.\n\nAnswer the question based on the given passages. Only give me the answer and do not "
-        "output any other words.\n\nQuestion: Where was the mill?\nAnswer:"
+        "Passage 2:\nMills grind.\n\nAnswer the question based on the given passages. Only "
+        "give me the answer and do not output any other words.\n\nQuestion: Where was the mill?\nAnswer:"
     )
     # _e is LongBench-E's
     assert second.about == {"dataset": "trec"}
