@@ -201,6 +201,15 @@ def test_choices_are_asked_as_lm_evaluation_harness_does(file, prompt, choices, 
     assert second.references[0] in second.choices
 
 
+def test_options_of_mathqa_may_be_a_list(tmp_path):
+    path = tmp_path / "a.jsonl"
+    listed = "x ? The options: ['A ) 2 : 3', 'B ) 4 , 5']"
+    path.write_text(json.dumps({"instruction": listed, "answer": "B"}) + "\n")
+    (item,) = items("choice", path)
+    assert item.choices == ["2 : 3", "4 , 5"]
+    assert item.references == ["4 , 5"]
+
+
 def test_an_effect_follows_therefore():
     assert items("choice", "copa.jsonl")[1].prompt == "The rope broke therefore"
 
@@ -230,6 +239,7 @@ def test_shots_of_choices_are_solved():
         {"p": "It.", "a1": "A.", "a2": "B.", "asks-for": "cause", "most-plausible-alternative": "0"},
         {"sentence1": "x", "sentence2": "y", "label": 2},
         {"instruction": "x The options: A ) 1 , B ) 2", "answer": "E"},
+        {"instruction": "x The options: ['A ) 1', ", "answer": "A"},
     ],
 )
 def test_a_choice_without_a_right_answer_is_refused(tmp_path, record):

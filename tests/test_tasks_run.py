@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -217,11 +218,20 @@ class FakeReader:
         self.logp, self.output = logp, output
         self.said = []
 
-    def read(self, prompt, n_answer):
+    engine = SimpleNamespace(n_past=0)
+
+    def read(self, prompt, n_answer, as_it_is=False):
+        self.said, self.as_it_is = [], as_it_is
+
+    def start(self):
         self.said = []
+
+    def read_turn(self, text):
+        self.said = [text]
 
     def write(self, n_max, stop=()):
         self.said.append(self.output)
+        self.stop = stop
         return self.output
 
     def following(self, text):
@@ -268,8 +278,9 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
 def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
     task = tasks.make("qa", [])
     item, _ = task.items([DATA / "lost_in_the_middle.jsonl"], None)
-    reader = FakeReader({((), "Ada Quill"): -4.0, ((), "A. Quill"): -6.0}, "It was Ada Quill.")
+    reader = FakeReader({((), "Ada Quill"): -4.0, ((), "A. Quill"): -6.0}, " It was Ada Quill.")
     told = task.answer(item, reader)
+    assert told.output == "It was Ada Quill."
     assert told.scores == {
         "f1": pytest.approx(2 * (2 / 4) * 1 / (2 / 4 + 1)),
         "em": 0,
@@ -277,6 +288,52 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
         "logp": -2.0,
     }
     assert told.about == {"logp": {"Ada Quill": -2.0, "A. Quill": -3.0}}
+
+
+def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_they_are():
+    task = tasks.make("longbench", [])
+    hotpotqa, trec = task.items([DATA / "longbench.jsonl"], None)
+    reader = FakeReader({}, "\nDefinition\nDate")
+    assert task.answer(trec, reader).scores == {"score": 1}
+    assert reader.as_it_is
+    # the first line of it says two classes
+    assert task.answer(trec, FakeReader({}, "Definition, Date\n")).scores == {"score": 1 / 2}
+    reader = FakeReader({}, "\nArden\nis it")
+    assert task.answer(hotpotqa, reader).scores == {"score": pytest.approx(2 / 4)}
+    assert not reader.as_it_is
+
+
+def test_a_turns_nll_is_that_of_a_token():
+    task = tasks.make("stream", ["scored=true"])
+    turns = task.items([DATA / "mt_bench_question.jsonl", DATA / "mt_bench_answer.jsonl"], None)
+    told = task.answer(turns[0], FakeReader({(("What is 2 and 3?",), "It is 5."): -6.0}))
+    assert told.scores == {"nll": 2}
+    assert told.about == {"past": 0, "answer_tokens": 3}
+
+
+def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
+    for file, plain, expected in (
+        ("xsum.jsonl", "true", True),
+        ("xsum.jsonl", "false", False),
+        ("qmsum.jsonl", "true", False),
+    ):
+        task = tasks.make("summarize", [f"plain={plain}"])
+        reader = FakeReader({}, " A roof.\n")
+        told = task.answer(task.items([DATA / file], None)[0], reader)
+        assert reader.as_it_is is expected
+        assert reader.stop == ["###"]
+        assert told.output == "A roof."
+
+
+@pytest.mark.engine
+def test_each_sample_follows_the_prompt_and_its_own_seed(model):
+    task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])
+    item, _ = task.items([DATA / "prompts.jsonl"], None)
+    with closing(reader_for(model)) as reader:
+        told = task.answer(item, reader)
+        for i, output in enumerate(told.output):
+            reader.read(item.prompt, 8)
+            assert reader.sample(8, temp=0.8, top_p=0.95, seed=5 + i).strip() == output
 
 
 @pytest.mark.engine

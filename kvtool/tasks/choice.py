@@ -14,6 +14,7 @@ Option1, "The options: A ) ..."), COPA ({"p", "a1", "a2", "asks-for", "most-plau
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections.abc import Sequence
@@ -88,8 +89,10 @@ class Choice(Task):
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         ending = item.about.get("ending", "")
-        # how many tokens are to follow does not matter before the context is full
-        reader.read(item.prompt, 1)
+        # no text has more tokens than bytes, and the space before it
+        reader.read(
+            item.prompt, max(len(choice.encode()) for choice in item.choices) + len(ending.encode()) + 1
+        )
         logp = np.empty(len(item.choices))
         with reader.going_back() as back:
             for i, choice in enumerate(item.choices):
@@ -125,7 +128,11 @@ def _question(record: Record) -> Question:
         return Question(prompt, choices, _number(int(record["most-plausible-alternative"]) - 1, choices))
     text, _, lettered = record["instruction"].partition("The options:")
     if lettered:
-        choices = _LETTERED.split(lettered.strip())[1:]
+        lettered = lettered.strip()
+        if lettered.startswith("["):
+            # some of MathQA's are Python's lists
+            lettered = " , ".join(ast.literal_eval(lettered))
+        choices = _LETTERED.split(lettered)[1:]
         return Question(_as_question(text), choices, _number("ABCDE".index(record["answer"]), choices))
     asked = _ASKED.fullmatch(text)
     if not asked:

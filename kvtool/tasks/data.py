@@ -14,7 +14,7 @@ from kvtool.errors import InputError
 Record = dict[str, Any]
 T = TypeVar("T")
 
-_MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+_MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError)
 """What a record of another layout is met with."""
 
 

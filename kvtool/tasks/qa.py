@@ -75,7 +75,9 @@ class QA(Task):
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        reader.read(item.prompt, self.n_max)
+        # no text has more tokens than bytes, and the space before it
+        n_right = max(len(reference.encode()) for reference in item.references) + 1
+        reader.read(item.prompt, max(self.n_max, n_right if self.likelihood else 0))
         logp = {}
         # the answer is written before any right one is in the cache
         with reader.going_back() as back:
