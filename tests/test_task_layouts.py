@@ -268,6 +268,35 @@ def test_longbench_has_21_tasks_and_their_prompts():
     assert items("longbench", "longbench_prompts.jsonl", only=("lcc",)) == [second]
 
 
+def test_longbenchs_parts_have_its_lengths_and_metrics():
+    lengths = {
+        32: "hotpotqa 2wikimqa musique triviaqa passage_count passage_retrieval_en passage_retrieval_zh",
+        64: "multifieldqa_en multifieldqa_zh trec lsht lcc repobench-p",
+        128: "narrativeqa qasper dureader samsum",
+        512: "gov_report qmsum multi_news vcsum",
+    }
+    scored = {
+        "f1": "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa",
+        "f1_zh": "multifieldqa_zh",
+        "rouge_l": "gov_report qmsum multi_news samsum",
+        "rouge_l_zh": "dureader vcsum",
+        "classification": "trec lsht",
+        "share_of_numbers": "passage_count",
+        "retrieval": "passage_retrieval_en passage_retrieval_zh",
+        "code_similarity": "lcc repobench-p",
+    }
+    without_input = "gov_report multi_news vcsum passage_count".split()
+    for name, part in PARTS.items():
+        assert name in lengths[part.n_max].split()
+        assert name in scored[part.metric.__name__].split()
+        asked = part.prompt.format(context="CONTEXT", input="INPUT")
+        assert asked.count("CONTEXT") == 1
+        assert asked.count("INPUT") == (name not in without_input)
+        assert part.as_it_is == (name in "trec triviaqa samsum lsht lcc repobench-p".split())
+        assert part.first_line == (name in "trec triviaqa samsum lsht".split())
+    assert PARTS["lcc"].prompt.endswith("Next line of code:\n")
+
+
 def test_what_longbench_does_not_have_is_refused(tmp_path):
     with pytest.raises(UsageError, match="narrativeqa"):
         tasks.make("longbench", ["only=nope"])

@@ -169,6 +169,9 @@ def test_an_answer_is_as_likely_as_its_tokens_one_by_one(model):
             logits = engine.context.logits()[-1].astype(np.float64)
             logp += logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
             engine.read(np.array([token], np.int32))
+        reader.read(PROMPT, 24)
+        parts = [reader.log_likelihood(part).logp for part in (" an", " answer")]
+    assert sum(parts) == pytest.approx(found.logp, rel=1e-3)
     assert found.n == len(tokens)
     assert found.logp == pytest.approx(logp, rel=1e-3)
 
@@ -221,7 +224,7 @@ class FakeReader:
     engine = SimpleNamespace(n_past=0)
 
     def read(self, prompt, n_answer, as_it_is=False):
-        self.said, self.as_it_is = [], as_it_is
+        self.said, self.as_it_is, self.n_answer = [], as_it_is, n_answer
 
     def start(self):
         self.said = []
@@ -266,10 +269,10 @@ def test_of_winogrande_what_follows_the_blank_is_scored():
     task = tasks.make("choice", [])
     item, _ = task.items([DATA / "winogrande.jsonl"], None)
     end = " was too small."
-    told = task.answer(
-        item,
-        FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0}),
-    )
+    reader = FakeReader({((), "pot"): -1.0, ((), "bag"): -9.0, (("pot",), end): -5.0, (("bag",), end): -4.0})
+    told = task.answer(item, reader)
+    # room for all bytes of a choice and the ending
+    assert reader.n_answer == len(f" pot{end}")
     assert told.output == "bag"
     assert told.scores == {"acc": 1, "acc_norm": 1}
     assert told.about["logp"] == [-5, -4]
@@ -288,6 +291,9 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
         "logp": -2.0,
     }
     assert told.about == {"logp": {"Ada Quill": -2.0, "A. Quill": -3.0}}
+    assert reader.n_answer == 48
+    tasks.make("qa", ["n_max=4"]).answer(item, reader)
+    assert reader.n_answer == len(" Ada Quill")
 
 
 def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_they_are():
