@@ -165,7 +165,7 @@ def test_of_a_long_prompt_the_middle_is_left_out(tiny_model):
         reader.read(prompt, 20)
         assert reader.is_cut
         assert reader.n_read == 103
-        tokens = reader._tokens(prompt, 20)
+        tokens = reader._tokens(prompt, 20, None)
         assert (
             bytes(b for t in tokens.tolist() for b in reader.model.piece(t)).decode()
             == prompt[:52] + prompt[-51:]
@@ -189,7 +189,7 @@ def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
     path = tiny_model(chat_template=CHATML)
     with reading(path, n_prompt=120, chat=True) as reader:
         reader.read("Hello there.", 20)
-        tokens = reader._tokens("Hello there.", 20)
+        tokens = reader._tokens("Hello there.", 20, reader.template)
         whole = "<|im_start|>user\nHello there.<|im_end|>\n<|im_start|>assistant\n"
         assert tokens.tolist() == reader.model.tokenize(whole, special=True, start=True).tolist()
         assert reader.engine.n_held == len(
@@ -198,7 +198,10 @@ def test_a_turn_is_read_by_the_template_and_cut_inside_it(tiny_model):
         reader.read("x" * 500, 20)
         assert reader.is_cut
         assert reader.n_read <= 120
-        text = b"".join(reader.model.piece(t, special=True) for t in reader._tokens("x" * 500, 20).tolist())
+        text = b"".join(
+            reader.model.piece(t, special=True)
+            for t in reader._tokens("x" * 500, 20, reader.template).tolist()
+        )
         assert text.startswith(b"<|im_start|>user\nxxx")
         assert text.endswith(b"xxx<|im_end|>\n<|im_start|>assistant\n")
 

@@ -93,6 +93,7 @@ def evaluate(
         _list(tasks)
         return
     chosen = tasks.make(task, settings or [])
+    _check_packages(task, chosen)
     if chosen.needs_files and not files:
         raise UsageError(f"{task} reads files; name them after it")
     for file in files or []:
@@ -122,7 +123,7 @@ def evaluate(
             "max_prompt": reader.n_prompt,
             **_about(wanted, path),
         }
-        results = run.Results(about, items, records_path)
+        results = run.Results(about, items, records_path, one_stream=chosen.one_stream)
         with tokens_progress(task, len(items)) as step:
             step(len(results))
             for record in results.measure(chosen, reader):
@@ -136,9 +137,9 @@ def _policy_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, in
     """What serves a prompt of so many tokens, and so many more of the answer. Raises UsageError."""
     from kvtool import budget, policies
 
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
     if wanted.policy == "full":
-        return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
+        return _full_for(wanted, info)
+    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
     share = wanted.budget or "20%"
     if not share.endswith("%"):
         n, _ = budget.cells(share, info, wanted.n_batch or opt.N_BATCH, wanted.type_k, wanted.type_v)
@@ -149,6 +150,24 @@ def _policy_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, in
     return lambda n, n_answer: policies.fit(
         wanted.policy, max(round(n * percent / 100), least), wanted.evict_every, wanted.options
     )
+
+
+def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, int], Policy]:
+    from kvtool import policies
+
+    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
+
+
+def _check_packages(name: str, task: Task) -> None:
+    """Raises UsageError for a package that is not installed, before any work is done."""
+    from importlib.util import find_spec
+
+    if missing := [package for package in task.packages if find_spec(package) is None]:
+        raise UsageError(
+            f"{name} needs {', '.join(missing)}, not installed: pip install 'kvtool[eval]' "
+            "(in a clone of kvtool: pip install -e '.[eval]')"
+        )
 
 
 def _reader(
@@ -164,7 +183,9 @@ def _reader(
 
     n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
     settings = opt.settings_of(wanted, n_ctx, wanted.n_batch or opt.N_BATCH, N_OUTPUT, over_budget=True)
-    return Reader(model, policy_for, settings, template_of(model) if as_chat else None, max_prompt)
+    full_for = None if wanted.policy == "full" else _full_for(wanted, info)
+    template = template_of(model) if as_chat else None
+    return Reader(model, policy_for, settings, template, max_prompt, full_for)
 
 
 def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
@@ -225,7 +246,10 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
         sys.stderr.write(f"of {cut} of {len(results)} prompts the middle is left out\n")
     if to_stdout:
         summary = {name: asdict(score) for name, score in means.items()}
-        sys.stdout.write(json.dumps({**results.about, "items": len(results), "summary": summary}) + "\n")
+        more = task.summary(results.records)
+        sys.stdout.write(
+            json.dumps({**results.about, "items": len(results), "summary": summary, "more": more}) + "\n"
+        )
     else:
         _print(task, results, means)
     if plot:
@@ -250,7 +274,11 @@ def _print(task: Task, results: Results, means: dict[str, Mean]) -> None:
     for name, score in means.items():
         table.add_row(name, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}")
     console.print(table, highlight=False)
-    if not task.by:
+    if more := task.summary(results.records):
+        console.print()
+        for name, value in more.items():
+            console.print(f"{name}: {value:.4g}", highlight=False)
+    if not task.by or not means:
         return
     groups = run.broken_down(results.records, task.by)
     score = next(iter(means))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtool.tasks.task import Task
 
 
-_SHARED = ("__init__", "task", "reader", "run", "haystack")
+_SHARED = ("__init__", "task", "reader", "run", "haystack", "data", "metrics")
 """Files that are no task."""
 
 

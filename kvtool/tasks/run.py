@@ -34,9 +34,12 @@ class Results:
     """The records of a task's items. about: what all of them share, and are found again by.
 
     path: where each is added as it comes, and which of them are there is read; None keeps them in memory.
+    one_stream: some of them are as good as none, and give way to new ones.
     """
 
-    def __init__(self, about: Record, items: Sequence[Item], path: Path | None = None) -> None:
+    def __init__(
+        self, about: Record, items: Sequence[Item], path: Path | None = None, *, one_stream: bool = False
+    ) -> None:
         self.about = about
         self.path = path
         self._items = {_key(about, item): item for item in items}
@@ -47,6 +50,9 @@ class Results:
             names = (*about, "id", "item_sha256")
             there = {records.key(record, names): record for record in records.read(path)}
             self._found = {key: there[key] for key in self._items if key in there}
+        self._half_done = one_stream and 0 < len(self._found) < len(items)
+        if self._half_done:
+            self._found = {}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -61,6 +67,10 @@ class Results:
 
         An item that does not fit is recorded with its error and no scores.
         """
+        if self._half_done and self.path:
+            names = (*self.about, "id", "item_sha256")
+            old = records.read(self.path)
+            records.rewrite(self.path, [r for r in old if records.key(r, names) not in self._items])
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
             started = time.monotonic()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from kvtool.llama import Model
+    from kvtool.measure.records import Record
     from kvtool.tasks.reader import Reader
 
 
@@ -45,6 +46,8 @@ class Task(ABC):
     source: where the task and its metric are from. needs_files: whether it is nothing without a text. chat:
     whether the prompt is a user's turn unless asked otherwise. n_max: the most tokens of an answer. by: names
     in an item's `about` whose values the summary is broken down by. plots: a heat map needs two of them.
+    packages: modules of the extra `eval` that it needs. one_stream: its items share one cache, so that they
+    are asked in order, and all or none of their records count.
     """
 
     source: ClassVar[str] = ""
@@ -52,6 +55,8 @@ class Task(ABC):
     chat: ClassVar[bool] = False
     n_max: ClassVar[int] = 64
     by: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[tuple[str, ...]] = ()
+    one_stream: ClassVar[bool] = False
 
     @abstractmethod
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
@@ -59,9 +64,8 @@ class Task(ABC):
 
     @abstractmethod
     def answer(self, item: Item, reader: Reader) -> Answer:
-        """Asks one item, from an empty cache."""
+        """Asks one item, from an empty cache unless all share one."""
 
-    def answers(self, items: Sequence[Item], reader: Reader) -> Iterator[Answer]:
-        """Asks them one after the other; a task whose items share one cache has its own."""
-        for item in items:
-            yield self.answer(item, reader)
+    def summary(self, records: Sequence[Record]) -> dict[str, float]:
+        """What is said of all records together besides the means of their scores, by name."""
+        return {}

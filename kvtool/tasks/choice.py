@@ -1,0 +1,163 @@
+"""choice: which of some answers is the likeliest; with 0 to 5 solved examples before the question.
+
+Prompts are those of lm-evaluation-harness (Gao et al. 2023) for OpenBookQA, PIQA, MathQA, COPA, RTE and
+Winogrande, examples parted by an empty line. The prompt is read once, every choice scored from there.
+
+acc: the choice with the greatest log-probability is the right one. acc_norm: the same by log-probability per
+byte of the choice (UTF-8, without the space before it). The harness counts characters, which are the bytes of
+ASCII texts. Of Winogrande the text behind the blank is scored, which all choices share, so both are the same.
+
+Layouts: LLM-Adapters' ({"instruction": "... Answer1: ... Answer2: ...", "answer": "answer2"}; Solution1,
+Option1, "The options: A ) ..."), COPA ({"p", "a1", "a2", "asks-for", "most-plausible-alternative"}), RTE
+({"sentence1", "sentence2", "label"}, 0 is entailment).
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.errors import InputError
+from kvtool.llama import Model
+from kvtool.tasks import data
+from kvtool.tasks.data import Record
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
+
+_ASKED = re.compile(
+    r"Please choose the correct [^:]*?: (?P<question>.*?)\s+(?=(?:Answer|Solution|Option)1: )"
+    r"(?P<choices>.*?)\s*(?:Answer|Solution|Option) format: .*",
+    re.S,
+)
+_NUMBERED = re.compile(r"\s*(?:Answer|Solution|Option)\d: ")
+_LETTERED = re.compile(r"(?:^|\s*,\s*|\s+)[A-E] \) ")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """prompt: what all choices follow. ending: what follows them all. right: the number of the right one."""
+
+    prompt: str
+    choices: Sequence[str]
+    right: int
+    ending: str = ""
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer, as an example for others."""
+        return f"{self.prompt} {self.choices[self.right]}{self.ending}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Task):
+    """shots: solved examples before each question, drawn anew for each. train: the file they are from, else
+    the question's own, which must have one more record. seed: of the draws.
+    """
+
+    shots: int = 0
+    train: str = ""
+    seed: int = 0
+
+    source: ClassVar[str] = "lm-evaluation-harness"
+    by: ClassVar[tuple[str, ...]] = ("file",)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shots <= 5:
+            raise ValueError(f"shots must be in 0..5, got {self.shots}")
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        train = _questions(Path(self.train)) if self.train else None
+        found = []
+        for path in files:
+            questions = _questions(path)
+            for number, question in enumerate(questions, 1):
+                name = f"{data.stem(path)}-{number}"
+                others = train or questions
+                shots = self._shots(name, question, others)
+                about = {"file": path.name} | ({"ending": question.ending} if question.ending else {})
+                prompt = "\n\n".join([*(shot.solved for shot in shots), question.prompt])
+                right = [question.choices[question.right]]
+                found.append(Item(name, prompt, right, question.choices, about))
+        return found
+
+    def answer(self, item: Item, reader: Reader) -> Answer:
+        ending = item.about.get("ending", "")
+        # no text has more tokens than bytes, and the space before it
+        reader.read(
+            item.prompt, max(len(choice.encode()) for choice in item.choices) + len(ending.encode()) + 1
+        )
+        logp = np.empty(len(item.choices))
+        with reader.going_back() as back:
+            for i, choice in enumerate(item.choices):
+                back()
+                logp[i] = reader.log_likelihood(reader.following(choice)).logp
+                if ending:
+                    logp[i] = reader.log_likelihood(ending).logp
+        right = item.choices.index(item.references[0])
+        n_byte = [len((ending.strip() or choice).encode()) for choice in item.choices]
+        chosen, chosen_by_byte = int(logp.argmax()), int((logp / n_byte).argmax())
+        scores = {"acc": float(chosen == right), "acc_norm": float(chosen_by_byte == right)}
+        return Answer(item.choices[chosen], scores, {"choices": list(item.choices), "logp": logp.tolist()})
+
+    def _shots(self, name: str, asked: Question, questions: Sequence[Question]) -> Sequence[Question]:
+        others = [question for question in questions if question != asked]
+        if len(others) < self.shots:
+            raise InputError(f"{self.shots} shots need as many other records; there are {len(others)}")
+        return random.Random(f"{self.seed} {name}").sample(others, self.shots)
+
+
+def _questions(path: Path) -> list[Question]:
+    return [question for _, _, question in data.each([path], "choice", _question)]
+
+
+def _question(record: Record) -> Question:
+    if "sentence1" in record:
+        prompt = f"{record['sentence1']}\nQuestion: {record['sentence2']} True or False?\nAnswer:"
+        return Question(prompt, ["True", "False"], [0, 1][record["label"]])
+    if "asks-for" in record:
+        word = {"cause": "because", "effect": "therefore"}[record["asks-for"]]
+        choices = [text[0].lower() + text[1:] for text in (record["a1"], record["a2"])]
+        prompt = f"{record['p'].strip().removesuffix('.')} {word}"
+        return Question(prompt, choices, _number(int(record["most-plausible-alternative"]) - 1, choices))
+    text, _, lettered = record["instruction"].partition("The options:")
+    if lettered:
+        lettered = lettered.strip()
+        if lettered.startswith("["):
+            # some of MathQA's are Python's lists
+            lettered = " , ".join(ast.literal_eval(lettered))
+        choices = _LETTERED.split(lettered)[1:]
+        return Question(_as_question(text), choices, _number("ABCDE".index(record["answer"]), choices))
+    asked = _ASKED.fullmatch(text)
+    if not asked:
+        raise ValueError("no numbered answers in the instruction")
+    choices = _NUMBERED.split(asked["choices"])[1:]
+    right = _number(int(record["answer"][-1]) - 1, choices)
+    question = asked["question"]
+    if asked["choices"].startswith("Option"):
+        before, blank, ending = question.partition("_")
+        if not blank:
+            raise ValueError("no blank in the sentence")
+        return Question(before.strip(), choices, right, ending.rstrip())
+    # as the harness has it, OpenBookQA's questions are beginnings of sentences
+    prompt = question.strip() if asked["choices"].startswith("Answer") else _as_question(question)
+    return Question(prompt, choices, right)
+
+
+def _as_question(text: str) -> str:
+    return f"Question: {text.strip()}\nAnswer:"
+
+
+def _number(right: int, choices: Sequence[str]) -> int:
+    if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
+        raise ValueError(f"answer {right + 1} of {len(choices)} choices")
+    return right
+
+
+TASK = Choice

@@ -1,0 +1,144 @@
+"""qa: documents and a question about them; scored by F1, exact match and the right answer's likelihood.
+
+Prompts have the form of Lost in the Middle (Liu et al. 2023, arXiv:2307.03172): an instruction, numbered
+documents, the question, "Answer:". Of an answer its first line counts, as there.
+
+f1, em: SQuAD's (Rajpurkar et al. 2016, evaluation script 1.1), the highest over the right answers.
+subspan_em: Lost in the Middle's accuracy: a right answer is in the output, both normalized.
+logp: the right answer's log-probability per token in nats, that of the likeliest right answer.
+
+Layouts: Lost in the Middle ({"question", "answers", "ctxs": [{"title", "text"}]}); HotpotQA
+({"question", "answer", "paragraphs": [{"title", "text"}]}, or as published "context": [[title, [sentence,
+...]], ...]); LongBench ({"input", "context", "answers"}); LoCoMo ({"conversation": {"session_1_date_time",
+"session_1": [{"speaker", "text"}], ...}, "qa": [{"question", "answer", "category"}]}). Questions of LoCoMo
+without an answer (category 5) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvtool.llama import Model
+from kvtool.tasks import data, metrics
+from kvtool.tasks.data import Record
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
+
+_DOCUMENTS = (
+    "Write a high-quality answer for the given question using only the provided search results "
+    "(some of which might be irrelevant).\n\n{context}\n\nQuestion: {question}\nAnswer:"
+)
+_TEXT = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other "
+    "words.\n\n{context}\n\nQuestion: {question}\nAnswer:"
+)
+_DIALOGUE = (
+    "Below is a conversation of two people over several days. Answer the question about it with a short "
+    "phrase.\n\n{context}\n\nQuestion: {question}\nAnswer:"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """prompt: with documents and question. about: more for the record."""
+
+    prompt: str
+    answers: Sequence[str]
+    about: Record
+
+
+@dataclass(frozen=True, slots=True)
+class QA(Task):
+    """n_max: the most tokens of an answer. likelihood: whether right answers are scored."""
+
+    n_max: int = 48
+    likelihood: bool = True
+
+    source: ClassVar[str] = "arXiv:2307.03172"
+    chat: ClassVar[bool] = True
+    by: ClassVar[tuple[str, ...]] = ("file",)
+
+    def __post_init__(self) -> None:
+        if self.n_max < 1:
+            raise ValueError(f"n_max must be at least 1, got {self.n_max}")
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        found = []
+        for path, number, questions in data.each(files, "qa", _questions):
+            for i, question in enumerate(questions, 1):
+                name = f"{data.stem(path)}-{number}" + (f"-{i}" if len(questions) > 1 else "")
+                about = {"file": path.name, **question.about}
+                found.append(Item(name, question.prompt, question.answers, about=about))
+        return found
+
+    def answer(self, item: Item, reader: Reader) -> Answer:
+        # no text has more tokens than bytes, and the space before it
+        n_right = max(len(reference.encode()) for reference in item.references) + 1
+        reader.read(item.prompt, max(self.n_max, n_right if self.likelihood else 0))
+        logp = {}
+        # the answer is written before any right one is in the cache
+        with reader.going_back() as back:
+            output = reader.write(self.n_max, stop=["\n"]).strip()
+            for reference in item.references if self.likelihood else ():
+                back()
+                scored = reader.log_likelihood(reader.following(reference))
+                logp[reference] = scored.logp / scored.n
+        scores = {
+            "f1": metrics.best(metrics.f1, output, item.references),
+            "em": metrics.best(metrics.exact_match, output, item.references),
+            "subspan_em": metrics.best(metrics.subspan, output, item.references),
+        }
+        if logp:
+            scores["logp"] = max(logp.values())
+        return Answer(output, scores, {"logp": logp} if logp else {})
+
+
+def _questions(record: Record) -> list[Question]:
+    if "conversation" in record:
+        return list(_of_dialogue(record))
+    if "ctxs" in record:
+        documents = [(text["title"], text["text"]) for text in record["ctxs"]]
+    elif "paragraphs" in record:
+        documents = [(text["title"], text["text"]) for text in record["paragraphs"]]
+    elif isinstance(record["context"], str):
+        prompt = _TEXT.format(context=record["context"].strip(), question=data.text(record["input"]))
+        return [Question(prompt, _answers(record["answers"]), {})]
+    else:
+        documents = [(title, "".join(sentences)) for title, sentences in record["context"]]
+    context = "\n".join(
+        f"Document [{number}](Title: {title}) {text.strip()}"
+        for number, (title, text) in enumerate(documents, 1)
+    )
+    prompt = _DOCUMENTS.format(context=context, question=data.text(record["question"]))
+    return [Question(prompt, _answers(record["answers"] if "answers" in record else record["answer"]), {})]
+
+
+def _of_dialogue(record: Record) -> Iterator[Question]:
+    said = record["conversation"]
+    sessions = []
+    # session_1, session_2, ... and the day of each
+    for number in range(1, 1 + sum(name.startswith("session_") for name in said)):
+        if turns := said.get(f"session_{number}"):
+            lines = [f"{turn['speaker']}: {turn['text']}" for turn in turns]
+            sessions.append("\n".join([f"Date: {said.get(f'session_{number}_date_time', '?')}", *lines]))
+    if not sessions:
+        raise KeyError("session_1")
+    for question in record["qa"]:
+        if "answer" in question:
+            prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
+            # years are numbers there
+            answers = _answers(str(question["answer"]))
+            yield Question(prompt, answers, {"category": question.get("category")})
+
+
+def _answers(value: object) -> list[str]:
+    found = [answer for answer in data.texts(value) if answer.strip()]
+    if not found:
+        raise ValueError("no answer")
+    return found
+
+
+TASK = QA

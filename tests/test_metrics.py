@@ -1,0 +1,157 @@
+"""The scores of tasks: published examples, definitions worked by hand, brute force where it is small."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from kvtool.tasks import metrics
+
+
+def test_squad_example_of_the_evaluate_library():
+    # the "partial match" of its metric card: 66.67 for both
+    asked = [("1976", "1976"), ("Beyonce", "Beyoncé and Bruno Mars"), ("climate change", "climate change")]
+    for metric in (metrics.exact_match, metrics.f1):
+        assert sum(metric(*pair) for pair in asked) / 3 == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "em", "f1"),
+    [
+        ("The Cat!", "cat", 1, 1),
+        ("an apple, a day", "apple day", 1, 1),
+        ("the cat sat", "cat sat down", 0, 2 * (2 / 2) * (2 / 3) / (2 / 2 + 2 / 3)),
+        # a word counts as often as both have it
+        ("dog dog dog", "dog dog cat", 0, 2 / 3),
+        # punctuation goes before articles, as the script has it
+        ("a.m.", "am", 1, 1),
+        ("the", "", 1, 0),
+        ("theatre", "atre", 0, 0),
+    ],
+)
+def test_squad_normalizes_lower_case_punctuation_articles_and_space(output, reference, em, f1):
+    assert metrics.exact_match(output, reference) == em
+    assert metrics.f1(output, reference) == pytest.approx(f1)
+
+
+def test_the_best_reference_counts():
+    assert metrics.best(metrics.f1, "in Arden", ["Arden", "in Arden", "Dunmere"]) == 1
+    assert metrics.best(metrics.f1, "in Arden", []) == 0
+
+
+def test_a_reference_inside_the_output_is_lost_in_the_middles_hit():
+    assert metrics.subspan("It was built by Ada Quill, in 1841.", "ada quill") == 1
+    assert metrics.subspan("Ada", "Ada Quill") == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "rouge1", "rouge2", "rouge_l"),
+    # those of the package's own tests, for the target "testing one two"
+    [("testing", 1 / 2, 0, 1 / 2), ("testing one", 4 / 5, 2 / 3, 4 / 5), ("testing two", 4 / 5, 0, 4 / 5)],
+)
+def test_rouge_is_the_packages(output, rouge1, rouge2, rouge_l):
+    assert metrics.rouge(output, "testing one two") == pytest.approx(
+        {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}
+    )
+
+
+def test_rouge_stems():
+    assert metrics.rouge("the dogs barked", "the dog barks")["rouge1"] == 1
+
+
+def test_sacrebleu_is_what_its_readme_shows():
+    import sacrebleu
+
+    references = [
+        ["The dog bit the man.", "It was not unexpected.", "The man bit him first."],
+        ["The dog had bit the man.", "No one was surprised.", "The man had bitten the dog."],
+    ]
+    outputs = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
+    assert sacrebleu.corpus_bleu(outputs, references).score == pytest.approx(48.53, abs=0.005)
+
+
+def bleu(output, references):
+    """Papineni et al. 2002 of words, orders the output is long enough for, zeros halved again and again."""
+    grams = lambda words, n: Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))  # noqa: E731
+    logs, halved = [], 1
+    for n in range(1, min(4, len(output)) + 1):
+        own = grams(output, n)
+        most = Counter()
+        for reference in references:
+            most |= grams(reference, n)
+        hits, total = sum((own & most).values()), sum(own.values())
+        if not hits:
+            halved *= 2
+            hits = 1 / halved
+        logs.append(math.log(hits / total))
+    closest = min((abs(len(r) - len(output)), len(r)) for r in references)[1]
+    brevity = min(0, 1 - closest / len(output))
+    return 100 * math.exp(brevity + sum(logs) / len(logs))
+
+
+def test_self_bleu_is_the_mean_of_each_ones_bleu_against_the_others():
+    texts = [
+        "the boat drifted out to sea at dawn",
+        "the boat drifted to the quay at dawn and sank",
+        "a heron stood at the quay",
+        "at dawn",
+    ]
+    words = [text.split() for text in texts]
+    expected = [bleu(own, words[:i] + words[i + 1 :]) for i, own in enumerate(words)]
+    assert metrics.self_bleu(texts) == pytest.approx(sum(expected) / len(expected))
+    assert metrics.self_bleu(["the same words every single time"] * 3) == pytest.approx(100)
+    assert metrics.self_bleu(["", "words"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "score"),
+    [
+        # one of the classes named
+        ("Definition", "Definition", 1),
+        # two are, so half
+        ("Definition or Date", "Definition", 1 / 2),
+        ("Date", "Definition", 0),
+        # "Individual" is a part of the right name and does not count
+        ("Individual group", "Individual group", 1),
+        ("nothing", "Date", 0),
+    ],
+)
+def test_classification_of_longbench(output, reference, score):
+    classes = ["Individual", "Definition", "Date", "Individual group"]
+    assert metrics.classification(output, reference, classes) == score
+
+
+def test_classification_leaves_out_only_the_first_of_two_parts_in_a_row_as_longbench_does():
+    assert metrics.classification("abc", "abc", ["a", "b", "abc"]) == 1 / 2
+
+
+def test_numbers_of_longbench():
+    assert metrics.share_of_numbers("There are 12 of 12, not 3.", "12") == pytest.approx(2 / 3)
+    assert metrics.share_of_numbers("many", "12") == 0
+    assert metrics.retrieval("Paragraph 7, or 8?", "Paragraph 7") == 1 / 2
+    assert metrics.retrieval("段落17", "段落7") == 0
+    assert metrics.retrieval("段落7", "段落7") == 1
+
+
+def test_code_similarity_is_that_of_the_first_line_of_code():
+    # 13 of 13 and 13 letters are in common but one: 2 * 12 / 26 is 92.3 percent
+    assert metrics.code_similarity("\n# first\n```\nx = area(1, 2)\ny", "x = area(1, 3)") == 0.93
+    assert metrics.code_similarity("return 1", "return 1") == 1
+    assert metrics.code_similarity("# only a comment", "return 1") == 0
+
+
+def test_rouge_l_of_longbench_is_the_rouge_packages():
+    # LCS "boat sank": recall 2/3, precision 2/2; nothing is stemmed
+    assert metrics.rouge_l("boat sank", "boat quickly sank") == pytest.approx(0.8, abs=1e-6)
+    assert metrics.rouge_l("boats sank", "boat quickly sank") == pytest.approx(0.4, abs=1e-6)
+    assert metrics.rouge_l("", "boat") == 0
+    assert metrics.rouge_l(".", "boat") == 0
+
+
+def test_chinese_is_scored_by_words():
+    # 小猫 喜欢 鱼 against 小猫 喜欢 牛奶: two of three
+    assert metrics.f1_zh("小猫喜欢鱼。", "小猫，喜欢牛奶") == pytest.approx(2 / 3)
+    assert metrics.rouge_l_zh("小猫喜欢鱼", "小猫喜欢牛奶") == pytest.approx(2 / 3, abs=1e-6)
+    assert metrics.f1_zh("，。", "小猫") == 0
