@@ -427,8 +427,10 @@ class Engine:
         self.n_restart += 1
         # the edit clears the signals: what they say so far must not be lost
         self._ask("observe", self._seen(), self.state)
+        next_rot = self._low_rot(self.n_kv, n)
+        self._ask("restart", self.state, next_rot / self._next_rot)
         keep = np.arange(self.n_kv) < self.live[:, None]
-        self._apply(Plan(keep), self.live.copy(), self._low_rot(self.n_kv, n), close=True)
+        self._apply(Plan(keep), self.live.copy(), next_rot, close=True)
 
     def _start(self) -> State:
         shape = self.pos.shape

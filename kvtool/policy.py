@@ -184,6 +184,12 @@ class Policy:
         for array in state:
             array[row, cell] = array[row, source[row, cell]]
 
+    def restart(self, state: State, share: float) -> None:
+        """Where positions start over, after `observe`: the next one becomes that share of what it was.
+
+        A stream without end is then to look like one that has just come so far.
+        """
+
     def compress(self, view: View) -> Plan:
         """The one plan after a prompt that was decoded whole; the view's signals are those of all of it."""
         n_row, n_kv = view.pos.shape

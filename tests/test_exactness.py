@@ -19,9 +19,16 @@ pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
 
 
+def twin(name, params):
+    """keep and restart, or None, with these parameters."""
+    module = import_module(f"tests.reference.{name}")
+    restart = getattr(module, "restart", None)
+    return partial(module.keep, **params), restart and partial(restart, **params)
+
+
 def reference(path, tokens, policy, name, **kwargs):
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    keep = import_module(f"tests.reference.{name}").keep
+    keep, restart = twin(name, params)
     return transformer.run(
         path if isinstance(path, transformer.Llama) else transformer.Llama(path),
         tokens,
@@ -29,7 +36,8 @@ def reference(path, tokens, policy, name, **kwargs):
         slack=policy.slack,
         # steps of the engine's length: positions start over between two of them
         n_batch=policy.slack if policy.ragged else policy.budget,
-        keep=partial(keep, **params),
+        keep=keep,
+        restart=restart,
         t=policy.t,
         logn=policy.logn,
         ragged=policy.ragged,
@@ -57,14 +65,13 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
     # positions start over 14 tokens after an eviction
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
-    keep = import_module(f"tests.reference.{name}").keep
-    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    stream = transformer.Stream(transformer.Llama(path), positions="auto")
+    keep, restart = twin(name, {key: getattr(policy, key) for key in policies.params(type(policy))})
+    stream = transformer.Stream(transformer.Llama(path), positions="auto", restart=restart)
     with open_engine(path, policy, positions="auto") as engine:
         # a token at a time, so that positions start over between two evictions
         for at in range(len(tokens)):
             if engine.room() and stream.n >= policy.budget:
-                stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+                stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
             engine.step(tokens[at : at + 1])
             want = stream.decode(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - want).max() < 1e-3

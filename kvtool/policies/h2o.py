@@ -8,6 +8,10 @@ has no grouped queries); the window is exempt from eviction, as in the authors' 
 and the options are theirs: EasyKV divides by the steps a token has lived (`score=mean`) and lets the sums
 fade (`decay`), TOVA has one decision a layer (`per=layer`), llama-recipes looks at the group's first head
 (`group=first`).
+
+The paper's sums grow with the stream, and past the trained context, where it does not go, old tokens can no
+longer be overtaken. Whenever positions start over, sums that neither fade nor are divided shrink to the share
+that is left of the stream's length; docs/measured.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -66,6 +70,10 @@ class H2O(Policy):
         if self.decay < 1:
             mass[:, : view.n_kv] *= np.float32(self.decay**view.n_new)
         mass[:, : view.n_kv] += view.attn
+
+    def restart(self, state: State, share: float) -> None:
+        if self.score == "sum" and self.decay == 1:
+            state[0][:] *= np.float32(share)
 
     def plan(self, view: View, state: State) -> Plan:
         score = sum_rows(view, state[0], self.per)

@@ -18,6 +18,9 @@ next: position of the next token. pinned: tokens with pos < pinned stay. params:
 
 Returns, for each row, the sorted positions that stay; or that and, for each row, the merges
 {dst pos: [(src pos, weight), ...]}. buzz sets `old` where due; nothing else is changed.
+
+A twin may have restart(rows, share, **params) as well: positions start over, the next token's becomes that
+share of what it was; it may change what the tokens have `seen`.
 """
 
 

@@ -34,6 +34,14 @@ def keep(
     return [_keep(own, next, max(sinks, pinned), budget - slack, window) for own in scores]
 
 
+def restart(rows, share, *, score="sum", decay=1.0, **_):
+    """Sums that neither fade nor are divided shrink as the stream's length does."""
+    if score == "sum" and decay == 1:
+        for row in rows:
+            for token in row:
+                token["seen"][:] = [(t, [share * attn for attn in heads]) for t, heads in token["seen"]]
+
+
 def _score(row, of_group, decay):
     if decay == 1:
         return {token["pos"]: np.float32(sum(of_group(heads) for _, heads in token["seen"])) for token in row}

@@ -175,10 +175,20 @@ class Stream:
 
     counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
-    multiplied by log_512(t).
+    multiplied by log_512(t). restart: the policy's, or None.
     """
 
-    def __init__(self, model, *, positions="original", n_ctx_train=None, counter=0, t="stream", logn=False):
+    def __init__(
+        self,
+        model,
+        *,
+        positions="original",
+        n_ctx_train=None,
+        counter=0,
+        t="stream",
+        logn=False,
+        restart=None,
+    ):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
         self.model = model
@@ -188,6 +198,7 @@ class Stream:
         self.counter = counter
         self.t = t
         self.logn = logn
+        self.restart = restart
         self.next = 0
         self.rows = [
             [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
@@ -279,9 +290,13 @@ class Stream:
         n = self.n
         if n + m > self.n_ctx_train:
             raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
+        old = self.counter
         # the window of sliding layers may be longer than what the others hold
         self.counter = max(n, min(self.model.window, self.n_ctx_train // 2, self.n_ctx_train - m))
         self._close_gaps(self.counter)
+        if self.restart:
+            for rows in self.rows:
+                self.restart([row.records() for row in rows], self.counter / old)
 
     def _close_gaps(self, end):
         for rows in self.all_rows:
@@ -305,6 +320,7 @@ def run(
     slack=None,
     n_batch=None,
     keep=None,
+    restart=None,
     pinned=0,
     positions="original",
     n_ctx_train=None,
@@ -321,7 +337,15 @@ def run(
     next, pinned, budget, slack, **params) says for the rows of one layer which positions stay, rows being
     records as tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge.
     """
-    stream = Stream(model, positions=positions, n_ctx_train=n_ctx_train, counter=counter, t=t, logn=logn)
+    stream = Stream(
+        model,
+        positions=positions,
+        n_ctx_train=n_ctx_train,
+        counter=counter,
+        t=t,
+        logn=logn,
+        restart=restart,
+    )
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
         m = min(n_batch or slack or len(tokens), len(tokens) - at)
