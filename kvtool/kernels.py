@@ -15,12 +15,14 @@ import numpy as np  # noqa: E402
 numba.config.CACHE_DIR = str(CACHE_DIR)
 
 
-def kernel(signature: str | list[str]):
+def kernel(signature: str | list[str], *, any_order: bool = False):
     """Compiles for one signature, or for each of a list, at import, from the disk cache when it is there.
 
-    "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside.
+    "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside. any_order:
+    sums of floats may be taken in any order; for whole numbers, whose sums are the same in each.
     """
-    return numba.njit(signature, cache=True, nogil=True, error_model="numpy")
+    fastmath = {"reassoc"} if any_order else False
+    return numba.njit(signature, cache=True, nogil=True, error_model="numpy", fastmath=fastmath)
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:

@@ -35,11 +35,11 @@ class KeyDiff(Policy):
         check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys of length 32767 i2[row, n_cell, n_dim], as many bytes as a key takes in an f16 cache.
+        """Keys of length 127 i8[row, n_cell, n_dim], half the bytes that a key takes in an f16 cache.
 
-        Sums of whole numbers do not depend on the order of the cells.
+        Sums of whole numbers do not depend on their order.
         """
-        return (np.zeros((n_row, n_cell, n_dim), np.int16),)
+        return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
         _normalise(view.keys, view.n_kv - view.keys.shape[1], *state)
@@ -51,9 +51,9 @@ class KeyDiff(Policy):
         return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
-@kernel("void(f4[:,:,::1], i8, i2[:,:,::1])")
+@kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")
 def _normalise(keys, first, unit):
-    """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i16[row, n or more, n_dim].
+    """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i8[row, n or more, n_dim].
 
     A key of zeros stays one.
     """
@@ -61,26 +61,27 @@ def _normalise(keys, first, unit):
     for row in range(n_row):
         for i in range(n_new):
             norm = np.sqrt(square_norm(keys[row, i]))
-            scale = 32767 / norm if norm > 0 else 0.0
+            scale = 127 / norm if norm > 0 else 0.0
             for dim in range(n_dim):
-                unit[row, first + i, dim] = np.int16(np.rint(keys[row, i, dim] * scale))
+                unit[row, first + i, dim] = np.int8(np.rint(keys[row, i, dim] * scale))
 
 
-@kernel("void(i2[:,:,::1], f4[:,::1])")
+@kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
 def _difference(unit, score):
-    """unit i16[row, n or more, n_dim] -> score f32[row, n]: minus its product with the row's sum."""
+    """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus its product with the row's sum."""
     n_row, n = score.shape
     n_dim = unit.shape[2]
-    total = np.empty(n_dim, np.int64)
+    total, wide = np.empty(n_dim, np.int32), np.empty(n_dim, np.float64)
     for row in range(n_row):
         total[:] = 0
         for cell in range(n):
             for dim in range(n_dim):
                 total[dim] += unit[row, cell, dim]
+        wide[:] = total
         for cell in range(n):
-            product = 0
+            product = 0.0
             for dim in range(n_dim):
-                product += total[dim] * unit[row, cell, dim]
+                product += wide[dim] * unit[row, cell, dim]
             score[row, cell] = -product
 
 

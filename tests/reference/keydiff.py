@@ -1,6 +1,6 @@
 """KeyDiff (arXiv:2504.15364): outside window and sinks the token most like the average goes, one at a time.
 
-Normalised keys are rounded to whole numbers, 32767 being one, so that equal scores are equal.
+Normalised keys are rounded to whole numbers, 127 being one, so that equal scores are equal.
 """
 
 import math
@@ -32,4 +32,4 @@ def _keep(row, next, first, n_keep, window):
 
 def _normalised(key):
     norm = math.sqrt(sum(x * x for x in key))
-    return [round(x * (32767 / norm)) if norm else 0 for x in key]
+    return [round(x * (127 / norm)) if norm else 0 for x in key]
