@@ -6,7 +6,8 @@ Streams the text through one engine and scores every token, and beside it, step 
 segment of `--segment` tokens through an engine that starts afresh there. The first `--skip` tokens of a
 segment are left out of both perplexities, so that the fresh run has its cache full. What else slows the
 machine slows both alike. The fresh engine has a process of its own: the resident memory is the stream's.
-With `--from` the JSON of earlier runs goes into the plot as well; without a text, only that.
+With `--from` the JSON of earlier runs goes into the last table and the plot as well; without a text, only
+that.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ def main() -> None:
     args = parser.parse_args()
     if not args.skip < args.segment <= args.tokens // 2:
         parser.error("--skip must be below --segment, and two segments must be in --tokens")
-    if not (args.file or (args.plot and args.others)):
-        parser.error("a FILE is needed, or --plot and --from")
+    if not (args.file or args.others):
+        parser.error("a FILE is needed, or --from")
 
     several = [json.loads(path.read_text()) for path in args.others]
     if args.file:
         several.append(_run(args))
         write_json(args.json, several[-1])
         _print(several[-1])
+    _summary(several)
     if args.plot:
         _plot(args.plot, several)
 
@@ -211,12 +213,33 @@ def _print(results: dict) -> None:
             f"{_speed(one, 'cpu_s') / _speed(one, 'cpu_s', 'fresh_'):.3f}",
         )
     console.print(table)
-    ratios = [_ratio(one) for one in results["segments"]]
-    console.print(f"perplexity over that of a fresh start: {min(ratios):.4f} to {max(ratios):.4f}")
-    rss = [one["rss_bytes"] for one in results["segments"]]
-    growth = (rss[-1] - rss[len(rss) // 4]) / 2**20
-    console.print(f"resident memory grows by {growth:.2f} MiB over the last three quarters")
     console.print(describe(results["machine"]))
+
+
+def _summary(several: list[dict]) -> None:
+    """A line a run: the least and the most of its segments. Memory: over the last three quarters."""
+    table = Table(title="over a fresh start at the same place, segment by segment")
+    for column in ("", "tokens", "perplexity", "mean", "speed", "resident MiB", "more in the last 3/4"):
+        table.add_column(column, justify="right")
+    for results in several:
+        segments = results["segments"]
+        ratios = [_ratio(one) for one in segments]
+        speeds = [_speed(one, "cpu_s") / _speed(one, "cpu_s", "fresh_") for one in segments]
+        rss = [one["rss_bytes"] / 2**20 for one in segments]
+        table.add_row(
+            _label(results),
+            f"{segments[-1]['start'] + results['options']['segment']:,}",
+            f"{min(ratios):.3f} to {max(ratios):.3f}",
+            f"{math.prod(ratios) ** (1 / len(ratios)):.3f}",
+            f"{min(speeds):.3f} to {max(speeds):.3f}",
+            f"{rss[-1]:.1f}",
+            f"{rss[-1] - rss[len(rss) // 4 - 1]:.2f}",
+        )
+    (Console() if sys.stdout.isatty() else Console(width=110)).print(table)
+
+
+def _label(results: dict) -> str:
+    return " ".join([results["options"]["policy"], *results["options"]["option"]])
 
 
 def _plot(path: Path, several: list[dict]) -> None:
@@ -228,7 +251,7 @@ def _plot(path: Path, several: list[dict]) -> None:
     figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(8, 9), layout="constrained")
     for results in several:
         segments, options = results["segments"], results["options"]
-        label = " ".join([options["policy"], *options["option"]])
+        label = _label(results)
         at = [one["start"] + options["segment"] for one in segments]
         axes[0].plot(at, [_ratio(one) for one in segments], marker=".", label=label)
         axes[1].plot(at, [one["rss_bytes"] / 2**20 for one in segments], marker=".", label=label)
