@@ -427,10 +427,8 @@ class Engine:
         self.n_restart += 1
         # the edit clears the signals: what they say so far must not be lost
         self._ask("observe", self._seen(), self.state)
-        next_rot = self._low_rot(self.n_kv, n)
-        self._ask("restart", self.state, next_rot / self._next_rot)
         keep = np.arange(self.n_kv) < self.live[:, None]
-        self._apply(Plan(keep), self.live.copy(), next_rot, close=True)
+        self._apply(Plan(keep), self.live.copy(), self._low_rot(self.n_kv, n), close=True)
 
     def _start(self) -> State:
         shape = self.pos.shape
@@ -487,6 +485,7 @@ class Engine:
             next=self.n_past,
             pinned=self.n_pinned,
             held=self.n_held,
+            n_ctx=self.n_ctx,
             n_new=self.n_past - self._n_observed,
             live=self.live.copy() if self.policy.ragged else None,
             keys=keys,

@@ -61,6 +61,7 @@ class View:
     layer i32[row]: the layer of each row; rows of one layer are neighbours.
     next: position of the next token; a token at pos p has lived next - p steps.
     pinned: tokens with pos < pinned must stay (a chat's system prompt).
+    n_ctx: the context, whose end original positions cannot go beyond; 0: not known.
     held: so many of the newest tokens must stay as well (the words after which a chat's reply begins).
     n_new: tokens since the signals began, which is the last plan; they are in the last live cells.
     live i32[row]: how many cells of each row live, the first ones, where rows differ; None: all n_kv.
@@ -76,6 +77,7 @@ class View:
     n_new: int = 0
     live: np.ndarray | None = None
     held: int = 0
+    n_ctx: int = 0
     attn: np.ndarray | None = None
     last: np.ndarray | None = None
     recent: np.ndarray | None = None
@@ -183,12 +185,6 @@ class Policy:
         row, cell = np.nonzero(source != np.arange(source.shape[1]))
         for array in state:
             array[row, cell] = array[row, source[row, cell]]
-
-    def restart(self, state: State, share: float) -> None:
-        """Where positions start over, after `observe`: the next one becomes that share of what it was.
-
-        A stream without end is then to look like one that has just come so far.
-        """
 
     def compress(self, view: View) -> Plan:
         """The one plan after a prompt that was decoded whole; the view's signals are those of all of it."""

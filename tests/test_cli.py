@@ -143,7 +143,7 @@ def test_a_policy_shows_what_is_given_by_hand():
     # half of what an eviction leaves; the mean over a group ranks as the sum does
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
-        **{"per": "row", "group": "sum", "decay": 1.0},
+        **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
     }
     table = kvtool("policies", "buzz", *given, env={**os.environ, "COLUMNS": "200"}).stdout
     assert "parameters at 512 cells" in table

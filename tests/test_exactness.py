@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -19,25 +20,28 @@ pytestmark = pytest.mark.engine
 TOLERANCE = 1e-4
 
 
-def twin(name, params):
-    """keep and restart, or None, with these parameters."""
+def twin(name, params, n_ctx):
+    """keep and observe, or None, with these parameters."""
     module = import_module(f"tests.reference.{name}")
-    restart = getattr(module, "restart", None)
-    return partial(module.keep, **params), restart and partial(restart, **params)
+    if "n_ctx" in signature(module.keep).parameters:
+        params = params | {"n_ctx": n_ctx}
+    observe = getattr(module, "observe", None)
+    return partial(module.keep, **params), observe and partial(observe, **params)
 
 
 def reference(path, tokens, policy, name, **kwargs):
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
-    keep, restart = twin(name, params)
+    model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
+    keep, observe = twin(name, params, model.n_ctx_train)
     return transformer.run(
-        path if isinstance(path, transformer.Llama) else transformer.Llama(path),
+        model,
         tokens,
         budget=policy.budget,
         slack=policy.slack,
         # steps of the engine's length: positions start over between two of them
         n_batch=policy.slack if policy.ragged else policy.budget,
         keep=keep,
-        restart=restart,
+        observe=observe,
         t=policy.t,
         logn=policy.logn,
         ragged=policy.ragged,
@@ -65,8 +69,9 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
     # positions start over 14 tokens after an eviction
     path, tokens = tiny_model(n_ctx_train=142), text(200)
     policy = policies.fit(name, 48, 16)
-    keep, restart = twin(name, {key: getattr(policy, key) for key in policies.params(type(policy))})
-    stream = transformer.Stream(transformer.Llama(path), positions="auto", restart=restart)
+    params = {key: getattr(policy, key) for key in policies.params(type(policy))}
+    keep, observe = twin(name, params, 142)
+    stream = transformer.Stream(transformer.Llama(path), positions="auto", observe=observe)
     with open_engine(path, policy, positions="auto") as engine:
         # a token at a time, so that positions start over between two evictions
         for at in range(len(tokens)):

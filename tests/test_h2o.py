@@ -65,6 +65,27 @@ def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
 
 
 @pytest.mark.parametrize(
+    ("params", "n_ctx", "want"),
+    [
+        ({}, 4, [8, 8]),
+        ({}, 3, [2, 2]),
+        # the context is not known
+        ({}, 0, [8, 8]),
+        ({"decay": 0.25}, 3, [0.5, 0.5]),
+        ({"score": "mean"}, 3, [8, 8]),
+    ],
+)
+def test_sums_fade_beyond_the_context(params, n_ctx, want):
+    policy = H2O(8, 1, window=1, decay_beyond=0.5, **params)
+    state = policy.start(1, 8, 0)
+    state[0][0, :2] = 8
+    pos = np.arange(4, dtype=np.int32)[None]
+    attn = np.zeros((1, 4), np.float32)
+    policy.observe(View(pos, np.zeros(1, np.int32), 4, n_new=2, n_ctx=n_ctx, attn=attn), state)
+    assert state[0][0, :2].tolist() == want
+
+
+@pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"score": "max"}, "score must be one of sum, mean, got max"),
@@ -72,6 +93,7 @@ def test_sums_fade_with_every_token_that_comes_and_not_with_a_plan():
         ({"group": "last"}, "group must be one of sum, mean, max, first, got last"),
         ({"decay": 1.5}, r"decay must be in 0\.\.1, got 1\.5"),
         ({"decay": -0.5}, r"decay must be in 0\.\.1, got -0\.5"),
+        ({"decay_beyond": -1.0}, r"decay_beyond must be in 0\.\.1, got -1\.0"),
         ({"decay": float("nan")}, r"decay must be in 0\.\.1, got nan"),
     ],
 )

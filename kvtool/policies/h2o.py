@@ -9,9 +9,8 @@ and the options are theirs: EasyKV divides by the steps a token has lived (`scor
 fade (`decay`), TOVA has one decision a layer (`per=layer`), llama-recipes looks at the group's first head
 (`group=first`).
 
-The paper's sums grow with the stream, and past the trained context, where it does not go, old tokens can no
-longer be overtaken. Whenever positions start over, sums that neither fade nor are divided shrink to the share
-that is left of the stream's length; docs/measured.md has what that is worth.
+The paper's sums grow with the stream, and beyond the context, where it does not go, old tokens can no longer
+be overtaken: there sums fade (`decay_beyond=1`: never). docs/measured.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class H2O(Policy):
     per: "row", or one decision on the sum over a "layer"'s rows, or over "all"; their rows then keep the
     same tokens. group: how the attention of a group's heads becomes one, "sum", "mean" (ranks as the sum does
     and becomes that), "max" or "first". decay: what the sums are multiplied by for every token that has come
-    since the last plan, before the attention since then is added.
+    since the last plan, before the attention since then is added. decay_beyond: the same once the stream is
+    longer than the context, if it is less; not for means.
     """
 
     budget: int
@@ -43,6 +43,7 @@ class H2O(Policy):
     per: str = "row"
     group: str = "sum"
     decay: float = 1.0
+    decay_beyond: float = 0.99
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     paper: ClassVar[str] = "arXiv:2306.14048"
@@ -52,8 +53,9 @@ class H2O(Policy):
         check_choice("score", self.score, ("sum", "mean"))
         check_choice("per", self.per, ("row", "layer", "all"))
         check_choice("group", self.group, ("sum", "mean", "max", "first"))
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must be in 0..1, got {self.decay}")
+        for name in ("decay", "decay_beyond"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
         if self.group == "mean":
             # what the engine is asked for
             object.__setattr__(self, "group", "sum")
@@ -67,13 +69,12 @@ class H2O(Policy):
 
     def observe(self, view: View, state: State) -> None:
         (mass,) = state
-        if self.decay < 1:
-            mass[:, : view.n_kv] *= np.float32(self.decay**view.n_new)
+        decay = self.decay
+        if self.score == "sum" and 0 < view.n_ctx < view.next:
+            decay = min(decay, self.decay_beyond)
+        if decay < 1:
+            mass[:, : view.n_kv] *= np.float32(decay**view.n_new)
         mass[:, : view.n_kv] += view.attn
-
-    def restart(self, state: State, share: float) -> None:
-        if self.score == "sum" and self.decay == 1:
-            state[0][:] *= np.float32(share)
 
     def plan(self, view: View, state: State) -> Plan:
         score = sum_rows(view, state[0], self.per)

@@ -19,8 +19,8 @@ next: position of the next token. pinned: tokens with pos < pinned stay. params:
 Returns, for each row, the sorted positions that stay; or that and, for each row, the merges
 {dst pos: [(src pos, weight), ...]}. buzz sets `old` where due; nothing else is changed.
 
-A twin may have restart(rows, share, **params) as well: positions start over, the next token's becomes that
-share of what it was; it may change what the tokens have `seen`.
+A twin may have observe(rows, *, next, **params) as well, for what it notes when the engine observes between
+two plans: before positions start over. One that asks for n_ctx gets the context.
 """
 
 

@@ -23,10 +23,24 @@ GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
 def keep(
-    rows, *, next, pinned, budget, slack, window, sinks=0, score="sum", per="row", group="sum", decay=1.0
+    rows,
+    *,
+    next,
+    pinned,
+    budget,
+    slack,
+    window,
+    sinks=0,
+    score="sum",
+    per="row",
+    group="sum",
+    decay=1.0,
+    decay_beyond=1.0,
+    n_ctx=0,
 ):
     """All rows given decide together where `per` is not "row"."""
-    scores = [_score(row, GROUP[group], decay) for row in rows]
+    observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
+    scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
     if per != "row":
         scores = [{pos: sum((own[pos] for own in scores), np.float32(0)) for pos in scores[0]}] * len(rows)
     if score == "mean":
@@ -34,22 +48,14 @@ def keep(
     return [_keep(own, next, max(sinks, pinned), budget - slack, window) for own in scores]
 
 
-def restart(rows, share, *, score="sum", decay=1.0, **_):
-    """Sums that neither fade nor are divided shrink as the stream's length does."""
-    if score == "sum" and decay == 1:
-        for row in rows:
-            for token in row:
-                token["seen"][:] = [(t, [share * attn for attn in heads]) for t, heads in token["seen"]]
-
-
-def _score(row, of_group, decay):
-    if decay == 1:
-        return {token["pos"]: np.float32(sum(of_group(heads) for _, heads in token["seen"])) for token in row}
-    fading = np.float32(decay ** n_arrived(row))
-    for token, seen in zip(row, news(row), strict=True):
-        come = np.float32(sum(of_group(heads) for _, heads in seen))
-        token["notes"]["mass"] = token["notes"].get("mass", np.float32(0)) * fading + come
-    return {token["pos"]: token["notes"]["mass"] for token in row}
+def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):
+    if score == "sum" and 0 < n_ctx < next:
+        decay = min(decay, decay_beyond)
+    for row in rows:
+        fading = np.float32(decay ** n_arrived(row))
+        for token, seen in zip(row, news(row), strict=True):
+            come = np.float32(sum(GROUP[group](heads) for _, heads in seen))
+            token["notes"]["mass"] = token["notes"].get("mass", np.float32(0)) * fading + come
 
 
 def _keep(score, next, first, n_keep, window):

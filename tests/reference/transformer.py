@@ -175,7 +175,7 @@ class Stream:
 
     counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
-    multiplied by log_512(t). restart: the policy's, or None.
+    multiplied by log_512(t). observe: a twin's, or None.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Stream:
         counter=0,
         t="stream",
         logn=False,
-        restart=None,
+        observe=None,
     ):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
@@ -198,7 +198,7 @@ class Stream:
         self.counter = counter
         self.t = t
         self.logn = logn
-        self.restart = restart
+        self.observe = observe
         self.next = 0
         self.rows = [
             [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
@@ -290,13 +290,12 @@ class Stream:
         n = self.n
         if n + m > self.n_ctx_train:
             raise ValueError(f"{n} entries and {m} tokens do not fit into a context of {self.n_ctx_train}")
-        old = self.counter
         # the window of sliding layers may be longer than what the others hold
         self.counter = max(n, min(self.model.window, self.n_ctx_train // 2, self.n_ctx_train - m))
         self._close_gaps(self.counter)
-        if self.restart:
+        if self.observe:
             for rows in self.rows:
-                self.restart([row.records() for row in rows], self.counter / old)
+                self.observe([row.records() for row in rows], next=self.next)
 
     def _close_gaps(self, end):
         for rows in self.all_rows:
@@ -320,7 +319,7 @@ def run(
     slack=None,
     n_batch=None,
     keep=None,
-    restart=None,
+    observe=None,
     pinned=0,
     positions="original",
     n_ctx_train=None,
@@ -344,7 +343,7 @@ def run(
         counter=counter,
         t=t,
         logn=logn,
-        restart=restart,
+        observe=observe,
     )
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
