@@ -104,6 +104,18 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
 
 
 @pytest.mark.engine
+def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("kvtool.measure.statistics.item_interval", lambda scores: drawn.append(1) or (0, 1))
+    counts = []
+    for limit in (1, 2):
+        evaluate(tiny_chat, "choice", "--budget", "64", "--limit", limit, files=["rte.jsonl"])
+        counts.append(len(drawn))
+        drawn.clear()
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.engine
 def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeypatch):
     import importlib.util
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvtool.header import ModelInfo
     from kvtool.llama import Model
+    from kvtool.measure.records import Record
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
     from kvtool.tasks.run import Groups, Mean, Results
@@ -129,7 +130,7 @@ def evaluate(
             for record in results.measure(chosen, reader):
                 if to_stdout:
                     sys.stdout.write(json.dumps(record) + "\n")
-                step(len(results), f"{task}: {_in_short(run.means(results.records))}")
+                step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, plot)
 
 
@@ -232,8 +233,11 @@ def _shown(value: object) -> str:
     return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
 
 
-def _in_short(means: dict[str, Mean]) -> str:
-    return ", ".join(f"{name} {score.mean:.3f}" for name, score in means.items())
+def _in_short(found: Sequence[Record]) -> str:
+    """The means so far, without intervals: those take longer than a short answer does."""
+    from kvtool.tasks import run
+
+    return ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in run.scores(found).items())
 
 
 def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) -> None:

@@ -100,14 +100,19 @@ class Results:
 
 def means(found: Sequence[Record]) -> dict[str, Mean]:
     """Of each score of these records, in the order in which they have them."""
-    scores = defaultdict(list)
-    for record in found:
-        for name, score in record["scores"].items():
-            scores[name].append(score)
     return {
         name: Mean(float(np.mean(values)), *statistics.item_interval(np.array(values)), len(values))
-        for name, values in scores.items()
+        for name, values in scores(found).items()
     }
+
+
+def scores(found: Sequence[Record]) -> dict[str, list[float]]:
+    """Of all these records, by the score's name."""
+    values = defaultdict(list)
+    for record in found:
+        for name, score in record["scores"].items():
+            values[name].append(score)
+    return values
 
 
 Groups = dict[tuple[Any, ...], dict[str, Mean]]
