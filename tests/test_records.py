@@ -36,7 +36,7 @@ def test_a_file_that_is_only_half_a_line_starts_over(tmp_path):
     assert records.read(path) == [{"i": 1}]
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[1]", "1", ""])
+@pytest.mark.parametrize("line", ["no JSON", "[1]", "1", "", '{"a":' * 100_000])
 def test_any_other_line_is_refused_by_its_number(tmp_path, line):
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"i": 0}}\n{line}\n{{"i": 1}}\n')

@@ -43,7 +43,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise InputError(f"{path}, line {number}, is no JSON object; remove it or choose another file")
