@@ -127,6 +127,34 @@ def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
 
 
 @pytest.mark.engine
+def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
+    """Its policy adds a line of the other run when the text is half read."""
+    (folder / "meanwhile.py").write_text(MEANWHILE)
+    out = folder / "meanwhile.jsonl"
+    compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--json", out)
+    one, *others = read(out)
+    assert one["policy"] == "meanwhile.py"
+    assert others == [{"policy": "another run's"}]
+
+
+MEANWHILE = """
+from dataclasses import dataclass
+from pathlib import Path
+from kvtool.measure import records
+from kvtool.policies.local import Local
+
+@dataclass(frozen=True)
+class Meanwhile(Local):
+    def plan(self, view, state):
+        if not Path("meanwhile.jsonl").exists():
+            records.append(Path("meanwhile.jsonl"), {"policy": "another run's"})
+        return Local.plan(self, view, state)
+
+POLICY = Meanwhile
+"""
+
+
+@pytest.mark.engine
 def test_a_cell_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
     found = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)

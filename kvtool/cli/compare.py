@@ -244,12 +244,17 @@ def _first(common: Common, missing: list[Cell]) -> Cell:
 def _finish(results: Results, info: ModelInfo, json_file: str | None, path: Path | None, plot: Path | None):
     import json
 
-    found = results.finished()
     if path:
         from kvtool.measure import records
 
-        records.rewrite(path, found)
-    rows = list(zip((cell for cell in results.grid if cell in results.of_cell), found, strict=False))
+        def order(there: list[dict]) -> list[dict]:
+            # another process may have added records meanwhile
+            results.take(there)
+            return results.finished()
+
+        records.rewrite(path, order)
+    done = (cell for cell in results.grid if cell in results.of_cell)
+    rows = list(zip(done, results.finished(), strict=False))
     if json_file == "-":
         for _, record in rows:
             typer.echo(json.dumps(record))

@@ -220,8 +220,9 @@ class Results:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, there: Iterable[dict[str, Any]]) -> None:
-        """Sorts what a file holds. Of several records of a cell the first without an error counts."""
+        """Sorts all that a file holds. Of several records of a cell the first without an error counts."""
         by_key = {records.key(identity(self.common, cell), KEY): cell for cell in self.grid}
+        self.others = []
         for record in there:
             cell = by_key.get(records.key(record, KEY))
             if cell is None:

@@ -69,8 +69,9 @@ class Results:
         """
         if self._half_done and self.path:
             names = (*self.about, "id", "item_sha256")
-            old = records.read(self.path)
-            records.rewrite(self.path, [r for r in old if records.key(r, names) not in self._items])
+            records.rewrite(
+                self.path, lambda there: [r for r in there if records.key(r, names) not in self._items]
+            )
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
             started = time.monotonic()
