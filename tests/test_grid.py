@@ -186,6 +186,15 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
         (cell,) = make(common, [str(path)], ["64"])
         keys.append(records.key(grid.identity(common, cell), grid.KEY))
     assert keys[0] != keys[1]
+    # while it runs, the file may be edited or go
+    path.unlink()
+    assert records.key(grid.identity(common, cell), grid.KEY) == keys[1]
+
+
+def test_another_device_is_another_cell(common):
+    (cell,) = make(common, ["h2o"], ["64"])
+    keys = [records.key(grid.identity(replace(common, gpu_layers=n), cell), grid.KEY) for n in (None, 0)]
+    assert keys[0] != keys[1]
 
 
 # running

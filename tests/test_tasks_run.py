@@ -127,6 +127,17 @@ def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeyp
     assert done.stdout == ""
 
 
+@pytest.mark.engine
+def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
+    out, mine = tmp_path / "out.jsonl", tmp_path / "mine.py"
+    arguments = ("--budget", "64", "--policy", mine, "--json", out, "--limit", "1", "--resume")
+    for n, comment in enumerate("aba", 1):
+        mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
+        evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
+        # what the first one said is still right
+        assert len(records_of(out)) == min(n, 2)
+
+
 def reader_for(model, budget=64, *, chat=False, policy="h2o"):
     fitted = policies.fit(policy, budget)
     full = policies.fit("full", 1024)

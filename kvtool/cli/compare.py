@@ -105,7 +105,7 @@ def compare(
         model_sha256 = models.sha256(model_path, progress)
     common = grid.Common(
         what={
-            "model": str(model_path),
+            "model": model_path.name,
             "model_sha256": model_sha256,
             "text": "stdin" if file == "-" else Path(file).name,
             "text_sha256": text_sha256,

@@ -191,13 +191,14 @@ def _reader(
 
 def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
     """Of what a record is the result besides the task."""
-    from kvtool import models
+    from kvtool import models, policies
     from kvtool.measure import records
 
     return {
         "model": path.name,
         "model_sha256": models.sha256(path),
         "policy": wanted.policy,
+        "policy_sha256": policies.file_sha256(wanted.policy),
         "options": wanted.options or [],
         "budget": None if wanted.policy == "full" else wanted.budget or "20%",
         "evict_every": wanted.evict_every,
@@ -208,6 +209,7 @@ def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
         "type_k": wanted.type_k,
         "type_v": wanted.type_v,
         "flash": wanted.flash,
+        "gpu_layers": wanted.gpu_layers,
         **records.versions(),
     }
 

@@ -6,7 +6,6 @@ machine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import re
@@ -44,6 +43,7 @@ KEY = (
     "n_ctx",
     "n_batch",
     "flash",
+    "gpu_layers",
     "kvtool",
     "llama_cpp_python",
     "patch",
@@ -78,7 +78,7 @@ class Common:
 class Cell:
     """asked: the budget as it was typed, None for what takes all it needs. budget: in cells.
 
-    label: the policy as it was typed.
+    label: the policy as it was typed. policy_sha256: of its file where it is one of the user's.
     """
 
     label: str
@@ -92,6 +92,7 @@ class Cell:
     positions: str
     type_k: str
     type_v: str
+    policy_sha256: str | None = None
 
     @property
     def group(self) -> tuple[str | None, str, str]:
@@ -176,13 +177,12 @@ def _cell(common, info, label, name, options, asked, kind, evict_every) -> Cell:
         positions,
         kind,
         kind,
+        policies.file_sha256(name),
     )
 
 
 def identity(common: Common, cell: Cell) -> dict[str, Any]:
     """What a record is a record of."""
-    path = Path(cell.policy)
-    of_file = hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" else None
     return {
         "policy": cell.policy,
         "params": dict(cell.params),
@@ -190,13 +190,14 @@ def identity(common: Common, cell: Cell) -> dict[str, Any]:
         "type_k": cell.type_k,
         "type_v": cell.type_v,
         **common.what,
-        "policy_sha256": of_file,
+        "policy_sha256": cell.policy_sha256,
         "tokens": common.n_tokens,
         "positions": cell.positions,
         "evict_every": cell.evict_every,
         "n_ctx": common.n_ctx,
         "n_batch": cell.n_batch,
         "flash": common.flash,
+        "gpu_layers": common.gpu_layers,
         "threads": common.threads,
     }
 

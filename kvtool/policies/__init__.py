@@ -5,6 +5,7 @@ A file of one's own is `--policy path/to/it.py`, and looks the same.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import is_dataclass
 from functools import cache
@@ -34,6 +35,11 @@ def load(name: str) -> type[Policy]:
     if name not in names():
         raise UsageError(f"no policy {name!r}; there are: {', '.join(names())}")
     return import_module(f"kvtool.policies.{name}").POLICY
+
+
+def file_sha256(name: str) -> str | None:
+    """Of a file of one's own, which may change under its name; None for a policy of kvtool's."""
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else None
 
 
 @cache
