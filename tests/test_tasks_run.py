@@ -402,6 +402,32 @@ def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
 
 
 @pytest.mark.engine
+def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
+    for policy in ("local", "buzz", "weightedkv"):
+        out = tmp_path / f"{policy}.jsonl"
+        evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--json", out)
+        for record in records_of(out):
+            # what is read is far less than 20 times as long as these words
+            assert len("[end][reply]") < record["budget_cells"] < 32
+
+
+@pytest.mark.engine
+def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
+    out = tmp_path / "out.jsonl"
+    # 512 cells of f16 keys and values in two layers of two heads of 32
+    evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--json", out)
+    for record in records_of(out):
+        assert record["kv_bytes"] <= 256 * 2**10
+        assert 256 < record["budget_cells"] < 512
+
+
+@pytest.mark.engine
+def test_a_budget_beyond_the_context_is_refused(tiny_chat):
+    done = evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "3000", code=2)
+    assert "choose at most that many cells, not 3000" in done.stderr
+
+
+@pytest.mark.engine
 def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = evaluate(

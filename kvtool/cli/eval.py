@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvtool.tasks.run import Groups, Mean, Results
     from kvtool.tasks.task import Task
 
+    PolicyFor = Callable[[int, int], Policy]
+
 _STEP = 1024
 """`full` has cells in steps of this, so that few caches serve prompts of all lengths."""
 
@@ -107,14 +109,15 @@ def evaluate(
     output.check_picture("--plot", plot)
     wanted = opt.EngineOptions.of(context)
     path, info = opt.checked_model(wanted)
-    policy_for = _policy_for(wanted, info)
+    # what cannot be is said before the model is loaded
+    _policy_for(wanted, info)
 
     from kvtool.tasks import run
 
     as_chat = chosen.chat if chat is None else chat
     with (
         opt.loaded(path, wanted) as loaded,
-        closing(_reader(wanted, info, loaded, policy_for, as_chat, max_prompt)) as reader,
+        closing(_reader(wanted, info, loaded, as_chat, max_prompt)) as reader,
     ):
         items = chosen.items(files or [], loaded)[:limit]
         about = {
@@ -134,29 +137,38 @@ def evaluate(
     _finish(chosen, results, to_stdout, plot)
 
 
-def _policy_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, int], Policy]:
-    """What serves a prompt of so many tokens, and so many more of the answer. Raises UsageError."""
+def _n_ctx(wanted: opt.EngineOptions, info: ModelInfo) -> int:
+    return min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+
+
+def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
+    """What serves a prompt of so many tokens, and so many more of the answer; and the tokens of a step.
+
+    n_held: cells that are never free. Raises UsageError.
+    """
     from kvtool import budget, policies
 
+    n_batch = wanted.n_batch or opt.N_BATCH
     if wanted.policy == "full":
-        return _full_for(wanted, info)
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
-    share = wanted.budget or "20%"
+        return _full_for(wanted, info), n_batch
+    share = (wanted.budget or "20%").strip()
     if not share.endswith("%"):
-        n, _ = budget.cells(share, info, wanted.n_batch or opt.N_BATCH, wanted.type_k, wanted.type_v)
-        fitted = policies.fit(wanted.policy, min(n, n_ctx), wanted.evict_every, wanted.options)
-        return lambda n, n_answer: fitted
-    percent = budget.percent(share)
-    least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options)
-    return lambda n, n_answer: policies.fit(
-        wanted.policy, max(round(n * percent / 100), least), wanted.evict_every, wanted.options
-    )
+        policy, n_batch = opt.fitted(wanted, info, share, n_batch, over_budget=True)
+        return lambda n, n_answer: policy, n_batch
+    percent, most = budget.percent(share), _n_ctx(wanted, info)
+    least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
+
+    def policy_for(n: int, n_answer: int) -> Policy:
+        n_cell = max(min(round(n * percent / 100), most), least)
+        return policies.fit(wanted.policy, n_cell, wanted.evict_every, wanted.options)
+
+    return policy_for, n_batch
 
 
-def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, int], Policy]:
+def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> PolicyFor:
     from kvtool import policies
 
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    n_ctx = _n_ctx(wanted, info)
     return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -175,17 +187,16 @@ def _reader(
     wanted: opt.EngineOptions,
     info: ModelInfo,
     model: Model,
-    policy_for: Callable[[int, int], Policy],
     as_chat: bool,
     max_prompt: int | None,
 ) -> Reader:
     from kvtool.conversation import template_of
-    from kvtool.tasks.reader import N_OUTPUT, Reader
+    from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
-    settings = opt.settings_of(wanted, n_ctx, wanted.n_batch or opt.N_BATCH, N_OUTPUT, over_budget=True)
-    full_for = None if wanted.policy == "full" else _full_for(wanted, info)
     template = template_of(model) if as_chat else None
+    policy_for, n_batch = _policy_for(wanted, info, n_held(model, template))
+    settings = opt.settings_of(wanted, _n_ctx(wanted, info), n_batch, N_OUTPUT, over_budget=True)
+    full_for = None if wanted.policy == "full" else _full_for(wanted, info)
     return Reader(model, policy_for, settings, template, max_prompt, full_for)
 
 

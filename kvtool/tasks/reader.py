@@ -29,6 +29,11 @@ class Likelihood:
     greedy: bool
 
 
+def n_held(model: Model, template: Template | None) -> int:
+    """How many tokens before an answer stay at every eviction: the words of the template that it follows."""
+    return len(model.tokenize(template.reply_start(), special=True)) if template else 0
+
+
 class Reader:
     """One engine, or one after the other where the budget goes by the prompt.
 
@@ -57,7 +62,7 @@ class Reader:
         self._policy_for = policy_for
         self._engine: Engine | None = None
         self._turns: list[Message] = []
-        self._n_held = len(model.tokenize(template.reply_start(), special=True)) if template else 0
+        self._n_held = n_held(model, template)
 
     @property
     def engine(self) -> Engine:
