@@ -377,8 +377,8 @@ class Says:
     def __init__(self, text):
         self.text = text
 
-    def read(self, prompt, n_answer):
-        pass
+    def read(self, prompt, n_answer, uncut):
+        assert uncut
 
     def write(self, n_max, stop=()):
         return self.text

@@ -428,6 +428,25 @@ def test_a_budget_beyond_the_context_is_refused(tiny_chat):
 
 
 @pytest.mark.engine
+def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
+    short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
+    small = ("--set", "depths=0.5", "--set", "repeats=1", "--json", out, "--budget", "64", "--policy", "tova")
+    evaluate(short, "passkey", *small, "--set", "lengths=600", files=[])
+    (record,) = records_of(out)
+    assert not record["is_cut"]
+    assert 500 < record["prompt_tokens"] <= 600
+    long = ("--raw", "--max-prompt", "500", "--resume")
+    evaluate(short, "qa", *small[4:], *long, files=["lost_in_the_middle.jsonl"])
+    _, first, *_ = records_of(out)
+    assert not first["is_cut"]
+    assert 320 < first["prompt_tokens"] <= 500
+    done = evaluate(
+        short, "passkey", "--policy", "full", *small[:4], "--set", "lengths=600", files=[], code=5
+    )
+    assert "1 of 1 items do not fit: the prompt has" in done.stderr
+
+
+@pytest.mark.engine
 def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = evaluate(

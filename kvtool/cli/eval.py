@@ -258,7 +258,10 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
 
     means = run.means(results.records)
     if failed := [record for record in results.records if "error" in record]:
-        sys.stderr.write(f"{len(failed)} of {len(results)} items do not fit: {failed[0]['error']}\n")
+        line = f"{len(failed)} of {len(results)} items do not fit: {failed[0]['error']}"
+        if len(failed) == len(results):
+            raise InputError(line)
+        sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"of {cut} of {len(results)} prompts the middle is left out\n")
     if to_stdout:
