@@ -213,6 +213,7 @@ def test_a_cell_that_fails_is_tried_again(compare, folder):
         (["--plot", "nowhere/out.png"], 2, "a folder that exists"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
         (["--policies", "local", "--budgets", ""], 2, "nothing to compare"),
+        (["--policies", "full", "-c", "100"], 2, "the full cache 100 cells"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words):
@@ -368,6 +369,19 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     lines.clear()
     compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2")
     assert lines["h2o"] == [(2.0, 3.4)]
+
+
+def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path):
+    (tmp_path / "out.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    assert output.records_path(str(tmp_path / "link.jsonl"), False) == tmp_path / "out.jsonl"
+    with pytest.raises(UsageError, match="no ordinary file"):
+        output.records_path(os.devnull, True)
+    for locked in (tmp_path / "out.jsonl", tmp_path):
+        monkeypatch.setattr(os, "access", lambda path, mode, locked=locked: path != locked)
+        for file in ("out.jsonl", "new.jsonl") if locked == tmp_path else ("out.jsonl",):
+            with pytest.raises(UsageError, match="no permission"):
+                output.records_path(str(tmp_path / file), True)
 
 
 def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):

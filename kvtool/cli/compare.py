@@ -129,7 +129,8 @@ def compare(
     if shard:
         cells = grid.shard(cells, shard)
     if not cells:
-        raise UsageError("there is nothing to compare; name policies, and budgets for them")
+        # full may have been all that was asked for
+        raise UsageError(missing or "there is nothing to compare; name policies, and budgets for them")
     results = grid.Results(common, cells)
     if path:
         results.take(records.read(path))
@@ -225,10 +226,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
                     if event.record:
                         keep(event.cell, event.record)
     except KeyboardInterrupt:
-        kept = "nothing is kept without --json FILE"
-        if path:
-            kept = f"{n_kept} of {len(results.grid)} cells are in {path}; --resume goes on from there"
-        raise _Stopped(f"stopped; {kept}") from None
+        raise _Stopped(output.stopped(path, n_kept, len(results.grid), "cells")) from None
 
 
 def _first(common: Common, missing: list[Cell]) -> Cell:

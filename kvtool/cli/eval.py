@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.cli import output
 from kvtool.cli.progress import tokens_progress
@@ -82,11 +83,16 @@ def evaluate(
     json_to: Annotated[
         str | None,
         typer.Option(
-            "--json", help="Add a line for every item to this file; -: print them, then the summary."
+            "--json",
+            metavar="FILE",
+            help="Add a line an item as they come; -: print them, then the summary, instead.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out what --json has already.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="The summary as a heat map, a PNG.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Only the items that FILE does not have.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="PNG", help="Write a picture of the summary, a heat map."),
+    ] = None,
     verbose: opt.Verbose = False,
 ) -> None:
     """Ask a task's items under a policy and score the answers."""
@@ -128,11 +134,18 @@ def evaluate(
             **_about(wanted, path),
         }
         results = run.Results(about, items, records_path, one_stream=chosen.one_stream)
-        with tokens_progress(task, len(items)) as step:
+
+        def stopped() -> str:
+            # half a stream is as good as none
+            in_part = not (to_stdout or chosen.one_stream)
+            return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
+
+        with interrupt.ending(stopped), tokens_progress(task, len(items)) as step:
             step(len(results))
             for record in results.measure(chosen, reader):
                 if to_stdout:
                     sys.stdout.write(json.dumps(record) + "\n")
+                    sys.stdout.flush()
                 step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, plot)
 
