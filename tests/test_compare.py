@@ -16,7 +16,9 @@ import pytest
 from rich.console import Console
 
 from kvtool.cli import compare_plot, compare_table, output
+from kvtool.cli.compare import _run
 from kvtool.errors import UsageError
+from kvtool.measure import grid
 from kvtool.measure.grid import Cell
 from kvtool.paths import cache_dir
 from tests.test_cli import KVTOOL, TEXT, kvtool
@@ -135,6 +137,40 @@ def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
     one, *others = read(out)
     assert one["policy"] == "meanwhile.py"
     assert others == [{"policy": "another run's"}]
+
+
+def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
+    asked, fails = [], True
+
+    class Runner:
+        def __init__(self, common, tokens):
+            asked.clear()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, cells, jobs=1, against=None, writes=False):
+            asked.append(([each.label for each in cells], against is not None))
+            for each in cells:
+                done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
+                yield grid.Event(each, record={"error": "no"} if writes and fails else done)
+
+    monkeypatch.setattr(grid, "Runner", Runner)
+    monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
+    common = grid.Common({}, tmp_path, 100, 512, 64, "auto", "auto", 1)
+    results = grid.Results(common, [cell("local", "64")])
+    for _ in range(2):
+        _run(results, None, True, 1, None)
+        assert [one["kl"] for one in results.of_cell.values()] == [None]
+    # the second time full alone was tried
+    assert asked == [(["full"], True), ([], False)]
+    fails = False
+    _run(results, None, True, 1, None)
+    assert asked == [(["full"], True), (["local"], True)]
+    assert [one["kl"] for one in results.of_cell.values()] == [0.5]
 
 
 MEANWHILE = """

@@ -178,6 +178,17 @@ def test_a_file_gives_back_the_grid_s_cells_and_keeps_the_others(common):
     assert results.finished()[0]["error"] == "no"
 
 
+def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
+    (cell,) = make(common, ["h2o"], ["64"])
+    without, whole = (record(common, cell, blocks(0), kl=kl) for kl in (None, 0.5))
+    for there in ([without], [without, whole], [whole, without]):
+        results = grid.Results(common, [cell])
+        results.take(there)
+        assert results.missing() == []
+        assert results.missing(kl=True) == ([] if whole in there else [cell])
+        assert results.of_cell == {cell: there[0] if whole not in there else whole}
+
+
 def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
     path = tmp_path / "mine.py"
     keys = []

@@ -191,7 +191,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
     """Measures what is missing; results and the file have it as it comes. Raises _Stopped after Ctrl-C."""
     from kvtool.measure import grid, records
 
-    missing = results.missing()
+    missing = results.missing(kl=against)
     if not missing:
         return
     common = results.common
@@ -199,12 +199,9 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
         _say(f"{len(results.grid) - len(missing)} of {len(results.grid)} cells are there")
     reference = grid.reference(common) if against else None
     first = _first(common, missing) if reference and not reference.exists() else None
-    n_kept = len(results.grid) - len(missing)
 
     def keep(cell: Cell, record: dict) -> None:
-        nonlocal n_kept
         results.of_cell[cell] = record
-        n_kept += "error" not in record
         if path:
             records.append(path, record)
 
@@ -217,15 +214,16 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
                         show(event)
                         if event.record and first in missing:
                             keep(first, event.record)
-                    missing = [cell for cell in missing if cell is not first]
                     if "error" in event.record:
                         _say("without the full cache there is no KL, top-1 or difference to it")
-                        reference = None
+                        reference, missing = None, results.missing()
+                    missing = [cell for cell in missing if cell is not first]
                 for event in runner.run(missing, jobs=jobs, against=reference):
                     show(event)
                     if event.record:
                         keep(event.cell, event.record)
     except KeyboardInterrupt:
+        n_kept = len(results.grid) - len(results.missing())
         raise _Stopped(output.stopped(path, n_kept, len(results.grid), "cells")) from None
 
 

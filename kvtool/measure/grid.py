@@ -211,6 +211,13 @@ def shard(grid: Sequence[Cell], text: str) -> list[Cell]:
     return list(grid[i - 1 :: n])
 
 
+def _rank(record: Mapping[str, Any] | None) -> int:
+    """How much it says: 0 nothing, 1 an error, 2 no divergence as full had failed, 3 everything."""
+    if record is None or "error" in record:
+        return int(record is not None)
+    return 2 if record.get("kl") is None else 3
+
+
 @dataclass(slots=True)
 class Results:
     """The records of a grid by cell, and of other grids in the same file."""
@@ -221,22 +228,22 @@ class Results:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, there: Iterable[dict[str, Any]]) -> None:
-        """Sorts all that a file holds. Of several records of a cell the first without an error counts."""
+        """Sorts all that a file holds. Of several records of a cell the first that says most counts."""
         by_key = {records.key(identity(self.common, cell), KEY): cell for cell in self.grid}
         self.others = []
         for record in there:
             cell = by_key.get(records.key(record, KEY))
             if cell is None:
                 self.others.append(record)
-            elif cell not in self.of_cell or "error" in self.of_cell[cell]:
+            elif _rank(record) > _rank(self.of_cell.get(cell)):
                 self.of_cell[cell] = record
 
-    def missing(self) -> list[Cell]:
-        """Cells without a record, or with an error."""
-        return [cell for cell in self.grid if "error" in self.of_cell.get(cell, {"error": ""})]
+    def missing(self, kl: bool = False) -> list[Cell]:
+        """Cells without a record, with an error, or where kl is wanted without one."""
+        return [cell for cell in self.grid if _rank(self.of_cell.get(cell)) < (3 if kl else 2)]
 
     def failed(self) -> list[Cell]:
-        return [cell for cell in self.grid if "error" in self.of_cell.get(cell, {})]
+        return [cell for cell in self.grid if _rank(self.of_cell.get(cell)) == 1]
 
     def finished(self) -> list[dict[str, Any]]:
         """All records, the grid's in its order with what only the whole grid tells, then the others."""
