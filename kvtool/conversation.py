@@ -16,7 +16,7 @@ from kvtool import session
 from kvtool.engine import Engine
 from kvtool.errors import ModelError
 from kvtool.llama import Model, Sampler
-from kvtool.template import GEMMA, Message, Template
+from kvtool.template import GEMMA, RAW, Message, Template
 
 
 class Writer:
@@ -109,7 +109,7 @@ def template_of(model: Model) -> Template:
     if source is None and len(model.tokenize("<start_of_turn><end_of_turn>", special=True)) == 2:
         source = GEMMA
     if source is None:
-        raise ModelError(f"{model.path.name} has no chat template; use kvtool generate --raw")
+        raise ModelError(f"{model.path.name} has no chat template; {RAW}")
     return Template(source, model.marker(model.bos), model.marker(model.eos))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ EXIT_CODE = 128 + 2
 """What a shell shows for a program that died of an interrupt."""
 
 
-def end(*_: object) -> None:
+def end(*_: object, said: str = "stopped") -> None:
     """A handler that ends the process at once, in one line.
 
     For stages that leave nothing to be put in order, as imports and the load of a model: an exception would
@@ -24,7 +24,7 @@ def end(*_: object) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         # after ^C; a progress bar has hidden the cursor
         before = "\x1b[?25h\n" if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{before}kvtool: stopped\n")
+        sys.stderr.write(f"{before}kvtool: {said}\n")
         sys.stderr.flush()
     os._exit(EXIT_CODE)
 
@@ -44,6 +44,16 @@ def raising() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt inside, so that what is half done is removed."""
     before = signal.getsignal(signal.SIGINT)
     raises()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def ending(said: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C ends the process at once inside, with that line: what is kept is whole all the time."""
+    before = signal.signal(signal.SIGINT, lambda *_: end(said=said()))
     try:
         yield
     finally:

@@ -26,6 +26,9 @@ GEMMA = """\
 """
 """What Gemma models were trained on, for files that lack it. They have no system role: it opens the chat."""
 
+RAW = "kvtool generate and kvtool eval work without one: --raw"
+"""What to do about a template that is of no use."""
+
 _STAND_IN = "kvtool stands in for the reply"
 
 
@@ -64,7 +67,7 @@ class Template:
         chat = [*before, {"role": "assistant", "content": _STAND_IN}, {"role": "user", "content": user}]
         _, found, text = self.render(chat).rpartition(_STAND_IN)
         if not found:
-            raise ModelError("the model's chat template leaves replies out; use kvtool generate --raw")
+            raise ModelError(f"the model's chat template leaves replies out; {RAW}")
         return text
 
     def reply_start(self) -> str:
@@ -78,4 +81,4 @@ def _raise(message: str) -> None:
 
 def _failed(error: Exception) -> ModelError:
     first = str(error).split("\n")[0] or type(error).__name__
-    return ModelError(f"the model's chat template fails ({first}); use kvtool generate --raw")
+    return ModelError(f"the model's chat template fails ({first}); {RAW}")

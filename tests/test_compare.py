@@ -16,7 +16,9 @@ import pytest
 from rich.console import Console
 
 from kvtool.cli import compare_plot, compare_table, output
+from kvtool.cli.compare import _run
 from kvtool.errors import UsageError
+from kvtool.measure import grid
 from kvtool.measure.grid import Cell
 from kvtool.paths import cache_dir
 from tests.test_cli import KVTOOL, TEXT, kvtool
@@ -127,6 +129,68 @@ def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
 
 
 @pytest.mark.engine
+def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
+    """Its policy adds a line of the other run when the text is half read."""
+    (folder / "meanwhile.py").write_text(MEANWHILE)
+    out = folder / "meanwhile.jsonl"
+    compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--json", out)
+    one, *others = read(out)
+    assert one["policy"] == "meanwhile.py"
+    assert others == [{"policy": "another run's"}]
+
+
+def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
+    asked, fails = [], True
+
+    class Runner:
+        def __init__(self, common, tokens):
+            asked.clear()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def run(self, cells, jobs=1, against=None, writes=False):
+            asked.append(([each.label for each in cells], against is not None))
+            for each in cells:
+                done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
+                yield grid.Event(each, record={"error": "no"} if writes and fails else done)
+
+    monkeypatch.setattr(grid, "Runner", Runner)
+    monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
+    common = grid.Common({}, tmp_path, 100, 512, 64, "auto", "auto", 1)
+    results = grid.Results(common, [cell("local", "64")])
+    for _ in range(2):
+        _run(results, None, True, 1, None)
+        assert [one["kl"] for one in results.of_cell.values()] == [None]
+    # the second time full alone was tried
+    assert asked == [(["full"], True), ([], False)]
+    fails = False
+    _run(results, None, True, 1, None)
+    assert asked == [(["full"], True), (["local"], True)]
+    assert [one["kl"] for one in results.of_cell.values()] == [0.5]
+
+
+MEANWHILE = """
+from dataclasses import dataclass
+from pathlib import Path
+from kvtool.measure import records
+from kvtool.policies.local import Local
+
+@dataclass(frozen=True)
+class Meanwhile(Local):
+    def plan(self, view, state):
+        if not Path("meanwhile.jsonl").exists():
+            records.append(Path("meanwhile.jsonl"), {"policy": "another run's"})
+        return Local.plan(self, view, state)
+
+POLICY = Meanwhile
+"""
+
+
+@pytest.mark.engine
 def test_a_cell_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
     found = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
@@ -185,6 +249,7 @@ def test_a_cell_that_fails_is_tried_again(compare, folder):
         (["--plot", "nowhere/out.png"], 2, "a folder that exists"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
         (["--policies", "local", "--budgets", ""], 2, "nothing to compare"),
+        (["--policies", "full", "-c", "100"], 2, "the full cache 100 cells"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words):
@@ -340,6 +405,19 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     lines.clear()
     compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2")
     assert lines["h2o"] == [(2.0, 3.4)]
+
+
+def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path):
+    (tmp_path / "out.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    assert output.records_path(str(tmp_path / "link.jsonl"), False) == tmp_path / "out.jsonl"
+    with pytest.raises(UsageError, match="no ordinary file"):
+        output.records_path(os.devnull, True)
+    for locked in (tmp_path / "out.jsonl", tmp_path):
+        monkeypatch.setattr(os, "access", lambda path, mode, locked=locked: path != locked)
+        for file in ("out.jsonl", "new.jsonl") if locked == tmp_path else ("out.jsonl",):
+            with pytest.raises(UsageError, match="no permission"):
+                output.records_path(str(tmp_path / file), True)
 
 
 def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):

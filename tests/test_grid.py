@@ -178,6 +178,17 @@ def test_a_file_gives_back_the_grid_s_cells_and_keeps_the_others(common):
     assert results.finished()[0]["error"] == "no"
 
 
+def test_what_has_no_divergence_is_missing_where_that_is_wanted(common):
+    (cell,) = make(common, ["h2o"], ["64"])
+    without, whole = (record(common, cell, blocks(0), kl=kl) for kl in (None, 0.5))
+    for there in ([without], [without, whole], [whole, without]):
+        results = grid.Results(common, [cell])
+        results.take(there)
+        assert results.missing() == []
+        assert results.missing(kl=True) == ([] if whole in there else [cell])
+        assert results.of_cell == {cell: there[0] if whole not in there else whole}
+
+
 def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
     path = tmp_path / "mine.py"
     keys = []
@@ -185,6 +196,15 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
         path.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
         (cell,) = make(common, [str(path)], ["64"])
         keys.append(records.key(grid.identity(common, cell), grid.KEY))
+    assert keys[0] != keys[1]
+    # while it runs, the file may be edited or go
+    path.unlink()
+    assert records.key(grid.identity(common, cell), grid.KEY) == keys[1]
+
+
+def test_another_device_is_another_cell(common):
+    (cell,) = make(common, ["h2o"], ["64"])
+    keys = [records.key(grid.identity(replace(common, gpu_layers=n), cell), grid.KEY) for n in (None, 0)]
     assert keys[0] != keys[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_a_file_that_is_only_half_a_line_starts_over(tmp_path):
     assert records.read(path) == [{"i": 1}]
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[1]", "1", ""])
+@pytest.mark.parametrize("line", ["no JSON", "[1]", "1", "", '{"a":' * 100_000])
 def test_any_other_line_is_refused_by_its_number(tmp_path, line):
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"i": 0}}\n{line}\n{{"i": 1}}\n')
@@ -69,9 +70,30 @@ def test_several_processes_lose_nothing(tmp_path):
 def test_rewriting_replaces_all(tmp_path):
     path = tmp_path / "out.jsonl"
     records.append(path, {"i": 0})
-    records.rewrite(path, [{"i": 2}, {"i": 1}])
-    assert records.read(path) == [{"i": 2}, {"i": 1}]
+    records.rewrite(path, lambda there: [{"i": 2}, {"i": 1}, *there])
+    assert records.read(path) == [{"i": 2}, {"i": 1}, {"i": 0}]
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def _rewrite(path, began):
+    def slowly(there):
+        began.set()
+        time.sleep(1)
+        return there
+
+    records.rewrite(path, slowly)
+
+
+def test_what_is_added_while_a_file_is_rewritten_is_not_lost(tmp_path):
+    path, context = tmp_path / "out.jsonl", multiprocessing.get_context("spawn")
+    records.append(path, {"i": 0})
+    began = context.Event()
+    process = context.Process(target=_rewrite, args=(path, began))
+    process.start()
+    assert began.wait(60)
+    records.append(path, {"i": 1})
+    process.join()
+    assert records.read(path) == [{"i": 0}, {"i": 1}]
 
 
 def test_keys_tell_values_apart_and_not_their_order():

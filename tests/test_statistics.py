@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,16 @@ def test_intervals_come_out_the_same():
     assert statistics.interval(sums, np.ones(40)) == statistics.interval(sums, np.ones(40))
     low, high = statistics.interval(sums, np.ones(40), level=0.5)
     assert statistics.interval(sums, np.ones(40))[0] < low < sums.mean() < high
+
+
+def test_many_items_take_little_memory():
+    sums = np.random.default_rng(0).random(500)
+    tracemalloc.start()
+    statistics.interval(sums, np.ones(500))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # all draws at once would be 10,000 times 500 numbers, three times
+    assert peak < 10_000_000
 
 
 # Newcombe 1998, Table I, method 3 (81/263, 15/148, 0/20, 1/29)

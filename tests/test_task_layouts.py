@@ -32,10 +32,18 @@ def test_files_are_json_lines_or_an_array_packed_or_not(tmp_path):
         assert data.stem(path) == "a"
 
 
+def test_half_a_character_is_one_that_can_be_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"a": "\ud83d\ude00 \uD83D."}' + "\n")
+    assert data.read(path) == [{"a": "\U0001f600 ?."}]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": ', "line 2 is no JSON"),
+        ("a.jsonl", b'{"a":' * 100_000, "line 1 is no JSON"),
+        ("a.jsonl", b"[" * 100_000, "is no JSON"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"caf\xe9", "not UTF-8"),
         ("a.jsonl.gz", b"no gzip", "no whole gzip file"),

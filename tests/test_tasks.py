@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack, run
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
-from tests.test_cli import kvtool
+from tests.test_cli import KVTOOL, kvtool
 
 PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
 ANSWER = " The fox looks back once more."
@@ -377,8 +380,8 @@ class Says:
     def __init__(self, text):
         self.text = text
 
-    def read(self, prompt, n_answer):
-        pass
+    def read(self, prompt, n_answer, uncut):
+        assert uncut
 
     def write(self, n_max, stop=()):
         return self.text
@@ -524,6 +527,26 @@ def test_what_cannot_work_is_one_line(arguments, code, words):
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.engine
+def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, "--set", "repeats=50", "--json", out]
+    with subprocess.Popen(
+        [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(30) == 130
+    n = len(records.read(out))
+    assert 0 < n < 100
+    # the last one may not have been counted yet
+    kept = [f"{i} of 100 items are in {out}; --resume goes on from there" for i in (n - 1, n)]
+    assert said in [f"kvtool: stopped; {each}\n" for each in kept]
 
 
 def test_tasks_are_listed():

@@ -104,6 +104,18 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
 
 
 @pytest.mark.engine
+def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("kvtool.measure.statistics.item_interval", lambda scores: drawn.append(1) or (0, 1))
+    counts = []
+    for limit in (1, 2):
+        evaluate(tiny_chat, "choice", "--budget", "64", "--limit", limit, files=["rte.jsonl"])
+        counts.append(len(drawn))
+        drawn.clear()
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.engine
 def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeypatch):
     import importlib.util
 
@@ -113,6 +125,17 @@ def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeyp
     done = evaluate("no-such-model", "summarize", code=2)
     assert "summarize needs rouge_score, not installed: pip install 'kvtool[eval]'" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.engine
+def test_a_changed_policy_file_is_asked_again(tiny_chat, tmp_path):
+    out, mine = tmp_path / "out.jsonl", tmp_path / "mine.py"
+    arguments = ("--budget", "64", "--policy", mine, "--json", out, "--limit", "1", "--resume")
+    for n, comment in enumerate("aba", 1):
+        mine.write_text(f"from kvtool.policies.local import POLICY  # {comment}\n")
+        evaluate(tiny_chat, "choice", *arguments, files=["rte.jsonl"])
+        # what the first one said is still right
+        assert len(records_of(out)) == min(n, 2)
 
 
 def reader_for(model, budget=64, *, chat=False, policy="h2o"):
@@ -376,6 +399,51 @@ def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
     out = tmp_path / "out.jsonl"
     evaluate(tiny_chat, "stream", "--policy", "h2o", "--budget", "20%", "--json", out, "--limit", "1")
     assert records_of(out)[0]["budget_cells"] == round(0.2 * 2048)
+
+
+@pytest.mark.engine
+def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
+    for policy in ("local", "buzz", "weightedkv"):
+        out = tmp_path / f"{policy}.jsonl"
+        evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--json", out)
+        for record in records_of(out):
+            # what is read is far less than 20 times as long as these words
+            assert len("[end][reply]") < record["budget_cells"] < 32
+
+
+@pytest.mark.engine
+def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
+    out = tmp_path / "out.jsonl"
+    # 512 cells of f16 keys and values in two layers of two heads of 32
+    evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "256KiB", "--json", out)
+    for record in records_of(out):
+        assert record["kv_bytes"] <= 256 * 2**10
+        assert 256 < record["budget_cells"] < 512
+
+
+@pytest.mark.engine
+def test_a_budget_beyond_the_context_is_refused(tiny_chat):
+    done = evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "3000", code=2)
+    assert "choose at most that many cells, not 3000" in done.stderr
+
+
+@pytest.mark.engine
+def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
+    short, out = tiny_model(n_ctx_train=320), tmp_path / "out.jsonl"
+    small = ("--set", "depths=0.5", "--set", "repeats=1", "--json", out, "--budget", "64", "--policy", "tova")
+    evaluate(short, "passkey", *small, "--set", "lengths=600", files=[])
+    (record,) = records_of(out)
+    assert not record["is_cut"]
+    assert 500 < record["prompt_tokens"] <= 600
+    long = ("--raw", "--max-prompt", "500", "--resume")
+    evaluate(short, "qa", *small[4:], *long, files=["lost_in_the_middle.jsonl"])
+    _, first, *_ = records_of(out)
+    assert not first["is_cut"]
+    assert 320 < first["prompt_tokens"] <= 500
+    done = evaluate(
+        short, "passkey", "--policy", "full", *small[:4], "--set", "lengths=600", files=[], code=5
+    )
+    assert "1 of 1 items do not fit: the prompt has" in done.stderr
 
 
 @pytest.mark.engine

@@ -105,7 +105,7 @@ def compare(
         model_sha256 = models.sha256(model_path, progress)
     common = grid.Common(
         what={
-            "model": str(model_path),
+            "model": model_path.name,
             "model_sha256": model_sha256,
             "text": "stdin" if file == "-" else Path(file).name,
             "text_sha256": text_sha256,
@@ -129,7 +129,8 @@ def compare(
     if shard:
         cells = grid.shard(cells, shard)
     if not cells:
-        raise UsageError("there is nothing to compare; name policies, and budgets for them")
+        # full may have been all that was asked for
+        raise UsageError(missing or "there is nothing to compare; name policies, and budgets for them")
     results = grid.Results(common, cells)
     if path:
         results.take(records.read(path))
@@ -190,7 +191,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
     """Measures what is missing; results and the file have it as it comes. Raises _Stopped after Ctrl-C."""
     from kvtool.measure import grid, records
 
-    missing = results.missing()
+    missing = results.missing(kl=against)
     if not missing:
         return
     common = results.common
@@ -198,12 +199,9 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
         _say(f"{len(results.grid) - len(missing)} of {len(results.grid)} cells are there")
     reference = grid.reference(common) if against else None
     first = _first(common, missing) if reference and not reference.exists() else None
-    n_kept = len(results.grid) - len(missing)
 
     def keep(cell: Cell, record: dict) -> None:
-        nonlocal n_kept
         results.of_cell[cell] = record
-        n_kept += "error" not in record
         if path:
             records.append(path, record)
 
@@ -216,19 +214,17 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
                         show(event)
                         if event.record and first in missing:
                             keep(first, event.record)
-                    missing = [cell for cell in missing if cell is not first]
                     if "error" in event.record:
                         _say("without the full cache there is no KL, top-1 or difference to it")
-                        reference = None
+                        reference, missing = None, results.missing()
+                    missing = [cell for cell in missing if cell is not first]
                 for event in runner.run(missing, jobs=jobs, against=reference):
                     show(event)
                     if event.record:
                         keep(event.cell, event.record)
     except KeyboardInterrupt:
-        kept = "nothing is kept without --json FILE"
-        if path:
-            kept = f"{n_kept} of {len(results.grid)} cells are in {path}; --resume goes on from there"
-        raise _Stopped(f"stopped; {kept}") from None
+        n_kept = len(results.grid) - len(results.missing())
+        raise _Stopped(output.stopped(path, n_kept, len(results.grid), "cells")) from None
 
 
 def _first(common: Common, missing: list[Cell]) -> Cell:
@@ -244,12 +240,17 @@ def _first(common: Common, missing: list[Cell]) -> Cell:
 def _finish(results: Results, info: ModelInfo, json_file: str | None, path: Path | None, plot: Path | None):
     import json
 
-    found = results.finished()
     if path:
         from kvtool.measure import records
 
-        records.rewrite(path, found)
-    rows = list(zip((cell for cell in results.grid if cell in results.of_cell), found, strict=False))
+        def order(there: list[dict]) -> list[dict]:
+            # another process may have added records meanwhile
+            results.take(there)
+            return results.finished()
+
+        records.rewrite(path, order)
+    done = (cell for cell in results.grid if cell in results.of_cell)
+    rows = list(zip(done, results.finished(), strict=False))
     if json_file == "-":
         for _, record in rows:
             typer.echo(json.dumps(record))

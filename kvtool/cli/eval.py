@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.cli import output
 from kvtool.cli.progress import tokens_progress
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 
     from kvtool.header import ModelInfo
     from kvtool.llama import Model
+    from kvtool.measure.records import Record
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
     from kvtool.tasks.run import Groups, Mean, Results
     from kvtool.tasks.task import Task
+
+    PolicyFor = Callable[[int, int], Policy]
 
 _STEP = 1024
 """`full` has cells in steps of this, so that few caches serve prompts of all lengths."""
@@ -79,11 +83,16 @@ def evaluate(
     json_to: Annotated[
         str | None,
         typer.Option(
-            "--json", help="Add a line for every item to this file; -: print them, then the summary."
+            "--json",
+            metavar="FILE",
+            help="Add a line an item as they come; -: print them, then the summary, instead.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out what --json has already.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="The summary as a heat map, a PNG.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Only the items that FILE does not have.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="PNG", help="Write a picture of the summary, a heat map."),
+    ] = None,
     verbose: opt.Verbose = False,
 ) -> None:
     """Ask a task's items under a policy and score the answers."""
@@ -106,14 +115,15 @@ def evaluate(
     output.check_picture("--plot", plot)
     wanted = opt.EngineOptions.of(context)
     path, info = opt.checked_model(wanted)
-    policy_for = _policy_for(wanted, info)
+    # what cannot be is said before the model is loaded
+    _policy_for(wanted, info)
 
     from kvtool.tasks import run
 
     as_chat = chosen.chat if chat is None else chat
     with (
         opt.loaded(path, wanted) as loaded,
-        closing(_reader(wanted, info, loaded, policy_for, as_chat, max_prompt)) as reader,
+        closing(_reader(wanted, info, loaded, as_chat, max_prompt)) as reader,
     ):
         items = chosen.items(files or [], loaded)[:limit]
         about = {
@@ -124,38 +134,54 @@ def evaluate(
             **_about(wanted, path),
         }
         results = run.Results(about, items, records_path, one_stream=chosen.one_stream)
-        with tokens_progress(task, len(items)) as step:
+
+        def stopped() -> str:
+            # half a stream is as good as none
+            in_part = not (to_stdout or chosen.one_stream)
+            return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
+
+        with interrupt.ending(stopped), tokens_progress(task, len(items)) as step:
             step(len(results))
             for record in results.measure(chosen, reader):
                 if to_stdout:
                     sys.stdout.write(json.dumps(record) + "\n")
-                step(len(results), f"{task}: {_in_short(run.means(results.records))}")
+                    sys.stdout.flush()
+                step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, plot)
 
 
-def _policy_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, int], Policy]:
-    """What serves a prompt of so many tokens, and so many more of the answer. Raises UsageError."""
+def _n_ctx(wanted: opt.EngineOptions, info: ModelInfo) -> int:
+    return min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+
+
+def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
+    """What serves a prompt of so many tokens, and so many more of the answer; and the tokens of a step.
+
+    n_held: cells that are never free. Raises UsageError.
+    """
     from kvtool import budget, policies
 
+    n_batch = wanted.n_batch or opt.N_BATCH
     if wanted.policy == "full":
-        return _full_for(wanted, info)
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
-    share = wanted.budget or "20%"
+        return _full_for(wanted, info), n_batch
+    share = (wanted.budget or "20%").strip()
     if not share.endswith("%"):
-        n, _ = budget.cells(share, info, wanted.n_batch or opt.N_BATCH, wanted.type_k, wanted.type_v)
-        fitted = policies.fit(wanted.policy, min(n, n_ctx), wanted.evict_every, wanted.options)
-        return lambda n, n_answer: fitted
-    percent = budget.percent(share)
-    least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options)
-    return lambda n, n_answer: policies.fit(
-        wanted.policy, max(round(n * percent / 100), least), wanted.evict_every, wanted.options
-    )
+        policy, n_batch = opt.fitted(wanted, info, share, n_batch, over_budget=True)
+        return lambda n, n_answer: policy, n_batch
+    percent, most = budget.percent(share), _n_ctx(wanted, info)
+    least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
+
+    def policy_for(n: int, n_answer: int) -> Policy:
+        n_cell = max(min(round(n * percent / 100), most), least)
+        return policies.fit(wanted.policy, n_cell, wanted.evict_every, wanted.options)
+
+    return policy_for, n_batch
 
 
-def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> Callable[[int, int], Policy]:
+def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> PolicyFor:
     from kvtool import policies
 
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    n_ctx = _n_ctx(wanted, info)
     return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
@@ -174,29 +200,29 @@ def _reader(
     wanted: opt.EngineOptions,
     info: ModelInfo,
     model: Model,
-    policy_for: Callable[[int, int], Policy],
     as_chat: bool,
     max_prompt: int | None,
 ) -> Reader:
     from kvtool.conversation import template_of
-    from kvtool.tasks.reader import N_OUTPUT, Reader
+    from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
-    settings = opt.settings_of(wanted, n_ctx, wanted.n_batch or opt.N_BATCH, N_OUTPUT, over_budget=True)
-    full_for = None if wanted.policy == "full" else _full_for(wanted, info)
     template = template_of(model) if as_chat else None
+    policy_for, n_batch = _policy_for(wanted, info, n_held(model, template))
+    settings = opt.settings_of(wanted, _n_ctx(wanted, info), n_batch, N_OUTPUT, over_budget=True)
+    full_for = None if wanted.policy == "full" else _full_for(wanted, info)
     return Reader(model, policy_for, settings, template, max_prompt, full_for)
 
 
 def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
     """Of what a record is the result besides the task."""
-    from kvtool import models
+    from kvtool import models, policies
     from kvtool.measure import records
 
     return {
         "model": path.name,
         "model_sha256": models.sha256(path),
         "policy": wanted.policy,
+        "policy_sha256": policies.file_sha256(wanted.policy),
         "options": wanted.options or [],
         "budget": None if wanted.policy == "full" else wanted.budget or "20%",
         "evict_every": wanted.evict_every,
@@ -207,6 +233,7 @@ def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
         "type_k": wanted.type_k,
         "type_v": wanted.type_v,
         "flash": wanted.flash,
+        "gpu_layers": wanted.gpu_layers,
         **records.versions(),
     }
 
@@ -232,8 +259,11 @@ def _shown(value: object) -> str:
     return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
 
 
-def _in_short(means: dict[str, Mean]) -> str:
-    return ", ".join(f"{name} {score.mean:.3f}" for name, score in means.items())
+def _in_short(found: Sequence[Record]) -> str:
+    """The means so far, without intervals: those take longer than a short answer does."""
+    from kvtool.tasks import run
+
+    return ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in run.scores(found).items())
 
 
 def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) -> None:
@@ -241,7 +271,10 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
 
     means = run.means(results.records)
     if failed := [record for record in results.records if "error" in record]:
-        sys.stderr.write(f"{len(failed)} of {len(results)} items do not fit: {failed[0]['error']}\n")
+        line = f"{len(failed)} of {len(results)} items do not fit: {failed[0]['error']}"
+        if len(failed) == len(results):
+            raise InputError(line)
+        sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"of {cut} of {len(results)} prompts the middle is left out\n")
     if to_stdout:

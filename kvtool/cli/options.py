@@ -193,6 +193,24 @@ def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
         model.close()
 
 
+def fitted(
+    wanted: EngineOptions, info: ModelInfo, budget_text: str, n_batch: int, *, over_budget: bool
+) -> tuple[Policy, int]:
+    """The policy with the budget that was typed, and the batch that goes with it. Raises UsageError.
+
+    over_budget: whether a step may go over the budget, which bytes have to have room for.
+    """
+    from kvtool import budget, policies
+
+    n, is_bound = budget.cells(budget_text, info, n_batch, wanted.type_k, wanted.type_v)
+    slack = wanted.evict_every or policies.default_slack(n)
+    if is_bound:
+        # the batch has to fit into the bytes as well
+        n_batch = max(1, min(n_batch, n // 4))
+        n -= max(n_batch - slack, 0) if over_budget else 0
+    return policies.fit(wanted.policy, n, wanted.evict_every, wanted.options), n_batch
+
+
 def settings_of(
     wanted: EngineOptions, n_ctx: int, n_batch: int, n_output: int, over_budget: bool
 ) -> Settings:
@@ -229,7 +247,7 @@ def open_engine(
     scoring: logits of every token are wanted, and no step over the budget.
     Raises KvtoolError.
     """
-    from kvtool import budget, policies
+    from kvtool import policies
 
     path, info = checked_model(wanted)
     n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
@@ -237,20 +255,9 @@ def open_engine(
     policy = None
     if wanted.policy != "full":
         kind = policies.load(wanted.policy)
-        n, is_bound = budget.cells(
-            # rows that differ take what they need, and the budget is only a cap
-            wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx)),
-            info,
-            n_batch,
-            wanted.type_k,
-            wanted.type_v,
-        )
-        slack = wanted.evict_every or policies.default_slack(n)
-        if is_bound:
-            # the batch has to fit into the bytes as well
-            n_batch = max(1, min(n_batch, n // 4))
-            n -= 0 if scoring else max(n_batch - slack, 0)
-        policy = policies.fit(wanted.policy, n, wanted.evict_every, wanted.options)
+        # rows that differ take what they need, and the budget is only a cap
+        text = wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx))
+        policy, n_batch = fitted(wanted, info, text, n_batch, over_budget=not scoring)
 
     with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,13 @@ if TYPE_CHECKING:
 
 def check_writable(path: Path | None) -> None:
     """Raises UsageError for what could not be written in the end, before any work is done."""
-    if path and (path.is_dir() or not path.expanduser().parent.is_dir()):
+    if path is None:
+        return
+    real = path.expanduser()
+    if real.is_dir() or not real.parent.is_dir():
         raise UsageError(f"cannot write {path}: it must be a file in a folder that exists")
+    if not os.access(real if real.exists() else real.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: no permission; choose another file")
 
 
 def records_path(json_to: str | None, resume: bool) -> Path | None:
@@ -26,9 +32,22 @@ def records_path(json_to: str | None, resume: bool) -> Path | None:
         return None
     path = Path(json_to).expanduser()
     check_writable(path)
+    # a device or a pipe would be replaced by a file; of a link its target is
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is no ordinary file; choose another one, or - for stdout")
+    # the lock and what takes the file's place lie beside it
+    check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
         raise UsageError(f"{path} exists; --resume goes on with it, or choose another file")
     return path
+
+
+def stopped(path: Path | None, n_done: int, n: int, what: str) -> str:
+    """What Ctrl-C has left of n things."""
+    if path is None:
+        return "stopped; nothing is kept without --json FILE"
+    return f"stopped; {n_done} of {n} {what} are in {path}; --resume goes on from there"
 
 
 def check_picture(flag: str, path: Path | None) -> None:

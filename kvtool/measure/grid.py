@@ -6,7 +6,6 @@ machine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import queue
 import re
@@ -44,6 +43,7 @@ KEY = (
     "n_ctx",
     "n_batch",
     "flash",
+    "gpu_layers",
     "kvtool",
     "llama_cpp_python",
     "patch",
@@ -78,7 +78,7 @@ class Common:
 class Cell:
     """asked: the budget as it was typed, None for what takes all it needs. budget: in cells.
 
-    label: the policy as it was typed.
+    label: the policy as it was typed. policy_sha256: of its file where it is one of the user's.
     """
 
     label: str
@@ -92,6 +92,7 @@ class Cell:
     positions: str
     type_k: str
     type_v: str
+    policy_sha256: str | None = None
 
     @property
     def group(self) -> tuple[str | None, str, str]:
@@ -176,13 +177,12 @@ def _cell(common, info, label, name, options, asked, kind, evict_every) -> Cell:
         positions,
         kind,
         kind,
+        policies.file_sha256(name),
     )
 
 
 def identity(common: Common, cell: Cell) -> dict[str, Any]:
     """What a record is a record of."""
-    path = Path(cell.policy)
-    of_file = hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" else None
     return {
         "policy": cell.policy,
         "params": dict(cell.params),
@@ -190,13 +190,14 @@ def identity(common: Common, cell: Cell) -> dict[str, Any]:
         "type_k": cell.type_k,
         "type_v": cell.type_v,
         **common.what,
-        "policy_sha256": of_file,
+        "policy_sha256": cell.policy_sha256,
         "tokens": common.n_tokens,
         "positions": cell.positions,
         "evict_every": cell.evict_every,
         "n_ctx": common.n_ctx,
         "n_batch": cell.n_batch,
         "flash": common.flash,
+        "gpu_layers": common.gpu_layers,
         "threads": common.threads,
     }
 
@@ -210,6 +211,13 @@ def shard(grid: Sequence[Cell], text: str) -> list[Cell]:
     return list(grid[i - 1 :: n])
 
 
+def _rank(record: Mapping[str, Any] | None) -> int:
+    """How much it says: 0 nothing, 1 an error, 2 no divergence as full had failed, 3 everything."""
+    if record is None or "error" in record:
+        return int(record is not None)
+    return 2 if record.get("kl") is None else 3
+
+
 @dataclass(slots=True)
 class Results:
     """The records of a grid by cell, and of other grids in the same file."""
@@ -220,21 +228,22 @@ class Results:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, there: Iterable[dict[str, Any]]) -> None:
-        """Sorts what a file holds. Of several records of a cell the first without an error counts."""
+        """Sorts all that a file holds. Of several records of a cell the first that says most counts."""
         by_key = {records.key(identity(self.common, cell), KEY): cell for cell in self.grid}
+        self.others = []
         for record in there:
             cell = by_key.get(records.key(record, KEY))
             if cell is None:
                 self.others.append(record)
-            elif cell not in self.of_cell or "error" in self.of_cell[cell]:
+            elif _rank(record) > _rank(self.of_cell.get(cell)):
                 self.of_cell[cell] = record
 
-    def missing(self) -> list[Cell]:
-        """Cells without a record, or with an error."""
-        return [cell for cell in self.grid if "error" in self.of_cell.get(cell, {"error": ""})]
+    def missing(self, kl: bool = False) -> list[Cell]:
+        """Cells without a record, with an error, or where kl is wanted without one."""
+        return [cell for cell in self.grid if _rank(self.of_cell.get(cell)) < (3 if kl else 2)]
 
     def failed(self) -> list[Cell]:
-        return [cell for cell in self.grid if "error" in self.of_cell.get(cell, {})]
+        return [cell for cell in self.grid if _rank(self.of_cell.get(cell)) == 1]
 
     def finished(self) -> list[dict[str, Any]]:
         """All records, the grid's in its order with what only the whole grid tells, then the others."""

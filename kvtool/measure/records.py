@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise InputError(f"{path}, line {number}, is no JSON object; remove it or choose another file")
@@ -61,11 +61,16 @@ def append(path: Path, record: Record) -> None:
         os.fsync(file.fileno())
 
 
-def rewrite(path: Path, records: Iterable[Record]) -> None:
-    """These records in the place of the file's, all or nothing. Raises OSError."""
-    with locked(path.with_name(path.name + ".lock")), replacing(path) as file:
-        for record in records:
-            file.write(json.dumps(record).encode() + b"\n")
+def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
+    """What change makes of the file's records in their place, all or nothing. Raises OSError and InputError.
+
+    No other process adds one in between.
+    """
+    with locked(path.with_name(path.name + ".lock")):
+        records = change(read(path))
+        with replacing(path) as file:
+            for record in records:
+                file.write(json.dumps(record).encode() + b"\n")
 
 
 def _whole_lines(file) -> int:

@@ -11,6 +11,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+_N_AT_ONCE = 100
+"""Draws of the bootstrap that are in memory together."""
+
 
 def block_size(n: int) -> int:
     """How many tokens of a text of n make a block: 256 where that gives 32 blocks or more, fewer else."""
@@ -36,9 +39,11 @@ def interval(
 
     sums, counts f64[block]: of each block. Blocks are drawn with replacement, n_draw times.
     """
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(len(sums), size=(n_draw, len(sums)))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    rng, means = np.random.default_rng(0), np.empty(n_draw)
+    # all at once would take gigabytes where there are thousands of items
+    for part in np.array_split(means, -(-n_draw // _N_AT_ONCE)):
+        drawn = rng.integers(len(sums), size=(len(part), len(sums)))
+        part[:] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

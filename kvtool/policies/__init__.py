@@ -5,6 +5,7 @@ A file of one's own is `--policy path/to/it.py`, and looks the same.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import is_dataclass
 from functools import cache
@@ -34,6 +35,11 @@ def load(name: str) -> type[Policy]:
     if name not in names():
         raise UsageError(f"no policy {name!r}; there are: {', '.join(names())}")
     return import_module(f"kvtool.policies.{name}").POLICY
+
+
+def file_sha256(name: str) -> str | None:
+    """Of a file of one's own, which may change under its name; None for a policy of kvtool's."""
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else None
 
 
 @cache
@@ -91,11 +97,16 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
         ) from None
 
 
-def smallest_budget(name: str, evict_every: int | None = None, options: list[str] | None = None) -> int:
-    """The fewest cells that the named policy works with. Raises UsageError where no budget will do."""
+def smallest_budget(
+    name: str, evict_every: int | None = None, options: list[str] | None = None, n_held: int = 0
+) -> int:
+    """The fewest cells that the named policy works with where n_held of them may never go.
+
+    Raises UsageError where no budget will do.
+    """
     policy = load(name)
     given = parse_options(policy, options or [])
-    smallest = _smallest_budget(policy, 0, evict_every, given)
+    smallest = _smallest_budget(policy, 0, evict_every, given, n_held)
     if smallest is None:
         # says why
         fit(name, 1, evict_every, options)
@@ -103,14 +114,14 @@ def smallest_budget(name: str, evict_every: int | None = None, options: list[str
 
 
 def _smallest_budget(
-    policy: type[Policy], above: int, evict_every: int | None, given: dict[str, object]
+    policy: type[Policy], above: int, evict_every: int | None, given: dict[str, object], n_held: int = 0
 ) -> int | None:
     def works(budget: int) -> bool:
         try:
-            policy.fit(budget, evict_every or default_slack(budget), **given)
+            fitted = policy.fit(budget, evict_every or default_slack(budget), **given)
         except ValueError:
             return False
-        return True
+        return budget - fitted.slack > n_held
 
     largest = max(above, 0) + 1_000_000
     # what even this budget does not mend is no matter of the budget

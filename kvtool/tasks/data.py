@@ -77,6 +77,10 @@ def texts(value: Any) -> list[str]:
 
 def _parsed(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
-    except ValueError as error:
+        found = json.loads(line)
+        if "\\ud" in line.lower():
+            # half a character, which no model reads, becomes a question mark
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is no JSON: {str(error).splitlines()[0]}") from None
+    return found

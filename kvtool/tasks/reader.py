@@ -29,13 +29,19 @@ class Likelihood:
     greedy: bool
 
 
+def n_held(model: Model, template: Template | None) -> int:
+    """How many tokens before an answer stay at every eviction: the words of the template that it follows."""
+    return len(model.tokenize(template.reply_start(), special=True)) if template else 0
+
+
 class Reader:
     """One engine, or one after the other where the budget goes by the prompt.
 
     policy_for: what serves a prompt and an answer of so many tokens. template: for prompts that are a user's
     turn. n_prompt: of a longer prompt the middle is left out, as LongBench does; the trained context unless
-    given. full_for: the same as policy_for of a policy that keeps everything, unless policy_for is that one.
-    n_read, is_cut: tokens of the last prompt as it was read, and whether some were left out.
+    given, and at most that where nothing is evicted. full_for: the same as policy_for of a policy that keeps
+    everything, unless policy_for is that one. n_read, is_cut: tokens of the last prompt as it was read, and
+    whether some were left out.
     """
 
     def __init__(
@@ -51,13 +57,14 @@ class Reader:
         self.settings = settings
         self.template = template
         self.n_prompt = n_prompt or model.n_ctx_train
+        self._is_beyond = n_prompt is not None and full_for is not None
         self.n_read = 0
         self.is_cut = False
         self.full = Reader(model, full_for, settings, template, n_prompt) if full_for else self
         self._policy_for = policy_for
         self._engine: Engine | None = None
         self._turns: list[Message] = []
-        self._n_held = len(model.tokenize(template.reply_start(), special=True)) if template else 0
+        self._n_held = n_held(model, template)
 
     @property
     def engine(self) -> Engine:
@@ -72,14 +79,19 @@ class Reader:
             self._engine.close()
             self._engine = None
 
-    def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False) -> None:
+    def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False, uncut: bool = False) -> None:
         """Reads a prompt into an empty cache; up to n_answer tokens are to follow. Raises as Engine does.
 
-        as_it_is: it is no user's turn, whatever others are.
+        as_it_is: it is no user's turn, whatever others are. uncut: its middle is never left out. Raises
+        InputError for more than a cache that keeps everything has room for.
         """
         template = None if as_it_is else self.template
-        tokens = self._tokens(prompt, n_answer, template)
-        self._empty(self._policy_for(len(tokens), n_answer), template)
+        self.is_cut = False
+        tokens = self._whole(prompt, template) if uncut else self._tokens(prompt, n_answer, template)
+        policy = self._policy_for(len(tokens), n_answer)
+        if policy.slack == 0 and len(tokens) > policy.budget:
+            raise InputError(f"the prompt has {len(tokens)} tokens and the full cache {policy.budget} cells")
+        self._empty(policy, template)
         self._read(tokens)
 
     def start(self) -> None:
@@ -202,7 +214,9 @@ class Reader:
 
     def _tokens(self, prompt: str, n_answer: int, template: Template | None) -> np.ndarray:
         """i32[n]: the prompt as it is read."""
-        n_most = min(self.n_prompt, self.model.n_ctx_train - n_answer)
+        n_most = self.n_prompt
+        if not self._is_beyond:
+            n_most = min(n_most, self.model.n_ctx_train - n_answer)
         whole = self._whole(prompt, template)
         self.is_cut = len(whole) > n_most
         if self.is_cut:

@@ -69,8 +69,9 @@ class Results:
         """
         if self._half_done and self.path:
             names = (*self.about, "id", "item_sha256")
-            old = records.read(self.path)
-            records.rewrite(self.path, [r for r in old if records.key(r, names) not in self._items])
+            records.rewrite(
+                self.path, lambda there: [r for r in there if records.key(r, names) not in self._items]
+            )
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
             started = time.monotonic()
@@ -100,14 +101,19 @@ class Results:
 
 def means(found: Sequence[Record]) -> dict[str, Mean]:
     """Of each score of these records, in the order in which they have them."""
-    scores = defaultdict(list)
-    for record in found:
-        for name, score in record["scores"].items():
-            scores[name].append(score)
     return {
         name: Mean(float(np.mean(values)), *statistics.item_interval(np.array(values)), len(values))
-        for name, values in scores.items()
+        for name, values in scores(found).items()
     }
+
+
+def scores(found: Sequence[Record]) -> dict[str, list[float]]:
+    """Of all these records, by the score's name."""
+    values = defaultdict(list)
+    for record in found:
+        for name, score in record["scores"].items():
+            values[name].append(score)
+    return values
 
 
 Groups = dict[tuple[Any, ...], dict[str, Mean]]
