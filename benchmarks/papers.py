@@ -94,11 +94,10 @@ class Sample:
 
 def samples(lines: Sequence[Line], table: Table) -> dict[Cell, Sample]:
     """The table's cells. What has no budget is in the column of each."""
+    lines = [line for line in lines if not table.rows or line["label"] in table.rows]
     budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
     values: dict[Cell, dict[str, tuple[float, float]]] = defaultdict(dict)
     for line in lines:
-        if table.rows and line["label"] not in table.rows:
-            continue
         found = _values(line, table.score)
         for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
             shown = line | {"budget": budget}
@@ -185,7 +184,7 @@ def _sign(table: Table) -> int:
 
 
 def _told(cells: Mapping[Cell, Sample], table: Table, model: str) -> str:
-    """How many of the paper's differences between its own method and others there are here. `full` is none."""
+    """How many of the differences between the paper's own method and others there are here; not `full`'s."""
     found = {1: 0, 0: 0, -1: 0}
     for (row, column), number in table.paper.items():
         own = table.against, column

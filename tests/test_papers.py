@@ -375,6 +375,8 @@ def test_rows_and_budgets_are_those_asked_for(measured):
     found = lines(
         full={"f1": [1, 0]}, h2o__64={"f1": [1, 0]}, h2o__128={"f1": [0, 0]}, tova__64={"f1": [0, 1]}
     )
+    text = measured(found, Table("f1", rows=("full", "tova")))
+    assert "| policy | 64 |\n| --- | ---: |\n| `full` | 50.0 ±50.0 |\n| `tova` | 50.0 ±50.0 |\n" in text
     text = measured(found, Table("f1", rows=("h2o", "full"), budgets=("128",)))
     assert re.findall(r"^\| .*", text, re.M) == [
         "| policy | 128 |",
