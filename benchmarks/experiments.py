@@ -74,7 +74,7 @@ class Compare:
                 "scores": {
                     "nll": (np.array(record["nll_blocks"]) / counts).tolist(),
                     "evicted": [1 - record["cells"] / record["tokens"]],
-                    "ms": [1000 / record["tokens_per_s"]],
+                    "ms": [1000 * record["cpu_s"] / record["tokens"]],
                 },
                 "weights": {"nll": counts.astype(int).tolist()},
                 **_about(record),

@@ -62,7 +62,7 @@ SCORES = {
     "self_bleu": Score("Self-BLEU", digits=1),
     "distance": Score("Distance of Self-BLEU from the full cache's", lower=True, digits=1),
     "evicted": Score("Tokens evicted at the end, %, the mean over rows", scale=100, digits=1),
-    "ms": Score("Time of a token, ms", lower=True, digits=2),
+    "ms": Score("CPU time of a token, ms", lower=True, digits=2),
     "held": Score("Share of the rows that hold a token at the end, %", scale=100, digits=1),
 }
 
