@@ -422,7 +422,7 @@ RUNS: dict[str, Run] = {
         )
         for file in (_BOOK, _OTHER_BOOK, _PROOF)
     },
-    "xsum": Eval("summarize", _XSUM, _BUZZ, ("10%", "20%", "40%"), (*_SUMMARY, "12")),
+    "xsum": Eval("summarize", _XSUM, _BUZZ, ("10%", "20%"), (*_SUMMARY, "12")),
     "xsum-ablation": Eval(
         "summarize", _XSUM, ("buzz:swap=true", "buzz:local_max=false"), ("10%", "20%"), (*_SUMMARY, "12")
     ),
@@ -441,12 +441,12 @@ RUNS: dict[str, Run] = {
             f"lost_in_the_middle/{file}",
             ("full", "buzz", "h2o", "streamingllm"),
             ("300",),
-            (*_QUESTIONS, "8"),
+            (*_QUESTIONS, "5"),
         )
         for at, file in _TEN.items()
     },
     "hotpotqa": Eval(
-        "qa", _HOTPOT, ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "10")
+        "qa", _HOTPOT, ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "6")
     ),
     "diversity": Eval("diversity", _XSUM, _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "5")),
     "inspect": Inspect(_ESSAYS, ("h2o", "bumblebee"), "20", 192),
