@@ -210,7 +210,8 @@ class Table:
     """score: one of SCORES. by: fields of a line that make the columns. names: what values are called there.
 
     rows, budgets: only these, in their order. against: what the other rows are compared with, the paper's own
-    method. pooled: the name of a last column with the items of all. paper: its numbers as it prints them.
+    method. pooled: the name of a last column with the items of all. paper: its numbers as it prints them;
+    worse: where it prints none, the rows that it says are behind its own method.
     """
 
     score: str
@@ -221,6 +222,7 @@ class Table:
     names: Mapping[str, str] = field(default_factory=dict)
     pooled: str = ""
     paper: Mapping[Cell, str] = field(default_factory=dict)
+    worse: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +471,12 @@ def _few_shot(*names: str, long: bool = False) -> Experiment:
     paper = {cell: number for cell, number in BUMBLEBEE_TABLE_1.items() if cell[1] in names}
     tables = (
         Table("acc", ("of",), "bumblebee", _BUMBLEBEE, names=columns, pooled="all", paper=paper),
-        Table("right", ("of",), "bumblebee", _BUMBLEBEE, names=columns, pooled="all"),
+        Table(
+            *("right", ("of",), "bumblebee", _BUMBLEBEE),
+            names=columns,
+            pooled="all",
+            worse=("local", "random", "h2o"),
+        ),
     )
     return Experiment(tuple(f"choice-{name.lower()}" for name in names), tables, "LLaMA-7B", long)
 
@@ -496,7 +503,16 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "weightedkv-figure-4": Experiment(
         ("pg19", "proofpile"),
-        (Table("nll", ("of", "budget"), "weightedkv", _WEIGHTEDKV[-2:], names=_TEXTS),),
+        (
+            Table(
+                "nll",
+                ("of", "budget"),
+                "weightedkv",
+                _WEIGHTEDKV[-2:],
+                names=_TEXTS,
+                worse=_WEIGHTEDKV[-1:],
+            ),
+        ),
     ),
     "buzz-table-3": Experiment(
         ("wikitext",), (Table("nll", against="buzz", paper=BUZZ_TABLE_3),), "Llama-2-7B"
@@ -526,12 +542,21 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "buzz-table-2": Experiment(
         ("xsum",),
-        (Table("rouge", against="buzz", paper=BUZZ_TABLE_2), Table("logp", against="buzz")),
+        (
+            Table("rouge", against="buzz", paper=BUZZ_TABLE_2),
+            Table("logp", against="buzz", worse=("streamingllm", "local")),
+        ),
         "Llama-2-7B",
     ),
     "bumblebee-figure-3": Experiment(
         ("xsum", "xsum-bumblebee"),
-        _both("rouge", "logp", against="bumblebee", rows=_BUMBLEBEE, budgets=("20%",)),
+        _both(
+            *("rouge", "logp"),
+            against="bumblebee",
+            rows=_BUMBLEBEE,
+            budgets=("20%",),
+            worse=("local", "random", "streamingllm", "h2o"),
+        ),
     ),
     "bumblebee-table-1": _few_shot("OpenBookQA", "COPA", "PiQA"),
     "buzz-figure-6": Experiment(
@@ -542,6 +567,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             against="buzz",
             names={file: f"gold at {at}" for at, file in _TEN.items()},
             pooled="all",
+            worse=("h2o", "streamingllm"),
         ),
     ),
     "buzz-figure-8": Experiment(
@@ -551,16 +577,33 @@ EXPERIMENTS: dict[str, Experiment] = {
             against="buzz",
             rows=("full", "buzz", "buzz:swap=true", "buzz:local_max=false"),
             budgets=("10%", "20%"),
+            worse=("buzz:swap=true", "buzz:local_max=false"),
         ),
     ),
-    "buzz-figure-4": Experiment(("ratio",), (Table("nll", against=_BEST_WINDOW, rows=_WINDOWS),)),
+    "buzz-figure-4": Experiment(
+        ("ratio",),
+        (
+            Table(
+                "nll",
+                against=_BEST_WINDOW,
+                rows=_WINDOWS,
+                worse=tuple(label for label in _WINDOWS if label != _BEST_WINDOW),
+            ),
+        ),
+    ),
     "bumblebee-lambda": Experiment(
         ("xsum-bumblebee", "xsum-mixture"),
-        _both("rouge", "logp", against="bumblebee", rows=(_MIXTURES[0], "bumblebee", *_MIXTURES[1:])),
+        _both(
+            *("rouge", "logp"),
+            against="bumblebee",
+            rows=(_MIXTURES[0], "bumblebee", *_MIXTURES[1:]),
+            worse=(_MIXTURES[0], _MIXTURES[-1]),
+        ),
     ),
     "bumblebee-figure-6": Experiment(("inspect",), (Table("held", ("part",)),)),
     "bumblebee-table-6": Experiment(
-        tuple(name for name in RUNS if name.startswith("speed-")), (Table("ms", against="full"),)
+        tuple(name for name in RUNS if name.startswith("speed-")),
+        (Table("ms", against="bumblebee", worse=("full",)),),
     ),
     "bumblebee-table-2": Experiment(
         ("hotpotqa",),
@@ -572,11 +615,17 @@ EXPERIMENTS: dict[str, Experiment] = {
                 names={Path(_HOTPOT).name: "hotpotqa"},
                 paper={cell: number for cell, number in BUMBLEBEE_TABLE_2.items() if cell[1] == "hotpotqa"},
             ),
-            Table("logp", ("of",), "bumblebee", names={Path(_HOTPOT).name: "hotpotqa"}),
+            Table(
+                *("logp", ("of",), "bumblebee"),
+                names={Path(_HOTPOT).name: "hotpotqa"},
+                worse=("streamingllm",),
+            ),
         ),
         "Llama-2-7B-chat",
     ),
-    "buzz-figure-7": Experiment(("diversity",), (Table("self_bleu"), Table("distance", against="buzz"))),
+    "buzz-figure-7": Experiment(
+        ("diversity",), (Table("self_bleu"), Table("distance", against="buzz", worse=("streamingllm",)))
+    ),
     "buzz-figure-5": Experiment(
         ("xsum",),
         tuple(Table(score, against="buzz", paper=numbers) for score, numbers in BUZZ_TABLE_B.items()),

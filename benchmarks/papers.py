@@ -184,20 +184,36 @@ def _sign(table: Table) -> int:
 
 
 def _told(cells: Mapping[Cell, Sample], table: Table, model: str) -> str:
-    """How many of the differences between the paper's own method and others there are here; not `full`'s."""
-    found = {1: 0, 0: 0, -1: 0}
-    for (row, column), number in table.paper.items():
-        own = table.against, column
-        if row == "full" or own not in table.paper or not {(row, column), own} <= cells.keys():
+    """Whether the paper's ordering is there: of each difference between its own method and another."""
+    found = [theirs * _compared(cells, table, cell) for cell, theirs in _ordered(cells, table)]
+    here, reverse, unclear = (found.count(sign) for sign in (1, -1, 0))
+    said = [f"In brackets: {model}."] * bool(table.paper)
+    if found:
+        verdict = "The paper's ordering does not hold here" if reverse else "Nothing can be told here"
+        if here:
+            verdict = f"The paper's ordering holds here {'in part' if reverse else 'as far as can be told'}"
+        said.append(
+            f"{verdict}: of its differences from `{table.against}` {here} are there, {reverse} the other way "
+            f"round, {unclear} within two standard errors."
+        )
+    return " ".join(said)
+
+
+def _ordered(cells: Mapping[Cell, Sample], table: Table) -> Iterator[tuple[Cell, int]]:
+    """Cells measured here, and whether they are better (1) or worse (-1) than the paper's own method there.
+
+    No method competes with `full`, unless it is said to be worse.
+    """
+    for cell in cells:
+        own = table.against, cell[1]
+        if own not in cells:
             continue
-        if theirs := np.sign(float(number) - float(table.paper[own])) * _sign(table):
-            found[int(theirs * _compared(cells, table, (row, column)))] += 1
-    if not any(found.values()):
-        return f"In brackets: {model}." if table.paper else ""
-    return (
-        f"In brackets: {model}. Of its differences from `{table.against}` here {found[1]} are there as well, "
-        f"{found[-1]} the other way round; {found[0]} cannot be told."
-    )
+        if cell[0] in table.worse:
+            yield cell, -1
+        elif cell[0] != "full" and {cell, own} <= table.paper.keys():
+            theirs = int(np.sign(float(table.paper[cell]) - float(table.paper[own]))) * _sign(table)
+            if theirs:
+                yield cell, theirs
 
 
 def _of_what(lines: Sequence[Line]) -> str:

@@ -337,14 +337,33 @@ def test_the_papers_differences_are_counted(measured):
     text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
-        "Of its differences from `buzz` here 1 are there as well, 1 the other way round; 1 cannot be told."
-        in text
+        "In brackets: Llama. The paper's ordering holds here in part: of its differences from `buzz` 1 are "
+        "there, 1 the other way round, 1 within two standard errors.\n" in text
     )
     lower = measured(
         [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
         Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
     )
-    assert "here 1 are there as well, 0 the other way round; 0 cannot be told." in lower
+    assert "holds here as far as can be told: of its differences from `buzz` 1 are there, 0 the" in lower
+
+
+def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
+    better, same, own = [0.9, 0.8, 0.9, 0.8], [0.1, 0.9, 0.9, 0.1], [0.5, 0.4, 0.5, 0.4]
+    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
+    told = {
+        "h2o": "ordering does not hold here: of its differences from `buzz` 0 are there, 1 the other",
+        "local": "Nothing can be told here: of its differences from `buzz` 0 are there, 0 the other way",
+    }
+    for worse, said in told.items():
+        assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
+    text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
+    assert (
+        "as far as can be told: of its differences from `h2o` 1 are there, 0 the other way round, 2 within"
+        in text
+    )
+    # what was not measured tells nothing
+    assert "differences" not in measured(found, Table("f1", against="buzz", worse=("tova",)))
+    assert "differences" not in measured(found, Table("f1", against="cam", worse=("h2o",)))
 
 
 def test_the_geometric_means_error_is_that_of_draws():
