@@ -195,6 +195,7 @@ def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
     ]
     assert kept[0]["scores"] == {"nll": pytest.approx(nll), "evicted": [0.8], "ms": [10]}
     assert kept[0]["weights"] == {"nll": [2] * 32}
+    assert kept[0]["seconds"] == 0.65
     assert kept[0]["model"] == "m.gguf"
 
 
