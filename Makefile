@@ -16,7 +16,7 @@ SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_S
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat test $(STAGES) stock check-stock fuzz fuzz-sanitized clean
+.PHONY: help setup library chat test $(STAGES) stock check-stock fuzz fuzz-sanitized papers papers-tables clean
 
 help:
 	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -27,6 +27,8 @@ help:
 	@echo 'make check-stock  compare logits of the two, bit by bit'
 	@echo 'make fuzz         damaged models and random calls, many more than in make test'
 	@echo 'make fuzz-sanitized  the calls in a build with -fsanitize=address,undefined (gcc)'
+	@echo 'make papers       the papers'"'"' experiments: DATA=folder, IDS="..." for some of them; docs/papers.md'
+	@echo 'make papers-tables  the tables of docs/papers.md from what is kept in docs/papers'
 	@echo 'make clean        remove $(VENV); what was built and downloaded stays in the cache'
 	@echo
 	@echo 'PYTHON=python3.12           another Python'
@@ -97,6 +99,13 @@ fuzz-sanitized: $(READY)
 			UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 			LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 			$(PY) tests/fuzz_api.py --n 10000
+
+papers: setup
+	@test -d "$(DATA)" || { echo 'name the folder of the texts and data sets: make papers DATA=folder' >&2; exit 2; }
+	@$(ONE_THREAD) $(PY) benchmarks/papers.py run "$(DATA)" $(IDS)
+
+papers-tables: $(READY)
+	@$(PY) benchmarks/papers.py tables
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -133,6 +134,17 @@ def write(path, n=9, n_vocab=300):
     with divergence.writing(path, n, n_vocab) as scores:
         scores.score(p, target)
     return scores
+
+
+def test_one_token_at_a_time_is_scored_as_all_at_once(tmp_path):
+    p, q, target = draw(0, 8)
+    path = tmp_path / "reference"
+    whole = write(path)
+    with closing(divergence.Reader(path, 9, 300)) as reader:
+        for i in range(8):
+            reader.score(p[i : i + 1], target[i : i + 1])
+    assert np.array_equal(reader.nll, whole.nll)
+    assert np.array_equal(reader.kl, whole.kl)
 
 
 def test_a_second_writer_reads(tmp_path):

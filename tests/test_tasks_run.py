@@ -354,6 +354,19 @@ def test_meetings_are_turns_and_articles_plain_texts_unless_asked_otherwise():
         assert told.output == "A roof."
 
 
+def test_a_right_summary_is_scored_per_token_as_if_none_had_been_written():
+    task = tasks.make("summarize", ["likelihood=true", "n_max=8"])
+    item, *_ = task.items([DATA / "xsum.jsonl"], None)
+    (right,) = item.references
+    reader = FakeReader({((), right): -12.0}, " A roof.\n")
+    told = task.answer(item, reader)
+    assert told.scores["logp"] == -12 / len(right.split())
+    assert told.output == "A roof."
+    assert reader.n_answer == len(f" {right}")
+    told = tasks.make("summarize", []).answer(item, FakeReader({}, " A roof.\n"))
+    assert set(told.scores) == {"rouge1", "rouge2", "rougeL"}
+
+
 @pytest.mark.engine
 def test_each_sample_follows_the_prompt_and_its_own_seed(model):
     task = tasks.make("diversity", ["n_max=8", "samples=3", "seed=5"])

@@ -57,7 +57,8 @@ class Scores:
         """Compares logits with rows of a reference. Returns the nll f64[n] by the logits."""
         part = slice(self.n_done, self.n_done + len(target))
         nll, top = np.empty(len(target)), np.empty(len(target), np.int32)
-        tokens, log_p = (np.ascontiguousarray(rows[name]) for name in ("tokens", "log_p"))
+        # copies: a single row is contiguous as it is, but not writable, and kernels take no such arrays
+        tokens, log_p = (rows[name].copy() for name in ("tokens", "log_p"))
         divergence(logits, np.ascontiguousarray(target), tokens, log_p, nll, self.kl[part], top)
         self.nll[part] = rows["nll"]
         self.same[part] = rows["top"] == top

@@ -1,6 +1,8 @@
 """summarize: an article or a meeting; scored by ROUGE-1, ROUGE-2 and ROUGE-L.
 
 f-measures (0 to 1) by the rouge-score package with its stemmer, ROUGE-L without splitting into sentences.
+logp, if asked for: the right summary's log-probability per token in nats, which tells policies apart with
+fewer items than what a small model writes.
 
 Layouts: HELM's requests, XSUM and CNN/DailyMail ({"article": "###\\nArticle: ...", "summary_gt"}), which H2O,
 BumbleBee and BUZZ read as well; the data sets' own ({"document", "summary"}, {"article", "highlights"});
@@ -38,6 +40,7 @@ class Summarize(Task):
     each. sentences: how many an article without an instruction is to be summarized in. spans: of a meeting
     only what its annotators found relevant, without the queries about all of it; else the whole meeting.
     plain: articles are asked as plain text, else as a user's turn like meetings. seed: of the shots.
+    likelihood: whether the right summary is scored as well.
     """
 
     n_max: int = 64
@@ -46,6 +49,7 @@ class Summarize(Task):
     spans: bool = True
     plain: bool = True
     seed: int = 0
+    likelihood: bool = False
 
     source: ClassVar[str] = "HELM (arXiv:2211.09110), QMSum (arXiv:2104.05938)"
     chat: ClassVar[bool] = True
@@ -61,9 +65,19 @@ class Summarize(Task):
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         as_it_is = self.plain and item.prompt.startswith(_HEAD)
-        reader.read(item.prompt, self.n_max, as_it_is=as_it_is)
-        output = reader.write(self.n_max, stop=["###"]).strip()
-        return Answer(output, metrics.rouge(output, item.references[0]))
+        (right,) = item.references
+        # no text has more tokens than bytes, and the space before it
+        n_right = len(right.encode()) + 1 if self.likelihood else 0
+        reader.read(item.prompt, max(self.n_max, n_right), as_it_is=as_it_is)
+        with reader.going_back() as back:
+            # the summary is written before the right one is in the cache
+            output = reader.write(self.n_max, stop=["###"]).strip()
+            scores = metrics.rouge(output, right)
+            if self.likelihood:
+                back()
+                scored = reader.log_likelihood(right if as_it_is else reader.following(right))
+                scores["logp"] = scored.logp / scored.n
+        return Answer(output, scores)
 
     def _of_file(self, path: Path) -> Iterator[Item]:
         parsed = list(data.each([path], "summarize", self._parsed))
