@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -168,11 +169,31 @@ def test_a_truncated_model_is_one_line(share, model, tmp_path):
 
 
 @linux
-@pytest.mark.parametrize("command", [("policies",), ("models", "list", "--json")])
+@pytest.mark.parametrize(
+    "command", [("policies",), ("models", "list", "--json"), ("--help",), ("chat", "--help")]
+)
 def test_a_full_disk_under_stdout_is_one_line(command):
     with open("/dev/full", "w") as full:
         done = python(RUN, *command, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     one_line(done, 1, "cannot write: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "words"),
+    [
+        ("policies --json >&-", 1, "cannot write: Bad file descriptor"),
+        ("--help >&-", 1, "cannot write: Bad file descriptor"),
+        ("perplexity - <&-", 5, "stdin is empty"),
+    ],
+)
+def test_a_closed_stream_is_one_line(command, exit_code, words):
+    shell = f"{shlex.quote(sys.executable)} -m kvtool {command}"
+    one_line(subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True), exit_code, words)
+
+
+def test_nothing_to_write_to_at_all():
+    shell = f"{shlex.quote(sys.executable)} -m kvtool policies <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], check=False).returncode == 1
 
 
 @pytest.mark.parametrize("command", [("policies", "--json"), ("models", "list"), ("doctor",)])

@@ -242,7 +242,7 @@ def test_a_fact_is_hidden_at_its_depth_in_a_prompt_of_its_length(tiny_model, len
     model.close()
     longest = max(map(len, SENTENCES)) + 1
     assert length - longest <= n <= length
-    start, text, end = prompt.split("\n\n")
+    start, text, end = prompt.split("\n")
     assert (start, end) == ("START", "END")
     before, fact, after = text.partition("The fact.")
     assert fact

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
@@ -31,25 +32,37 @@ _HANGUP, _PIPE = 128 + 1, 128 + 13
 
 
 class _Group(TyperGroup):
+    def make_context(self, *args, **kwargs):
+        # --help writes here
+        with _one_line():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, context):
-        try:
+        with _one_line():
             result = super().invoke(context)
             # here, where it can fail in one line, and not at exit
             sys.stdout.flush()
             return result
-        except KvtoolError as error:
-            raise _end(error.exit_code, str(error)) from None
-        except KeyboardInterrupt:
-            raise _end(interrupt.EXIT_CODE, "stopped") from None
-        except MemoryError:
-            raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
-        except SystemExit as end:
-            # rich's answer to a closed pipe
-            if isinstance(end.__context__, BrokenPipeError):
-                raise _end(_PIPE, "") from None
-            raise
-        except OSError as error:
-            raise _end(*_of_output(error)) from None
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Ends the program with one line for whatever is not a fault of its own."""
+    try:
+        yield
+    except KvtoolError as error:
+        raise _end(error.exit_code, str(error)) from None
+    except KeyboardInterrupt:
+        raise _end(interrupt.EXIT_CODE, "stopped") from None
+    except MemoryError:
+        raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
+    except SystemExit as end:
+        # rich's answer to a closed pipe
+        if isinstance(end.__context__, BrokenPipeError):
+            raise _end(_PIPE, "") from None
+        raise
+    except OSError as error:
+        raise _end(*_of_output(error)) from None
 
 
 def _of_output(error: OSError) -> tuple[int, str]:

@@ -59,7 +59,7 @@ def hide(
     Filler starts at a drawn sentence and goes round. The fact comes after `depth` of its tokens, between the
     two sentences nearest to that. Raises InputError where not even the fact fits.
     """
-    room = length - len(model.tokenize(f"{start}\n\n {fact}\n\n{end}", start=True))
+    room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:
         raise InputError(f"no passkey or needle fits into {length} tokens; choose greater lengths")
     first, chosen, ends = draws.randrange(len(filler)), [], [0]
@@ -72,4 +72,4 @@ def hide(
         chosen.append(sentence)
         ends.append(end_of_this)
     n_before = min(range(len(ends)), key=lambda n: abs(ends[n] - depth * ends[-1]))
-    return f"{start}\n\n{' '.join([*chosen[:n_before], fact, *chosen[n_before:]])}\n\n{end}"
+    return f"{start}\n{' '.join([*chosen[:n_before], fact, *chosen[n_before:]])}\n{end}"
