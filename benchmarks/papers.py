@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -248,8 +248,11 @@ def run(
                 _inspected(path, command, [*there, *more])
             else:
                 _kvtool(*there, *more, "--json", str(path), "--resume")
-        lines = RUNS[name].lines(records.read(path))
-        records.rewrite(results / f"{name}.jsonl", map(_rounded, lines))
+        _keep(results / f"{name}.jsonl", RUNS[name].lines(records.read(path)))
+
+
+def _keep(path: Path, lines: Iterable[records.Record]) -> None:
+    records.rewrite(path, lambda _: map(_rounded, lines))
 
 
 def _kvtool(*arguments: str) -> str:

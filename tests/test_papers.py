@@ -49,7 +49,7 @@ def measured(monkeypatch, tmp_path):
     def render(found, *tables, model="Llama"):
         monkeypatch.setitem(RUNS, "made-up", Eval("qa", "qa.jsonl", ("full", "h2o"), ("64",)))
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), tables, model))
-        records.rewrite(tmp_path / "made-up.jsonl", found)
+        records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
         return papers.render("made-up", tmp_path)
 
     return render
