@@ -277,6 +277,8 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"of {cut} of {len(results)} prompts the middle is left out\n")
+    # of each an interval by thousands of draws: once
+    groups = run.broken_down(results.records, task.by) if task.by else {}
     if to_stdout:
         summary = {name: asdict(score) for name, score in means.items()}
         more = task.summary(results.records)
@@ -284,16 +286,14 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
             json.dumps({**results.about, "items": len(results), "summary": summary, "more": more}) + "\n"
         )
     else:
-        _print(task, results, means)
+        _print(task, results, means, groups)
     if plot:
-        _plot(task, results, plot)
+        _plot(task, results, groups, next(iter(means), ""), plot)
 
 
-def _print(task: Task, results: Results, means: dict[str, Mean]) -> None:
+def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
     from rich.console import Console
     from rich.table import Table
-
-    from kvtool.tasks import run
 
     console = Console() if sys.stdout.isatty() else Console(width=110)
     about = results.about
@@ -313,7 +313,6 @@ def _print(task: Task, results: Results, means: dict[str, Mean]) -> None:
             console.print(f"{name}: {value:.4g}", highlight=False)
     if not task.by or not means:
         return
-    groups = run.broken_down(results.records, task.by)
     score = next(iter(means))
     console.print()
     if len(task.by) == 2:
@@ -344,14 +343,10 @@ def _grid(by: tuple[str, ...], groups: Groups, score: str) -> Table:
     return table
 
 
-def _plot(task: Task, results: Results, path: Path) -> None:
+def _plot(task: Task, results: Results, groups: Groups, score: str, path: Path) -> None:
     import numpy as np
     from matplotlib.figure import Figure
 
-    from kvtool.tasks import run
-
-    groups = run.broken_down(results.records, task.by)
-    score = next(iter(run.means(results.records)), "")
     down, across = (sorted({values[i] for values in groups}) for i in range(2))
     grid = np.array(
         [
