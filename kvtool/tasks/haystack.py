@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtool.errors import InputError
@@ -42,6 +42,17 @@ def sentences(text: str) -> list[str]:
     """What ends in a full stop, question or exclamation mark, each on one line."""
     parts = (" ".join(part.split()) for part in _END.split(text))
     return [part for part in parts if part]
+
+
+def places(
+    lengths: Sequence[int], depths: Sequence[float], repeats: int, seed: int
+) -> Iterator[tuple[str, int, float, random.Random]]:
+    """Where something is hidden: an id, length, depth, and draws that are those of this place alone."""
+    for length in lengths:
+        for depth in depths:
+            for number in range(repeats):
+                name = f"{length}-{depth:g}-{number}"
+                yield name, length, depth, random.Random(f"{seed} {name}")
 
 
 def hide(

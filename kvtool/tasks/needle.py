@@ -6,14 +6,13 @@ his. Differs: no other model judges the answer, every keyword must be in it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from kvtool.llama import Model
-from kvtool.tasks.haystack import check, hide, sentences_of
+from kvtool.tasks.haystack import check, hide, places, sentences_of
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 
@@ -50,13 +49,9 @@ class Needle(Task):
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         filler, end = sentences_of(files), END.format(question=self.question)
         found = []
-        for length in self.lengths:
-            for depth in self.depths:
-                for number in range(self.repeats):
-                    name = f"{length}-{depth:g}-{number}"
-                    draws = random.Random(f"{self.seed} {name}")
-                    prompt = hide(model, filler, self.needle, depth, length, draws, START, end)
-                    found.append(Item(name, prompt, self.keywords, about={"length": length, "depth": depth}))
+        for name, length, depth, draws in places(self.lengths, self.depths, self.repeats, self.seed):
+            prompt = hide(model, filler, self.needle, depth, length, draws, START, end)
+            found.append(Item(name, prompt, self.keywords, about={"length": length, "depth": depth}))
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:

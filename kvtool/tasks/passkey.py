@@ -6,14 +6,13 @@ the key, filler, and the question. Differs: where files are given, the filler is
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from kvtool.llama import Model
-from kvtool.tasks.haystack import check, hide, sentences, sentences_of
+from kvtool.tasks.haystack import check, hide, places, sentences, sentences_of
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 
@@ -52,15 +51,11 @@ class Passkey(Task):
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         filler = sentences_of(files) if files else sentences(FILLER)
         found = []
-        for length in self.lengths:
-            for depth in self.depths:
-                for number in range(self.repeats):
-                    name = f"{length}-{depth:g}-{number}"
-                    draws = random.Random(f"{self.seed} {name}")
-                    key = str(draws.randrange(10 ** (self.digits - 1), 10**self.digits))
-                    fact = f"The pass key is {key}. Remember it. {key} is the pass key."
-                    prompt = hide(model, filler, fact, depth, length, draws, START, QUESTION)
-                    found.append(Item(name, prompt, [key], about={"length": length, "depth": depth}))
+        for name, length, depth, draws in places(self.lengths, self.depths, self.repeats, self.seed):
+            key = str(draws.randrange(10 ** (self.digits - 1), 10**self.digits))
+            fact = f"The pass key is {key}. Remember it. {key} is the pass key."
+            prompt = hide(model, filler, fact, depth, length, draws, START, QUESTION)
+            found.append(Item(name, prompt, [key], about={"length": length, "depth": depth}))
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
