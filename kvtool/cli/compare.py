@@ -273,10 +273,10 @@ def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def name(cell: Cell, asked: bool = True) -> str:
+def name(cell: Cell) -> str:
     """How a cell is called on the screen."""
     kind = "" if cell.type_k == "f16" else f" {cell.type_k}"
-    budget = f" {cell.asked}" if asked and cell.asked else ""
+    budget = f" {cell.asked}" if cell.asked else ""
     return f"{cell.label}{kind}{budget}"
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from kvtool.errors import InputError
 from kvtool.llama import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.metrics import Metric
@@ -187,7 +188,7 @@ class LongBench(Task):
                 name = f"{data.stem(path)}-{number}"
                 found.append(Item(name, prompt, answers, classes, {"dataset": dataset}))
         if not found:
-            raise data.InputError(f"the files have nothing of {', '.join(self.only)}")
+            raise InputError(f"the files have nothing of {', '.join(self.only)}")
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kvtool.errors import InputError
 from kvtool.llama import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
@@ -96,7 +97,7 @@ class Summarize(Task):
     def _shots(self, name: str, asked: _Article, articles: Sequence[_Article]) -> Sequence[_Article]:
         others = [article for article in articles if article is not asked]
         if len(others) < self.shots:
-            raise data.InputError(f"{self.shots} shots need as many other articles; there are {len(others)}")
+            raise InputError(f"{self.shots} shots need as many other articles; there are {len(others)}")
         return random.Random(f"{self.seed} {name}").sample(others, self.shots)
 
     def _parsed(self, record: Record) -> _Article | list[tuple[str, str]]:
