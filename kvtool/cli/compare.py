@@ -76,8 +76,7 @@ def compare(
     path = output.records_path(json_file, resume)
     output.check_picture("--plot", plot)
     text = read_text(file)
-    if flash not in ("on", "off", "auto"):
-        raise UsageError(f"-fa takes on, off or auto, got {flash!r}")
+    opt.check_flash(flash)
     if positions not in ("original", "in-cache", "auto"):
         raise UsageError(f"positions must be original, in-cache or auto, got {positions!r}")
     names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
@@ -90,9 +89,7 @@ def compare(
             raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
     if not type_texts:
         raise UsageError("--types names no cache type")
-    with bytes_progress(f"downloading {model or 'the model'}") as progress:
-        model_path = models.resolve(model, progress)
-    info = models.check(model_path)
+    model_path, info = opt.resolved(model)
 
     from kvtool import llama
     from kvtool import policies as registry

@@ -166,16 +166,28 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
         if kind not in CACHE_TYPES:
             raise UsageError(f"{flag} takes one of {', '.join(CACHE_TYPES)}, got {kind!r}")
-    if wanted.flash not in ("on", "off", "auto"):
-        raise UsageError(f"-fa takes on, off or auto, got {wanted.flash!r}")
+    check_flash(wanted.flash)
     if wanted.policy == "full" and wanted.budget:
         raise UsageError("policy full keeps everything and takes no --budget; -c sets its cells")
 
-    from kvtool import models, policies
+    from kvtool import policies
 
     policies.parse_options(policies.load(wanted.policy), wanted.options or [])
-    with bytes_progress(f"downloading {wanted.model or 'the model'}") as progress:
-        path = models.resolve(wanted.model, progress)
+    return resolved(wanted.model)
+
+
+def check_flash(flash: str) -> None:
+    """Raises UsageError for what -fa does not take."""
+    if flash not in ("on", "off", "auto"):
+        raise UsageError(f"-fa takes on, off or auto, got {flash!r}")
+
+
+def resolved(model: str | None) -> tuple[Path, ModelInfo]:
+    """The file of a name or a path, downloaded where it is not there, and its header. Raises KvtoolError."""
+    from kvtool import models
+
+    with bytes_progress(f"downloading {model or 'the model'}") as progress:
+        path = models.resolve(model, progress)
     return path, models.check(path)
 
 
