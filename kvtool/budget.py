@@ -38,6 +38,11 @@ def cells(
     return min(n, info.n_ctx_train), True
 
 
+def batch_within(n: int, n_batch: int) -> int:
+    """The most tokens of a step in a cache of n cells that bytes bound: the batch has to fit into it too."""
+    return max(1, min(n_batch, n // 4))
+
+
 def percent(text: str) -> float:
     """What "20%" says. Raises UsageError for what is not above 0 and at most 100."""
     try:

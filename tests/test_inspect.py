@@ -292,5 +292,5 @@ def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("kvtool: --png needs matplotlib, which is not installed: pip install")
+    assert done.stderr.startswith("kvtool: --png needs matplotlib, not installed: pip install")
     assert done.stderr.count("\n") == 1

@@ -110,7 +110,7 @@ def compare(
         },
         model=model_path,
         n_tokens=len(tokens),
-        n_ctx=min(n_ctx or info.n_ctx_train, info.n_ctx_train),
+        n_ctx=opt.n_ctx_of(n_ctx, info),
         n_batch=n_batch,
         positions=positions,
         flash=flash,
@@ -272,9 +272,7 @@ def _say(line: str) -> None:
 
 def name(cell: Cell) -> str:
     """How a cell is called on the screen."""
-    kind = "" if cell.type_k == "f16" else f" {cell.type_k}"
-    budget = f" {cell.asked}" if cell.asked else ""
-    return f"{cell.label}{kind}{budget}"
+    return f"{cell.row} {cell.asked}" if cell.asked else cell.row
 
 
 @contextmanager

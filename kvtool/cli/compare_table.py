@@ -54,9 +54,8 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
             table.add_row()
         table.add_row(Text(f"budget {asked}" if asked else "no budget", "italic"))
         for cell, record in group:
-            label = cell.label if cell.type_k == "f16" else f"{cell.label} {cell.type_k}"
             if "error" in record:
-                table.add_row(Text(label), *["-"] * (len(table.columns) - 1))
+                table.add_row(Text(cell.row), *["-"] * (len(table.columns) - 1))
                 continue
 
             def one(name: str, shown: str, record=record, best=best) -> Text:
@@ -65,7 +64,7 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
 
             between = f" ({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})" if wide else ""
             parts = [
-                Text(label),
+                Text(cell.row),
                 *[Text(f"{record['cells']:,.0f}")] * wide,
                 one("kv_bytes", format_bytes(record["kv_bytes"])),
                 one("perplexity", f"{record['perplexity']:.2f}{between}"),

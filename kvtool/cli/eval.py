@@ -102,7 +102,7 @@ def evaluate(
         _list(tasks)
         return
     chosen = tasks.make(task, settings or [])
-    _check_packages(task, chosen)
+    output.check_packages(task, chosen.packages, "eval")
     if chosen.needs_files and not files:
         raise UsageError(f"{task} reads files; name them after it")
     for file in files or []:
@@ -150,10 +150,6 @@ def evaluate(
     _finish(chosen, results, to_stdout, plot)
 
 
-def _n_ctx(wanted: opt.EngineOptions, info: ModelInfo) -> int:
-    return min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
-
-
 def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
     """What serves a prompt of so many tokens, and so many more of the answer; and the tokens of a step.
 
@@ -168,7 +164,7 @@ def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> 
     if not share.endswith("%"):
         policy, n_batch = opt.fitted(wanted, info, share, n_batch, over_budget=True)
         return lambda n, n_answer: policy, n_batch
-    percent, most = budget.percent(share), _n_ctx(wanted, info)
+    percent, most = budget.percent(share), opt.n_ctx_of(wanted.n_ctx, info)
     least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
 
     def policy_for(n: int, n_answer: int) -> Policy:
@@ -181,19 +177,8 @@ def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> 
 def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> PolicyFor:
     from kvtool import policies
 
-    n_ctx = _n_ctx(wanted, info)
+    n_ctx = opt.n_ctx_of(wanted.n_ctx, info)
     return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
-
-
-def _check_packages(name: str, task: Task) -> None:
-    """Raises UsageError for a package that is not installed, before any work is done."""
-    from importlib.util import find_spec
-
-    if missing := [package for package in task.packages if find_spec(package) is None]:
-        raise UsageError(
-            f"{name} needs {', '.join(missing)}, not installed: pip install 'kvtool[eval]' "
-            "(in a clone of kvtool: pip install -e '.[eval]')"
-        )
 
 
 def _reader(
@@ -208,7 +193,7 @@ def _reader(
 
     template = template_of(model) if as_chat else None
     policy_for, n_batch = _policy_for(wanted, info, n_held(model, template))
-    settings = opt.settings_of(wanted, _n_ctx(wanted, info), n_batch, N_OUTPUT, over_budget=True)
+    settings = opt.settings_of(wanted, opt.n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
     full_for = None if wanted.policy == "full" else _full_for(wanted, info)
     return Reader(model, policy_for, settings, template, max_prompt, full_for)
 

@@ -191,6 +191,11 @@ def resolved(model: str | None) -> tuple[Path, ModelInfo]:
     return path, models.check(path)
 
 
+def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
+    """The positions there are: the trained context, or fewer if fewer are asked for."""
+    return min(asked or info.n_ctx_train, info.n_ctx_train)
+
+
 @contextmanager
 def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
     """The model in memory. Raises KvtoolError."""
@@ -217,8 +222,7 @@ def fitted(
     n, is_bound = budget.cells(budget_text, info, n_batch, wanted.type_k, wanted.type_v)
     slack = wanted.evict_every or policies.default_slack(n)
     if is_bound:
-        # the batch has to fit into the bytes as well
-        n_batch = max(1, min(n_batch, n // 4))
+        n_batch = budget.batch_within(n, n_batch)
         n -= max(n_batch - slack, 0) if over_budget else 0
     return policies.fit(wanted.policy, n, wanted.evict_every, wanted.options), n_batch
 
@@ -262,7 +266,7 @@ def open_engine(
     from kvtool import policies
 
     path, info = checked_model(wanted)
-    n_ctx = min(wanted.n_ctx or info.n_ctx_train, info.n_ctx_train)
+    n_ctx = n_ctx_of(wanted.n_ctx, info)
     n_batch = wanted.n_batch or n_batch
     policy = None
     if wanted.policy != "full":

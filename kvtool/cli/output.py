@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,13 +53,19 @@ def stopped(path: Path | None, n_done: int, n: int, what: str) -> str:
 
 def check_picture(flag: str, path: Path | None) -> None:
     """The same for a picture, which matplotlib draws."""
+    check_writable(path)
+    if path:
+        check_packages(flag, ("matplotlib",), "plot")
+
+
+def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
+    """Raises UsageError for one that is not installed, before any work is done."""
     from importlib.util import find_spec
 
-    check_writable(path)
-    if path and find_spec("matplotlib") is None:
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise UsageError(
-            f"{flag} needs matplotlib, which is not installed: pip install 'kvtool[plot]' "
-            "(in a clone of kvtool: pip install -e '.[plot]')"
+            f"{what} needs {', '.join(missing)}, not installed: pip install 'kvtool[{extra}]' "
+            f"(in a clone of kvtool: pip install -e '.[{extra}]')"
         )
 
 

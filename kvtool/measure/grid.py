@@ -95,6 +95,11 @@ class Cell:
     policy_sha256: str | None = None
 
     @property
+    def row(self) -> str:
+        """The policy as it was typed, and the type of the cache where it is not f16."""
+        return self.label if self.type_k == "f16" else f"{self.label} {self.type_k}"
+
+    @property
     def group(self) -> tuple[str | None, str, str]:
         """Cells of one group are compared with each other."""
         return self.asked, self.type_k, self.type_v
@@ -160,8 +165,7 @@ def _cell(common, info, label, name, options, asked, kind, evict_every) -> Cell:
     elif asked is not None:
         n, is_bound = budget.cells(asked, info, n_batch, kind, kind)
         if is_bound:
-            # the batch has to fit into the bytes as well
-            n_batch = max(1, min(n_batch, n // 4))
+            n_batch = budget.batch_within(n, n_batch)
     if n > common.n_ctx:
         raise UsageError(f"the context is {common.n_ctx} tokens; choose at most that many cells, not {n}")
     policy = policies.fit(name, n, evict_every, list(options))

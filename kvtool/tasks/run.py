@@ -42,13 +42,13 @@ class Results:
     ) -> None:
         self.about = about
         self.path = path
+        self._names = (*about, "id", "item_sha256")
         self._items = {_key(about, item): item for item in items}
         if len(self._items) < len(items):
             raise InputError("two items of the task are the same in id and text; remove one")
         self._found: dict[str, Record] = {}
         if path:
-            names = (*about, "id", "item_sha256")
-            there = {records.key(record, names): record for record in records.read(path)}
+            there = {records.key(record, self._names): record for record in records.read(path)}
             self._found = {key: there[key] for key in self._items if key in there}
         self._half_done = one_stream and 0 < len(self._found) < len(items)
         if self._half_done:
@@ -68,9 +68,8 @@ class Results:
         An item that does not fit is recorded with its error and no scores.
         """
         if self._half_done and self.path:
-            names = (*self.about, "id", "item_sha256")
             records.rewrite(
-                self.path, lambda there: [r for r in there if records.key(r, names) not in self._items]
+                self.path, lambda there: [r for r in there if records.key(r, self._names) not in self._items]
             )
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
