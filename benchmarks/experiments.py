@@ -88,10 +88,10 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Eval:
-    """`kvtool eval` of a file for each policy ("h2o:decay=0.9") at each budget, and once for `full`."""
+    """`kvtool eval` of files for each policy ("h2o:decay=0.9") at each budget, and once for `full`."""
 
     task: str
-    file: str
+    files: tuple[str, ...]
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     more: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Eval:
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         cells = defaultdict(list)
         for record in found:
-            of = record.get("dataset", record.get("file", Path(self.file).name))
+            of = record.get("dataset", record.get("file", self._of))
             cells[":".join([record["policy"], *record["options"]]), record["budget"], of].append(record)
         for (label, budget, of), items in cells.items():
             scored = [_scores(record) for record in items]
@@ -119,16 +119,21 @@ class Eval:
             yield {
                 "label": label,
                 "budget": budget,
+                "task": self.task,
                 "of": of,
                 "items": [record["id"] for record in items],
                 "scores": {name: [scores.get(name) for scores in scored] for name in names},
                 **_about(*items),
             }
 
+    @property
+    def _of(self) -> str:
+        return Path(self.files[0]).name if self.files else self.task
+
     def _command(self, label: str, budget: Sequence[str]) -> list[str]:
         name, options = split_policy(label)
         own = [part for option in options for part in ("-o", option)]
-        return ["eval", self.task, self.file, "--policy", name, *own, *budget, *self.more]
+        return ["eval", self.task, *self.files, "--policy", name, *own, *budget, *self.more]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +214,12 @@ Cell = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """score: one of SCORES. by: fields of a line that make the columns. names: what values are called there.
+    """score: one of SCORES; scores: others, by task. title: what is above the table, if not the score's.
 
-    rows, budgets: only these, in their order. against: what the other rows are compared with, the paper's own
-    method. pooled: the name of a last column with the items of all. paper: its numbers as it prints them;
-    worse: where it prints none, the rows that it says are behind its own method.
+    by: fields of a line that make the columns. names: what values are called there. rows, budgets: only
+    these, in their order. against: what the other rows are compared with, the paper's own method. pooled: the
+    name of a last column with the items of all. paper: its numbers as it prints them; worse: where it prints
+    none, the rows that it says are behind its own method.
     """
 
     score: str
@@ -225,6 +231,8 @@ class Table:
     pooled: str = ""
     paper: Mapping[Cell, str] = field(default_factory=dict)
     worse: tuple[str, ...] = ()
+    scores: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +416,31 @@ _FEW_SHOT = ("--prefill", "stream", "--set", "shots=5", "--limit", "20")
 _LONG = ("--prefill", "whole", "--max-prompt", "3500")
 _SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 
+# of 100 items each where there are so many
+_AT_20 = (("full", "roco", "h2o", "buzz", "streamingllm", "snapkv"), ("20%",))
+_HIDDEN = ("--set", "lengths=512", "--set", "repeats=20")
+_100 = ("--limit", "100")
+_TASKS = (
+    Eval("passkey", (), *_AT_20, _HIDDEN),
+    Eval("needle", ("paul_graham_essays/",), *_AT_20, _HIDDEN),
+    Eval("qa", ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), *_AT_20, ("--set", "n_max=24", *_100)),
+    Eval("summarize", (_XSUM,), *_AT_20, ("--set", "likelihood=true", *_100)),
+    Eval("choice", (f"lm_eval_tasks/{_CHOICES['OpenBookQA']}",), *_AT_20, ("--set", "shots=5", *_100)),
+    Eval("longbench", (_LONGBENCH,), *_AT_20, ("--max-prompt", "1024", *_100)),
+    Eval(
+        "stream",
+        ("mt_bench/question.jsonl", "mt_bench/reference_answer_gpt-4.jsonl"),
+        *_AT_20,
+        ("--set", "scored=true", *_100),
+    ),
+    Eval(
+        "diversity",
+        ("mt_bench/question.jsonl",),
+        *(_AT_20[0][1:], _AT_20[1]),
+        ("--set", "samples=3", "--set", "n_max=48", *_100),
+    ),
+)
+
 RUNS: dict[str, Run] = {
     "pg19": Compare(_BOOK, _WEIGHTEDKV, ("256", "1024"), 4096),
     "proofpile": Compare(_PROOF, _WEIGHTEDKV, ("256", "1024"), 4096),
@@ -426,23 +459,23 @@ RUNS: dict[str, Run] = {
         )
         for file in (_BOOK, _OTHER_BOOK, _PROOF)
     },
-    "xsum": Eval("summarize", _XSUM, _BUZZ, ("10%", "20%"), (*_SUMMARY, "12")),
+    "xsum": Eval("summarize", (_XSUM,), _BUZZ, ("10%", "20%"), (*_SUMMARY, "12")),
     "xsum-ablation": Eval(
-        "summarize", _XSUM, ("buzz:swap=true", "buzz:local_max=false"), ("10%", "20%"), (*_SUMMARY, "12")
+        "summarize", (_XSUM,), ("buzz:swap=true", "buzz:local_max=false"), ("10%", "20%"), (*_SUMMARY, "12")
     ),
     "xsum-bumblebee": Eval(
-        "summarize", _XSUM, ("random", "bumblebee", "bumblebee:phi=power"), ("20%",), (*_SUMMARY, "12")
+        "summarize", (_XSUM,), ("random", "bumblebee", "bumblebee:phi=power"), ("20%",), (*_SUMMARY, "12")
     ),
-    "xsum-mixture": Eval("summarize", _XSUM, _MIXTURES, ("20%",), (*_SUMMARY, "12")),
-    "cnn": Eval("summarize", _CNN, _WINDOWS, ("200",), (*_SUMMARY, "40")),
+    "xsum-mixture": Eval("summarize", (_XSUM,), _MIXTURES, ("20%",), (*_SUMMARY, "12")),
+    "cnn": Eval("summarize", (_CNN,), _WINDOWS, ("200",), (*_SUMMARY, "40")),
     **{
-        f"choice-{name.lower()}": Eval("choice", f"lm_eval_tasks/{file}", _BUMBLEBEE, ("10%",), _FEW_SHOT)
+        f"choice-{name.lower()}": Eval("choice", (f"lm_eval_tasks/{file}",), _BUMBLEBEE, ("10%",), _FEW_SHOT)
         for name, file in _CHOICES.items()
     },
     **{
         f"qa-{at}": Eval(
             "qa",
-            f"lost_in_the_middle/{file}",
+            (f"lost_in_the_middle/{file}",),
             ("full", "buzz", "h2o", "streamingllm"),
             ("300",),
             (*_QUESTIONS, "5"),
@@ -450,14 +483,15 @@ RUNS: dict[str, Run] = {
         for at, file in _TEN.items()
     },
     "hotpotqa": Eval(
-        "qa", _HOTPOT, ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "6")
+        "qa", (_HOTPOT,), ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "6")
     ),
-    "diversity": Eval("diversity", _XSUM, _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "5")),
+    "diversity": Eval("diversity", (_XSUM,), _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "5")),
     "inspect": Inspect(_ESSAYS, ("h2o", "bumblebee"), "20", 192),
-    "longbench": Eval("longbench", _LONGBENCH, ("full", *_CORM[1:]), ("1024",), _LONG),
-    "longbench-corm": Eval("longbench", _LONGBENCH, ("corm",), ("100%",), _LONG),
+    "longbench": Eval("longbench", (_LONGBENCH,), ("full", *_CORM[1:]), ("1024",), _LONG),
+    "longbench-corm": Eval("longbench", (_LONGBENCH,), ("corm",), ("100%",), _LONG),
+    **{f"task-{run.task}": run for run in _TASKS},
     "longbench-bumblebee": Eval(
-        "longbench", _LONGBENCH, ("full", *_BUMBLEBEE[3:]), ("20%",), (*_LONG, *_SIX)
+        "longbench", (_LONGBENCH,), ("full", *_BUMBLEBEE[3:]), ("20%",), (*_LONG, *_SIX)
     ),
 }
 
@@ -488,6 +522,13 @@ def _both(*scores: str, **how: Any) -> tuple[Table, ...]:
     return tuple(Table(score, **how) for score in scores)
 
 
+def _tasks(title: str, **shown: tuple[str, str]) -> Table:
+    """A row for each policy, a column for each task: its name there and its score."""
+    names = {task: name for task, (name, _) in shown.items()}
+    scores = {task: score for task, (_, score) in shown.items()}
+    return Table("found", ("task",), "full", _AT_20[0], names=names, scores=scores, title=title)
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "weightedkv-table-1": Experiment(
         ("pg19", "proofpile"),
@@ -502,6 +543,30 @@ EXPERIMENTS: dict[str, Experiment] = {
             ),
         ),
         "Llama-2-7B, context 4k",
+    ),
+    "tasks": Experiment(
+        tuple(f"task-{run.task}" for run in _TASKS),
+        (
+            _tasks(
+                "What tells policies apart",
+                passkey=("passkey, %", "found"),
+                needle=("needle, %", "found"),
+                qa=("qa, nats", "logp"),
+                choice=("choice, nats", "right"),
+                summarize=("summarize, nats", "logp"),
+                longbench=("longbench, %", "score"),
+                stream=("stream, perplexity", "nll"),
+                diversity=("diversity, distance", "distance"),
+            ),
+            _tasks(
+                "What was written",
+                qa=("qa, F1 %", "f1"),
+                choice=("choice, right %", "acc"),
+                summarize=("summarize, ROUGE %", "rouge"),
+                diversity=("diversity, Self-BLEU", "self_bleu"),
+            ),
+        ),
+        long=True,
     ),
     "weightedkv-figure-4": Experiment(
         ("pg19", "proofpile"),

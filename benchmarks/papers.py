@@ -1,12 +1,12 @@
 """The papers' experiments on whatever model one has: measures them, and writes their tables.
 
     python benchmarks/papers.py run DATA [ID ...]    what is missing of these experiments, or of all
-    python benchmarks/papers.py tables               the tables of docs/papers.md from docs/papers/*.jsonl
+    python benchmarks/papers.py tables               the tables of the documents from docs/papers/*.jsonl
 
 An experiment is a list of `kvtool compare`, `kvtool eval` and `kvtool inspect` commands, which docs/papers.md
-shows. DATA has the texts and data sets in folders as benchmarks/experiments.py names them. What was measured
-is in `--work`, and is not measured again; docs/papers has of it what the tables need: scores of items and of
-blocks of tokens, nothing of the data sets themselves.
+shows; one that is no paper's is in docs/eval.md. DATA has the texts and data sets in folders as
+benchmarks/experiments.py names them. What was measured is in `--work`, and is not measured again; docs/papers
+has of it what the tables need: scores of items and of blocks of tokens, nothing of the data sets themselves.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from experiments import EXPERIMENTS, RUNS, VERSIONS, Cell, Line, Table, shell
 from kvtool.measure import records, statistics
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "papers.md"
+DOCUMENTS = ROOT / "docs" / "papers.md", ROOT / "docs" / "eval.md"
 RESULTS = ROOT / "docs" / "papers"
 
 
@@ -47,6 +46,7 @@ class Score:
 
 
 SCORES = {
+    "found": Score("Found, %", scale=100, digits=1),
     "nll": Score("Perplexity", lower=True, exp=True),
     "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", scale=100, digits=1),
     "logp": Score("Log-probability of the right answer, nats a token"),
@@ -69,9 +69,13 @@ SCORES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a cell is the mean of: value and weight of each item, or of each block of tokens, by its name."""
+    """What a cell is the mean of: value and weight of each item, or of each block of tokens, by its name.
 
-    values: dict[str, tuple[float, float]]
+    score: one of SCORES.
+    """
+
+    score: str
+    values: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def mean(self) -> tuple[float, float]:
         """And its standard error; nan of a single item's."""
@@ -96,15 +100,16 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Cell, Sample]:
     """The table's cells. What has no budget is in the column of each."""
     lines = [line for line in lines if not table.rows or line["label"] in table.rows]
     budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
-    values: dict[Cell, dict[str, tuple[float, float]]] = defaultdict(dict)
+    cells: dict[Cell, Sample] = {}
     for line in lines:
-        found = _values(line, table.score)
+        score = table.scores.get(line.get("task", ""), table.score)
+        found = _values(line, score)
         for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
             shown = line | {"budget": budget}
             column = ", ".join(table.names.get(str(shown[name]), str(shown[name])) for name in table.by)
             for name in dict.fromkeys([column, table.pooled or column]):
-                values[line["label"], name] |= found
-    return {cell: Sample(each) for cell, each in values.items() if each}
+                cells.setdefault((line["label"], name), Sample(score)).values.update(found)
+    return {cell: sample for cell, sample in cells.items() if sample.values}
 
 
 def _values(line: Line, score: str) -> dict[str, tuple[float, float]]:
@@ -148,7 +153,7 @@ def render(name: str, results: Path = RESULTS) -> str:
 def _rows(cells: Mapping[Cell, Sample], table: Table) -> Iterator[str]:
     columns = dict.fromkeys(column for _, column in [*table.paper, *cells] if column != table.pooled)
     columns = [*columns, *[table.pooled] * bool(table.pooled)]
-    yield f"{SCORES[table.score].title}:"
+    yield f"{table.title or SCORES[table.score].title}:"
     yield ""
     yield f"| policy | {' | '.join(columns)} |"
     yield "| --- |" + " ---: |" * len(columns)
@@ -157,9 +162,9 @@ def _rows(cells: Mapping[Cell, Sample], table: Table) -> Iterator[str]:
 
 
 def _shown(cells: Mapping[Cell, Sample], table: Table, cell: Cell) -> str:
-    score, parts = SCORES[table.score], []
+    parts = []
     if cell in cells:
-        mean, error = cells[cell].mean()
+        score, (mean, error) = SCORES[cells[cell].score], cells[cell].mean()
         if score.exp:
             mean, error = np.exp(mean), np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
@@ -176,11 +181,11 @@ def _compared(cells: Mapping[Cell, Sample], table: Table, cell: Cell) -> int:
     if cell[0] == table.against or not {cell, own} <= cells.keys():
         return 0
     mean, error = cells[cell].minus(cells[own])
-    return int(np.sign(mean)) * _sign(table) if abs(mean) > 2 * error else 0
+    return int(np.sign(mean)) * _sign(cells[cell].score) if abs(mean) > 2 * error else 0
 
 
-def _sign(table: Table) -> int:
-    return -1 if SCORES[table.score].lower else 1
+def _sign(score: str) -> int:
+    return -1 if SCORES[score].lower else 1
 
 
 def _told(cells: Mapping[Cell, Sample], table: Table, model: str) -> str:
@@ -211,7 +216,7 @@ def _ordered(cells: Mapping[Cell, Sample], table: Table) -> Iterator[tuple[Cell,
         if cell[0] in table.worse:
             yield cell, -1
         elif cell[0] != "full" and {cell, own} <= table.paper.keys():
-            theirs = int(np.sign(float(table.paper[cell]) - float(table.paper[own]))) * _sign(table)
+            theirs = int(np.sign(float(table.paper[cell]) - float(table.paper[own]))) * _sign(table.score)
             if theirs:
                 yield cell, theirs
 
@@ -243,7 +248,7 @@ def run(
         path = work / f"{getattr(RUNS[name], 'store', name)}.jsonl"
         for command in RUNS[name].commands():
             note(f"{name}: {shell(command)}")
-            there = [str(data / part) if (data / part).is_file() else part for part in command]
+            there = [str(data / part) if "/" in part else part for part in command]
             if command[0] == "inspect":
                 _inspected(path, command, [*there, *more])
             else:
@@ -312,7 +317,8 @@ def main() -> None:
         model = ["-m", args.model] if args.model else []
         work = args.work / Path(args.model or "default").stem
         run(args.data, work, list(runs), [*model, "-t", args.threads])
-    DOCUMENT.write_text(tables(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in DOCUMENTS:
+        path.write_text(tables(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def measured(monkeypatch, tmp_path):
     """Renders a table of made-up lines."""
 
     def render(found, *tables, model="Llama"):
-        monkeypatch.setitem(RUNS, "made-up", Eval("qa", "qa.jsonl", ("full", "h2o"), ("64",)))
+        monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), tables, model))
         records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
         return papers.render("made-up", tmp_path)
@@ -58,13 +58,14 @@ def measured(monkeypatch, tmp_path):
 # the document
 
 
-def test_the_document_is_what_the_records_kept_say():
-    text = papers.DOCUMENT.read_text(encoding="utf-8")
-    assert papers.tables(text) == text
-    # every table of it, and every experiment once
-    shown = re.findall(r"<!-- experiment (\S+) -->", text)
+def test_the_documents_are_what_the_records_kept_say():
+    texts = [path.read_text(encoding="utf-8") for path in papers.DOCUMENTS]
+    assert [papers.tables(text) for text in texts] == texts
+    # every experiment once
+    shown = re.findall(r"<!-- experiment (\S+) -->", "".join(texts))
     assert sorted(shown) == sorted(EXPERIMENTS)
-    outside = re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
+    # and no table of the papers' by hand
+    outside = re.sub(r"<!-- experiment .*?<!-- end -->", "", texts[0], flags=re.S)
     assert "| --- |" not in outside
 
 
@@ -75,6 +76,28 @@ def test_what_is_kept_is_of_a_run_and_tells_no_folder():
         for line in records.read(path):
             assert split_policy(line["label"].partition(",")[0])[0] in labels
             assert "/" not in line["of"] + line["model"]
+
+
+def test_a_table_of_tasks_has_a_score_of_each(measured):
+    tasks = {"qa": "logp", "stream": "nll"}
+    table = Table(
+        "found", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All"
+    )
+    found = [
+        {"label": label, "budget": budget, "task": task, "of": "f", "items": ["a", "b", "c"]}
+        | {"scores": {name: [0.0, other, other]}, "seconds": 1}
+        | VERSIONS
+        for task, name, other in (("qa", "logp", -3.0), ("stream", "nll", 0.3))
+        for label, budget, other in (("full", None, 0.0), ("h2o", "20%", other))
+    ]
+    shown = measured(found, table, model="")
+    assert shown.split("\n\n")[1:3] == [
+        "All:",
+        "| policy | qa | stream, perplexity |\n| --- | ---: | ---: |\n"
+        "| `full` | 0.00 ±0.00 | 1.00 ±0.00 |\n"
+        # a difference of two standard errors and no more is none
+        "| `h2o` | -2.00 ±1.00 | 1.22 ±0.12 |",
+    ]
 
 
 def test_only_what_stands_between_the_marks_is_made_anew(measured):
@@ -135,7 +158,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
 
 
 def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
-    run = Eval("qa", "folder/qa.jsonl", ("full", "h2o:decay=0.9"), ("10%", "64"), ("--limit", "3"))
+    run = Eval("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%", "64"), ("--limit", "3"))
     head, tail = ["eval", "qa", "folder/qa.jsonl", "--policy"], ["--limit", "3"]
     assert list(run.commands()) == [
         [*head, "full", *tail],
@@ -216,7 +239,7 @@ def answered(policy, options, budget, number, scores, **more):
 
 
 def test_of_a_task_scores_are_kept_and_no_outputs():
-    run = Eval("qa", "folder/qa.jsonl", ("full", "h2o:decay=0.9"), ("10%",))
+    run = Eval("qa", ("folder/qa.jsonl",), ("full", "h2o:decay=0.9"), ("10%",))
     found = [
         answered("full", [], None, 1, {"f1": 1.0}),
         answered("h2o", ["decay=0.9"], "10%", 1, {"f1": 0.25}),
@@ -226,6 +249,7 @@ def test_of_a_task_scores_are_kept_and_no_outputs():
     assert full == {
         "label": "full",
         "budget": None,
+        "task": "qa",
         "of": "qa.jsonl",
         "items": ["i1"],
         "scores": {"f1": [1.0]},
@@ -242,7 +266,7 @@ def test_of_a_task_scores_are_kept_and_no_outputs():
 
 
 def test_of_a_choice_the_right_ones_share_is_kept():
-    run = Eval("choice", "c.jsonl", ("full",), ())
+    run = Eval("choice", ("c.jsonl",), ("full",), ())
     more = {"task": "choice", "choices": ["a", "b"], "references": ["b"], "logp": [-3.0, -2.0]}
     (line,) = run.lines([answered("full", [], None, 1, {"acc": 1.0}, **more)])
     assert line["scores"]["right"] == [pytest.approx(np.log(np.exp(-2) / (np.exp(-2) + np.exp(-3))))]
@@ -421,7 +445,7 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     (data / "sets").mkdir(parents=True)
     (data / "sets" / "qa.jsonl").write_text("")
     results.mkdir()
-    run = Eval("qa", "sets/qa.jsonl", ("full", "h2o"), ("10%",), ("--limit", "1"))
+    run = Eval("qa", ("sets/qa.jsonl",), ("full", "h2o"), ("10%",), ("--limit", "1"))
     monkeypatch.setitem(RUNS, "made-up", run)
     asked = []
 
