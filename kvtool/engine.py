@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvtool.cells import append, fill_holes, rank_by_pos
-from kvtool.errors import KvtoolError, PlanError, SessionError, StreamEnd, UsageError, where
+from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError, where
 from kvtool.header import PAD
-from kvtool.llama import Context, Model
+from kvtool.llama import HOW_TO_BUILD, Context, Model, is_patched
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
+from kvtool.sequence import SequenceContext
 
 _WINDOW = ("window", "window_cells")
 """What is saved of sliding layers: where their tokens lie, and K and V."""
@@ -107,21 +108,7 @@ class Engine:
         elif policy.slack and settings.over_budget:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
-        self.context = Context(
-            model,
-            _pad(n_start),
-            settings.n_batch,
-            policy.reads,
-            n_query=policy.n_query,
-            group=policy.group,
-            log_n=policy.logn,
-            ragged=policy.ragged,
-            n_output=settings.n_output,
-            type_k=settings.type_k,
-            type_v=settings.type_v,
-            flash=settings.flash,
-            n_threads=settings.n_threads,
-        )
+        self.context = _context(model, policy, settings, _pad(n_start))
         self._layer_cells = self.context.layer_cells
         # ragged rows are as many as their layer's
         self._layer_of_row = np.unique(self.context.row_layers, return_inverse=True)[1]
@@ -302,7 +289,7 @@ class Engine:
             and live.max(initial=0) == n
             and layer_cells.shape == self._layer_cells.shape
             and all(
-                array.nbytes == n_live * self.context.cell_bytes(layer)
+                self.context.fits(layer, n_live, array)
                 for layer, (array, n_live) in enumerate(zip(cells, self._most_live(live), strict=True))
             )
             and all(array.shape == rows for array in signals.values())
@@ -592,6 +579,38 @@ class Engine:
         )
         self.edit_s += time.perf_counter() - start
         self._n_observed = self.n_past
+
+
+def _context(model: Model, policy: Policy, settings: Settings, n_cell: int) -> Context | SequenceContext:
+    """The cache. Raises LibraryError for what needs the patch where the library has none."""
+    how = {
+        "n_output": settings.n_output,
+        "type_k": settings.type_k,
+        "type_v": settings.type_v,
+        "flash": settings.flash,
+        "n_threads": settings.n_threads,
+    }
+    if is_patched():
+        return Context(
+            model,
+            n_cell,
+            settings.n_batch,
+            policy.reads,
+            n_query=policy.n_query,
+            group=policy.group,
+            log_n=policy.logn,
+            ragged=policy.ragged,
+            **how,
+        )
+    lacking = (
+        (policy.needs_patch(), f"the policy {type(policy).__name__}"),
+        (settings.prefill == "whole", "a prompt read whole"),
+        (bool(model.window) and policy.slack > 0, "evicting beside sliding layers"),
+    )
+    for is_asked, what in lacking:
+        if is_asked:
+            raise LibraryError(f"{what} needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}")
+    return SequenceContext(model, n_cell, settings.n_batch, **how)
 
 
 def _pad(n: int) -> int:

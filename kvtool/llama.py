@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,9 @@ except (
     raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
 
 ABI = 3
+
+HOW_TO_BUILD = "build the one that has it: make setup"
+"""The end of what is said where the patch is missing."""
 
 CACHE_TYPES = {
     "f32": 0,
@@ -96,7 +100,8 @@ def _bind(name: str, result: type, *arguments: object) -> None:
     function.argtypes = list(arguments)
 
 
-def _is_patched() -> bool:
+def is_patched() -> bool:
+    """Whether the library has our patch."""
     return hasattr(_lib, "llama_kvtool_abi")
 
 
@@ -105,7 +110,7 @@ def _bind_all() -> None:
     _bind("llama_kvtool_abi", i32)
     _bind("llama_kvtool_digest", ctypes.c_char_p)
     if _lib.llama_kvtool_abi() != ABI:
-        # what else it has is another kvtool's: require_patched says so
+        # what else it has is another kvtool's: check_library says so
         return
     _bind("llama_kvtool_error", ctypes.c_char_p)
     _bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
@@ -126,7 +131,7 @@ def _bind_all() -> None:
     _bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(_Edit))
 
 
-if _is_patched():
+if is_patched():
     _bind_all()
 
 
@@ -146,24 +151,18 @@ def library_info() -> dict[str, object]:
     return {
         "version": package,
         "path": str(library_path()),
-        "patched": _is_patched(),
-        "abi": _lib.llama_kvtool_abi() if _is_patched() else None,
+        "patched": is_patched(),
+        "abi": _lib.llama_kvtool_abi() if is_patched() else None,
         "abi_wanted": ABI,
-        "digest": _lib.llama_kvtool_digest().decode() if _is_patched() else None,
+        "digest": _lib.llama_kvtool_digest().decode() if is_patched() else None,
         "devices": devices(),
         "system_info": api.llama_print_system_info().decode().strip(),
     }
 
 
-def require_patched() -> None:
-    """Raises LibraryError unless the library has our patch, of the ABI that this kvtool speaks."""
-    if not _is_patched():
-        raise LibraryError(
-            f"the llama.cpp in {library_path().parent} is not patched for kvtool; "
-            "build the right one: make setup"
-        )
-    abi = _lib.llama_kvtool_abi()
-    if abi != ABI:
+def check_library() -> None:
+    """Raises LibraryError for a library with our patch of another ABI than this kvtool speaks."""
+    if is_patched() and (abi := _lib.llama_kvtool_abi()) != ABI:
         raise LibraryError(
             f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
             f"this kvtool ABI {ABI}; build the right one: make setup"
@@ -287,11 +286,14 @@ def guard() -> None:
     """From now on a crash of compiled code ends the process with one line and an exit code.
 
     ggml aborts where something cannot be, and on a damaged model C++ may read what is not there. Without
-    this the process ends with pages of backtrace. Not for use as a library: handlers are the process's own.
+    this the process ends with pages of backtrace; so it does with an unpatched library. Not for use as a
+    library: handlers are the process's own.
     """
     global _guarding
-    require_patched()
+    check_library()
     _start_backends()
+    if not is_patched():
+        return
     _guarding = True
     _set_guard(
         LibraryError(
@@ -331,7 +333,7 @@ class Model:
     def __init__(
         self, path: Path | str, *, n_gpu_layers: int | None = None, vocab_only: bool = False
     ) -> None:
-        require_patched()
+        check_library()
         _start_backends()
         _log_tail.clear()
         params = api.llama_model_default_params()
@@ -401,13 +403,10 @@ def _damaged(path: Path | str) -> ModelError:
     return ModelError(f"{path} seems to be damaged: llama.cpp has crashed on it; download it again")
 
 
-class Context:
-    """A cache of n_cell cells and the decode that fills it, for one sequence.
+class Decoder:
+    """A cache of n_cell cells and the decode that fills it, for one sequence: what any llama.cpp has of both.
 
-    Layers that slide, if the model has some, have no rows: llama.cpp keeps their window beside the cells.
-    signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
-    logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
-    n_output: the most tokens of a step whose logits are wanted.
+    n_output: the most tokens of a step whose logits are wanted. ragged: see Context.
     Raises UsageError for cache types that cannot go together, OutOfMemory, and LibraryError for what
     llama.cpp refuses.
     """
@@ -417,11 +416,7 @@ class Context:
         model: Model,
         n_cell: int,
         n_batch: int,
-        signals: Signal = Signal.NONE,
         *,
-        n_query: int = 0,
-        group: str = "sum",
-        log_n: bool = False,
         ragged: bool = False,
         n_output: int = 1,
         type_k: str = "f16",
@@ -431,6 +426,7 @@ class Context:
     ) -> None:
         self.model = model
         self.n_batch = n_batch
+        self.ragged = ragged
         params = api.llama_context_default_params()
         # the sliding layers' cache is never longer than this, and must hold the window and a step
         params.n_ctx = max(n_cell, self.model.window and self.model.window + n_batch)
@@ -451,20 +447,7 @@ class Context:
             if _no_memory():
                 raise OutOfMemory(f"no memory for a cache of {n_cell} cells{_because()}")
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{_because()}")
-        wanted = _Params(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
-        self.n_row: int = _lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
-        if self.n_row < 0:
-            why = _kvtool_error()
-            self.close()
-            raise ModelError(f"{model.path.name} cannot be used yet: {why}")
-        self.n_dim: int = _lib.llama_kvtool_n_dim(self._context)
-        self.ragged = ragged
-        self.row_layers = np.empty(self.n_row, np.int32)
-        _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
-        n_layer = len(np.unique(self.row_layers))
-        self.layer_cells = np.full(n_layer, api.llama_n_ctx(self._context), np.int32)
-        if params.n_ctx > n_cell:
-            self.resize(np.full(n_layer, n_cell))
+        self.n_ctx: int = api.llama_n_ctx(self._context)
         self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
         as_array = np.ctypeslib.as_array
         self._tokens, self._pos, self._wants = (
@@ -483,16 +466,6 @@ class Context:
             if self._batch:
                 api.llama_batch_free(self._batch)
                 self._batch = None
-
-    @property
-    def n_cell(self) -> int:
-        """Cells of the longest layer."""
-        return int(self.layer_cells.max())
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the K and V tensors, those of sliding layers among them."""
-        return _lib.llama_kvtool_cache_bytes(self._context)
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
@@ -514,6 +487,81 @@ class Context:
         """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
         pointer = api.llama_get_logits(self._context)
         return np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
+
+    def remove(self, first: int, end: int) -> None:
+        """Frees the cells at positions first .. end - 1."""
+        if not api.llama_memory_seq_rm(self._memory, 0, first, end):
+            raise LibraryError(f"llama.cpp cannot remove positions {first} to {end - 1} of its cache")
+
+    def shift(self, first: int, end: int, delta: int) -> None:
+        """The tokens at positions first .. end - 1 come delta later; keys turn before the next decode."""
+        api.llama_memory_seq_add(self._memory, 0, first, end, delta)
+
+    @property
+    def _memory(self) -> object:
+        return api.llama_get_memory(self._context)
+
+    def state(self) -> bytes:
+        """The raw bytes of all live cells, as llama.cpp saves a sequence; not of ragged rows."""
+        if self.ragged:
+            raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
+        n = api.llama_state_seq_get_size(self._context, 0)
+        buffer = (ctypes.c_uint8 * n)()
+        return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
+
+    def set_state(self, data: bytes) -> None:
+        """Writes what `state` returned into an empty cache."""
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
+            raise LibraryError(f"llama.cpp cannot take back the cells that it saved{_because()}")
+
+
+class Context(Decoder):
+    """A cache whose cells each row has of its own, which needs the patched library.
+
+    Layers that slide, if the model has some, have no rows: llama.cpp keeps their window beside the cells.
+    signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
+    logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
+    how: as Decoder has it. Raises what Decoder does, and ModelError for a model that has no rows.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_cell: int,
+        n_batch: int,
+        signals: Signal = Signal.NONE,
+        *,
+        n_query: int = 0,
+        group: str = "sum",
+        log_n: bool = False,
+        ragged: bool = False,
+        **how: Any,
+    ) -> None:
+        super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
+        wanted = _Params(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
+        self.n_row: int = _lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
+        if self.n_row < 0:
+            why = _kvtool_error()
+            self.close()
+            raise ModelError(f"{model.path.name} cannot be used yet: {why}")
+        self.n_dim: int = _lib.llama_kvtool_n_dim(self._context)
+        self.row_layers = np.empty(self.n_row, np.int32)
+        _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        n_layer = len(np.unique(self.row_layers))
+        self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
+        if model.window and model.window + n_batch > n_cell:
+            self.resize(np.full(n_layer, n_cell))
+
+    @property
+    def n_cell(self) -> int:
+        """Cells of the longest layer."""
+        return int(self.layer_cells.max())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the K and V tensors, those of sliding layers among them."""
+        return _lib.llama_kvtool_cache_bytes(self._context)
 
     def hide(self, n: int) -> None:
         """The first n cells stay, but no later query sees them; the next token may have any position.
@@ -562,9 +610,13 @@ class Context:
         _check(_lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
         return out
 
+    def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
+        """Whether that may be what `cells` returned of n cells of such a layer."""
+        return data.nbytes == n * self.cell_bytes(layer)
+
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
         """Writes what `cells` returned."""
-        assert data.nbytes == n * self.cell_bytes(layer)
+        assert self.fits(layer, n, data)
         assert data.flags.c_contiguous
         _check(_lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
@@ -634,14 +686,6 @@ class Context:
 
     def _apply(self, edit: _Edit) -> None:
         _check(_lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
-
-    def state(self) -> bytes:
-        """The raw bytes of all live cells, as llama.cpp saves a sequence; not of ragged rows."""
-        if self.ragged:
-            raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
-        n = api.llama_state_seq_get_size(self._context, 0)
-        buffer = (ctypes.c_uint8 * n)()
-        return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
 
 
 def default_threads() -> int:

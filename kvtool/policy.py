@@ -151,6 +151,11 @@ class Policy:
     t: ClassVar[str] = "stream"
 
     @classmethod
+    def needs_patch(cls) -> bool:
+        """Whether llama.cpp's own calls are too little: they show nothing, and cut tokens from all rows."""
+        return bool(cls.reads or cls.ragged or cls.logn)
+
+    @classmethod
     def fit(cls, budget: int, slack: int, **params: object) -> Self:
         """The policy for a budget: parameters not given take the values that suit it."""
         return cls(budget, slack, **params)

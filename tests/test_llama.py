@@ -782,21 +782,10 @@ def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
 # what is not ours
 
 
-def test_an_unpatched_library_is_refused_in_one_line_that_says_how_to_build(monkeypatch, tiny_model):
-    monkeypatch.setattr(llama, "_is_patched", lambda: False)
-    with pytest.raises(LibraryError) as caught:
-        Model(tiny_model(**SHAPE))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "not patched" in message
-    assert "make setup" in message
-    assert str(llama.library_path().parent) in message
-
-
 def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):
     monkeypatch.setattr(llama, "ABI", llama.ABI + 1)
     with pytest.raises(LibraryError) as caught:
-        llama.require_patched()
+        llama.check_library()
     message = str(caught.value)
     assert "\n" not in message
     assert f"ABI {llama.ABI - 1}" in message
@@ -805,7 +794,7 @@ def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(
 
 
 def test_the_library_that_is_loaded_is_the_right_one():
-    llama.require_patched()
+    llama.check_library()
     info = llama.library_info()
     assert info["patched"]
     assert info["abi"] == info["abi_wanted"]

@@ -118,7 +118,12 @@ def compare(
         gpu_layers=gpu_layers,
         verbose=verbose,
     )
-    names = names or ["full", *(name for name in registry.names() if name != "full")]
+    if not names:
+        runs = (
+            name for name in registry.names() if llama.is_patched() or not registry.load(name).needs_patch()
+        )
+        names = ["full", *(name for name in runs if name != "full")]
+    opt.check_patch([grid.split_policy(name)[0] for name in names])
     names, missing = _against_full(common, n_vocab, names)
     cells = grid.cells(
         common, info, names, budget_texts, type_texts, evict_every=evict_every, combine=combine

@@ -76,7 +76,7 @@ def _library(wrong) -> dict[str, object] | None:
         wrong(f"the patch files cannot be read: {error}", "git checkout -- patches")
         return library
     if not library["patched"]:
-        wrong("llama.cpp is not patched", _BUILD)
+        wrong("llama.cpp is not patched: only policies that need no attention run", _BUILD)
     elif library["abi"] != library["abi_wanted"]:
         wrong(
             f"the library speaks kvtool's ABI {library['abi']}, this kvtool {library['abi_wanted']}", _BUILD

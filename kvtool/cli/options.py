@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.progress import bytes_progress
-from kvtool.errors import UsageError
+from kvtool.errors import LibraryError, UsageError
 
 N_BATCH = 256
 """Tokens a step of a chat unless -b is given."""
@@ -191,6 +192,25 @@ def resolved(model: str | None) -> tuple[Path, ModelInfo]:
     return path, models.check(path)
 
 
+def check_patch(names: Sequence[str]) -> None:
+    """Where llama.cpp is not patched, says what that means. Raises LibraryError for policies that need it."""
+    from kvtool import llama, policies
+
+    if llama.is_patched():
+        return
+    needing = [name for name in names if policies.load(name).needs_patch()]
+    plain = ", ".join(name for name in policies.names() if not policies.load(name).needs_patch())
+    if needing:
+        raise LibraryError(
+            f"this llama.cpp has not kvtool's patch, which {', '.join(needing)} needs; {llama.HOW_TO_BUILD}, "
+            f"or choose one of {plain}"
+        )
+    sys.stderr.write(
+        f"this llama.cpp has not kvtool's patch: only {plain} run, and all rows hold the same tokens; "
+        f"for the others {llama.HOW_TO_BUILD}\n"
+    )
+
+
 def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
     """The positions there are: the trained context, or fewer if fewer are asked for."""
     return min(asked or info.n_ctx_train, info.n_ctx_train)
@@ -203,6 +223,7 @@ def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
 
     llama.set_verbose(wanted.verbose)
     llama.guard()
+    check_patch([wanted.policy])
     model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
     try:
         yield model

@@ -1,0 +1,122 @@
+"""A cache under llama.cpp's own sequence calls: what an unpatched library can do for a policy.
+
+It removes and shifts whole tokens, in all layers and heads alike: to a policy the cache is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvtool import header
+from kvtool.errors import LibraryError
+from kvtool.llama import Decoder, Model
+from kvtool.policy import Merge
+
+
+class SequenceContext(Decoder):
+    """What the engine needs of a Context, for a policy that reads no signal and whose rows are not ragged.
+
+    Cell i is the i-th of a table on the host, wherever llama.cpp has it: a cell is found by its position.
+    how: as Decoder has it. Raises what Decoder does.
+    """
+
+    n_row = 1
+    # nobody reads keys
+    n_dim = 0
+    n_window = 0
+
+    def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
+        super().__init__(model, n_cell, n_batch, **how)
+        info = header.read(model.path)
+        types = how.get("type_k", "f16"), how.get("type_v", "f16")
+        self._cell_bytes = info.cell_bytes(*types)
+        self.cache_bytes = self.n_ctx * self._cell_bytes + info.window_bytes(n_batch, *types)
+        self.row_layers = np.zeros(1, np.int32)
+        self.layer_cells = np.array([n_cell], np.int32)
+        self.n_cell = n_cell
+        # of each cell the position that llama.cpp has it at, and the one it is to have at the next decode
+        self._at = self._pos_of = np.empty(0, np.int32)
+
+    def see(self, n_seen: int) -> None:
+        """Nothing counts queries here."""
+
+    def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        # not before: llama.cpp saves keys without a rotation that it still owes them
+        for shift in shifts(self._at, self._pos_of):
+            self.shift(*shift)
+        super().decode(tokens, pos_0, n_output)
+        new = np.arange(pos_0, pos_0 + len(tokens), dtype=np.int32)
+        self._at = self._pos_of = np.concatenate([self._pos_of, new])
+
+    def apply(
+        self,
+        moves: np.ndarray,
+        n_keep: int,
+        pos_0: int,
+        merge: Merge | None = None,
+        *,
+        n_keep_row: np.ndarray | None = None,
+    ) -> None:
+        """As Context.apply, of one row: cells that stay and move from one to another are not touched.
+
+        Raises LibraryError for a merge.
+        """
+        if merge is not None:
+            raise LibraryError("an unpatched llama.cpp cannot merge values")
+        _, dst, src, delta = np.reshape(moves, (-1, 4)).T
+        source, turn = np.arange(n_keep), np.zeros(n_keep, np.int32)
+        source[dst], turn[dst] = src, delta
+        for run in runs(self._at, np.delete(np.arange(len(self._at)), source)):
+            self.remove(*run)
+        self._pos_of = self._pos_of[source] + turn
+        self._at = self._at[source]
+
+    def cell_bytes(self, layer: int) -> int:
+        """Bytes of K and V that a cell takes in all layers."""
+        return self._cell_bytes
+
+    def cells(self, layer: int, n: int) -> np.ndarray:
+        """u1[bytes]: both positions of each of the n cells, and the sequence as llama.cpp saves it."""
+        table = np.stack([self._at, self._pos_of]).astype("<i4")
+        return np.frombuffer(table.tobytes() + self.state(), np.uint8)
+
+    def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
+        """Whether that may be what `cells` returned of n cells; llama.cpp looks at the rest."""
+        return data.dtype == np.uint8 and data.nbytes > 8 * n
+
+    def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
+        """Writes what `cells` returned into an empty cache."""
+        table = np.frombuffer(data[: 8 * n].tobytes(), "<i4").reshape(2, n)
+        self.set_state(data[8 * n :].tobytes())
+        self._at, self._pos_of = table.astype(np.int32)
+
+
+def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Ranges (first, end) of positions that hold the cells gone i64[n] of those at i32[cell] alone."""
+    if not len(gone):
+        return
+    order = np.argsort(at)
+    is_gone = np.zeros(len(at) + 2, np.int8)
+    is_gone[1 + np.flatnonzero(np.isin(order, gone))] = 1
+    edges = np.diff(is_gone)
+    for first, end in zip(np.flatnonzero(edges > 0), np.flatnonzero(edges < 0), strict=True):
+        yield int(at[order[first]]), int(at[order[end - 1]]) + 1
+
+
+def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Shifts (first, end, delta) that bring cells at i32[cell] to positions i32[cell], in the same order.
+
+    One after the other: none touches a token that another has moved.
+    """
+    order = np.argsort(at)
+    at, delta = at[order], (to - at)[order]
+    starts = np.flatnonzero(np.diff(delta, prepend=0))
+    ends = np.append(starts, len(delta))[1:]
+    groups = [(int(at[i]), int(at[j - 1]) + 1, int(delta[i])) for i, j in zip(starts, ends, strict=True)]
+    # what goes up makes room from the top, what goes down from the bottom
+    yield from (group for group in reversed(groups) if group[2] > 0)
+    yield from (group for group in groups if group[2] < 0)
