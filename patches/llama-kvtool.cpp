@@ -8,6 +8,8 @@
 #include "llama-kv-cache-iswa.h"
 #include "llama-model.h"
 
+#include "../ggml/src/ggml-backend-impl.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -16,6 +18,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -85,6 +89,9 @@ struct llama_kvtool {
 
         ggml_tensor * k;
         ggml_tensor * v;
+
+        int    device = -1; // where its signals add up, -1: on the host
+        size_t first  = 0;  // and of its sums there the first, [n_head][n_cell]
     };
 
     std::vector<layer> layers;
@@ -114,6 +121,35 @@ struct llama_kvtool {
     std::vector<std::vector<float>> staging[n_signal];
 
     int n_query_staged = 0;
+
+    // signals of layers whose cache is not in host memory add up beside it, and are copied when they are read:
+    // to copy them after every ubatch would be most of what goes to another machine
+    struct device_sums {
+        ggml_backend_buffer_type_t buft;
+
+        size_t n = 0; // of all its layers
+
+        ggml_context_ptr ctx;
+
+        ggml_tensor *           t  [n_signal] = {};
+        ggml_backend_buffer_ptr buf[n_signal];
+
+        void clear() const {
+            for (int s = 0; s < n_signal; ++s) {
+                if (buf[s]) {
+                    ggml_backend_buffer_clear(buf[s].get(), 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT ? never_byte : 0);
+                }
+            }
+        }
+    };
+
+    // four of these bytes are a float of -1.3e20, which stays the same when a ubatch is taken off
+    static constexpr uint8_t never_byte = 0xE0;
+
+    std::vector<device_sums> devices;
+
+    int  n_query_device = 0;     // queries since the devices' sums were cleared
+    bool recent_anew    = false; // whether one of these ubatches had n_query queries or more
 
     // the edits' own scheduler: with the decode's, every edit would cost a rebuild of the decode graph
     ggml_backend_sched_ptr sched;
@@ -281,6 +317,79 @@ struct llama_kvtool {
                 }
             }
         }
+        devices.clear();
+        if (params.signals && !size_device_sums()) {
+            // no memory there: the host adds up
+            devices.clear();
+            for (auto & l : layers) {
+                l.device = -1;
+            }
+        }
+    }
+
+    bool size_device_sums() {
+        for (auto & l : layers) {
+            l.device = -1;
+            if (ggml_backend_buffer_is_host(l.k->buffer)) {
+                continue;
+            }
+            const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
+
+            auto it = std::find_if(devices.begin(), devices.end(), [&](const device_sums & d) { return d.buft == buft; });
+            if (it == devices.end()) {
+                it = devices.emplace(it);
+                it->buft = buft;
+            }
+            l.device = it - devices.begin();
+            l.first  = it->n;
+            it->n += (size_t) l.n_head*l.n_cell;
+        }
+
+        for (auto & d : devices) {
+            d.ctx.reset(ggml_init({ n_signal*ggml_tensor_overhead(), nullptr, true }));
+            for (int s = 0; s < n_signal; ++s) {
+                if (!has(s)) {
+                    continue;
+                }
+                d.t[s] = ggml_new_tensor_1d(d.ctx.get(), GGML_TYPE_F32, d.n);
+                ggml_format_name(d.t[s], "kvtool_sums_%d", s);
+                d.buf[s].reset(ggml_backend_alloc_ctx_tensors_from_buft(d.ctx.get(), d.buft));
+                if (!d.buf[s]) {
+                    return false;
+                }
+            }
+            d.clear();
+        }
+
+        return true;
+    }
+
+    // add a ubatch's signal [n_kv, 1, n_head] to the sums on the device; null if the host adds up
+    ggml_tensor * build_sum(ggml_context * ctx, int il, int s, ggml_tensor * t, int64_t n_tokens) const {
+        const auto & l = *find(il);
+
+        if (l.device < 0) {
+            return nullptr;
+        }
+        GGML_ASSERT(t->ne[0] <= l.n_cell);
+
+        const size_t stride = l.n_cell*sizeof(float);
+
+        ggml_tensor * sum = ggml_view_3d(ctx, devices[l.device].t[s], t->ne[0], 1, l.n_head, stride, stride, l.first*sizeof(float));
+
+        switch (1u << s) {
+            case LLAMA_KVTOOL_SIGNAL_LAST:
+                return ggml_cpy(ctx, t, sum);
+            case LLAMA_KVTOOL_SIGNAL_RECENT:
+                return n_tokens >= params.n_query ? ggml_cpy(ctx, t, sum) : ggml_add_inplace(ctx, sum, t);
+            case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
+                // counted back from the ubatch's end, so that nothing changes from step to step
+                ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
+                return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
+            }
+            default:
+                return ggml_add_inplace(ctx, sum, t);
+        }
     }
 
     int64_t n_bytes() const {
@@ -304,6 +413,8 @@ struct llama_kvtool {
     void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
         fold(lctx);
 
+        bool staged = false;
+
         for (const auto & probe : graph.probes) {
             const auto * l = find(probe.il);
             GGML_ASSERT(l);
@@ -312,6 +423,7 @@ struct llama_kvtool {
                 if (ggml_tensor * t = probe.t[s]) {
                     auto & dst = staging[s][l - layers.data()];
                     dst.resize(ggml_nelements(t));
+                    staged = true;
 
                     ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lctx.sched.get(), t);
                     ggml_backend_tensor_get_async(backend, t, dst.data(), 0, ggml_nbytes(t));
@@ -319,8 +431,13 @@ struct llama_kvtool {
             }
         }
 
-        // nothing to wait for where there are no signals
-        (graph.probes.empty() ? n_done : n_query_staged) += n_tokens;
+        // nothing to wait for where no signal is on its way
+        (staged ? n_query_staged : n_done) += n_tokens;
+
+        if (!graph.probes.empty() && !devices.empty()) {
+            n_query_device += n_tokens;
+            recent_anew = recent_anew || n_tokens >= params.n_query;
+        }
 
         if (params.ragged) {
             for (int32_t & n : live) {
@@ -341,6 +458,10 @@ struct llama_kvtool {
         for (int s = 0; s < n_signal; ++s) {
             for (size_t i = 0; has(s) && i < layers.size(); ++i) {
                 const auto & l = layers[i];
+
+                if (l.device >= 0) {
+                    continue;
+                }
 
                 const size_t n = std::min<size_t>(staging[s][i].size()/l.n_head, l.n_cell);
 
@@ -373,11 +494,70 @@ struct llama_kvtool {
         }
     }
 
+    // the same, and what has added up on devices
+    void collect(llama_context & lctx) {
+        fold(lctx);
+
+        if (n_query_device == 0) {
+            return;
+        }
+
+        lctx.synchronize();
+
+        const int n_before = n_done - n_query_device;
+
+        std::vector<float> tmp;
+
+        for (size_t i = 0; i < devices.size(); ++i) {
+            for (int s = 0; s < n_signal; ++s) {
+                if (!has(s)) {
+                    continue;
+                }
+                tmp.resize(devices[i].n);
+                ggml_backend_tensor_get(devices[i].t[s], tmp.data(), 0, tmp.size()*sizeof(float));
+
+                for (const auto & l : layers) {
+                    for (int head = 0; head < l.n_head && l.device == (int) i; ++head) {
+                        collect(s, tmp.data() + l.first + (size_t) head*l.n_cell, signals[s][l.row_0 + head], n_before);
+                    }
+                }
+            }
+        }
+
+        clear_devices();
+    }
+
+    void collect(int s, const float * src, std::vector<float> & dst, int n_before) const {
+        const uint32_t signal = 1u << s;
+
+        for (size_t i = 0; i < dst.size(); ++i) {
+            if (signal == LLAMA_KVTOOL_SIGNAL_LAST || (signal == LLAMA_KVTOOL_SIGNAL_RECENT && recent_anew)) {
+                dst[i] = src[i];
+            } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
+                const float at = src[i] + n_query_device;
+                dst[i] = at > 0.0f ? n_before + at : dst[i];
+            } else {
+                dst[i] += src[i];
+            }
+        }
+    }
+
+    void clear_devices() {
+        if (n_query_device > 0) {
+            for (const auto & d : devices) {
+                d.clear();
+            }
+        }
+        n_query_device = 0;
+        recent_anew    = false;
+    }
+
     void clear_signals(llama_context & lctx) {
-        if (n_query_staged > 0) {
+        if (n_query_staged > 0 || n_query_device > 0) {
             lctx.synchronize();
             n_query_staged = 0;
         }
+        clear_devices();
         n_done = 0;
         for (auto & rows : signals) {
             for (auto & row : rows) {
@@ -1078,7 +1258,7 @@ struct llama_kvtool {
             }
         }
 
-        fold(lctx);
+        collect(lctx);
 
         const int64_t n_before = n_bytes();
 
@@ -1564,6 +1744,10 @@ void llama_kvtool_build(
             ++s;
         }
         // at once, so that the probabilities of one layer are freed before those of the next are made
+        if (ggml_tensor * sum = kvtool->build_sum(ctx, il, s, t, n_tokens)) {
+            ggml_build_forward_expand(graph.gf, sum);
+            return;
+        }
         ggml_set_output(t);
         ggml_build_forward_expand(graph.gf, t);
         probe.t[s] = t;
@@ -1643,7 +1827,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     // a halving is two views and up to three operations, and again for what is left over
     uint32_t n = 48;
     for (int s = 0; s < llama_kvtool::n_signal; ++s) {
-        n += kvtool->has(s) ? 8 + 2*10*n_halving : 0;
+        n += kvtool->has(s) ? 16 + 2*10*n_halving : 0;
     }
 
     return hparams.n_layer()*n;
@@ -1773,6 +1957,29 @@ static void guard_off() {
 }
 
 //
+// memory of devices
+//
+
+struct device_limit {
+    void (*get_memory)(ggml_backend_dev_t, size_t *, size_t *);
+
+    size_t n_bytes;
+};
+
+static std::mutex                                 g_limits_mutex;
+static std::map<ggml_backend_dev_t, device_limit> g_limits;
+
+static void get_limited_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
+    std::lock_guard<std::mutex> lock(g_limits_mutex);
+
+    const auto & limit = g_limits.at(dev);
+
+    limit.get_memory(dev, free, total);
+    *total = std::min(*total, limit.n_bytes);
+    *free  = std::min(*free,  limit.n_bytes);
+}
+
+//
 // C API
 //
 
@@ -1812,6 +2019,23 @@ static auto guarded(F && f) -> decltype(f()) {
     } catch (const std::exception & e) {
         return fail(e.what());
     }
+}
+
+int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes) {
+    if (!dev || n_bytes == 0) {
+        return fail("no device or no bytes");
+    }
+    return guarded([&]() -> int32_t {
+        std::lock_guard<std::mutex> lock(g_limits_mutex);
+        const auto it = g_limits.find(dev);
+        if (it != g_limits.end()) {
+            it->second.n_bytes = n_bytes;
+        } else {
+            g_limits[dev] = { dev->iface.get_memory, (size_t) n_bytes };
+            dev->iface.get_memory = get_limited_memory;
+        }
+        return 0;
+    });
 }
 
 int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {
@@ -1942,7 +2166,7 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
         return s;
     }
     return guarded([&]() -> int32_t {
-        kvtool->fold(*ctx);
+        kvtool->collect(*ctx);
         for (int32_t row = 0; row < n_row; ++row) {
             const auto & src = kvtool->signals[s][row];
             float * dst = out + (size_t) row*n_cell;
@@ -1968,7 +2192,7 @@ int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * i
         return fail(format("n_query = %d must not be negative", n_query));
     }
     return guarded([&]() -> int32_t {
-        kvtool->fold(*ctx);
+        kvtool->collect(*ctx);
         kvtool->n_done = n_query;
         for (int32_t row = 0; row < n_row; ++row) {
             auto & dst = kvtool->signals[s][row];

@@ -93,6 +93,9 @@ LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this t
 // and ends the process with exit_code, without a core dump; verbose: after what ggml and C++ say; null: as before
 LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose);
 
+// from now on a device says that it has at most so many bytes of memory, of which all may be free
+LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
+
 // start anew with these parameters, on an empty cache; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 
@@ -160,7 +163,7 @@ struct llama_kvtool_graph {
     struct probe {
         int il;
 
-        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv] or null
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv] or null, as where signals add up on the device
     };
 
     std::vector<probe> probes;
@@ -197,7 +200,7 @@ void llama_kvtool_build(
 // whether every row has cells for that many more tokens: the table of llama.cpp does not know where rows are ragged
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
 
-// copy the signals of a computed graph to the host
+// count the queries of a computed graph, and copy to the host those of its signals that add up there
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);
 
 // the most nodes that we add to a graph
