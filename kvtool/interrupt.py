@@ -13,7 +13,7 @@ EXIT_CODE = 128 + 2
 """What a shell shows for a program that died of an interrupt."""
 
 
-def end(*_: object, said: str = "stopped") -> None:
+def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
     """A handler that ends the process at once, in one line.
 
     For stages that leave nothing to be put in order, as imports and the load of a model: an exception would
@@ -26,7 +26,7 @@ def end(*_: object, said: str = "stopped") -> None:
         before = "\x1b[?25h\n" if sys.stderr.isatty() else ""
         sys.stderr.write(f"{before}kvtool: {said}\n")
         sys.stderr.flush()
-    os._exit(EXIT_CODE)
+    os._exit(exit_code)
 
 
 def ends() -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import socket
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvtool import rpc
 from kvtool.errors import KvtoolError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.policy import Merge, Signal
 
@@ -205,34 +205,77 @@ def has_gpu() -> bool:
     return any(device["type"] in ("gpu", "igpu") for device in devices())
 
 
-def add_rpc(endpoint: str) -> None:
-    """Adds the devices of an rpc-server at host:port; models loaded later use them.
+_workers: list[str] = []
+"""Those that have been added, host:port."""
 
-    Raises UsageError for what is no endpoint, LibraryError where nobody answers.
+
+def add_rpc(*endpoints: str) -> None:
+    """Adds the devices of the workers at host:port, ...; models loaded later use them before any other.
+
+    Raises UsageError for what is no endpoint or named twice, LibraryError for a worker that does not answer.
     """
-    host, _, port = endpoint.rpartition(":")
-    if not (host and port.isdecimal()):
-        raise UsageError(f"an rpc-server is host:port, got {endpoint!r}")
-    try:
-        # llama.cpp itself would end the process
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, OverflowError):
-        raise LibraryError(f"no rpc-server answers at {endpoint}") from None
+    with rpc.reached(endpoints) as addresses:
+        # llama.cpp itself would wait without an end, or end the process
+        add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
+    _bind("ggml_backend_register", None, ctypes.c_void_p)
+    _workers.extend(endpoints)
+    if _guarding:
+        guard()
+    for endpoint, address in zip(endpoints, addresses, strict=True):
+        server = add_server(address.encode())
+        if not server:
+            raise LibraryError(f"the worker at {endpoint} has no devices")
+        _lib.ggml_backend_register(server)
+
+
+def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    """A function of ggml's RPC. Raises LibraryError where the library is built without."""
     _start_backends()
     _bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
     _bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    _bind("ggml_backend_register", None, ctypes.c_void_p)
     registry = _lib.ggml_backend_reg_by_name(b"RPC")
-    if not registry:
+    address = registry and _lib.ggml_backend_reg_get_proc_address(registry, name.encode())
+    if not address:
         raise LibraryError(
             "llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON make setup"
         )
-    address = _lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
-    add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
-    server = add_server(endpoint.encode())
-    if not server:
-        raise LibraryError(f"no rpc-server answers at {endpoint}")
-    _lib.ggml_backend_register(server)
+    return ctypes.CFUNCTYPE(result, *arguments)(address)
+
+
+def served(memory: int | None = None) -> list[dict[str, object]]:
+    """The devices that `server` serves, as `devices` tells them: GPUs, or the CPU where there is none.
+
+    memory: the most bytes that they say to have, all together. Raises LibraryError where that needs a patch.
+    """
+    found = _served()
+    if memory is not None:
+        if not hasattr(_lib, "llama_kvtool_limit"):
+            raise LibraryError("to say less memory than there is takes a patched llama.cpp: make setup")
+        _bind("llama_kvtool_limit", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64)
+        for i, _ in found:
+            _check(_lib.llama_kvtool_limit(_lib.ggml_backend_dev_get(i), memory // len(found)))
+        found = _served()
+    return [device for _, device in found]
+
+
+def _served() -> list[tuple[int, dict[str, object]]]:
+    local = list(enumerate(devices()))
+    gpus = [(i, device) for i, device in local if device["type"] in ("gpu", "igpu")]
+    return gpus or [(i, device) for i, device in local if device["type"] == "cpu"][:1]
+
+
+def server(address: str, n_threads: int) -> Callable[[], None]:
+    """What serves this machine's devices at "1.2.3.4:50052" to one client after the other, when it is called.
+
+    It returns only where it cannot listen there, and writes to C's stdout what it does.
+    Raises LibraryError where the library is built without RPC.
+    """
+    text, size, pointer = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p
+    arguments = (text, text, size, size, ctypes.POINTER(pointer))
+    start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
+    handles = [_lib.ggml_backend_dev_get(i) for i, _ in _served()]
+    array = (pointer * len(handles))(*handles)
+    return lambda: start(address.encode(), None, n_threads, len(handles), array)
 
 
 _LOG_ERROR = 4
@@ -295,11 +338,23 @@ def guard() -> None:
     if not is_patched():
         return
     _guarding = True
-    _set_guard(
-        LibraryError(
-            "llama.cpp has crashed (a device that is gone, a damaged model, a policy's kernel, or a fault of "
-            "llama.cpp's own); -v shows more"
-        )
+    _set_guard(_lost_worker() or LibraryError(_CRASHED))
+
+
+_CRASHED = (
+    "llama.cpp has crashed (a device that is gone, a damaged model, a policy's kernel, or a fault of "
+    "llama.cpp's own); -v shows more"
+)
+
+
+def _lost_worker() -> LibraryError | None:
+    """What a crash most likely is where there are workers."""
+    if not _workers:
+        return None
+    which = f"the worker at {_workers[0]}" if len(_workers) == 1 else f"one of {', '.join(_workers)}"
+    return LibraryError(
+        f"{which} is gone or has no memory left; start it again, then this "
+        "(if it runs, llama.cpp has crashed here: -v shows more)"
     )
 
 
@@ -399,8 +454,10 @@ class Model:
         return text.decode("utf-8", "replace") if text else None
 
 
-def _damaged(path: Path | str) -> ModelError:
-    return ModelError(f"{path} seems to be damaged: llama.cpp has crashed on it; download it again")
+def _damaged(path: Path | str) -> KvtoolError:
+    return _lost_worker() or ModelError(
+        f"{path} seems to be damaged: llama.cpp has crashed on it; download it again"
+    )
 
 
 class Decoder:

@@ -24,6 +24,7 @@ from kvtool.cli import (
     perplexity,
     policies,
     session,
+    worker,
 )
 from kvtool.errors import KvtoolError, OutOfMemory
 
@@ -132,6 +133,7 @@ app.command("inspect")(inspect.inspect)
 app.command("policies")(policies.policies)
 app.add_typer(models.app, name="models")
 app.add_typer(session.app, name="session")
+app.command("worker")(worker.worker)
 app.command("doctor")(doctor.doctor)
 
 

@@ -69,6 +69,7 @@ def compare(
     n_batch: opt.Batch = 64,
     threads: opt.Threads = None,
     gpu_layers: opt.GpuLayers = None,
+    rpc: opt.Rpc = None,
     flash: opt.Flash = "auto",
     verbose: opt.Verbose = False,
 ) -> None:
@@ -79,6 +80,9 @@ def compare(
     opt.check_flash(flash)
     if positions not in ("original", "in-cache", "auto"):
         raise UsageError(f"positions must be original, in-cache or auto, got {positions!r}")
+    workers = opt.workers_of(rpc, gpu_layers)
+    if workers and jobs > 1:
+        raise UsageError("a worker serves one cell at a time; leave out --jobs or --rpc")
     names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
 
     from kvtool import models
@@ -116,6 +120,7 @@ def compare(
         flash=flash,
         threads=threads or max(1, llama.default_threads() // jobs),
         gpu_layers=gpu_layers,
+        rpc=workers,
         verbose=verbose,
     )
     if not names:

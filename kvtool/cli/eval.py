@@ -77,6 +77,7 @@ def evaluate(
     n_batch: opt.Batch = None,
     threads: opt.Threads = None,
     gpu_layers: opt.GpuLayers = None,
+    rpc: opt.Rpc = None,
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     flash: opt.Flash = "auto",

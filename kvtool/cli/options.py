@@ -77,6 +77,14 @@ Threads = Annotated[
 GpuLayers = Annotated[
     int | None, typer.Option("-ngl", "--gpu-layers", min=0, help="Layers on the GPU.", show_default="all")
 ]
+Rpc = Annotated[
+    str | None,
+    typer.Option(
+        "--rpc",
+        metavar="HOST:PORT,...",
+        help="Spread layers and cache over these machines, on which kvtool worker runs.",
+    ),
+]
 TypeK = Annotated[
     str, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f32, f16, q8_0, ...")
 ]
@@ -122,6 +130,7 @@ class EngineOptions:
     flash: str
     verbose: bool
     prefill: str | None = None
+    rpc: str | None = None
 
     @classmethod
     def of(cls, context: typer.Context) -> EngineOptions:
@@ -174,6 +183,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     from kvtool import policies
 
     policies.parse_options(policies.load(wanted.policy), wanted.options or [])
+    workers_of(wanted.rpc, wanted.gpu_layers)
     return resolved(wanted.model)
 
 
@@ -181,6 +191,18 @@ def check_flash(flash: str) -> None:
     """Raises UsageError for what -fa does not take."""
     if flash not in ("on", "off", "auto"):
         raise UsageError(f"-fa takes on, off or auto, got {flash!r}")
+
+
+def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
+    """The workers that --rpc names. Raises UsageError."""
+    if rpc is None:
+        return ()
+
+    from kvtool.rpc import endpoints
+
+    if gpu_layers == 0:
+        raise UsageError("-ngl 0 leaves no layer to the workers of --rpc; leave one of them out")
+    return tuple(endpoints(rpc))
 
 
 def resolved(model: str | None) -> tuple[Path, ModelInfo]:
@@ -224,6 +246,8 @@ def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
     llama.set_verbose(wanted.verbose)
     llama.guard()
     check_patch([wanted.policy])
+    if workers := workers_of(wanted.rpc, wanted.gpu_layers):
+        llama.add_rpc(*workers)
     model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
     try:
         yield model

@@ -50,6 +50,7 @@ class Job:
     flash: str
     threads: int
     gpu_layers: int | None = None
+    rpc: tuple[str, ...] = ()
     reference: str | None = None
     writes: bool = False
     verbose: bool = False
@@ -78,6 +79,8 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
         n_threads=job.threads,
     )
     llama.set_verbose(job.verbose)
+    if job.rpc:
+        llama.add_rpc(*job.rpc)
     model = llama.Model(job.model, n_gpu_layers=job.gpu_layers)
     try:
         against = nullcontext()
@@ -167,7 +170,7 @@ def encode(job: Job) -> bytes:
 
 
 def decode(data: Mapping[str, Any]) -> Job:
-    return Job(**data | {"options": tuple(data["options"])})
+    return Job(**data | {name: tuple(data[name]) for name in ("options", "rpc")})
 
 
 def main() -> None:

@@ -71,6 +71,7 @@ class Common:
     flash: str
     threads: int
     gpu_layers: int | None = None
+    rpc: tuple[str, ...] = ()
     verbose: bool = False
 
 
@@ -203,6 +204,7 @@ def identity(common: Common, cell: Cell) -> dict[str, Any]:
         "flash": common.flash,
         "gpu_layers": common.gpu_layers,
         "threads": common.threads,
+        "rpc": list(common.rpc),
     }
 
 
@@ -293,6 +295,8 @@ def reference(common: Common) -> Path:
             "flash": common.flash,
             "gpu_layers": common.gpu_layers,
         }
+        # -fa auto means something else there
+        | ({"rpc": True} if common.rpc else {})
     )
 
 
@@ -369,6 +373,7 @@ class Runner:
             flash=common.flash,
             threads=common.threads,
             gpu_layers=common.gpu_layers,
+            rpc=common.rpc,
             reference=str(against) if against else None,
             writes=writes,
             verbose=common.verbose,
