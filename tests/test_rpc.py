@@ -28,6 +28,9 @@ POLICIES = {
     "merging": Merging(48, 16),
     "bumblebee": policies.fit("bumblebee", 48, 16),
     "scissorhands": policies.fit("scissorhands", 48, 16),
+    "tova": policies.fit("tova", 48, 16),
+    "snapkv": policies.fit("snapkv", 48, 16),
+    "roco": policies.fit("roco", 48, 16),
     "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
@@ -41,6 +44,9 @@ RUNS = [
     ("merging", "in-cache", "on"),
     ("bumblebee", "in-cache", "off"),
     ("scissorhands", "in-cache", "on"),
+    ("tova", "original", "off"),
+    ("snapkv", "original", "off"),
+    ("roco", "original", "off"),
     ("logn", "original", "off"),
     ("corm", "in-cache", "off"),
     ("h2o", "auto", "off", "gemma3"),
@@ -132,7 +138,12 @@ def test_a_server_that_does_not_answer_is_an_error():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1, done.stderr[-3000:]
-    assert done.stderr.strip().endswith(f"LibraryError: no rpc-server answers at {endpoint}")
+    host, port = endpoint.split(":")
+    line = done.stderr.strip().rpartition("\n")[2]
+    assert line.endswith(
+        f"LibraryError: no worker answers at {endpoint}; start one there: "
+        f"kvtool worker --host {host} --port {port}"
+    )
 
 
 if __name__ == "__main__":
