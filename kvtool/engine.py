@@ -533,24 +533,24 @@ class Engine:
         n, most = self.n_kv, int(n_keep.max())
         source = np.empty((len(n_keep), most), np.int32)
         fill_holes(plan.keep, n_keep, source)
-        pos = np.take_along_axis(self.pos, source, axis=1)
-        rot = np.take_along_axis(self.rot, source, axis=1)
         dead = np.arange(n) >= n_keep[:, None] if self.policy.ragged else None
-        delta = np.zeros_like(rot)
+        moved, turn = source != np.arange(most), None
         if close or self.settings.positions == "in-cache":
+            pos = np.take_along_axis(self.pos, source, axis=1)
             rank = np.empty_like(pos)
             # what is dead ranks behind what lives
             rank_by_pos(pos if dead is None else np.where(dead[:, :most], _NEVER, pos), rank)
-            delta = next_rot - n_keep[:, None] + rank - rot
+            turn = next_rot - n_keep[:, None] + rank - np.take_along_axis(self.rot, source, axis=1)
             if dead is not None:
-                delta[dead[:, :most]] = 0
-            rot += delta
-        row, cell = np.nonzero((source != np.arange(most)) | (delta != 0))
-        self._edit(
-            np.stack([row, cell, source[row, cell], delta[row, cell]], axis=1), n_keep, next_rot, plan.merge
-        )
-        self.pos[:, :most] = pos
-        self.rot[:, :most] = rot
+                turn[dead[:, :most]] = 0
+            moved |= turn != 0
+        row, cell = np.nonzero(moved)
+        old = source[row, cell]
+        delta = np.zeros_like(old) if turn is None else turn[row, cell]
+        self._edit(np.stack([row, cell, old, delta], axis=1), n_keep, next_rot, plan.merge)
+        # no cell that something comes from is one that something goes to
+        self.pos[row, cell] = self.pos[row, old]
+        self.rot[row, cell] = self.rot[row, old] + delta
         if self.state:
             self._ask("move", self.state, source)
         for array in self.state:
