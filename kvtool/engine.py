@@ -109,6 +109,8 @@ class Engine:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self.context = _context(model, policy, settings, _pad(n_start))
+        # who asks what 1 / t or log t is
+        self._counts_seen = policy.logn or bool(policy.reads & (Signal.HITS | Signal.IMPORTANT))
         self._layer_cells = self.context.layer_cells
         # ragged rows are as many as their layer's
         self._layer_of_row = np.unique(self.context.row_layers, return_inverse=True)[1]
@@ -327,7 +329,8 @@ class Engine:
 
     def _decode(self, tokens: np.ndarray, n_output: int) -> None:
         n = len(tokens)
-        self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
+        if self._counts_seen:
+            self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
         self.context.decode(tokens, self._next_rot, n_output)
         append(self.n_past, self._next_rot, n, self.pos, self.rot, self.live)
         self.n_kv += n
