@@ -109,6 +109,8 @@ class Engine:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self.context = _context(model, policy, settings, _pad(n_start))
+        # who asks what 1 / t or log t is
+        self._counts_seen = policy.logn or bool(policy.reads & (Signal.HITS | Signal.IMPORTANT))
         self._layer_cells = self.context.layer_cells
         # ragged rows are as many as their layer's
         self._layer_of_row = np.unique(self.context.row_layers, return_inverse=True)[1]
@@ -327,7 +329,8 @@ class Engine:
 
     def _decode(self, tokens: np.ndarray, n_output: int) -> None:
         n = len(tokens)
-        self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
+        if self._counts_seen:
+            self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
         self.context.decode(tokens, self._next_rot, n_output)
         append(self.n_past, self._next_rot, n, self.pos, self.rot, self.live)
         self.n_kv += n
@@ -533,24 +536,24 @@ class Engine:
         n, most = self.n_kv, int(n_keep.max())
         source = np.empty((len(n_keep), most), np.int32)
         fill_holes(plan.keep, n_keep, source)
-        pos = np.take_along_axis(self.pos, source, axis=1)
-        rot = np.take_along_axis(self.rot, source, axis=1)
         dead = np.arange(n) >= n_keep[:, None] if self.policy.ragged else None
-        delta = np.zeros_like(rot)
+        moved, turn = source != np.arange(most), None
         if close or self.settings.positions == "in-cache":
+            pos = np.take_along_axis(self.pos, source, axis=1)
             rank = np.empty_like(pos)
             # what is dead ranks behind what lives
             rank_by_pos(pos if dead is None else np.where(dead[:, :most], _NEVER, pos), rank)
-            delta = next_rot - n_keep[:, None] + rank - rot
+            turn = next_rot - n_keep[:, None] + rank - np.take_along_axis(self.rot, source, axis=1)
             if dead is not None:
-                delta[dead[:, :most]] = 0
-            rot += delta
-        row, cell = np.nonzero((source != np.arange(most)) | (delta != 0))
-        self._edit(
-            np.stack([row, cell, source[row, cell], delta[row, cell]], axis=1), n_keep, next_rot, plan.merge
-        )
-        self.pos[:, :most] = pos
-        self.rot[:, :most] = rot
+                turn[dead[:, :most]] = 0
+            moved |= turn != 0
+        row, cell = np.nonzero(moved)
+        old = source[row, cell]
+        delta = np.zeros_like(old) if turn is None else turn[row, cell]
+        self._edit(np.stack([row, cell, old, delta], axis=1), n_keep, next_rot, plan.merge)
+        # no cell that something comes from is one that something goes to
+        self.pos[row, cell] = self.pos[row, old]
+        self.rot[row, cell] = self.rot[row, old] + delta
         if self.state:
             self._ask("move", self.state, source)
         for array in self.state:

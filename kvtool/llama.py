@@ -511,6 +511,7 @@ class Decoder:
             as_array(field, (n_batch,)) for field in (batch.token, batch.pos, batch.logits)
         )
         as_array(batch.n_seq_id, (n_batch,))[:] = 1
+        self._order = np.arange(n_batch, dtype=np.int32)
         for i in range(n_batch):
             batch.seq_id[i][0] = 0
         self._n_output = 0
@@ -529,8 +530,9 @@ class Decoder:
         n = len(tokens)
         self._batch.n_tokens = n
         self._tokens[:n] = tokens
-        self._pos[:n] = np.arange(pos_0, pos_0 + n)
-        self._wants[:n] = np.arange(n) >= n - n_output
+        self._pos[:n] = self._order[:n] + pos_0
+        self._wants[: n - n_output] = False
+        self._wants[n - n_output : n] = True
         _log_tail.clear()
         # what is damaged shows in the first step
         with nullcontext() if self._has_decoded else _crash_means(_damaged(self.model.path)):

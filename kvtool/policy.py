@@ -259,11 +259,14 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     """
     if per == "row":
         return score
+    first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
+    n_rows = np.diff(first_rows, append=len(view.layer))
+    if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
+        # in the same cells too, as rows that never decided by themselves have them
+        return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
     # no two positions of a row are equal: the sort need not be stable
     order = np.argsort(view.pos, axis=1)
-    first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
     total = np.add.reduceat(np.take_along_axis(score, order, axis=1), first_rows, axis=0)
     summed = np.empty(view.pos.shape, np.float32)
-    n_rows = np.diff(first_rows, append=len(view.layer))
     np.put_along_axis(summed, order, np.repeat(total, n_rows, axis=0), axis=1)
     return summed

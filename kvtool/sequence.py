@@ -40,9 +40,6 @@ class SequenceContext(Decoder):
         # of each cell the position that llama.cpp has it at, and the one it is to have at the next decode
         self._at = self._pos_of = np.empty(0, np.int32)
 
-    def see(self, n_seen: int) -> None:
-        """Nothing counts queries here."""
-
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
         # not before: llama.cpp saves keys without a rotation that it still owes them

@@ -70,13 +70,11 @@ if(DEFINED LLAVA_BUILD AND NOT LLAVA_BUILD)
     set(LLAMA_BUILD_COMMON OFF)
 endif()
 
-# ggml's AMX kernels were seen to die of an illegal instruction on a CPU that announces AMX (Q4_1 weights, batches of
-# two tokens and more). The machines that kvtool is for have none.
-option(KVTOOL_AMX "let ggml use AMX where the CPU has it" OFF)
-if(NOT KVTOOL_AMX AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-    include(CheckCCompilerFlag)
-    check_c_compiler_flag(-mno-amx-tile KVTOOL_KNOWS_AMX)
-    if(KVTOOL_KNOWS_AMX)
-        add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-mno-amx-tile;-mno-amx-int8;-mno-amx-bf16>")
+# a compiler's fault that ggml's AMX kernels die of: amx-gcc.h
+set(kvtool_amx "${CMAKE_CURRENT_LIST_DIR}/amx-gcc.h")
+function(kvtool_mend_amx)
+    if(TARGET ggml-cpu)
+        target_compile_options(ggml-cpu PRIVATE "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:SHELL:-include \"${kvtool_amx}\">")
     endif()
-endif()
+endfunction()
+cmake_language(DEFER CALL kvtool_mend_amx)

@@ -701,28 +701,131 @@ struct llama_kvtool {
         return res;
     }
 
-    // move rows of a tensor that lies in host memory: `stride` bytes from cell to cell, `n` pieces of `size` bytes a row
-    static void move_host(
-            const std::vector<llama_kvtool_move> & moves, int row_0, ggml_tensor * t,
-            size_t stride_cell, size_t stride_head, size_t stride_piece, size_t size, int n, std::vector<uint8_t> & tmp) {
-        tmp.resize(moves.size()*size*n);
+    // a tensor in host memory: each value of a row is n pieces of n_one elements
+    struct host_view {
+        ggml_tensor * t;
 
-        uint8_t * data = (uint8_t *) t->data;
-        uint8_t * at   = tmp.data();
+        int     row_0;
+        int     n;
+        int64_t n_one;
 
-        for (const auto & m : moves) {
-            for (int i = 0; i < n; ++i, at += size) {
-                memcpy(at, data + m.src*stride_cell + (m.row - row_0)*stride_head + i*stride_piece, size);
-            }
+        size_t stride_cell;
+        size_t stride_head;
+        size_t stride_piece;
+
+        size_t size() const {
+            return ggml_row_size(t->type, n_one);
         }
 
-        at = tmp.data();
-
-        for (const auto & m : moves) {
-            for (int i = 0; i < n; ++i, at += size) {
-                memcpy(data + m.dst*stride_cell + (m.row - row_0)*stride_head + i*stride_piece, at, size);
-            }
+        uint8_t * at(int row, int cell, int i) const {
+            return (uint8_t *) t->data + cell*stride_cell + (row - row_0)*stride_head + i*stride_piece;
         }
+    };
+
+    // f(first, last) for each row's part of the list
+    template <typename T, typename F>
+    static void by_row(const std::vector<T> & list, F && f) {
+        const auto before = [](const T & a, const T & b) { return a.row < b.row; };
+
+        if (!std::is_sorted(list.begin(), list.end(), before)) {
+            auto sorted = list;
+            std::stable_sort(sorted.begin(), sorted.end(), before);
+            return by_row(sorted, f);
+        }
+        for (auto first = list.begin(); first != list.end(); ) {
+            const auto last = std::find_if(first, list.end(), [&](const T & x) { return x.row != first->row; });
+            f(first, last);
+            first = last;
+        }
+    }
+
+    static void copy_piece(uint8_t * dst, const uint8_t * src, size_t size) {
+        // transposed values are copied element by element: a call for each would take longer than the copy
+        if (size == 2) {
+            memcpy(dst, src, 2);
+        } else {
+            memcpy(dst, src, size);
+        }
+    }
+
+    // piece by piece, so that what is written lies near what is read
+    static void move_host(const std::vector<llama_kvtool_move> & moves, const host_view & view) {
+        const size_t size = view.size();
+
+        std::vector<uint8_t> raw;
+
+        by_row(moves, [&](auto first, auto last) {
+            raw.resize((last - first)*size);
+            for (int i = 0; i < view.n; ++i) {
+                uint8_t * at = raw.data();
+                for (auto m = first; m != last; ++m, at += size) {
+                    copy_piece(at, view.at(m->row, m->src, i), size);
+                }
+                at = raw.data();
+                for (auto m = first; m != last; ++m, at += size) {
+                    copy_piece(view.at(m->row, m->dst, i), at, size);
+                }
+            }
+        });
+    }
+
+    static void merge_host(const std::vector<llama_kvtool_term> & terms, const host_view & view) {
+        const auto & traits = *ggml_get_type_traits(view.t->type);
+
+        const size_t  size  = view.size();
+        const int64_t n_one = view.n_one;
+
+        std::vector<uint8_t> raw;
+        std::vector<float>   x;
+        std::vector<float>   sum;
+        std::vector<int32_t> dst;
+
+        by_row(terms, [&](auto first, auto last) {
+            const size_t n_term = last - first;
+
+            dst.clear();
+            for (auto t = first; t != last; ++t) {
+                if (t == first || t->dst != dst.back()) {
+                    dst.push_back(t->dst);
+                }
+            }
+
+            raw.resize(n_term*size);
+            x  .resize(n_term*n_one);
+
+            for (int i = 0; i < view.n; ++i) {
+                uint8_t * at = raw.data();
+                for (auto t = first; t != last; ++t, at += size) {
+                    copy_piece(at, view.at(t->row, t->src, i), size);
+                }
+                if (traits.to_float) {
+                    traits.to_float(raw.data(), x.data(), x.size());
+                } else {
+                    memcpy(x.data(), raw.data(), raw.size());
+                }
+
+                sum.assign(dst.size()*n_one, 0.0f);
+
+                float * to = sum.data();
+                for (size_t j = 0; j < n_term; ++j) {
+                    to += j > 0 && first[j].dst != first[j - 1].dst ? n_one : 0;
+                    for (int64_t k = 0; k < n_one; ++k) {
+                        to[k] += first[j].weight*x[j*n_one + k];
+                    }
+                }
+
+                if (traits.from_float_ref) {
+                    traits.from_float_ref(sum.data(), raw.data(), sum.size());
+                } else {
+                    memcpy(raw.data(), sum.data(), sum.size()*sizeof(float));
+                }
+                at = raw.data();
+                for (const int32_t cell : dst) {
+                    copy_piece(view.at(first->row, cell, i), at, size);
+                    at += size;
+                }
+            }
+        });
     }
 
     // inputs of an edit's graph: filled on the host first, one tensor a kind for all layers
@@ -795,25 +898,22 @@ struct llama_kvtool {
 
         bool host  = !edit.force_graph;
         bool turns = false;
-        bool terms = false;
 
         for (size_t i = 0; i < layers.size(); ++i) {
             host  = host && ggml_backend_buffer_is_host(layers[i].k->buffer) && ggml_backend_buffer_is_host(layers[i].v->buffer);
             turns = turns || !edits[i].turns.empty();
-            terms = terms || !edits[i].terms.empty();
         }
 
         const bool k_host = host && !turns;
-        const bool v_host = host && !terms;
 
-        if ((!k_host || !v_host) && !edit_graph(lctx, *kv, layers, edits, !k_host, !v_host)) {
+        if (!k_host && !edit_graph(lctx, *kv, layers, edits, true, !host)) {
             return fail("the device failed to edit the cache");
         }
         if (!slide(lctx, edit)) {
             return fail("the device failed to turn the keys of sliding layers");
         }
 
-        edit_host(lctx, edits, k_host, v_host);
+        edit_host(lctx, edits, k_host, host);
 
         if (params.ragged) {
             std::copy(edit.n_keep_row, edit.n_keep_row + n_row, live.begin());
@@ -882,26 +982,26 @@ struct llama_kvtool {
             const llama_context & lctx, const std::vector<layer_edit> & edits, bool with_k, bool with_v) const {
         const auto & hparams = lctx.model.hparams;
 
-        std::vector<uint8_t> tmp;
-
         for (size_t i = 0; i < layers.size(); ++i) {
             const auto & l = layers[i];
 
             if (with_k) {
-                const size_t size = ggml_row_size(l.k->type, hparams.n_embd_head_k(l.il));
-                move_host(edits[i].moves, l.row_0, l.k, l.k->nb[1], size, 0, size, 1, tmp);
+                const int64_t n_embd = hparams.n_embd_head_k(l.il);
+                const size_t  size   = ggml_row_size(l.k->type, n_embd);
+
+                move_host(edits[i].moves, { l.k, l.row_0, 1, n_embd, l.k->nb[1], size, 0 });
             }
             if (with_v) {
                 const int64_t n_embd = hparams.n_embd_head_v(l.il);
                 const size_t  size   = ggml_row_size(l.v->type, n_embd);
+                const size_t  one    = ggml_type_size(l.v->type);
 
-                const auto moves = values_moved(edits[i]);
-                if (v_trans) {
-                    const size_t one = ggml_type_size(l.v->type);
-                    move_host(moves, l.row_0, l.v, one, n_embd*l.n_cell*one, l.n_cell*one, one, n_embd, tmp);
-                } else {
-                    move_host(moves, l.row_0, l.v, l.v->nb[1], size, 0, size, 1, tmp);
-                }
+                const host_view view = v_trans
+                    ? host_view { l.v, l.row_0, (int) n_embd, 1, one, n_embd*l.n_cell*one, l.n_cell*one }
+                    : host_view { l.v, l.row_0, 1, n_embd, l.v->nb[1], size, 0 };
+
+                merge_host(edits[i].terms, view);
+                move_host(values_moved(edits[i]), view);
             }
         }
     }

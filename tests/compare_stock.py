@@ -3,13 +3,15 @@
     python tests/compare_stock.py STOCK_SITE_DIR
 
 STOCK_SITE_DIR holds an unpatched llama_cpp package: pip install --target STOCK_SITE_DIR WHEEL. The patched
-one is what this Python imports. Each library runs in a process of its own. Prints a line a case; exit
-status 1 if any differs.
+one is what this Python imports. Each library runs in a process of its own. Then policies that need no
+patch score a text on both, which must agree but for the order of sums. Prints a line a case; exit status 1
+if any differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -73,19 +75,42 @@ def logits(api, model, flash, type_k, type_v, n_batch):
     return np.concatenate(parts)
 
 
-def run(out, site, paths):
-    """The library's path and whether it is patched, once it has written its logits."""
-    out.mkdir()
+def of_site(site):
+    """The environment in which the llama_cpp of that folder is imported; None: this Python's own."""
     environment = dict(os.environ)
     if site:
         environment["PYTHONPATH"] = str(site)
         environment.pop("LLAMA_CPP_LIB_PATH", None)
+    return environment
+
+
+def run(out, site, paths):
+    """The library's path and whether it is patched, once it has written its logits."""
+    out.mkdir()
+    environment = of_site(site)
     command = [sys.executable, __file__, "--work", str(out), *map(str, paths)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr[-2000:])
     path, patched = (out / "library").read_text().split("\n")
     return path, patched == "True"
+
+
+def score(site, model, text, policy):
+    """The mean NLL that `kvtool perplexity` gives a text."""
+    budget = [] if policy == "full" else ["--budget", "64", "-c", "256"]
+    types = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "-t", "1"]
+    command = ["perplexity", text, "-m", model, "--policy", policy, *budget, *types, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtool", *map(str, command)],
+        env=of_site(site),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return json.loads(done.stdout)["nll"]
 
 
 def compare(site):
@@ -112,6 +137,13 @@ def compare(site):
             n_different += not same
             verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
             print(f"{model:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
+        # the tiny model's weights are F32
+        (folder / "text").write_text("".join(f"{i * i} and more, " for i in range(65)))
+        for policy in ("full", "streamingllm", "local"):
+            stock, ours = (score(where, paths[0], folder / "text", policy) for where in (site, None))
+            same = abs(stock - ours) < 1e-4
+            n_different += not same
+            print(f"perplexity, {policy}: {stock:.6f}, patched {ours:.6f}  {'same' if same else 'DIFFERENT'}")
         return n_different
 
 

@@ -242,7 +242,6 @@ def configure(source: Path, *flags: str) -> subprocess.CompletedProcess:
             *("cmake", "-G", "Unix Makefiles", "-S", str(source), "-B", str(source / "build")),
             f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={source.parent / 'patches' / 'apply.cmake'}",
             f"-DPython3_EXECUTABLE={sys.executable}",
-            "-DKVTOOL_AMX=ON",  # leaving it out asks a compiler, and this project has none
             *flags,
         ],
         capture_output=True,
