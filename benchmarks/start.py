@@ -3,8 +3,8 @@
     python benchmarks/start.py --policy buzz --budget 512
 
 Each run is a process of its own: `kvtool chat`, and a script that makes a Llama of as many cells and streams
-the same reply. They take turns. Time goes from the start of the process to the first byte of the reply. Memory
-is the most that was resident, beside what was after the imports alone.
+the same reply. They take turns. Time goes from the process's start to the first byte of the reply. Memory is
+the most that was resident, beside what was after the imports alone.
 """
 
 from __future__ import annotations

@@ -363,7 +363,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
 @pytest.mark.engine
 def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_path):
     (tmp_path / "tide.txt").write_text(TEXT)
-    options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f32", "--max-tokens", "120"]
+    options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
     found = []
     for more in ([], rpc_of(workers)):
         command = ["compare", tmp_path / "tide.txt", "-m", model, "-t", 1, "-fa", "off", *options, *more]
