@@ -365,10 +365,11 @@ def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_p
     (tmp_path / "tide.txt").write_text(TEXT)
     options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
     found = []
-    for more in ([], rpc_of(workers)):
+    for more in ([], [*rpc_of(workers), "-v"]):
         command = ["compare", tmp_path / "tide.txt", "-m", model, "-t", 1, "-fa", "off", *options, *more]
         done = kvtool(*command, "--json", "-")
         assert done.returncode == 0, done.stderr
+        assert (f"RPC0[{workers[1].endpoint}] KV buffer" in done.stderr) == bool(more)
         found.append([json.loads(line) for line in done.stdout.splitlines()])
     for here, there in zip(*found, strict=True):
         assert (here["rpc"], there["rpc"]) == ([], [worker.endpoint for worker in workers])
