@@ -1229,6 +1229,8 @@ struct llama_kvtool {
 
         ggml_tensor * rot = kv.build_input_k_rot(ctx);
 
+        std::vector<ggml_backend_t> homes;
+
         for (size_t i = 0; i < layers.size(); ++i) {
             const int first = ggml_graph_n_nodes(gf);
 
@@ -1237,6 +1239,7 @@ struct llama_kvtool {
             // the work is done where the cache lies; views stay with what they view, which may be an input on the host
             const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
             const auto home = std::find_if(backends.begin(), backends.end(), [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
+            homes.push_back(home == backends.end() ? nullptr : *home);
             for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
                 ggml_tensor * node = ggml_graph_node(gf, j);
                 if (!node->view_src && ggml_backend_supports_op(*home, node)) {
@@ -1248,6 +1251,15 @@ struct llama_kvtool {
         if (ggml_graph_n_nodes(gf) == 0) {
             return true;
         }
+
+        // a list that lies with the cache goes there at once: from the host each layer's part would be copied by itself
+        const bool one_home = homes[0] && std::count(homes.begin(), homes.end(), homes[0]) == (ptrdiff_t) homes.size();
+        for (const input * i : inputs) {
+            if (one_home && i->t) {
+                ggml_backend_sched_set_tensor_backend(sched.get(), i->t, homes[0]);
+            }
+        }
+
         if (!ggml_backend_sched_alloc_graph(sched.get(), gf)) {
             return false;
         }
