@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvtool
-from kvtool import KvtoolError, Settings, load_model, load_policy, policies
+from kvtool import KvtoolError, Settings, load_model, load_policy, models, policies
 from kvtool.conversation import Conversation, Writer, template_of
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama import Sampler
@@ -85,19 +85,25 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
 
 
 @pytest.mark.engine
-def test_a_text_goes_on_where_the_last_one_ended(smollm2):
+def test_a_text_goes_on_where_the_last_one_ended(smollm2, monkeypatch):
     model = load_model(smollm2)
+    starts, tokenize = [], model.tokenize
+    monkeypatch.setattr(
+        model, "tokenize", lambda text, **how: starts.append(how.get("start")) or tokenize(text, **how)
+    )
     try:
         with_one = Settings(n_threads=1, n_batch=64)
         engine = kvtool.Engine(model, load_policy("local", 64), with_one)
         first = "".join(kvtool.generate(engine, "One, two, three,", n_max=6))
         n = engine.n_past
-        assert n == len(model.tokenize("One, two, three,")) + 6
+        assert n == len(tokenize("One, two, three,")) + 6
         second = "".join(kvtool.generate(engine, " and", n_max=6))
         assert engine.n_past == n + 7
         engine.reset()
         whole = "".join(kvtool.generate(engine, f"One, two, three,{first} and", n_max=6))
         assert (second, engine.n_past) == (whole, n + 7)
+        # a text in the middle has no BOS
+        assert starts == [True, False, True]
         engine.close()
     finally:
         model.close()
@@ -137,12 +143,12 @@ def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
             assert cells.share().tolist() == cells.held().mean(axis=0).tolist()
         assert len(set(cells.live.tolist())) > 1 or not engine.policy.ragged
         assert (cells.rot != cells.pos).any() == (positions == "in-cache")
-        kept = cells.pos.copy()
+        arrays = [cells.layer, cells.head, cells.live, cells.pos, cells.rot, cells.cell]
+        assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
+        before = [array.tolist() for array in arrays]
         engine.read(text(32, seed=2))
         # its own arrays: what comes later does not change them
-        assert (cells.pos == kept).all()
-        for array in (cells.layer, cells.head, cells.live, cells.pos, cells.rot, cells.cell):
-            assert array.dtype == np.int32
+        assert [array.tolist() for array in arrays] == before
 
 
 def test_a_policys_parameters_are_those_of_the_command_line():
@@ -169,12 +175,15 @@ def test_what_cannot_work_is_one_line(wrong, said):
         wrong()
 
 
-def test_a_model_that_is_none_is_one_line(tmp_path):
+def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
     with pytest.raises(ModelError, match="no model and no file"):
         load_model("smollm3-1t")
     (tmp_path / "none.gguf").write_bytes(b"GGUF" * 9)
     with pytest.raises(KvtoolError, match=r"none\.gguf"):
         load_model(tmp_path / "none.gguf")
+    monkeypatch.setattr(models, "unsupported", lambda info: f"{info.architecture} has no plain cache")
+    with pytest.raises(ModelError, match="llama has no plain cache"):
+        load_model(tiny_model())
 
 
 def test_every_name_is_there_and_no_other():
