@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import add_common, describe, load_model, machine, note, show, spread, write_json
+from common import add_common, describe, load_model, machine, note, plot_ratios, show, spread, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -91,6 +91,7 @@ def main() -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(describe(results["machine"]))
     write_json(args.json, results)
+    plot_ratios(args.plot, "time to the first token over stock's", {args.policy: ratio}, 1.3)
 
 
 def _run(command: list[str]) -> tuple[float, float]:

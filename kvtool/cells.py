@@ -41,17 +41,16 @@ class Cells:
         return share
 
 
-@kernel("void(i8, i8, i8, i4[:,::1], i4[:,::1], i4[::1])")
 def append(next_pos: int, next_rot: int, n: int, pos: np.ndarray, rot: np.ndarray, live: np.ndarray) -> None:
     """n new tokens at the end of every row: pos and rot i32[row, n_cell] from next_pos and next_rot on.
 
     live i32[row], how many cells of each row live, grows by n.
     """
-    for row in range(len(live)):
-        for i in range(n):
-            pos[row, live[row] + i] = next_pos + i
-            rot[row, live[row] + i] = next_rot + i
-        live[row] += n
+    new = np.arange(n)
+    row, cell = np.arange(len(live))[:, None], live[:, None] + new
+    pos[row, cell] = next_pos + new
+    rot[row, cell] = next_rot + new
+    live += n
 
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")

@@ -3,40 +3,73 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Generic, ParamSpec, TypeVar
+
+import numpy as np
 
 from kvtool.paths import kernel_dir
 
 CACHE_DIR = kernel_dir()
-os.environ["NUMBA_CACHE_DIR"] = str(CACHE_DIR)
 
-import numba  # noqa: E402  (reads NUMBA_CACHE_DIR when it is imported)
-import numpy as np  # noqa: E402
+P = ParamSpec("P")
+R = TypeVar("R")
 
-# where numba was imported before, and by its dictionary because numba makes its settings at run time
-vars(numba.config)["CACHE_DIR"] = str(CACHE_DIR)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import ParamSpec, TypeVar
+class Kernel(Generic[P, R]):
+    """A function that numba compiles when it is first called: its import takes longer than a chat's start."""
 
-    P = ParamSpec("P")
-    R = TypeVar("R")
+    def __init__(self, function: Callable[P, R], signature: str | list[str], any_order: bool) -> None:
+        self._function = function
+        self._how = signature, any_order
+        self._compiled: Callable[P, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (self._compiled or self.compile())(*args, **kwargs)
+
+    def compile(self) -> Callable[P, R]:
+        """What numba makes of it, from the disk cache when it is there."""
+        if self._compiled is None:
+            # of a kernel that it calls numba knows what only once it is compiled
+            names = self._function.__globals__
+            for name in self._function.__code__.co_names:
+                if isinstance(called := names.get(name), Kernel):
+                    names[name] = called.compile()
+            signature, any_order = self._how
+            self._compiled = _numba().njit(
+                signature,
+                cache=True,
+                nogil=True,
+                error_model="numpy",
+                fastmath={"reassoc"} if any_order else False,
+            )(self._function)
+        return self._compiled
+
+
+def _numba() -> ModuleType:
+    os.environ["NUMBA_CACHE_DIR"] = str(CACHE_DIR)
+    import numba
+
+    # where numba was imported before, and by its dictionary because numba makes its settings at run time
+    vars(numba.config)["CACHE_DIR"] = str(CACHE_DIR)
+    return numba
 
 
 def kernel(
     signature: str | list[str], *, any_order: bool = False
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Compiles for one signature, or for each of a list, at import, from the disk cache when it is there.
+) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """To be compiled for one signature, or for each of a list.
 
     "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside. any_order:
     sums of floats may be taken in any order; for whole numbers, whose sums are the same in each.
     """
-    fastmath = {"reassoc"} if any_order else False
-    compiled: Callable[[Callable[P, R]], Callable[P, R]] = numba.njit(
-        signature, cache=True, nogil=True, error_model="numpy", fastmath=fastmath
-    )
-    return compiled
+    return lambda function: Kernel(function, signature, any_order)
+
+
+def of_module(module: ModuleType) -> Iterator[Kernel[..., object]]:
+    """The kernels that a module defines or uses."""
+    return (value for value in vars(module).values() if isinstance(value, Kernel))
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
