@@ -30,7 +30,7 @@ help:
 	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
 	@echo 'make setup        build llama.cpp (once), install kvtool into $(VENV), compile its kernels'
 	@echo 'make test         set up, then every check: $(STAGES)'
-	@echo 'make lint         ruff'
+	@echo 'make lint         ruff, mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparing'
 	@echo 'make check-stock  compare logits of the two, bit by bit'
 	@echo 'make check-cuda   compile for CUDA with nvcc, for one architecture: CUDA_ARCH=86; needs no GPU'
@@ -72,8 +72,10 @@ test: setup
 		echo "== $$stage: $$(($$(date +%s) - start)) s" >&2; \
 	done
 
+# the last NumPy for Python 3.10 has other types
 lint: $(READY)
 	@$(PY) -m ruff check
+	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || $(PY) -m mypy
 
 test-patches: $(READY)
 	@$(PY) patches/sync.py check

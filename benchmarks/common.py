@@ -18,11 +18,12 @@ from kvtool.llama import Model, library_info
 
 
 def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
-    """FILE, -m, -t and --json."""
+    """FILE, -m, -t, --json and --plot."""
     parser.add_argument("file", type=Path, nargs=None if needs_file else "?", help="a text, UTF-8")
     parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: as kvtool itself)")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="and a picture of the ratios")
 
 
 def machine() -> dict[str, object]:
@@ -87,3 +88,22 @@ def note(text: str) -> None:
 def write_json(path: Path | None, results: dict[str, object]) -> None:
     if path:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def plot_ratios(path: Path | None, title: str, ratios: dict[str, dict[str, float]], target: float) -> None:
+    """A bar for each of what `spread` gives, with its least and most; lines at 1 and at the target."""
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.2 + 0.35 * len(ratios)), layout="constrained")
+    axes = figure.subplots()
+    medians = [ratio["median"] for ratio in ratios.values()]
+    off = [[abs(ratio["median"] - ratio[end]) for ratio in ratios.values()] for end in ("min", "max")]
+    axes.barh(list(ratios), medians, xerr=off, height=0.6, color="tab:blue", ecolor="0.3", capsize=3)
+    axes.axvline(1, color="0.5", linewidth=1)
+    axes.axvline(target, color="tab:red", linewidth=1, linestyle="--", label=f"target {target:g}")
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize="medium")
+    figure.legend(loc="outside lower right", fontsize="small")
+    figure.savefig(path)

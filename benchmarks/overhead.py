@@ -20,7 +20,18 @@ from collections import defaultdict
 
 import llama_cpp.llama_cpp as api
 import numpy as np
-from common import add_common, describe, load_model, load_tokens, machine, note, show, spread, write_json
+from common import (
+    add_common,
+    describe,
+    load_model,
+    load_tokens,
+    machine,
+    note,
+    plot_ratios,
+    show,
+    spread,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -177,6 +188,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32, help="least tokens of a round")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: on a busy machine")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--target", type=float, default=1.03, help="the line in the picture")
     args = parser.parse_args()
 
     model = load_model(args.model)
@@ -188,6 +200,8 @@ def main() -> None:
     results = _results(args, model.path.name, cells, times, names, paths)
     write_json(args.json, results)
     _print(args, results)
+    ratios = {f"{cell['policy']}, flash {cell['flash']}": cell["over_stock"] for cell in results["cells"]}
+    plot_ratios(args.plot, f"time of a token over stock's, {args.budget} cells", ratios, args.target)
 
 
 def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list[str]) -> dict:

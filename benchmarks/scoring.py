@@ -4,7 +4,8 @@
 
 Stock decodes the text in chunks of 64 with logits of every token; before each the cache is cut back, so that
 a chunk ends with 512 cells. It only decodes: what it would do with its logits is not counted. The cells are
-measured with everything that compare measures, KL and top-1 against the full cache among it. CPU time.
+measured with everything that compare measures, KL and top-1 against the full cache among it. CPU time; rounds
+take turns, and their ratios are of one round.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import llama_cpp.llama_cpp as api
 import numpy as np
-from common import add_common, describe, load_model, load_tokens, machine, write_json
+from common import (
+    add_common,
+    describe,
+    load_model,
+    load_tokens,
+    machine,
+    note,
+    plot_ratios,
+    show,
+    spread,
+    write_json,
+)
 
 from kvtool.llama import Model
 from kvtool.measure.cell import Job, measure
@@ -33,17 +46,18 @@ def main() -> None:
     parser.add_argument("--policies", default="h2o", help="names, with commas")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, args.tokens)
-    results: dict[str, object] = {"machine": machine(), "tokens": len(tokens), "budget": args.budget}
-    results["stock"] = stock = _stock(model, tokens, args.threads)
-    print(f"stock: {1e3 * stock / len(tokens):.2f} ms a token")
+    names = args.policies.split(",")
+    ms: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.npy"
         np.save(path, tokens)
-        for name in ("full", *args.policies.split(",")):
+
+        def scored(name: str) -> float:
             job = Job(
                 model=str(model.path),
                 tokens=str(path),
@@ -61,10 +75,24 @@ def main() -> None:
                 reference=str(Path(folder) / "full.ref"),
                 writes=name == "full",
             )
-            results[name] = found = measure(job)["cpu_s"]
-            print(f"{name}: {1e3 * found / len(tokens):.2f} ms a token, {found / stock:.3f} of stock's")
+            return measure(job)["cpu_s"]
+
+        # the predictions that the others are compared with
+        scored("full")
+        for i in range(args.rounds):
+            for name in ("stock", *names):
+                seconds = _stock(model, tokens, args.threads) if name == "stock" else scored(name)
+                ms[name].append(1e3 * seconds / len(tokens))
+            note(f"round {i + 1} of {args.rounds}")
+    ratios = {name: spread([a / b for a, b in zip(ms[name], ms["stock"], strict=True)]) for name in names}
+    results = {"machine": machine(), "model": model.path.name, "tokens": len(tokens), "budget": args.budget}
+    results |= {"ms_a_token": {name: spread(found) for name, found in ms.items()}, "over_stock": ratios}
+    print(f"stock: {show(spread(ms['stock']), 2)} ms a token")
+    for name in names:
+        print(f"{name}: {show(spread(ms[name]), 2)} ms a token, {show(ratios[name])} of stock's")
     print(describe(results["machine"]))
     write_json(args.json, results)
+    plot_ratios(args.plot, f"time to score a token over stock's, budget {args.budget}", ratios, 1.1)
 
 
 def _stock(model: Model, tokens: np.ndarray, n_threads: int) -> float:

@@ -330,7 +330,7 @@ def _run(command: list[str], log: Path, env: dict[str, str], on_line: Callable[[
             text=True,
             errors="replace",
         ) as process:
-            for line in process.stdout:
+            for line in process.stdout or ():
                 out.write(line)
                 on_line(line)
                 text = line.strip()
@@ -454,7 +454,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
         except OSError:  # another build of the same was faster
             if not find_wheel(key):
                 raise
-    return find_wheel(key)
+    return next((place / key).glob("*.whl"))
 
 
 def install(wheel: Path, cmake_args: str) -> bool:

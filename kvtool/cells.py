@@ -7,21 +7,20 @@ import numpy as np
 from kvtool.kernels import kernel
 
 
-@kernel("void(i8, i8, i8, i4[:,::1], i4[:,::1], i4[::1])")
-def append(next_pos, next_rot, n, pos, rot, live):
+def append(next_pos: int, next_rot: int, n: int, pos: np.ndarray, rot: np.ndarray, live: np.ndarray) -> None:
     """n new tokens at the end of every row: pos and rot i32[row, n_cell] from next_pos and next_rot on.
 
     live i32[row], how many cells of each row live, grows by n.
     """
-    for row in range(len(live)):
-        for i in range(n):
-            pos[row, live[row] + i] = next_pos + i
-            rot[row, live[row] + i] = next_rot + i
-        live[row] += n
+    new = np.arange(n)
+    row, cell = np.arange(len(live))[:, None], live[:, None] + new
+    pos[row, cell] = next_pos + new
+    rot[row, cell] = next_rot + new
+    live += n
 
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
-def fill_holes(keep, n_keep, source):
+def fill_holes(keep: np.ndarray, n_keep: np.ndarray, source: np.ndarray) -> None:
     """The cell that each of a row's first n_keep cells takes its content from: as few moves as evictions.
 
     keep b1[row, n], n_keep i32[row] of them true in each row -> source i32[row, most]: a kept cell below
@@ -42,7 +41,7 @@ def fill_holes(keep, n_keep, source):
 
 
 @kernel("void(i4[:,::1], i4[:,::1])")
-def rank_by_pos(pos, rank):
+def rank_by_pos(pos: np.ndarray, rank: np.ndarray) -> None:
     """How many tokens of its row are older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
     n_row, n = pos.shape
     for row in range(n_row):

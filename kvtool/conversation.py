@@ -242,7 +242,8 @@ class Conversation:
         if not self.writer.is_new:
             return engine.model.tokenize(self.template.turn(self.messages[:-1], text), special=True)
         whole = self.template.render([*self.messages, {"role": "user", "content": text}])
-        at = whole.find(self.system) if self.system else -1
-        tokens = pin_prefix(engine, whole, at + len(self.system) if at >= 0 else 0)
+        system = self.system or ""
+        at = whole.find(system)
+        tokens = pin_prefix(engine, whole, at + len(system) if at >= 0 else 0)
         engine.hold(self._n_held)
         return tokens

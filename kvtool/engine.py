@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -83,6 +83,16 @@ class Engine:
     n_restart: how often positions have started over behind the live cells.
     plan_s, edit_s: seconds spent on plans, with the signals read for them, and on edits of the cache.
     """
+
+    n_past: int
+    n_kv: int
+    n_pinned: int
+    n_held: int
+    n_restart: int
+    _next_rot: int
+    _n_planned: int
+    _n_observed: int
+    _n_evicted_cells: int
 
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
@@ -365,7 +375,8 @@ class Engine:
                 signals[name][:, : self.n_kv] += values
             if self.n_past < n:
                 self.context.hide(self.n_past)
-        view = self._view(signals, self._keys())
+        keys = self._keys()
+        view = self._view(signals | keys)
         plan = self._ask("compress", view)
         n_keep = self._checked(view, plan)
         if len(segments) > 1:
@@ -374,9 +385,9 @@ class Engine:
         source = self._apply(plan, n_keep, self._next_rot, close=len(segments) > 1)
         self._resize(self._layer_cells)
         self.state = self._start()
-        kept = {
+        kept: dict[str, Any] = {
             field: np.take_along_axis(values, source if values.ndim == 2 else source[..., None], axis=1)
-            for field in ("pos", *signals, *(["keys"] if view.keys is not None else []))
+            for field in ("pos", *signals, *keys)
             for values in [getattr(view, field)]
         }
         self._ask("adopt", replace(view, **kept), self.state)
@@ -388,7 +399,9 @@ class Engine:
         if self.context.n_cell == self.pos.shape[1]:
             return
         shape = (len(self.live), self.context.n_cell)
-        self.pos, self.rot = _resized((self.pos, self.rot), [np.zeros(shape, np.int32) for _ in range(2)])
+        self.pos, self.rot = _resized(
+            (self.pos, self.rot), (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+        )
         if self.state:
             self.state = _resized(self.state, self._start())
 
@@ -446,25 +459,27 @@ class Engine:
             raise PlanError("the model's attention is not finite; the model file may be damaged")
         return values
 
-    def _keys(self) -> np.ndarray | None:
-        """f32[row, n_new, n_dim]: keys of the cells that are new since the last edit, as before RoPE.
+    def _keys(self) -> dict[str, np.ndarray]:
+        """keys f32[row, n_new, n_dim] of the cells that are new since the last edit, as before RoPE.
 
-        None where the policy does not read them.
+        Nothing where the policy does not read them.
         """
         if Signal.KEYS not in self.policy.reads:
-            return None
+            return {}
         first = self.live - (self.n_past - self._n_observed)
         cell = first[:, None] + np.arange(self.n_past - self._n_observed)
-        return self.context.read_keys(first, -np.take_along_axis(self.rot, cell, axis=1))
+        return {"keys": self.context.read_keys(first, -np.take_along_axis(self.rot, cell, axis=1))}
 
     def _seen(self) -> View:
         """The view of now."""
-        return self._view(self._read_signals(), self._keys())
+        return self._view(self._read_signals() | self._keys())
 
-    def _view(self, signals: dict[str, np.ndarray], keys: np.ndarray | None) -> View:
+    def _view(self, signals: dict[str, np.ndarray]) -> View:
+        """The view with these signals, by its fields' names."""
         pos = self.pos[:, : self.n_kv].copy()
         if self.policy.ragged:
             pos[np.arange(self.n_kv) >= self.live[:, None]] = -1
+            signals = signals | {"live": self.live.copy()}
         if "important" in signals:
             # the library counts queries since the last edit
             steps = signals["important"].astype(np.int32)
@@ -477,8 +492,6 @@ class Engine:
             held=self.n_held,
             n_ctx=self.n_ctx,
             n_new=self.n_past - self._n_observed,
-            live=self.live.copy() if self.policy.ragged else None,
-            keys=keys,
             **signals,
         )
 
@@ -502,7 +515,7 @@ class Engine:
         kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
         if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
             raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
-        counts = keep.sum(axis=1, dtype=np.int32)
+        counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
         budget = self.policy.budget
         if self.n_kv >= budget and counts.min() == self.n_kv:
             raise StreamEnd(
@@ -584,7 +597,7 @@ class Engine:
         self._n_observed = self.n_past
 
 
-def _context(model: Model, policy: Policy, settings: Settings, n_cell: int) -> Context | SequenceContext:
+def _context(model: Model, policy: Policy, settings: Settings, n_cell: int) -> Context:
     """The cache. Raises LibraryError for what needs the patch where the library has none."""
     how = {
         "n_output": settings.n_output,
@@ -613,7 +626,8 @@ def _context(model: Model, policy: Policy, settings: Settings, n_cell: int) -> C
     for is_asked, what in lacking:
         if is_asked:
             raise LibraryError(f"{what} needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}")
-    return SequenceContext(model, n_cell, settings.n_batch, **how)
+    # of a Context it has what is called for such a policy
+    return cast(Context, SequenceContext(model, n_cell, settings.n_batch, **how))
 
 
 def _pad(n: int) -> int:

@@ -7,6 +7,7 @@ import mmap
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gguf.constants import (
     GGML_QUANT_SIZES,
@@ -65,7 +66,7 @@ class ModelInfo:
     slides: tuple[bool, ...]
     tokenizer: bool
     chat_template: bool
-    metadata: dict[str, object] = field(repr=False)
+    metadata: dict[str, Any] = field(repr=False)
 
     @property
     def n_sliding(self) -> int:
@@ -137,7 +138,7 @@ class _Reader:
         self.data = data
         self.at = 0
 
-    def header(self) -> tuple[dict[str, object], int]:
+    def header(self) -> tuple[dict[str, Any], int]:
         """The metadata, and how long the file must be for its tensors."""
         if self.data[:4] != b"GGUF":
             raise ModelError(f"{self.path} is not a GGUF file")
@@ -149,7 +150,7 @@ class _Reader:
                     f"{self.path} is of GGUF version {version} or big-endian; versions 2 and 3 can be read"
                 )
             n_tensor, n_key = self._number("Q"), self._number("Q")
-            metadata: dict[str, object] = {}
+            metadata: dict[str, Any] = {}
             for _ in range(n_key):
                 key = self._string()
                 metadata[key] = self._value(self._number("I"))
@@ -164,7 +165,7 @@ class _Reader:
         start = -(-self.at // alignment) * alignment
         return metadata, start + max(ends) if ends else self.at
 
-    def _number(self, code: str):
+    def _number(self, code: str) -> Any:
         number = struct.unpack_from("<" + code, self.data, self.at)[0]
         self.at += struct.calcsize("<" + code)
         return number
@@ -183,7 +184,7 @@ class _Reader:
             return self._array()
         return self._number(_FORMATS[kind])
 
-    def _array(self) -> tuple | None:
+    def _array(self) -> tuple[Any, ...] | None:
         """None for strings and for more numbers than there can be layers: nothing here needs those."""
         kind, length = GGUFValueType(self._number("I")), self._number("Q")
         if kind is GGUFValueType.STRING:
@@ -207,7 +208,8 @@ class _Reader:
         n_item = 1
         for _ in range(n_axis):
             n_item *= self._number("Q")
-        kind, offset = self._number("I"), self._number("Q")
+        kind = self._number("I")
+        offset: int = self._number("Q")
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
@@ -216,7 +218,7 @@ class _Reader:
         return offset + n_item // block * block_bytes
 
 
-def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
+def _info(path: Path, size: int, metadata: dict[str, Any]) -> ModelInfo:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} names no architecture in its header: not a language model")
@@ -247,7 +249,7 @@ def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
     n_head = per_layer("attention.head_count", 0)
     head_size = number("embedding_length") // max(n_head) if max(n_head) > 0 else 0
     window, slides = _sliding(metadata, arch, n_layer * n_loop)
-    file_type = metadata.get("general.file_type")
+    file_type = metadata.get("general.file_type", -1)
     try:
         quantization = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
@@ -277,7 +279,7 @@ def _info(path: Path, size: int, metadata: dict[str, object]) -> ModelInfo:
 _INTERLEAVED = {"gemma2": (4096, 2), "gemma3": (0, 6)}
 
 
-def _sliding(metadata: dict[str, object], arch: str, n_layer: int) -> tuple[int, tuple[bool, ...]]:
+def _sliding(metadata: dict[str, Any], arch: str, n_layer: int) -> tuple[int, tuple[bool, ...]]:
     """The window, 0 where no layer slides, and which layers slide."""
     window, pattern = _INTERLEAVED.get(arch, (0, 0))
     if arch in _INTERLEAVED:

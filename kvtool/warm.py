@@ -28,10 +28,10 @@ def is_warm() -> bool:
 
 
 def warm() -> None:
-    """Imports every module with kernels: each has its signature, and so is compiled on import."""
+    """Compiles the kernels of every module that has some, each for its signature."""
     if is_warm() or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return
-    from kvtool import policies
+    from kvtool import kernels, policies
 
     modules = ["kvtool.kernels", "kvtool.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
     tty = sys.stderr.isatty()
@@ -41,7 +41,9 @@ def warm() -> None:
             sys.stderr.flush()
         elif n_done == 1:
             sys.stderr.write(f"compiling the kernels of {len(modules)} modules (once)\n")
-        import_module(module)
+        # all of them before one is compiled, which puts it into the place of others
+        for kernel in list(kernels.of_module(import_module(module))):
+            kernel.compile()
     if tty:
         sys.stderr.write("\n")
     kernel_dir().mkdir(parents=True, exist_ok=True)

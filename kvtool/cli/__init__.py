@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -33,12 +33,12 @@ _HANGUP, _PIPE = 128 + 1, 128 + 13
 
 
 class _Group(TyperGroup):
-    def make_context(self, *args, **kwargs):
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
         # --help writes here
         with _one_line():
             return super().make_context(*args, **kwargs)
 
-    def invoke(self, context):
+    def invoke(self, context: Any) -> Any:
         with _one_line():
             result = super().invoke(context)
             # here, where it can fail in one line, and not at exit

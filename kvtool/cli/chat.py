@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,9 @@ from kvtool.cli import options as opt
 from kvtool.cli.explain import Notice, explain_run, policy_line
 from kvtool.cli.keeper import Keeper, open_transcript
 from kvtool.errors import InputError, SessionError, StreamEnd, UsageError
+
+if TYPE_CHECKING:
+    from kvtool.conversation import Conversation
 
 HELP = """\
 /help          this
@@ -87,7 +90,7 @@ def chat(
         stack.callback(conversation.close)
         keeper = Keeper(context, conversation, session)
         if session and is_old:
-            keeper.resume()
+            keeper.resume(session)
         if transcript:
             keeper.transcript = stack.enter_context(open_transcript(transcript))
         if explain:
@@ -101,7 +104,7 @@ def chat(
     keeper.check()
 
 
-def _pipe(conversation, keeper: Keeper, n_max: int | None) -> None:
+def _pipe(conversation: Conversation, keeper: Keeper, n_max: int | None) -> None:
     """Each line of stdin is a turn; only replies go to stdout."""
     try:
         for line in sys.stdin:
@@ -148,7 +151,7 @@ def _keys_wait() -> Iterator[None]:
 class _Terminal:
     """The chat that a person sees: prompt, streaming Markdown, a status line after each reply."""
 
-    def __init__(self, conversation, keeper: Keeper, policy: str, n_max: int | None) -> None:
+    def __init__(self, conversation: Conversation, keeper: Keeper, policy: str, n_max: int | None) -> None:
         from rich.console import Console
 
         self.conversation = conversation

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,9 +20,13 @@ from kvtool.errors import InputError, KvtoolError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
+    from rich.progress import TaskID
 
     from kvtool.header import ModelInfo
     from kvtool.measure.grid import Cell, Common, Event, Results
+
+
+_N_BATCH = 64
 
 
 class _Stopped(KvtoolError):
@@ -66,7 +70,7 @@ def compare(
     positions: opt.Positions = "auto",
     model: opt.Model = None,
     n_ctx: opt.Context = None,
-    n_batch: opt.Batch = 64,
+    n_batch: opt.Batch = _N_BATCH,
     threads: opt.Threads = None,
     gpu_layers: opt.GpuLayers = None,
     flash: opt.Flash = "auto",
@@ -111,7 +115,7 @@ def compare(
         model=model_path,
         n_tokens=len(tokens),
         n_ctx=opt.n_ctx_of(n_ctx, info),
-        n_batch=n_batch,
+        n_batch=n_batch or _N_BATCH,
         positions=positions,
         flash=flash,
         threads=threads or max(1, llama.default_threads() // jobs),
@@ -202,7 +206,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
     reference = grid.reference(common) if against else None
     first = _first(common, missing) if reference and not reference.exists() else None
 
-    def keep(cell: Cell, record: dict) -> None:
+    def keep(cell: Cell, record: dict[str, Any]) -> None:
         results.of_cell[cell] = record
         if path:
             records.append(path, record)
@@ -216,7 +220,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
                         show(event)
                         if event.record and first in missing:
                             keep(first, event.record)
-                    if "error" in event.record:
+                    if event.record and "error" in event.record:
                         _say("without the full cache there is no KL, top-1 or difference to it")
                         reference, missing = None, results.missing()
                     missing = [cell for cell in missing if cell is not first]
@@ -239,13 +243,15 @@ def _first(common: Common, missing: list[Cell]) -> Cell:
     return full_cell(common)
 
 
-def _finish(results: Results, info: ModelInfo, json_file: str | None, path: Path | None, plot: Path | None):
+def _finish(
+    results: Results, info: ModelInfo, json_file: str | None, path: Path | None, plot: Path | None
+) -> None:
     import json
 
     if path:
         from kvtool.measure import records
 
-        def order(there: list[dict]) -> list[dict]:
+        def order(there: list[dict[str, Any]]) -> list[dict[str, Any]]:
             # another process may have added records meanwhile
             results.take(there)
             return results.finished()
@@ -305,7 +311,8 @@ def _progress(n_cell: int, n_token: int) -> Iterator[Callable[[Event], None]]:
         speed_estimate_period=600,
     ) as bars:
         whole = bars.add_task("all", total=n_cell * n_token, words=f"0 of {n_cell} cells")
-        tasks, seen = {}, {}
+        tasks: dict[Cell, TaskID] = {}
+        seen: dict[Cell, int] = {}
 
         def show(event: Event) -> None:
             nonlocal n_done
@@ -329,7 +336,7 @@ def _progress(n_cell: int, n_token: int) -> Iterator[Callable[[Event], None]]:
         yield show
 
 
-def _line(label: str, record: dict, end: str) -> str:
+def _line(label: str, record: dict[str, Any], end: str) -> str:
     if "error" in record:
         said = f"failed: {' '.join(record['error'].split())}"
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def picture(rows: Sequence[Row], text: str, model: str) -> Figure:
     for i, (label, points) in enumerate(lines.items()):
         bold = {"color": "black", "linewidth": 2.5, "linestyle": "--"} if label == "full, quantized" else {}
         # the darker of its pairs first
-        style = {
+        style: dict[str, Any] = {
             "color": colours((2 * i + i // 10 % 2) % 20),
             "marker": marks[i % len(marks)],
             "label": label,

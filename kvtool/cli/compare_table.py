@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from kvtool.measure.grid import Cell
 
@@ -17,7 +18,7 @@ Row = tuple["Cell", dict[str, Any]]
 WIDE = 100
 """Columns of a terminal from which on there are cells, intervals and speeds."""
 
-BEST: dict[str, Callable] = {
+BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "kv_bytes": min,
     "perplexity": min,
     "kl": min,
@@ -58,7 +59,9 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
                 table.add_row(Text(cell.row), *["-"] * (len(table.columns) - 1))
                 continue
 
-            def one(name: str, shown: str, record=record, best=best) -> Text:
+            def one(
+                name: str, shown: str, record: dict[str, Any] = record, best: dict[str, float] = best
+            ) -> Text:
                 is_best = name in best and record[name] == best[name]
                 return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
 
@@ -81,7 +84,7 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
     console.print(Text(f"\n{legend}", "dim"))
 
 
-def difference(record: dict[str, Any], name: str):
+def difference(record: dict[str, Any], name: str) -> Text:
     """A difference beyond two standard errors with its sign and them, any other as none."""
     from rich.text import Text
 

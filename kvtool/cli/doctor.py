@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from json import dumps
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +26,7 @@ def doctor(
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-def examine() -> dict[str, object]:
+def examine() -> dict[str, Any]:
     """Everything doctor knows; problems: [{wrong, command}], empty when all is well."""
     from kvtool import warm
 
@@ -55,7 +56,7 @@ def examine() -> dict[str, object]:
     }
 
 
-def _library(wrong) -> dict[str, object] | None:
+def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
     from kvtool import build
 
     try:
@@ -89,7 +90,7 @@ def _library(wrong) -> dict[str, object] | None:
     return library
 
 
-def _text(found: dict[str, object]) -> str:
+def _text(found: dict[str, Any]) -> str:
     lines = []
     if library := found["library"]:
         patch = f"patched, ABI {library['abi']}" if library["patched"] else "not patched"

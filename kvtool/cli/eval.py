@@ -99,7 +99,7 @@ def evaluate(
     from kvtool import tasks
 
     if task is None:
-        _list(tasks)
+        _list()
         return
     chosen = tasks.make(task, settings or [])
     output.check_packages(task, chosen.packages, "eval")
@@ -223,9 +223,11 @@ def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
     }
 
 
-def _list(tasks) -> None:
+def _list() -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from kvtool import tasks
 
     table = Table(box=None, pad_edge=False)
     table.add_column("task", style="bold")
@@ -233,7 +235,7 @@ def _list(tasks) -> None:
     table.add_column("parameters (--set name=value)")
     for name in tasks.names():
         kind = tasks.load(name)
-        what = sys.modules[kind.__module__].__doc__.split("\n")[0].partition(": ")[2]
+        what = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
         table.add_row(
             name, what, "\n".join(f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
         )
@@ -298,11 +300,11 @@ def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups)
             console.print(f"{name}: {value:.4g}", highlight=False)
     if not task.by or not means:
         return
-    score = next(iter(means))
+    first = next(iter(means))
     console.print()
     if len(task.by) == 2:
-        console.print(f"{score} by {task.by[0]} and {task.by[1]}\n", highlight=False)
-        console.print(_grid(task.by, groups, score))
+        console.print(f"{first} by {task.by[0]} and {task.by[1]}\n", highlight=False)
+        console.print(_grid(task.by, groups, first))
         return
     table = Table(box=None, pad_edge=False)
     table.add_column(task.by[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from kvtool import interrupt
 from kvtool.cli import options as opt
 from kvtool.cli.explain import Notice, explain_run
 from kvtool.errors import InputError
+
+if TYPE_CHECKING:
+    from kvtool.engine import Engine
 
 
 def generate(
@@ -62,8 +65,8 @@ def generate(
         if not raw:
             messages = [{"role": "system", "content": system}] if system else []
             whole = template_of(engine.model).render([*messages, {"role": "user", "content": request}])
-            pinned = prompt.strip() if prompt and text else system
-            at = whole.find(pinned) if pinned else -1
+            pinned = prompt.strip() if prompt and text else system or ""
+            at = whole.find(pinned)
             n_pinned = at + len(pinned) if at >= 0 else 0
         tokens = pin_prefix(engine, whole, n_pinned)
         if explain:
@@ -100,7 +103,17 @@ def read_stdin() -> str:
         ) from None
 
 
-def _finish(as_json, pieces, engine, policy, n_read, n_written, read_in, wrote_in, verbose) -> None:
+def _finish(
+    as_json: bool,
+    pieces: list[str],
+    engine: Engine,
+    policy: str,
+    n_read: int,
+    n_written: int,
+    read_in: float,
+    wrote_in: float,
+    verbose: bool,
+) -> None:
     from kvtool.units import format_bytes
 
     if as_json:

@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,10 @@ from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
+    from rich.style import Style
+    from rich.text import Text
 
     from kvtool.measure.holdings import Holdings
 
@@ -102,7 +105,7 @@ def inspect(
     from kvtool.llama import Model
     from kvtool.measure import holdings
 
-    tokens = None
+    tokens: np.ndarray
 
     def length(loaded: Model) -> int:
         nonlocal tokens
@@ -134,11 +137,12 @@ def inspect(
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
         }
-    failed = None
-    for path, data in (
+    pictures: Sequence[tuple[Path | None, Callable[[], bytes]]] = (
         (html, lambda: page(result, found, texts, last or _LAST_HTML)),
         (png, lambda: drawn(result, found)),
-    ):
+    )
+    failed = None
+    for path, data in pictures:
         try:
             if path:
                 output.write(path, data())
@@ -157,14 +161,14 @@ def inspect(
         raise failed
 
 
-def show(console: Console, texts: Sequence[str], share: Sequence[float], last: int) -> None:
+def show(console: Console, texts: Sequence[str], share: np.ndarray, last: int) -> None:
     """Prints the last tokens with the share f64[n] of the rows that hold each, and a strip of all of them.
 
     Shaded where the terminal has 256 colours, else with marks below each line.
     """
     n = len(texts)
     shaded = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
-    draw = _shaded if shaded else _marked
+    draw: Callable[..., Sequence[str | Text]] = _shaded if shaded else _marked
     # the last column stays free: some terminals break the line there
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded))
@@ -222,7 +226,8 @@ def _words(texts: Iterable[str], share: Iterable[float]) -> Iterator[Line]:
         yield word
 
 
-_PICTURES = {code: 0x2400 + code for code in range(32)} | {127: 0x2421, 9: "\u2192   ", 10: "\u23ce\n"}
+_PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(32)}
+_PICTURES |= {127: 0x2421, 9: "\u2192   ", 10: "\u23ce\n"}
 _PICTURES |= {code: 0xFFFD for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
@@ -239,7 +244,7 @@ def _level(held: float) -> int:
 
 
 @cache
-def _style(level: int):
+def _style(level: int) -> Style:
     from rich.style import Style
 
     if not level:
@@ -250,7 +255,7 @@ def _style(level: int):
     return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
 
 
-def _shaded(line: Line, marks_only: bool = False) -> list:
+def _shaded(line: Line, marks_only: bool = False) -> list[Text]:
     from rich.text import Text
 
     return [Text.assemble(*((text, _style(_level(held))) for text, held in line))]
@@ -267,7 +272,7 @@ def _marked(line: Line, marks_only: bool = False) -> list[str]:
 _MARKS = ".1234567#"
 
 
-def _legend(shaded: bool):
+def _legend(shaded: bool) -> str | Text:
     from rich.text import Text
 
     names = ["no row", *(f"{bound:.0%}" for bound in BOUNDS), "more", "all rows"]
@@ -278,7 +283,7 @@ def _legend(shaded: bool):
     return Text.assemble("held by up to:", *swatches)
 
 
-def _strip(share: Sequence[float], width: int) -> Line:
+def _strip(share: np.ndarray, width: int) -> Line:
     """The mean share of as many equal parts of the stream as there are columns."""
     import numpy as np
 
@@ -286,12 +291,12 @@ def _strip(share: Sequence[float], width: int) -> Line:
     return [(" ", float(part.mean())) for part in parts]
 
 
-def _print(console: Console, *texts) -> None:
+def _print(console: Console, *texts: str | Text) -> None:
     for text in texts:
         console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
 
 
-def page(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
+def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:
     """The page, with all that it shows inside."""
     import base64
     import json
@@ -317,7 +322,7 @@ def page(result: dict, found: Holdings, texts: list[str], last: int) -> bytes:
     return page.replace("{{data}}", text).encode()
 
 
-def drawn(result: dict, found: Holdings) -> bytes:
+def drawn(result: dict[str, Any], found: Holdings) -> bytes:
     """Rows by positions, dark where a row holds the token."""
     import numpy as np
     from matplotlib.figure import Figure

@@ -19,8 +19,10 @@ from kvtool.errors import InputError, SessionError
 if TYPE_CHECKING:
     from kvtool.conversation import Conversation
 
-_SAVED = ("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash")
-_SAVED += ("prefill", *SAMPLING)
+_SAVED = (
+    *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
+    *("prefill", *SAMPLING),
+)
 """The options that a session stands for where they are not typed."""
 
 
@@ -68,14 +70,14 @@ class Keeper:
                 )
         self.chat.restore(meta, arrays)
 
-    def resume(self) -> None:
+    def resume(self, path: Path) -> None:
         """Loads its own session. Raises SessionError where what was typed does not go with it."""
         system, seed = self.chat.system, self.context.params["seed"]
-        self.load(self.path)
+        self.load(path)
         self._is_kept = seed is None
         if system and system != self.chat.system:
             raise SessionError(
-                f"{self.path} has another system prompt; leave --system out, or use /system in the chat"
+                f"{path} has another system prompt; leave --system out, or use /system in the chat"
             )
         if seed is not None:
             self.chat.writer.sampler.seed = seed
@@ -106,7 +108,7 @@ class Keeper:
     def _kept(self) -> BinaryIO | None:
         """The session as it is between two turns; open, it outlives the next one's. None: write a copy."""
         # elsewhere an open file cannot be replaced
-        return self.path.open("rb") if self._is_kept and os.name == "posix" else None
+        return self.path.open("rb") if self.path and self._is_kept and os.name == "posix" else None
 
     def check(self) -> None:
         """Raises the SessionError of the last turn, if there was one."""

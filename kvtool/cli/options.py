@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtool.header import ModelInfo
     from kvtool.llama import Model as LoadedModel
     from kvtool.llama import Sampler
+    from kvtool.policy import Policy as FittedPolicy
 
 Model = Annotated[
     str | None,
@@ -145,7 +146,8 @@ def sampler(context: typer.Context, engine: Engine) -> Sampler:
 def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
     """Lets a session's options stand for those that were not typed."""
     for name, value in saved.items():
-        if name in context.params and context.get_parameter_source(name).name != "COMMANDLINE":
+        source = context.get_parameter_source(name)
+        if source and source.name != "COMMANDLINE":
             context.params[name] = value
 
 
@@ -233,7 +235,7 @@ def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
 
 def fitted(
     wanted: EngineOptions, info: ModelInfo, budget_text: str, n_batch: int, *, over_budget: bool
-) -> tuple[Policy, int]:
+) -> tuple[FittedPolicy, int]:
     """The policy with the budget that was typed, and the batch that goes with it. Raises UsageError.
 
     over_budget: whether a step may go over the budget, which bytes have to have room for.
@@ -289,7 +291,7 @@ def open_engine(
     path, info = checked_model(wanted)
     n_ctx = n_ctx_of(wanted.n_ctx, info)
     n_batch = wanted.n_batch or n_batch
-    policy = None
+    policy: FittedPolicy | None = None
     if wanted.policy != "full":
         kind = policies.load(wanted.policy)
         # rows that differ take what they need, and the budget is only a cap

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,11 @@ from kvtool.cli import options as opt
 from kvtool.cli.explain import Notice, explain_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvtool.engine import Engine
 
 
 def perplexity(
@@ -62,7 +67,7 @@ def perplexity(
     from kvtool.measure import perplexity as measure
     from kvtool.measure.memory import peak_rss_bytes
 
-    tokens = None
+    tokens: np.ndarray
 
     def length(loaded: Model) -> int:
         nonlocal tokens
@@ -130,7 +135,7 @@ def read_text(file: str) -> str:
         ) from None
 
 
-def check_length(engine, n_tokens: int) -> None:
+def check_length(engine: Engine, n_tokens: int) -> None:
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
             f"the text has {n_tokens} tokens and the full cache {engine.policy.budget} cells; "
@@ -152,12 +157,12 @@ def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
 
 
 @contextmanager
-def _progress(n_scored: int) -> Iterator[Callable]:
+def _progress(n_scored: int) -> Iterator[Callable[[np.ndarray], None]]:
     """Measure's callback: a bar with the running perplexity, on a terminal."""
     total, n = 0.0, 0
     with tokens_progress("perplexity", n_scored) as step:
 
-        def report(nll) -> None:
+        def report(nll: np.ndarray) -> None:
             nonlocal total, n
             total, n = total + float(nll.sum()), n + len(nll)
             step(n, f"perplexity {math.exp(total / n):.3f}" if n else "perplexity")
@@ -165,7 +170,7 @@ def _progress(n_scored: int) -> Iterator[Callable]:
         yield report
 
 
-def _summary(result: dict) -> None:
+def _summary(result: dict[str, Any]) -> None:
     from kvtool.units import format_bytes
 
     sys.stderr.write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def policies(
     _print(listed, budget)
 
 
-def _print(listed: list[dict], budget: int | None) -> None:
+def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from kvtool import interrupt
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 @contextmanager
@@ -14,30 +18,34 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
 
     piped: where stderr is no terminal, one line says what is done.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    task = None
+    bar: Progress | None = None
 
     def step(done: int, total: int | None) -> None:
-        nonlocal task
-        if task is None:
-            task = bar.add_task(what, total=total)
-            if console.is_terminal:
+        nonlocal bar
+        if bar is None:
+            bar = _bytes_bar()
+            bar.add_task(what, total=total)
+            if bar.console.is_terminal:
                 bar.start()
             elif piped:
-                console.print(what, soft_wrap=True)
-        bar.update(task, completed=done)
+                bar.console.print(what, soft_wrap=True)
+        bar.update(bar.task_ids[0], completed=done)
 
     try:
         with interrupt.raising():
             yield step
     finally:
-        if bar.live.is_started:
+        if bar and bar.live.is_started:
             bar.stop()
+
+
+def _bytes_bar() -> Progress:
+    # rich takes its time to be imported, and mostly there is nothing to draw
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 @contextmanager

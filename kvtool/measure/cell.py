@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 from kvtool.errors import KvtoolError, ModelError, OutOfMemory, where
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvtool.engine import Engine
+    from kvtool.measure.divergence import Scores
 
 Report = Callable[[int, float], None]
 """Called after each step with the number of tokens scored so far and the sum of their nll."""
@@ -80,11 +83,10 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
     llama.set_verbose(job.verbose)
     model = llama.Model(job.model, n_gpu_layers=job.gpu_layers)
     try:
-        against = nullcontext()
-        if job.writes:
-            against = divergence.writing(Path(job.reference), len(tokens), model.n_vocab)
-        elif job.reference:
-            against = closing(divergence.Reader(Path(job.reference), len(tokens), model.n_vocab))
+        against: AbstractContextManager[Scores | None] = nullcontext()
+        if job.reference:
+            reference = Path(job.reference), len(tokens), model.n_vocab
+            against = divergence.writing(*reference) if job.writes else closing(divergence.Reader(*reference))
         with against as scores:
             engine = Engine(model, policy, settings)
             try:
@@ -130,22 +132,22 @@ def _budget_bytes(engine: Engine) -> int:
     return round(context.cache_bytes + sum(cell_bytes) * n - sum(cell_bytes * context.layer_cells))
 
 
-def quality(nll, scores=None) -> dict[str, Any]:
-    """What nll f64[n] and divergence.Scores, where there are any, say of a cell."""
+def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
+    """What nll f64[n] and scores, where there are any, say of a cell."""
     import numpy as np
 
     from kvtool.measure.statistics import block_counts, block_sums, interval, mean_error
 
     counts = block_counts(len(nll))
 
-    def mean(values) -> tuple[float, float | None]:
+    def mean(values: np.ndarray) -> tuple[float, float | None]:
         value, error = mean_error(block_sums(values), counts)
         return value, None if np.isnan(error) else error
 
     sums = block_sums(nll)
     value, error = mean(nll)
     low, high = interval(sums, counts)
-    found = {
+    found: dict[str, Any] = {
         "n_scored": len(nll),
         "perplexity": math.exp(value),
         "perplexity_low": math.exp(low),
@@ -157,8 +159,8 @@ def quality(nll, scores=None) -> dict[str, Any]:
     names = ("nll_minus_full", "kl", "top1")
     values = (nll - scores.nll, scores.kl, scores.same.astype(np.float64)) if scores else (None,) * 3
     for name, of_tokens in zip(names, values, strict=True):
-        value, error = (None, None) if of_tokens is None else mean(of_tokens)
-        found |= {name: value, f"{name}_stderr": error}
+        pair = (None, None) if of_tokens is None else mean(of_tokens)
+        found |= zip((name, f"{name}_stderr"), pair, strict=True)
     return found
 
 
@@ -167,7 +169,7 @@ def encode(job: Job) -> bytes:
 
 
 def decode(data: Mapping[str, Any]) -> Job:
-    return Job(**data | {"options": tuple(data["options"])})
+    return Job(**{**data, "options": tuple(data["options"])})
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -42,8 +43,8 @@ def fits(n: int, n_vocab: int) -> bool:
     return n * _row(n_vocab).itemsize <= MOST_BYTES
 
 
-class Scores:
-    """What became of every token i32[n] but the first, filled step by step by a `score`.
+class Scores(ABC):
+    """What became of every token i32[n] but the first, filled step by step by `score`.
 
     nll: by the full cache, f64[n - 1]. kl f64[n - 1], in nats. same b1[n - 1]: whether both have the same
     likeliest token, among equals the lowest.
@@ -52,6 +53,10 @@ class Scores:
     def __init__(self, n: int) -> None:
         self.n_done = 0
         self.nll, self.kl, self.same = np.zeros(n - 1), np.zeros(n - 1), np.zeros(n - 1, np.bool_)
+
+    @abstractmethod
+    def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """perplexity.Score."""
 
     def _add(self, rows: np.ndarray, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Compares logits with rows of a reference. Returns the nll f64[n] by the logits."""
@@ -85,7 +90,6 @@ class Reader(Scores):
             raise InputError("the full cache's predictions are gone; run the same command again") from None
 
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """perplexity.Score."""
         rows = np.frombuffer(self._file.read(len(target) * self._row.itemsize), self._row)
         return self._add(rows, logits, target)
 
@@ -101,7 +105,6 @@ class Writer(Scores):
         self._file, self._row = file, _row(n_vocab)
 
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """perplexity.Score."""
         rows = np.empty(len(target), self._row)
         n_top = rows["tokens"].shape[1]
         tokens = np.argpartition(logits, logits.shape[1] - n_top, axis=1)[:, -n_top:]

@@ -146,7 +146,16 @@ def cells(
     return list(found.values())
 
 
-def _cell(common, info, label, name, options, asked, kind, evict_every) -> Cell:
+def _cell(
+    common: Common,
+    info: ModelInfo,
+    label: str,
+    name: str,
+    options: tuple[str, ...],
+    asked: str | None,
+    kind: str,
+    evict_every: int | None,
+) -> Cell:
     from kvtool.llama import choose_flash
 
     policy_type = policies.load(name)
@@ -320,7 +329,7 @@ class Runner:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtool-")
         self._tokens = Path(self._folder.name) / "tokens.npy"
         np.save(self._tokens, tokens)
-        self._running: dict[Cell, subprocess.Popen] = {}
+        self._running: dict[Cell, subprocess.Popen[bytes]] = {}
         self._said: queue.SimpleQueue[tuple[Cell, dict[str, Any] | None]] = queue.SimpleQueue()
 
     def __enter__(self) -> Runner:
@@ -340,7 +349,8 @@ class Runner:
 
         against: the reference; writes: the only cell makes it.
         """
-        waiting, ends = list(grid), {}
+        waiting = list(grid)
+        ends: dict[Cell, dict[str, Any]] = {}
         while waiting or self._running:
             while waiting and len(self._running) < jobs:
                 self._start(waiting.pop(0), against, writes)
@@ -383,17 +393,17 @@ class Runner:
                 start_new_session=True,
             )
         self._running[cell] = process
+        assert process.stdin  # a pipe
         with suppress(OSError), process.stdin:
             process.stdin.write(one.encode(job))
         threading.Thread(target=self._listen, args=(cell, process), daemon=True).start()
 
-    def _listen(self, cell: Cell, process: subprocess.Popen) -> None:
-        with process.stdout as lines:
-            for line in lines:
+    def _listen(self, cell: Cell, process: subprocess.Popen[bytes]) -> None:
+        with process:
+            for line in process.stdout or ():
                 # half a line is the last of a process that died
                 with suppress(ValueError):
                     self._said.put((cell, json.loads(line)))
-        process.wait()
         self._said.put((cell, None))
 
     def _log(self, cell: Cell) -> Path:
@@ -404,7 +414,7 @@ class Runner:
         status = self._running.pop(cell).returncode
         what = identity(self.common, cell)
         if end and "record" in end:
-            return what | end["record"]
+            return {**what, **end["record"]}
         if end:
             return what | end
         # a guard's line, if there is one

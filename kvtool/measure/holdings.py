@@ -39,17 +39,20 @@ class Holdings:
         """b1[row, n]: whether the row holds the token at that snapshot, the last unless given."""
         snapshot %= len(self.ends)
         seen = np.arange(self.until.shape[1]) < self.ends[snapshot]
-        return (self.until > snapshot) & seen
+        held: np.ndarray = (self.until > snapshot) & seen
+        return held
 
     def share(self, snapshot: int = -1) -> np.ndarray:
         """f64[n]: the share of the rows that hold the token at that snapshot."""
-        return self.held(snapshot).mean(axis=0)
+        share: np.ndarray = self.held(snapshot).mean(axis=0)
+        return share
 
 
 def share(engine: Engine) -> np.ndarray:
     """f64[n_past]: the share of the rows that hold each token of the stream now."""
     _, pos = _held(engine)
-    return np.bincount(pos, minlength=engine.n_past) / len(engine.live)
+    share: np.ndarray = np.bincount(pos, minlength=engine.n_past) / len(engine.live)
+    return share
 
 
 def n_forgotten(engine: Engine) -> int:
@@ -72,9 +75,14 @@ def watch(
     first = np.unique(layer, return_index=True, return_inverse=True)
     head = (np.arange(len(layer)) - first[1][first[2]]).astype(np.int32)
     until = np.zeros((len(layer), n), np.uint8)
+
+    def stopped() -> bool:
+        progress(engine.n_past)
+        return False
+
     for snapshot, end in enumerate(ends.tolist()):
         if whole:
-            engine.read(tokens, lambda: bool(progress(engine.n_past)))
+            engine.read(tokens, stopped=stopped)
         while engine.n_past < end:
             n_step = min(engine.room(), engine.n_until_plan, end - engine.n_past)
             engine.step(tokens[engine.n_past : engine.n_past + n_step], n_output=0)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvtool.errors import InputError
 from kvtool.files import locked, replacing
@@ -73,7 +73,7 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record
                 file.write(json.dumps(record).encode() + b"\n")
 
 
-def _whole_lines(file) -> int:
+def _whole_lines(file: BinaryIO) -> int:
     """How many bytes there are up to the last line's end."""
     at = file.seek(0, os.SEEK_END)
     while at:

@@ -34,7 +34,8 @@ def load(name: str) -> type[Policy]:
         return _load_file(Path(name))
     if name not in names():
         raise UsageError(f"no policy {name!r}; there are: {', '.join(names())}")
-    return import_module(f"kvtool.policies.{name}").POLICY
+    policy: type[Policy] = import_module(f"kvtool.policies.{name}").POLICY
+    return policy
 
 
 def file_sha256(name: str) -> str | None:
@@ -46,18 +47,18 @@ def file_sha256(name: str) -> str | None:
 def _load_file(path: Path) -> type[Policy]:
     from kvtool.policy import Policy
 
-    if not path.is_file():
-        raise UsageError(f"no policy file {path}")
     # a name of its own, under which dataclasses and numba find it again
     name = f"kvtool_policy_{path.stem}"
     spec = spec_from_file_location(name, path)
+    if not (path.is_file() and spec and spec.loader):
+        raise UsageError(f"no policy file {path}")
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UsageError(f"{path}: {where(error)}") from error
     policy = getattr(module, "POLICY", None)
-    if not (isinstance(policy, type) and issubclass(policy, Policy) and is_dataclass(policy)):
+    if not (isinstance(policy, type) and is_dataclass(policy) and issubclass(policy, Policy)):
         raise UsageError(f"{path}: POLICY must be a dataclass that derives from kvtool.policy.Policy")
     return policy
 
@@ -107,10 +108,8 @@ def smallest_budget(
     policy = load(name)
     given = parse_options(policy, options or [])
     smallest = _smallest_budget(policy, 0, evict_every, given, n_held)
-    if smallest is None:
-        # says why
-        fit(name, 1, evict_every, options)
-    return smallest
+    # where there is none, fit says why
+    return smallest or fit(name, 1, evict_every, options).budget
 
 
 def _smallest_budget(

@@ -19,7 +19,7 @@ and kept in 16 bits, so that a cosine is off by some 0.00002 and does not depend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class BumbleBee(Policy):
             check_choice(name, getattr(self, name), choices)
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> BumbleBee:
+    def fit(cls, budget: int, slack: int, **params: Any) -> BumbleBee:
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
@@ -146,7 +146,7 @@ def _seeds(seed: int, step: int, n_row: int) -> np.ndarray:
 
 
 @kernel("i8(i8, i8, i8)")
-def _hash(seed, pick, draw):
+def _hash(seed: int, pick: int, draw: int) -> int:
     """Three whole numbers below 2**31 -> one below 2**32. No product is over 2**63."""
     x = seed
     for part in (pick, draw):
@@ -158,14 +158,14 @@ def _hash(seed, pick, draw):
 
 
 @kernel("f8(f8, b1)")
-def _phi(x, power):
+def _phi(x: float, power: bool) -> float:
     """log(1 + x), or the y with alpha * y**(1 / alpha) + beta * y = x; x is 0 or more."""
     if not power:
-        return np.log1p(x)
+        return float(np.log1p(x))
     if x <= 0:
         return 0.0
     # either term alone needs a larger y; from above, Newton comes down to the root of a convex function
-    y = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
+    y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
     for _ in range(50):
         step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)
         y -= step
@@ -175,7 +175,7 @@ def _phi(x, power):
 
 
 @kernel("f8(f8, b1)")
-def _slope(x, power):
+def _slope(x: float, power: bool) -> float:
     """The derivative of phi."""
     if not power:
         return 1 / (1 + x)
@@ -183,7 +183,7 @@ def _slope(x, power):
 
 
 @kernel("void(f4[::1], i2[::1])")
-def _normalize(key, unit):
+def _normalize(key: np.ndarray, unit: np.ndarray) -> None:
     """The key, of length _UNIT and in whole numbers; a zero key stays one."""
     total = 0.0
     for x in key:
@@ -194,17 +194,17 @@ def _normalize(key, unit):
 
 
 @kernel("i4(i2[::1], i2[::1])")
-def _similarity(one, other):
+def _similarity(one: np.ndarray, other: np.ndarray) -> np.int32:
     """ReLU(cosine) of two keys, 0.._ONE. Of a key and itself it is _ONE, even where this says otherwise."""
     dot = np.int32(0)
     for dim in range(len(one)):
         dot = np.int32(dot + np.int32(one[dim]) * np.int32(other[dim]))
     # _UNIT * _UNIT / _ONE is 2**4
-    return np.int32(min(max(dot + 8, 0) >> 4, _ONE))
+    return np.int32(min(max(int(dot) + 8, 0) >> 4, _ONE))
 
 
 @kernel("i4(i4[::1], i8)")
-def _lowest(bits, n):
+def _lowest(bits: np.ndarray, n: int) -> np.int32:
     """The least of the first n."""
     lowest = np.int32(0x7FFFFFFF)
     for i in range(n):
@@ -213,7 +213,7 @@ def _lowest(bits, n):
 
 
 @kernel("i4(i4[::1], i8)")
-def _highest(bits, n):
+def _highest(bits: np.ndarray, n: int) -> np.int32:
     """The greatest of the first n."""
     highest = np.int32(-0x7FFFFFFF)
     for i in range(n):
@@ -225,7 +225,14 @@ _MEASURE = "void(i4[:,::1], f4[:,:,::1], i2[:,:,::1], f4[:,::1], i4[:,::1], {}[:
 
 
 @kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
-def _measure(pos, keys, unit, near, nearest, pairs):
+def _measure(
+    pos: np.ndarray,
+    keys: np.ndarray,
+    unit: np.ndarray,
+    near: np.ndarray,
+    nearest: np.ndarray,
+    pairs: np.ndarray,
+) -> None:
     """Takes in the new keys f32[row, n_new, n_dim]: their lengths, and all pairs with one of them.
 
     pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more],
@@ -277,7 +284,9 @@ _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i4[::1], i4[::1])"
 
 
 @kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
-def _neighbour(unit, pairs, row, cell, n, alive, bits):
+def _neighbour(
+    unit: np.ndarray, pairs: np.ndarray, row: int, cell: int, n: int, alive: np.ndarray, bits: np.ndarray
+) -> int:
     """The nearest neighbour of a cell among the first n with alive i32 = -1 rather than 0.
 
     bits i32[n] are those of its similarities afterwards, in float16 of float16 pairs.
@@ -298,7 +307,7 @@ def _neighbour(unit, pairs, row, cell, n, alive, bits):
 
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
-def _loss(mixture, far, mass, total, full, power):
+def _loss(mixture: float, far: float, mass: float, total: float, full: float, power: bool) -> float:
     """What g loses by a token: far is f's loss, full is phi(total)."""
     rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
     return mixture * far + (1 - mixture) * rest
@@ -311,7 +320,20 @@ _DISCARD = (
 
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
-def _discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, near, nearest, keep):
+def _discard(
+    pos: np.ndarray,
+    unit: np.ndarray,
+    mass: np.ndarray,
+    pairs: np.ndarray,
+    first: int,
+    recent: int,
+    n_keep: int,
+    mixture: float,
+    power: bool,
+    near: np.ndarray,
+    nearest: np.ndarray,
+    keep: np.ndarray,
+) -> None:
     """Of the tokens in first <= pos < recent the one goes that g loses least by, until n_keep are left.
 
     pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Sets near and nearest right for
@@ -388,7 +410,7 @@ _MOVE = "void(i4[:,::1], {}[:,:,::1])"
 
 
 @kernel([_MOVE.format("i4"), _MOVE.format("u2")])
-def _move_pairs(source, pairs):
+def _move_pairs(source: np.ndarray, pairs: np.ndarray) -> None:
     """pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
     n_row, n_keep = source.shape
     moved = np.empty(n_keep, np.int64)
@@ -418,7 +440,7 @@ def _move_pairs(source, pairs):
 
 
 @kernel("i8(i2[:,::1], i8, i4[::1])")
-def _gain(unit, cell, cover):
+def _gain(unit: np.ndarray, cell: int, cover: np.ndarray) -> np.int64:
     """What the sum of cover i32[n], each cell's similarity to the summary, gains by a cell."""
     gain = np.int64(max(_ONE - cover[cell], 0))
     for j in range(len(cover)):
@@ -428,7 +450,7 @@ def _gain(unit, cell, cover):
 
 
 @kernel("void(i2[:,::1], i8, i4[::1])")
-def _take(unit, cell, cover):
+def _take(unit: np.ndarray, cell: int, cover: np.ndarray) -> None:
     """The summary takes a cell."""
     for j in range(len(cover)):
         cover[j] = max(cover[j], _similarity(unit[cell], unit[j]))
@@ -436,7 +458,20 @@ def _take(unit, cell, cover):
 
 
 @kernel("void(i4[:,::1], i8[:,::1], f4[:,:,::1], f4[:,::1], i8, i8, i8, f8, b1, b1, i8[::1], b1[:,::1])")
-def _summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, stochastic, seeds, keep):
+def _summarize(
+    pos: np.ndarray,
+    order: np.ndarray,
+    keys: np.ndarray,
+    mass: np.ndarray,
+    first: int,
+    recent: int,
+    n_keep: int,
+    mixture: float,
+    power: bool,
+    stochastic: bool,
+    seeds: np.ndarray,
+    keep: np.ndarray,
+) -> None:
     """Tokens before `first` and from `recent` on are in the summary, then what g gains most by, to n_keep.
 
     pos i32[row, n], order i64[row, n]: cells, oldest first; keys f32[row, n, n_dim], mass f32[row, n], seeds

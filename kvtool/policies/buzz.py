@@ -21,7 +21,7 @@ again either way. Its two ablations (section 4.3, Figure 8) are `-o swap=true` a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class BUZZ(Policy):
         threshold: int | None = None,
         sinks: int = _SINKS,
         stride: int = _STRIDE,
-        **others: object,
+        **others: Any,
     ) -> BUZZ:
         rest = budget - 1 - sinks
         if window is None:
@@ -147,7 +147,19 @@ def _best_window(rest: int, stride: int) -> int:
 
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, i8, b1, u1[:,::1], b1[:,::1])")
-def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, old, keep):
+def _sample(
+    order: np.ndarray,
+    pos: np.ndarray,
+    mass: np.ndarray,
+    first: int,
+    window: int,
+    n_max: int,
+    stride: int,
+    old_stride: int,
+    local_max: bool,
+    old: np.ndarray,
+    keep: np.ndarray,
+) -> None:
     """order i64[row, n]: cells, oldest first; pos i32[row, n], mass f32[row, n or more] -> keep b1[row, n].
 
     At most n_max stay: tokens before position `first`, the newest `window`, which gives way where both do not

@@ -64,7 +64,7 @@ class CaM(Policy):
     def plan(self, view: View, state: State) -> Plan:
         # what stays depends on positions alone: sorted, every row holds the same tokens
         order = np.argsort(view.pos, axis=1)
-        begin = np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned))
+        begin = int(np.count_nonzero(view.pos[0] < max(self.sinks, view.pinned)))
         end = begin + max(view.n_kv - (self.budget - self.slack), 0)
         keep = np.ones(view.pos.shape, np.bool_)
         np.put_along_axis(keep, order[:, begin:end], False, axis=1)
@@ -82,11 +82,12 @@ class CaM(Policy):
         chance = draw(self.seed, view.next, np.take_along_axis(view.pos, order[:, begin:end], axis=1)) / 2**24
         if self.denominator == "mean":
             # chance < score / mean without a division by zero
-            return chance * score[:, end:].sum(axis=1, keepdims=True) < score[:, begin:end] * (
-                view.n_kv - end
-            )
+            total = score[:, end:].sum(axis=1, keepdims=True)
+            drawn: np.ndarray = chance * total < score[:, begin:end] * (view.n_kv - end)
+            return drawn
         largest = np.maximum(score[:, :begin].max(axis=1, initial=0), score[:, end:].max(axis=1, initial=0))
-        return chance * largest[:, None] < score[:, begin:end]
+        drawn = chance * largest[:, None] < score[:, begin:end]
+        return drawn
 
 
 def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: float) -> Merge:
@@ -101,7 +102,16 @@ def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: floa
 
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
-def _add_drawn(gone, target, drawn, weight, row_of, dst_of, src_of, weight_of):
+def _add_drawn(
+    gone: np.ndarray,
+    target: np.ndarray,
+    drawn: np.ndarray,
+    weight: float,
+    row_of: np.ndarray,
+    dst_of: np.ndarray,
+    src_of: np.ndarray,
+    weight_of: np.ndarray,
+) -> None:
     """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge, as many as there are."""
     n_term = 0
     for row in range(len(gone)):

@@ -18,7 +18,7 @@ endless stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class CORM(Policy):
             )
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> CORM:
+    def fit(cls, budget: int, slack: int, **params: Any) -> CORM:
         window = min(params.get("history", _HISTORY), max((budget - slack) // 2, 1))
         return cls(budget, slack, **{"window": window, **params})
 
@@ -86,7 +86,7 @@ class CORM(Policy):
 
 
 @kernel("i8(i4, i4, i8, i8)")
-def _rank(pos, step, first, recent):
+def _rank(pos: int, step: int, first: int, recent: int) -> np.int64:
     """Orders what may stay: by step, then by position; above them the window, and above that the sinks."""
     rank = np.int64(step)
     if pos >= recent:
@@ -97,7 +97,16 @@ def _rank(pos, step, first, recent):
 
 
 @kernel("void(i4[:,::1], i4[::1], i4[:,::1], i8, i8, i8, i8, b1[:,::1])")
-def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
+def _keep_important(
+    pos: np.ndarray,
+    live: np.ndarray,
+    step: np.ndarray,
+    first: int,
+    recent: int,
+    oldest: int,
+    n_max: int,
+    keep: np.ndarray,
+) -> None:
     """pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
     Stay: positions before `first` and from `recent` on, and those whose step is `oldest` or later; of these

@@ -6,6 +6,7 @@ What the other policies are measured against.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class Full(Policy):
     slack: int
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> Full:
+    def fit(cls, budget: int, slack: int, **params: Any) -> Full:
         return cls(budget, 0, **params)
 
     def plan(self, view: View, state: State) -> Plan:

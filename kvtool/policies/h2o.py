@@ -16,7 +16,7 @@ be overtaken: there sums fade (`decay_beyond=1`: never). docs/measured.md has wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class H2O(Policy):
             object.__setattr__(self, "group", "sum")
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> H2O:
+    def fit(cls, budget: int, slack: int, **params: Any) -> H2O:
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:

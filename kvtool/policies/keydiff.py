@@ -42,17 +42,19 @@ class KeyDiff(Policy):
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
-        _normalise(view.keys, view.n_kv - view.keys.shape[1], *state)
+        (unit,) = state
+        _normalise(view.keys, view.n_kv - view.keys.shape[1], unit)
 
     def plan(self, view: View, state: State) -> Plan:
+        (unit,) = state
         score = np.empty(view.pos.shape, np.float32)
-        _difference(*state, score)
+        _difference(unit, score)
         n_keep = self.budget - self.slack
         return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
 @kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")
-def _normalise(keys, first, unit):
+def _normalise(keys: np.ndarray, first: int, unit: np.ndarray) -> None:
     """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i8[row, n or more, n_dim].
 
     A key of zeros stays one.
@@ -67,7 +69,7 @@ def _normalise(keys, first, unit):
 
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
-def _difference(unit, score):
+def _difference(unit: np.ndarray, score: np.ndarray) -> None:
     """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus its product with the row's sum."""
     n_row, n = score.shape
     n_dim = unit.shape[2]

@@ -38,15 +38,17 @@ class Knorm(Policy):
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        _shortness(view.keys, view.n_kv - view.keys.shape[1], *state)
+        (score,) = state
+        _shortness(view.keys, view.n_kv - view.keys.shape[1], score)
 
     def plan(self, view: View, state: State) -> Plan:
+        (score,) = state
         n_keep = self.budget - self.slack
-        return Plan(keep_ranked(view, *state, n_keep, self.sinks, self.window))
+        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
 
 
 @kernel("void(f4[:,:,::1], i8, f4[:,::1])")
-def _shortness(keys, first, score):
+def _shortness(keys: np.ndarray, first: int, score: np.ndarray) -> None:
     """keys f32[row, n_new, n_dim], of the cells from `first` on -> score f32[row, first + n_new or more]."""
     n_row, n_new, _ = keys.shape
     for row in range(n_row):

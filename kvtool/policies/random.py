@@ -7,6 +7,7 @@ hash of (seed, row, token, step), so that a stream can be repeated and nothing h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvtool.kernels import draw
 from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
@@ -29,7 +30,7 @@ class Random(Policy):
         check_kept(self.budget, self.slack, self.sinks, self.window)
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> Random:
+    def fit(cls, budget: int, slack: int, **params: Any) -> Random:
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def plan(self, view: View, state: State) -> Plan:

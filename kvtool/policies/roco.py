@@ -12,7 +12,7 @@ generates, three tenths of what is kept, less the window; it never evicts from t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -57,13 +57,14 @@ class RoCo(Policy):
         window: int | None = None,
         keep_std: int | None = None,
         sinks: int = _SINKS,
+        **others: Any,
     ) -> RoCo:
         n_keep = budget - slack
         if window is None:
             window = max(min(10, (n_keep - sinks) // 2), 1)
         if keep_std is None:
             keep_std = max(min(3 * n_keep // 10, n_keep - sinks) - window, 0)
-        return cls(budget, slack, window, keep_std, sinks)
+        return cls(budget, slack, window, keep_std, sinks, **others)
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and sum of its squares f32."""

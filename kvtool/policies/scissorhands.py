@@ -13,7 +13,7 @@ two plans counts as of its last query, however much it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Scissorhands(Policy):
             raise ValueError(f"history must be 1 or more, got {self.history}")
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> Scissorhands:
+    def fit(cls, budget: int, slack: int, **params: Any) -> Scissorhands:
         return cls(budget, slack, **{"window": max(min(10, (budget - slack) // 2), 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:

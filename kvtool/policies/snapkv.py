@@ -13,7 +13,7 @@ the cache is full, with the votes of the queries since the last time, at most as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class SnapKV(Policy):
             raise ValueError(f"kernel must be odd, 1 or more, got {self.kernel}")
 
     @classmethod
-    def fit(cls, budget: int, slack: int, **params: object) -> SnapKV:
+    def fit(cls, budget: int, slack: int, **params: Any) -> SnapKV:
         return cls(budget, slack, **{"window": max(min(32, (budget - slack) // 2), 1), **params})
 
     @property
@@ -67,7 +67,15 @@ class SnapKV(Policy):
 
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, b1, f4[:,::1])")
-def _pool(order, pos, votes, recent, reach, by_max, pooled):
+def _pool(
+    order: np.ndarray,
+    pos: np.ndarray,
+    votes: np.ndarray,
+    recent: int,
+    reach: int,
+    by_max: bool,
+    pooled: np.ndarray,
+) -> None:
     """order i64[row, n]: cells, oldest first; pos i32[row, n], votes f32[row, n] -> pooled f32[row, n].
 
     For each token before position `recent` the sum (ranks as the average) or the highest of its own vote and

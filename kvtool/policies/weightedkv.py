@@ -14,7 +14,7 @@ On a model with grouped queries merging was found to lose: docs/weightedkv.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class WeightedKV(Policy):
         check_kept(self.budget, self.slack, self.sinks, self.window)
 
     @classmethod
-    def fit(cls, budget: int, slack: int, *, sinks: int = _SINKS, **params: object) -> WeightedKV:
+    def fit(cls, budget: int, slack: int, *, sinks: int = _SINKS, **params: Any) -> WeightedKV:
         window = max((budget - slack) // 2 - sinks, 1)
         return cls(budget, slack, **{"window": window, "sinks": sinks, **params})
 
@@ -86,7 +86,16 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 
 
 @kernel("i8(i8[:,::1], f4[:,::1], b1[:,::1], i8[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])")
-def _merge_right(order, average, stays, turn, row_of, dst_of, src_of, weight_of):
+def _merge_right(
+    order: np.ndarray,
+    average: np.ndarray,
+    stays: np.ndarray,
+    turn: np.ndarray,
+    row_of: np.ndarray,
+    dst_of: np.ndarray,
+    src_of: np.ndarray,
+    weight_of: np.ndarray,
+) -> int:
     """Lets the tokens that do not stay go one by one, and says what each that stays is made of in the end.
 
     order i64[row, n]: cells, oldest first; average f32[row, n], stays b1[row, n]: of the token in that place;

@@ -26,7 +26,8 @@ def load(name: str) -> type[Task]:
     """The task class of that name. Raises UsageError with the names that there are."""
     if name not in names():
         raise UsageError(f"no task {name!r}; there are: {', '.join(names())}")
-    return import_module(f"kvtool.tasks.{name}").TASK
+    task: type[Task] = import_module(f"kvtool.tasks.{name}").TASK
+    return task
 
 
 def params(kind: type[Task]) -> dict[str, object]:

@@ -32,7 +32,8 @@ def read(path: Path) -> list[Any]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if text.lstrip().startswith("["):
-        return _parsed(text, str(path))
+        records: list[Any] = _parsed(text, str(path))
+        return records
     # no splitlines: JSON may have other line breaks inside a string
     lines = enumerate(text.split("\n"), 1)
     return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]

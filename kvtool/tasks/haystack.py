@@ -73,7 +73,9 @@ def hide(
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:
         raise InputError(f"no passkey or needle fits into {length} tokens; choose greater lengths")
-    first, chosen, ends = draws.randrange(len(filler)), [], [0]
+    first = draws.randrange(len(filler))
+    chosen: list[str] = []
+    ends = [0]
     while True:
         sentence = filler[(first + len(chosen)) % len(filler)]
         # with the space that it has in the text

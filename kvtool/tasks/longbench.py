@@ -15,7 +15,7 @@ to be asked ({"prompt", "answers", "all_classes", "task"}), as MiniLongBench's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import ClassVar
 from kvtool.errors import InputError
 from kvtool.llama import Model
 from kvtool.tasks import data, metrics
-from kvtool.tasks.metrics import Metric
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 
@@ -38,12 +37,13 @@ _CODE = "Please complete the code given below. \n{context}{input}Next line of co
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the 21. n_max: the most tokens of an answer. as_it_is: never a user's turn. first_line: of an
-    answer only that counts."""
+    """One of the 21. n_max: the most tokens of an answer. metric: of an output and a reference, and with
+    classification of the classes. as_it_is: never a user's turn. first_line: of an answer only that counts.
+    """
 
     prompt: str
     n_max: int
-    metric: Metric
+    metric: Callable[..., float]
     as_it_is: bool = False
     first_line: bool = False
 

@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 _PUNCTUATION = frozenset(string.punctuation)
 
@@ -143,7 +147,7 @@ def _words_zh(text: str) -> list[str]:
 
 
 @cache
-def _rouge_scorer():
+def _rouge_scorer() -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)

@@ -127,12 +127,11 @@ class Reader:
 
         A stop counts behind the white space that a text starts with.
         """
-        return self._write(Sampler(self.model.n_vocab, **_GREEDY), n_max, stop)
+        return self._write(Sampler(self.model.n_vocab), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
         """A text drawn after what was read."""
-        drawing = _GREEDY | {"temp": temp, "top_p": top_p, "seed": seed}
-        return self._write(Sampler(self.model.n_vocab, **drawing), n_max)
+        return self._write(Sampler(self.model.n_vocab, temp=temp, top_p=top_p, seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:
         """Of the text after what was read, each token of it decoded, with the evictions that come."""
@@ -239,6 +238,3 @@ class Reader:
 
     def _text(self, tokens: np.ndarray) -> str:
         return b"".join(map(self.model.piece, tokens.tolist())).decode("utf-8", "ignore")
-
-
-_GREEDY = {"temp": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "seed": 0}

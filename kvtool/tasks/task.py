@@ -50,13 +50,21 @@ class Task(ABC):
     are asked in order, and all or none of their records count.
     """
 
+    if TYPE_CHECKING:
+        # what its dataclass brings along
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
     source: ClassVar[str] = ""
     needs_files: ClassVar[bool] = True
     chat: ClassVar[bool] = False
-    n_max: ClassVar[int] = 64
     by: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[tuple[str, ...]] = ()
     one_stream: ClassVar[bool] = False
+
+    @property
+    def n_max(self) -> int:
+        """A property, so that a task may have a constant or a parameter in its place."""
+        return 64
 
     @abstractmethod
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:

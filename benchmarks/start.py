@@ -1,0 +1,127 @@
+"""How long the first token of a chat takes, and what memory a chat has, beside llama-cpp-python's own Llama.
+
+    python benchmarks/start.py --policy buzz --budget 512
+
+Each run is a process of its own: `kvtool chat`, and a script that makes a Llama of as many cells and streams
+the same reply. They take turns. Time goes from the process's start to the first byte of the reply. Memory is
+the most that was resident, beside what was after the imports alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import add_common, describe, load_model, machine, note, plot_ratios, show, spread, write_json
+from rich.console import Console
+from rich.table import Table
+
+PROMPT = "What is a tide, and why are there two of them a day?"
+N_REPLY = 64
+
+STOCK = """
+import sys
+from llama_cpp import Llama
+path, n_ctx, n_threads, n_reply, prompt = sys.argv[1:]
+n_threads = int(n_threads)
+model = Llama(path, n_ctx=int(n_ctx), n_threads=n_threads, n_threads_batch=n_threads, verbose=False)
+chat = [{"role": "user", "content": prompt}]
+for part in model.create_chat_completion(chat, max_tokens=int(n_reply), temperature=0, stream=True):
+    sys.stdout.write(part["choices"][0]["delta"].get("content", ""))
+    sys.stdout.flush()
+"""
+
+IMPORTS = {
+    "stock": "import llama_cpp; print(1)",
+    "kvtool": "import kvtool.cli, kvtool.engine, kvtool.conversation, kvtool.policies.{}; print(1)",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common(parser, needs_file=False)
+    parser.add_argument("--policy", default="buzz")
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+
+    model = load_model(args.model)
+    path, n_threads = str(model.path), str(args.threads)
+    model.close()
+    own = ["--policy", args.policy, "--budget", str(args.budget), "-t", n_threads, "--temp", "0"]
+    commands = {
+        "stock": ["-c", STOCK, path, str(args.budget), n_threads, str(N_REPLY), PROMPT],
+        "kvtool": ["-m", "kvtool", "chat", "-m", path, *own, "-n", str(N_REPLY)],
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {"s": [], "mib": []} for name in commands}
+    imports = {name: _run(["-c", text.format(args.policy)])[1] for name, text in IMPORTS.items()}
+    # the first of each fills caches that later ones find
+    for i in range(args.rounds + 1):
+        for name, command in commands.items():
+            first, most = _run(command)
+            if i > 0:
+                found[name]["s"].append(first)
+                found[name]["mib"].append(most)
+        note(f"round {i} of {args.rounds}")
+    ratio = spread([a / b for a, b in zip(found["kvtool"]["s"], found["stock"]["s"], strict=True)])
+    results: dict[str, object] = {"machine": machine(), "first_token": ratio}
+    table = Table(title=f"first token and memory, {args.policy}, {args.budget} cells")
+    for column in ("", "first token, s", "over stock", "resident, MiB", "of it imports"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for name, values in found.items():
+        results[name] = {
+            "first_token_s": spread(values["s"]),
+            "peak_mib": statistics.median(values["mib"]),
+            "imports_mib": imports[name],
+        }
+        over = show(ratio, 2) if name == "kvtool" else ""
+        table.add_row(
+            name,
+            show(spread(values["s"]), 2),
+            over,
+            f"{statistics.median(values['mib']):.0f}",
+            f"{imports[name]:.0f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print(describe(results["machine"]))
+    write_json(args.json, results)
+    plot_ratios(args.plot, "time to the first token over stock's", {args.policy: ratio}, 1.3)
+
+
+def _run(command: list[str]) -> tuple[float, float]:
+    """Seconds to the first byte on stdout, and the most MiB that were resident."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdin.write(PROMPT.encode() + b"\n")
+    process.stdin.close()
+    process.stdout.read(1)
+    seconds, most = time.perf_counter() - start, 0.0
+    while True:
+        most = max(most, _resident(process.pid))
+        if not process.stdout.read(1):
+            break
+    said = process.stderr.read()
+    if process.wait():
+        sys.exit(said.decode())
+    return seconds, most
+
+
+def _resident(pid: int) -> float:
+    """The most MiB that a process had so far; 0 once it has ended. Of Linux."""
+    # what wait4 tells is at least what this process has itself
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()
