@@ -66,7 +66,8 @@ def _examined() -> dict[str, Any]:
         check=False,
     )
     try:
-        return json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise LibraryError(f"llama.cpp is built, but cannot be loaded: {said[-1]}") from None
+    return found
