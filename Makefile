@@ -114,7 +114,7 @@ check-vulkan: setup
 		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
 		export PYTHONPATH="$$site:$$PWD" GGML_VK_VISIBLE_DEVICES=0 \
 			VK_ICD_FILENAMES="$$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -n 1)" && \
-		$(PY) tests/check_backend.py Vulkan && $(PYTEST) $(DEVICE_TESTS)
+		$(PY) tests/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
 
 fuzz: setup
 	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found

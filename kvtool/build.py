@@ -130,6 +130,7 @@ def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False) -> str:
         (folder / "UPSTREAM").read_text(),
         (folder / "apply.cmake").read_text(),
         (folder / "amx-gcc.h").read_text(),
+        (folder / "vulkan-old.h").read_text(),
         " ".join(FLAGS),
         " ".join(shlex.split(cmake_args)),
         cpu_features(),

@@ -59,7 +59,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_pip", lambda *arguments: [sys.executable, str(pip), *arguments])
     folder = tmp_path / "checkout with spaces" / "patches"
     folder.mkdir(parents=True)
-    for name in (*build.DIGESTED, "apply.cmake", "amx-gcc.h"):
+    for name in (*build.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
         (folder / name).write_text(name)
     sha256 = hashlib.sha256(ARCHIVE).hexdigest()
     (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
@@ -87,7 +87,7 @@ def test_another_build_downloads_nothing_again(place, tmp_path):
     assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
 
 
-@pytest.mark.parametrize("name", [*build.DIGESTED, "apply.cmake", "amx-gcc.h", "UPSTREAM"])
+@pytest.mark.parametrize("name", [*build.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
 def test_key_changes_with_each_patch_file(place, name):
     before = build.wheel_key(place, "")
     with (place / name).open("a") as file:
