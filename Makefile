@@ -138,5 +138,5 @@ papers-tables: $(READY)
 	@$(PY) benchmarks/papers.py tables
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find kvtool tests patches -name __pycache__ -prune -exec rm -rf {} +

@@ -18,12 +18,16 @@ from kvtool.llama import Model, library_info
 
 
 def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
-    """FILE, -m, -t, --json and --plot."""
+    """FILE, -m, -t and --json."""
     parser.add_argument("file", type=Path, nargs=None if needs_file else "?", help="a text, UTF-8")
     parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: as kvtool itself)")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="and a picture of the ratios")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """--plot, for `plot_ratios`."""
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the ratios; needs matplotlib")
 
 
 def machine() -> dict[str, object]:

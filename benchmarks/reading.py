@@ -17,6 +17,7 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
     add_common,
+    add_plot,
     describe,
     load_model,
     load_tokens,
@@ -79,6 +80,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common(parser)
+    add_plot(parser)
     parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, with commas")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=1024)

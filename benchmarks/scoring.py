@@ -21,6 +21,7 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
     add_common,
+    add_plot,
     describe,
     load_model,
     load_tokens,
@@ -43,6 +44,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common(parser)
+    add_plot(parser)
     parser.add_argument("--policies", default="h2o", help="names, with commas")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2048)

@@ -16,7 +16,18 @@ import sys
 import time
 from pathlib import Path
 
-from common import add_common, describe, load_model, machine, note, plot_ratios, show, spread, write_json
+from common import (
+    add_common,
+    add_plot,
+    describe,
+    load_model,
+    machine,
+    note,
+    plot_ratios,
+    show,
+    spread,
+    write_json,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +57,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common(parser, needs_file=False)
+    add_plot(parser)
     parser.add_argument("--policy", default="buzz")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)

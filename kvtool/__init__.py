@@ -1,3 +1,60 @@
-"""kvtool: llama.cpp conversations and streams that never end, under a KV-cache policy."""
+"""kvtool: llama.cpp conversations and streams that never end, under a KV-cache policy.
+
+The names of `__all__` are the library; docs/python.md shows them at work. Each is imported when it is first
+used: the command line needs none of them to start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtool.api import chat, generate, load_model, load_policy
+    from kvtool.cells import Cells
+    from kvtool.conversation import Conversation
+    from kvtool.engine import Engine, Settings
+    from kvtool.errors import KvtoolError
+    from kvtool.llama import Model
+    from kvtool.policy import Policy
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Cells": "cells",
+    "Conversation": "conversation",
+    "Engine": "engine",
+    "KvtoolError": "errors",
+    "Model": "llama",
+    "Policy": "policy",
+    "Settings": "engine",
+    "chat": "api",
+    "generate": "api",
+    "load_model": "api",
+    "load_policy": "api",
+}
+
+__all__ = [
+    "Cells",
+    "Conversation",
+    "Engine",
+    "KvtoolError",
+    "Model",
+    "Policy",
+    "Settings",
+    "chat",
+    "generate",
+    "load_model",
+    "load_policy",
+]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+    def __dir__():
+        return [*globals(), *__all__]

@@ -1,10 +1,44 @@
-"""Which cell goes where after an eviction: the host's side of an edit."""
+"""The host's side of the cells: what they hold, and which goes where after an eviction."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvtool.kernels import kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """What each row holds of the stream, in arrays of their own; in each row the oldest token comes first.
+
+    n_past: tokens of the stream so far. layer, head i32[row]: the layer and the KV head in it of each row.
+    live i32[row]: how many tokens the row holds. pos i32[row, n_kv]: their positions in the stream, rising,
+    and -1 behind them in a row that holds fewer than others. rot i32[row, n_kv]: the positions that their
+    keys are rotated to, likewise. cell i32[row, n_kv]: where they lie, for what else is known of a cell:
+    np.take_along_axis(engine.state[0], cells.cell, axis=1).
+    """
+
+    n_past: int
+    layer: np.ndarray
+    head: np.ndarray
+    live: np.ndarray
+    pos: np.ndarray
+    rot: np.ndarray
+    cell: np.ndarray
+
+    def held(self) -> np.ndarray:
+        """b1[row, n_past]: whether the row holds the token."""
+        held = np.zeros((len(self.live), self.n_past), np.bool_)
+        row, column = np.nonzero(self.pos >= 0)
+        held[row, self.pos[row, column]] = True
+        return held
+
+    def share(self) -> np.ndarray:
+        """f64[n_past]: the share of the rows that hold each token."""
+        share: np.ndarray = np.bincount(self.pos[self.pos >= 0], minlength=self.n_past) / len(self.live)
+        return share
 
 
 def append(next_pos: int, next_rot: int, n: int, pos: np.ndarray, rot: np.ndarray, live: np.ndarray) -> None:

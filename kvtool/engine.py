@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from kvtool.cells import append, fill_holes, rank_by_pos
+from kvtool.cells import Cells, append, fill_holes, rank_by_pos
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError, where
-from kvtool.header import PAD
+from kvtool.header import CACHE_TYPES, PAD
 from kvtool.llama import HOW_TO_BUILD, Context, Model, is_patched
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
 from kvtool.sequence import SequenceContext
@@ -73,6 +73,13 @@ class Settings:
             raise UsageError(f"positions must be original, in-cache or auto, got {self.positions!r}")
         if self.prefill not in (None, "stream", "whole"):
             raise UsageError(f"prefill must be stream or whole, got {self.prefill!r}")
+        if self.flash not in ("on", "off", "auto"):
+            raise UsageError(f"flash must be on, off or auto, got {self.flash!r}")
+        for name in ("type_k", "type_v"):
+            if getattr(self, name) not in CACHE_TYPES:
+                raise UsageError(
+                    f"{name} must be one of {', '.join(CACHE_TYPES)}, got {getattr(self, name)!r}"
+                )
 
 
 class Engine:
@@ -81,6 +88,7 @@ class Engine:
     n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
     live i32[row]: those of every row. n_pinned, n_held: first and newest tokens that are never evicted.
     n_restart: how often positions have started over behind the live cells.
+    state: what the policy remembers of each cell, arrays [row, cell, ...].
     plan_s, edit_s: seconds spent on plans, with the signals read for them, and on edits of the cache.
     """
 
@@ -256,6 +264,23 @@ class Engine:
             done += len(part)
             self.step(part, n_output=int(done == len(tokens)))
         return done
+
+    def cells(self) -> Cells:
+        """What the rows hold now."""
+        live = np.arange(self.n_kv) < self.live[:, None]
+        pos = np.where(live, self.pos[:, : self.n_kv], _NEVER)
+        # what is dead comes last, and no two positions of the others are equal: any sort will do
+        cell = np.argsort(pos, axis=1)
+        layer = self.context.row_layers
+        return Cells(
+            n_past=self.n_past,
+            layer=layer.copy(),
+            head=(np.arange(len(layer)) - np.searchsorted(layer, layer)).astype(np.int32),
+            live=self.live.copy(),
+            pos=np.where(live, np.take_along_axis(pos, cell, axis=1), -1),
+            rot=np.where(live, np.take_along_axis(self.rot, cell, axis=1), -1),
+            cell=cell.astype(np.int32),
+        )
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
         """What the next step depends on besides model, policy and settings: arrays by name, one at a time.

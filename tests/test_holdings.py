@@ -37,7 +37,7 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
         for part in np.array_split(text(210), 3):
             engine.read(part)
             want = brute_share(engine)
-            assert holdings.share(engine).tolist() == want
+            assert engine.cells().share().tolist() == want
             assert holdings.n_forgotten(engine) == want.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
         # rows differ, or this says little

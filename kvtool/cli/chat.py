@@ -287,7 +287,7 @@ class _Terminal:
             self.console.print("[dim]nothing read yet[/]")
             return
         texts = holdings.texts(engine.model, self.conversation.writer.tokens)
-        inspect.show(self.console, texts, holdings.share(engine), int(last or inspect.LAST))
+        inspect.show(self.console, texts, engine.cells().share(), int(last or inspect.LAST))
 
     def _status(self) -> str:
         from kvtool.measure.holdings import n_forgotten

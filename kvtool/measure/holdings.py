@@ -1,4 +1,4 @@
-"""Which tokens of the stream the cache still holds: row by row, as a share of the rows, and over time.
+"""Which tokens of the stream the cache still holds, over time: row by row, and as a share of the rows.
 
 A row holds a token whose key it has. A value that was merged into another token's counts for nothing here.
 """
@@ -48,13 +48,6 @@ class Holdings:
         return share
 
 
-def share(engine: Engine) -> np.ndarray:
-    """f64[n_past]: the share of the rows that hold each token of the stream now."""
-    _, pos = _held(engine)
-    share: np.ndarray = np.bincount(pos, minlength=engine.n_past) / len(engine.live)
-    return share
-
-
 def n_forgotten(engine: Engine) -> int:
     """How many tokens of the stream no row holds any more; costs by the cells, not by the stream."""
     return engine.n_past - len(np.unique(_held(engine)[1]))
@@ -71,10 +64,8 @@ def watch(
     n = len(tokens)
     whole = engine.reads_whole(n)
     ends = np.array([n]) if whole else np.unique(-(-np.arange(1, n_snapshot + 1) * n // n_snapshot))
-    layer = engine.context.row_layers
-    first = np.unique(layer, return_index=True, return_inverse=True)
-    head = (np.arange(len(layer)) - first[1][first[2]]).astype(np.int32)
-    until = np.zeros((len(layer), n), np.uint8)
+    rows = engine.cells()
+    until = np.zeros((len(rows.live), n), np.uint8)
 
     def stopped() -> bool:
         progress(engine.n_past)
@@ -88,7 +79,7 @@ def watch(
             engine.step(tokens[engine.n_past : engine.n_past + n_step], n_output=0)
             progress(engine.n_past)
         until[_held(engine)] = snapshot + 1
-    return Holdings(layer, head, ends, until)
+    return Holdings(rows.layer, rows.head, ends, until)
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:
