@@ -13,10 +13,18 @@ PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
 KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam divergence h2o keys roco \
 	scissorhands snapkv weightedkv))
 SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
+# Mesa's Vulkan on the CPU: what it takes, and the Debian package that has it
+MESA := /usr/share/vulkan/icd.d/lvp_icd.*.json:mesa-vulkan-drivers /usr/include/vulkan/vulkan.h:libvulkan-dev \
+	/usr/bin/glslc:glslc /usr/include/spirv/unified1/spirv.hpp:spirv-headers
+DEVICE_TESTS := $(addsuffix .py,$(addprefix tests/test_,offload exactness llama engine session signals prefill sliding))
+# one architecture and kernels that are not optimized: for whether it compiles; a driver is not there to link to
+CUDA_ARCH ?= 86
+CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
+	$(shell nvcc --help 2>/dev/null | grep -q Ofast-compile && echo -DCMAKE_CUDA_FLAGS=-Ofc=max)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat test $(STAGES) stock check-stock fuzz fuzz-sanitized papers papers-tables clean
+.PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan fuzz fuzz-sanitized papers papers-tables clean
 
 help:
 	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -25,6 +33,8 @@ help:
 	@echo 'make lint         ruff, mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparing'
 	@echo 'make check-stock  compare logits of the two, bit by bit'
+	@echo 'make check-cuda   compile for CUDA with nvcc, for one architecture: CUDA_ARCH=86; needs no GPU'
+	@echo 'make check-vulkan the tests of the engine on Mesa'"'"'s Vulkan, which is the CPU with memory of its own'
 	@echo 'make fuzz         damaged models and random calls, many more than in make test'
 	@echo 'make fuzz-sanitized  the calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make papers       the papers'"'"' experiments: DATA=folder, IDS="..." for some of them; docs/papers.md'
@@ -87,6 +97,24 @@ check-stock: setup
 	@wheel=$$($(PY) -m kvtool.build --stock) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
 		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site"
+
+check-cuda: setup
+	@wheel=$$(CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
+		trap 'rm -rf "$$site"' EXIT && \
+		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+		PYTHONPATH="$$site:$$PWD" $(PY) tests/check_backend.py CUDA
+
+# ggml takes no device that is a CPU unless it is named
+check-vulkan: setup
+	@missing=; for each in $(MESA); do \
+		ls $${each%:*} >/dev/null 2>&1 || missing="$$missing $${each#*:}"; done; \
+		test -z "$$missing" || { echo "something is missing: sudo apt install$$missing" >&2; exit 1; }
+	@wheel=$$(CMAKE_ARGS=-DGGML_VULKAN=on $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
+		trap 'rm -rf "$$site"' EXIT && \
+		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+		export PYTHONPATH="$$site:$$PWD" GGML_VK_VISIBLE_DEVICES=0 \
+			VK_ICD_FILENAMES="$$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -n 1)" && \
+		$(PY) tests/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
 
 fuzz: setup
 	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found

@@ -1,13 +1,14 @@
-"""Builds the patched llama-cpp-python, once a machine: `python -m kvtool.build`.
+"""Builds the patched llama-cpp-python, once a machine: `kvtool build`, and `python -m kvtool.build` for make.
 
-Standard library only: it runs before anything is installed. The wheel's path goes to stdout,
-progress to stderr.
+Standard library only: make runs it before anything is installed. Its stdout is the wheel's path; progress
+goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -19,13 +20,13 @@ import sys
 import sysconfig
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from kvtool.errors import KvtoolError, LibraryError
-from kvtool.paths import cache_dir
+from kvtool.errors import KvtoolError, LibraryError, UsageError
+from kvtool.paths import cache_dir, checkout
 
 FLAGS = (
     "-DLLAVA_BUILD=OFF",
@@ -38,22 +39,39 @@ FLAGS = (
     "-DGGML_RPC=ON",
 )
 
+DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
+"""The devices that one can build for beside the CPU, and CMake's names for them."""
+
 DIGESTED = ("hooks.patch", "llama-kvtool.h", "llama-kvtool.cpp")
 """What the patch's digest is made of, in this order; apply.cmake has the same list."""
 
 _NINJA = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\s*\[ *(\d+)%\]")
 _ERROR = re.compile(r"\berror\b|CMake Error|FAILED:|undefined reference|No space left|Killed", re.IGNORECASE)
+_CAUSES = (
+    (
+        re.compile(r"No space left on device|Disk quota exceeded"),
+        "there is no room left on the disk, where temporary files go (TMPDIR says where) or in {cache}",
+    ),
+    (
+        re.compile(r"connection broken by|Temporary failure in name resolution|\(from versions: none\)"),
+        "there is no network, or the package registry does not answer",
+    ),
+    (re.compile(r"Killed signal terminated"), "there is not memory enough; try CMAKE_BUILD_PARALLEL_LEVEL=1"),
+)
+"""What a log says, and what it means."""
+
 _PIP_SAYS = re.compile(r"subprocess-exited|from a subprocess|^Building wheel|ERROR: Failed (to )?build")
 
 
 def patches_dir() -> Path:
     """patches/ of the checkout, or the copy that an installed kvtool carries. Raises LibraryError."""
-    here = Path(__file__).resolve().parent
-    for folder in (here.parent / "patches", here / "patches"):
-        if (folder / "UPSTREAM").is_file():
-            return folder
-    raise LibraryError(f"no patches folder beside {here}; kvtool's checkout is not complete")
+    if root := checkout():
+        return root / "patches"
+    folder = Path(__file__).resolve().parent / "patches"
+    if (folder / "UPSTREAM").is_file():
+        return folder
+    raise LibraryError(f"the patch files are missing from {folder}; install kvtool again")
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,7 @@ def patch_digest(folder: Path) -> str:
     try:
         hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in DIGESTED]
     except FileNotFoundError as error:
-        raise LibraryError(f"{error.filename} is missing; kvtool's checkout is not complete") from None
+        raise LibraryError(f"{error.filename} is missing; install kvtool again") from None
     return hashlib.sha256("".join(hexes).encode()).hexdigest()
 
 
@@ -112,6 +130,7 @@ def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False) -> str:
         (folder / "UPSTREAM").read_text(),
         (folder / "apply.cmake").read_text(),
         (folder / "amx-gcc.h").read_text(),
+        (folder / "vulkan-old.h").read_text(),
         " ".join(FLAGS),
         " ".join(shlex.split(cmake_args)),
         cpu_features(),
@@ -137,6 +156,29 @@ def asked_cmake_args() -> str:
         return _memory_file().read_text().strip()
     except OSError:
         return ""
+
+
+def device_args(devices: Collection[str]) -> str:
+    """$CMAKE_ARGS, and the flags for these of DEVICES; without any, for the CPU alone. Raises UsageError.
+
+    What was built last does not count.
+    """
+    given = os.environ.get("CMAKE_ARGS", "").strip()
+    asked = [device for device in DEVICES if _asks_for(given, device)]
+    wanted = [f"-D{DEVICES[device]}=on" for device in devices if device not in asked]
+    if not devices:
+        if asked:
+            raise UsageError(
+                f"$CMAKE_ARGS asks for {asked[0]} ({given}); unset it to build for the CPU alone"
+            )
+        # there it is on unless it is said
+        wanted = ["-DGGML_METAL=off"] if sys.platform == "darwin" else []
+    return " ".join([given, *wanted]).strip()
+
+
+def _asks_for(cmake_args: str, device: str) -> bool:
+    values = re.findall(rf"-D{DEVICES[device]}(?::\w+)?=(\S*)", cmake_args)
+    return bool(values) and values[-1].lower() not in ("", "0", "off", "false", "no", "n")
 
 
 def installed_key() -> str | None:
@@ -168,6 +210,9 @@ def check_tools(cmake_args: str = "") -> None:
             f"kvtool needs Python 3.10 or newer, this is {platform.python_version()}; "
             "name another: make setup PYTHON=python3.12"
         )
+    for device, check in (("metal", _check_metal), ("cuda", _check_cuda), ("vulkan", _check_vulkan)):
+        if _asks_for(cmake_args, device):
+            check(cmake_args)
     if sys.platform == "win32":
         return
     for variable, usual in (("CXX", ("c++", "g++", "clang++")), ("CC", ("cc", "gcc", "clang"))):
@@ -179,6 +224,55 @@ def check_tools(cmake_args: str = "") -> None:
                 "(Debian, Ubuntu: sudo apt install g++; Fedora: sudo dnf install gcc-c++; "
                 f"macOS: xcode-select --install) or name it in {variable}"
             )
+
+
+def _check_metal(cmake_args: str) -> None:
+    if sys.platform != "darwin":
+        raise LibraryError("Metal is there on a Mac only; build with --cuda, --vulkan or --cpu")
+
+
+def _check_cuda(cmake_args: str) -> None:
+    if "-DCMAKE_CUDA_COMPILER" in cmake_args or _runs(os.environ.get("CUDACXX") or "nvcc"):
+        return
+    usual = Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "bin" / "nvcc"
+    if usual.is_file():
+        raise LibraryError(f"CMake does not look for nvcc in {usual.parent}; name it: CUDACXX={usual}")
+    raise LibraryError(
+        "no nvcc, which compiles for CUDA; install NVIDIA's CUDA toolkit, or name its nvcc in CUDACXX"
+    )
+
+
+def _check_vulkan(cmake_args: str) -> None:
+    sdk = os.environ.get("VULKAN_SDK")
+    paths = os.pathsep.join([os.environ.get("PATH", ""), *([str(Path(sdk) / "bin")] if sdk else [])])
+    if "-DVulkan_GLSLC_EXECUTABLE" not in cmake_args and not shutil.which("glslc", path=paths):
+        raise LibraryError(
+            "no glslc, which compiles for Vulkan; install the Vulkan SDK (Debian, Ubuntu: sudo apt install "
+            "glslc libvulkan-dev spirv-headers) or name its folder in VULKAN_SDK"
+        )
+
+
+def check_pip() -> None:
+    """Raises LibraryError where there is no pip to build and install with."""
+    if importlib.util.find_spec("pip") is None:
+        raise LibraryError(
+            f"{sys.prefix} has no pip; add it: {sys.executable} -m ensurepip (or: uv pip install pip)"
+        )
+
+
+def check_environment() -> None:
+    """Raises LibraryError where nothing may be installed into the running environment."""
+    site = sysconfig.get_path("purelib")
+    managed = Path(sysconfig.get_path("stdlib")) / "EXTERNALLY-MANAGED"
+    if sys.prefix == sys.base_prefix and managed.is_file():
+        why = f"the system looks after {site} itself"
+    elif not all(os.access(folder, os.W_OK) for folder in (site, sys.prefix)):
+        why = f"{site} cannot be written"
+    else:
+        return
+    raise LibraryError(
+        f"{why}; install kvtool into a virtual environment (python3 -m venv FOLDER) and build from there"
+    )
 
 
 class Progress:
@@ -283,12 +377,18 @@ def source(upstream: Upstream, log: Path) -> Path:
                     f"the downloaded {upstream.package} {upstream.version} is not the one that "
                     f"patches/UPSTREAM names (its sha256 differs); nothing was built. Log: {log}"
                 )
-            raise LibraryError(
-                f"{upstream.package} {upstream.version} could not be downloaded; is there a network? "
-                f"Log: {log}\n{failed}"
-            )
+            raise _failure(f"{upstream.package} {upstream.version} could not be downloaded", log, failed)
         os.replace(Path(folder) / name, kept)
     return kept
+
+
+def _failure(what: str, log: Path, errors: str) -> LibraryError:
+    """One line where the log names a cause that is known, else its last errors too."""
+    said = log.read_text(encoding="utf-8", errors="replace")
+    for pattern, why in _CAUSES:
+        if pattern.search(said):
+            return LibraryError(f"{what}: {why.format(cache=cache_dir())}. Log: {log}")
+    return LibraryError(f"{what}; the whole log is {log}; its last errors:\n{errors}")
 
 
 def _n_job() -> int:
@@ -325,6 +425,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
     if wheel := find_wheel(key):
         return wheel
     check_tools(cmake_args)
+    check_pip()
     log = cache_dir() / "logs" / f"build-{key}.log"
     log.unlink(missing_ok=True)
     archive = source(Upstream.read(folder), log)
@@ -348,7 +449,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
         failed = _run(command, log, build_env(folder, cmake_args, stock=stock), on_line)
         progress.close()
         if failed is not None:
-            raise LibraryError(f"llama.cpp did not build; the whole log is {log}; its last errors:\n{failed}")
+            raise _failure("llama.cpp did not build", log, failed)
         try:
             os.rename(made, place / key)
         except OSError:  # another build of the same was faster
@@ -359,15 +460,14 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
 
 def install(wheel: Path, cmake_args: str) -> bool:
     """Puts the wheel into the running environment; False when it is there. Raises LibraryError."""
-    if sys.prefix == sys.base_prefix:
-        raise LibraryError("this Python is no virtual environment; make one and build with it: make setup")
     done = installed_key() != wheel.parent.name
     if done:
         log = cache_dir() / "logs" / f"install-{wheel.parent.name}.log"
         log.unlink(missing_ok=True)
+        check_pip()
         command = _pip("install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
         if (failed := _run(command, log, dict(os.environ), lambda line: None)) is not None:
-            raise LibraryError(f"the built {wheel.name} could not be installed; log: {log}\n{failed}")
+            raise _failure(f"the built {wheel.name} could not be installed", log, failed)
     _memory_file().write_text(cmake_args + "\n")
     return done
 
@@ -381,12 +481,17 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("an unpatched library is for comparing, not for installing")
     cmake_args = asked_cmake_args()
     try:
+        if asked.install:
+            check_environment()
         wheel = build(patches_dir(), cmake_args, stock=asked.stock)
         if asked.install:
             install(wheel, cmake_args)
     except KvtoolError as error:
         sys.stderr.write(f"kvtool: {error}\n")
         return error.exit_code
+    except OSError as error:
+        sys.stderr.write(f"kvtool: cannot write {error.filename}: {error.strerror}\n")
+        return LibraryError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("\nkvtool: stopped; nothing was kept\n")
         return 130

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvtool import rpc
 from kvtool.errors import KvtoolError, LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.paths import build_command
 from kvtool.policy import Merge, Signal
 
 try:
@@ -28,11 +29,15 @@ except (
     OSError,
     RuntimeError,
 ) as error:  # no package, no library in it, or one that does not load
-    raise LibraryError(f"llama.cpp does not load ({error}); build it: make setup") from None
+    if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp":
+        raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}") from None
+    # ggml's CUDA part is linked to the driver
+    how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
+    raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
 
 ABI = 3
 
-HOW_TO_BUILD = "build the one that has it: make setup"
+HOW_TO_BUILD = f"build the one that has it: {build_command()}"
 """The end of what is said where the patch is missing."""
 
 CACHE_TYPES = {
@@ -165,7 +170,7 @@ def check_library() -> None:
     if is_patched() and (abi := _lib.llama_kvtool_abi()) != ABI:
         raise LibraryError(
             f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
-            f"this kvtool ABI {ABI}; build the right one: make setup"
+            f"this kvtool ABI {ABI}; build the right one: {build_command()}"
         )
 
 

@@ -1,9 +1,20 @@
-"""Where kvtool keeps what it builds and downloads. Imports the standard library only."""
+"""Where kvtool lies, and where it keeps what it builds and downloads. Imports the standard library only."""
 
 import hashlib
 import os
 import sys
 from pathlib import Path
+
+
+def checkout() -> Path | None:
+    """The folder of the checkout that kvtool runs from; None where it was installed from a wheel."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / "patches" / "UPSTREAM").is_file() else None
+
+
+def build_command() -> str:
+    """What a user types to build llama.cpp."""
+    return "make setup" if checkout() else "kvtool build"
 
 
 def cache_dir() -> Path:
@@ -25,6 +36,8 @@ def kernel_dir() -> Path:
     digest = hashlib.sha256()
     for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
         digest.update(path.read_bytes())
+    # numba keeps what it compiles apart by the folder of the source
+    digest.update(str(root).encode())
     # numba would take kernels without bounds checks from its cache for ones with them
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]

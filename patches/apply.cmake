@@ -70,11 +70,17 @@ if(DEFINED LLAVA_BUILD AND NOT LLAVA_BUILD)
     set(LLAMA_BUILD_COMMON OFF)
 endif()
 
-# a compiler's fault that ggml's AMX kernels die of: amx-gcc.h
+# what a compiler and old headers lack: amx-gcc.h and vulkan-old.h say it
 set(kvtool_amx "${CMAKE_CURRENT_LIST_DIR}/amx-gcc.h")
-function(kvtool_mend_amx)
-    if(TARGET ggml-cpu)
-        target_compile_options(ggml-cpu PRIVATE "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:SHELL:-include \"${kvtool_amx}\">")
+set(kvtool_vulkan "${CMAKE_CURRENT_LIST_DIR}/vulkan-old.h")
+function(kvtool_put_before target compilers file)
+    if(TARGET ${target})
+        target_compile_options(${target} PRIVATE
+            "$<$<COMPILE_LANG_AND_ID:CXX,${compilers}>:SHELL:-include \"${file}\">")
     endif()
 endfunction()
-cmake_language(DEFER CALL kvtool_mend_amx)
+function(kvtool_mend)
+    kvtool_put_before(ggml-cpu GNU "${kvtool_amx}")
+    kvtool_put_before(ggml-vulkan GNU,Clang,AppleClang "${kvtool_vulkan}")
+endfunction()
+cmake_language(DEFER CALL kvtool_mend)

@@ -12,15 +12,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from kvtool import build, kernels, paths
-from kvtool.errors import LibraryError
+import kvtool.cli.build as command
+from kvtool import build, kernels, paths, warm
+from kvtool.cli import app
+from kvtool.errors import LibraryError, UsageError
 
 PATCHES = Path(__file__).parent.parent / "patches"
 ARCHIVE = b"the source distribution"
+CHECK_TOOLS = build.check_tools
 
 PIP = """\
 import os, pathlib, sys
@@ -54,7 +59,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_pip", lambda *arguments: [sys.executable, str(pip), *arguments])
     folder = tmp_path / "checkout with spaces" / "patches"
     folder.mkdir(parents=True)
-    for name in (*build.DIGESTED, "apply.cmake", "amx-gcc.h"):
+    for name in (*build.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
         (folder / name).write_text(name)
     sha256 = hashlib.sha256(ARCHIVE).hexdigest()
     (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
@@ -82,7 +87,7 @@ def test_another_build_downloads_nothing_again(place, tmp_path):
     assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
 
 
-@pytest.mark.parametrize("name", [*build.DIGESTED, "apply.cmake", "amx-gcc.h", "UPSTREAM"])
+@pytest.mark.parametrize("name", [*build.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
 def test_key_changes_with_each_patch_file(place, name):
     before = build.wheel_key(place, "")
     with (place / name).open("a") as file:
@@ -155,6 +160,26 @@ def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
         build.build(place, "")
 
 
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ("OSError: [Errno 28] No space left on device", "no room left on the disk"),
+        ("ERROR: Could not find a version that satisfies x (from versions: none)", "there is no network"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "CMAKE_BUILD_PARALLEL_LEVEL=1"),
+    ],
+)
+@pytest.mark.parametrize("has_source", [False, True])
+def test_a_known_cause_is_one_line(place, monkeypatch, says, why, has_source):
+    if has_source:
+        build.build(place, "-DFIRST=1")
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", f"{says}\nERROR: failed")
+    with pytest.raises(LibraryError, match=why) as caught:
+        build.build(place, "")
+    assert "\n" not in str(caught.value)
+    assert ("did not build" if has_source else "could not be downloaded") in str(caught.value)
+
+
 def test_a_download_that_is_not_the_pinned_one_is_said_so(place, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     monkeypatch.setenv("SAYS", "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.")
@@ -188,10 +213,31 @@ def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypat
     assert calls(tmp_path) == ["download", "wheel", "install", "wheel", "install"]
 
 
-def test_installs_into_a_virtual_environment_only(place, monkeypatch):
-    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-    with pytest.raises(LibraryError, match="make setup"):
-        build.install(Path("x.whl"), "")
+def test_installs_where_it_may_only(place, tmp_path, monkeypatch):
+    build.check_environment()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    with pytest.raises(LibraryError, match="purelib cannot be written; .*virtual environment"):
+        build.check_environment()
+    for name in ("purelib", "stdlib"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "stdlib" / "EXTERNALLY-MANAGED").touch()
+    build.check_environment()
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    with pytest.raises(LibraryError, match="the system looks after .*virtual environment"):
+        build.check_environment()
+
+
+def test_nothing_is_built_that_could_not_be_installed(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
+    assert build.main(["--install"]) == LibraryError.exit_code
+    assert "cannot be written" in capsys.readouterr().err
+    assert calls(tmp_path) == []
+
+
+def test_an_environment_without_pip_is_said_with_what_adds_it(place, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LibraryError, match="-m ensurepip"):
+        build.build(place, "")
 
 
 def test_the_last_installed_flags_stay_until_others_are_asked_for(place, monkeypatch):
@@ -241,6 +287,121 @@ def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
         assert done.stderr == ""
         assert said in done.stdout
         assert len(done.stdout.splitlines()) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("cmake_args", "said"),
+    [
+        ("-DGGML_CUDA=on", "no nvcc, .*CUDACXX"),
+        ("-DGGML_CUDA:BOOL=ON -DX=1", "no nvcc"),
+        ("-DGGML_VULKAN=1", "no glslc, .*VULKAN_SDK"),
+        ("-DGGML_METAL=on", "on a Mac only"),
+        ("-DGGML_CUDA=off -DGGML_VULKAN=0 -DGGML_METAL=no", None),
+        ("-DGGML_CUDA=on -DGGML_CUDA=off", None),
+    ],
+)
+def test_what_a_device_needs_is_looked_for_before_it_is_built_for(tmp_path, monkeypatch, cmake_args, said):
+    monkeypatch.setattr(build, "_runs", lambda program: program not in ("nvcc", "glslc"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("VULKAN_SDK", raising=False)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    if said is None:
+        CHECK_TOOLS(cmake_args)
+        return
+    with pytest.raises(LibraryError, match=said) as caught:
+        CHECK_TOOLS(cmake_args)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_runs", lambda program: program != "nvcc")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    with pytest.raises(LibraryError, match=f"CUDACXX={nvcc}"):
+        CHECK_TOOLS("-DGGML_CUDA=on")
+
+
+@pytest.fixture
+def kvtool_build(place, tmp_path, monkeypatch):
+    """kvtool_build("--cuda", ...) -> what the command gives, with a text in the place of the library."""
+    monkeypatch.setattr(warm, "warm", lambda: None)
+    found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
+    monkeypatch.setattr(command, "_examined", lambda: found)
+    monkeypatch.setattr(sys, "platform", "linux")
+    installed(monkeypatch, None)
+    return lambda *arguments: CliRunner().invoke(app, ["build", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "built"),
+    [
+        (["--cuda"], None, "-DGGML_CUDA=on"),
+        (["--vulkan", "--cuda"], "", "-DGGML_CUDA=on -DGGML_VULKAN=on"),
+        (["--cuda"], "-DCMAKE_CUDA_ARCHITECTURES=86", "-DCMAKE_CUDA_ARCHITECTURES=86 -DGGML_CUDA=on"),
+        (["--cuda"], "-DGGML_CUDA=on", "-DGGML_CUDA=on"),
+        (["--cuda"], "-DGGML_CUDA=off", "-DGGML_CUDA=off -DGGML_CUDA=on"),
+        (["--cpu"], "-DGGML_NATIVE=off", "-DGGML_NATIVE=off"),
+        (["--cpu"], None, ""),
+        ([], "-DGGML_VULKAN=on", "-DGGML_VULKAN=on"),
+        ([], "", ""),
+        ([], None, "-DFIRST=1"),
+    ],
+)
+def test_the_command_builds_for_what_is_asked_and_remembers_it(
+    kvtool_build, monkeypatch, arguments, given, built
+):
+    monkeypatch.setenv("CMAKE_ARGS", "-DFIRST=1")
+    assert kvtool_build().exit_code == 0
+    monkeypatch.delenv("CMAKE_ARGS")
+    if given is not None:
+        monkeypatch.setenv("CMAKE_ARGS", given)
+    done = kvtool_build(*arguments)
+    assert done.exit_code == 0, done.output
+    flags = f" with {built}" if built else ""
+    assert done.stdout == f"llama.cpp{flags} is installed, for a CPU; kvtool doctor shows it\n"
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    assert build.asked_cmake_args() == built
+
+
+def test_the_cpu_alone_of_a_mac_is_without_metal(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert build.device_args([]) == "-DGGML_METAL=off"
+    assert build.device_args(["metal"]) == "-DGGML_METAL=on"
+
+
+@pytest.mark.parametrize(("arguments", "given"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")])
+def test_the_cpu_alone_and_a_device_are_a_usage_error(kvtool_build, monkeypatch, tmp_path, arguments, given):
+    monkeypatch.setenv("CMAKE_ARGS", given)
+    done = kvtool_build(*arguments)
+    assert done.exit_code == UsageError.exit_code
+    assert done.stderr.count("\n") == 1
+    assert calls(tmp_path) == []
+
+
+def test_the_command_shows_the_errors_of_a_build_before_its_one_line(kvtool_build, monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    monkeypatch.setenv("SAYS", "x.cpp:7: error: no such thing")
+    done = kvtool_build("--vulkan")
+    assert done.exit_code == LibraryError.exit_code
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("kvtool: llama-cpp-python 9.9 could not be downloaded; the whole log is ")
+    assert "  x.cpp:7: error: no such thing\n" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_library_that_does_not_load_is_not_said_to_be_there(kvtool_build, monkeypatch):
+    wrong = "llama.cpp does not load (libcuda.so.1)"
+    found = {"library": None, "problems": [{"wrong": wrong, "command": "x"}]}
+    monkeypatch.setattr(command, "_examined", lambda: found)
+    done = kvtool_build("--cuda")
+    assert done.exit_code == LibraryError.exit_code
+    assert done.stderr.splitlines()[-1] == f"kvtool: {wrong}"
+    assert done.stdout == ""
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="there is no make")

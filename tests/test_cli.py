@@ -55,6 +55,7 @@ COMMANDS = [
     "inspect",
     "policies",
     "models",
+    "build",
     "doctor",
 ]
 

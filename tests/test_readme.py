@@ -50,9 +50,10 @@ def test_every_policy_is_in_the_tables():
 
 def test_what_is_installed_by_hand_is_what_setup_installs():
     upstream = (ROOT / "patches" / "UPSTREAM").read_text(encoding="utf-8")
-    (version,) = set(re.findall(r"llama-cpp-python==([\d.]+)", README))
+    by_hand = (ROOT / "patches" / "README.md").read_text(encoding="utf-8")
+    (version,) = set(re.findall(r"llama-cpp-python==([\d.]+)", by_hand))
     assert version in upstream
-    by_hand = re.search(r'CMAKE_ARGS="([^"]*)" \\\n', README)[1].split()
+    by_hand = re.search(r'CMAKE_ARGS="([^"]*)" \\\n', by_hand)[1].split()
     from kvtool import build
 
     flags = {flag.split("=")[0] for flag in by_hand}

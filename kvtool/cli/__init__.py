@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from kvtool import __version__, interrupt
 from kvtool.cli import (
+    build,
     chat,
     compare,
     doctor,
@@ -134,6 +135,7 @@ app.command("policies")(policies.policies)
 app.add_typer(models.app, name="models")
 app.add_typer(session.app, name="session")
 app.command("worker")(worker.worker)
+app.command("build")(build.build)
 app.command("doctor")(doctor.doctor)
 
 

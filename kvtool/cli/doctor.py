@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.errors import KvtoolError, LibraryError
-from kvtool.paths import cache_dir, kernel_dir
+from kvtool.paths import build_command, cache_dir, checkout, kernel_dir
 
-_BUILD = "make setup"
+_BUILD = build_command()
 _WARM = f"{sys.executable} -m kvtool.warm"
 
 
@@ -64,7 +64,7 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
 
         library = library_info()
     except LibraryError as error:
-        wrong(f"llama.cpp cannot be loaded: {error}", _BUILD)
+        wrong(str(error), _BUILD)
         return None
     cmake_args = build.asked_cmake_args()
     key = build.installed_key()
@@ -74,7 +74,8 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
         library["digest_wanted"] = build.patch_digest(folder)
         key_wanted = build.wheel_key(folder, cmake_args)
     except (KvtoolError, OSError) as error:
-        wrong(f"the patch files cannot be read: {error}", "git checkout -- patches")
+        again = "git checkout -- patches" if checkout() else "pip install --force-reinstall kvtool"
+        wrong(f"the patch files cannot be read: {error}", again)
         return library
     if not library["patched"]:
         wrong("llama.cpp is not patched: only policies that need no attention run", _BUILD)

@@ -1,0 +1,36 @@
+// ggml's Vulkan backend names a few types of VK_EXT_layer_settings, which Vulkan's headers have since 1.3.272; Debian 12's
+// are older. Put before its files, these are the types; what they are for is off unless ggml is built to be validated.
+
+#pragma once
+
+#include <vulkan/vulkan_core.h>
+
+#ifndef VK_EXT_layer_settings
+
+#include <vector>
+
+namespace vk {
+
+enum class LayerSettingTypeEXT { eBool32 = 0 };
+
+struct LayerSettingEXT {
+    const char *        pLayerName;
+    const char *        pSettingName;
+    LayerSettingTypeEXT type;
+    uint32_t            valueCount;
+    const void *        pValues;
+};
+
+struct LayerSettingsCreateInfoEXT {
+    explicit LayerSettingsCreateInfoEXT(const std::vector<LayerSettingEXT> & settings)
+        : settingCount((uint32_t) settings.size()), pSettings(settings.data()) {}
+
+    VkStructureType         sType = (VkStructureType) 1000496000;
+    const void *            pNext = nullptr;
+    uint32_t                settingCount;
+    const LayerSettingEXT * pSettings;
+};
+
+}
+
+#endif

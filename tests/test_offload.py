@@ -1,0 +1,108 @@
+"""The first layers in the host's memory, the last ones on a device with its own: one edit for both.
+
+The device is the library's own where it has one (`make check-vulkan`), else ggml's RPC server on loopback.
+Run as a module, this is the client: devices are registered for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool import llama, policies
+from kvtool.measure import perplexity
+from tests import rpc_server, saved
+from tests.merging import Merging
+from tests.running import open_engine, text
+
+pytestmark = pytest.mark.engine
+
+POLICIES = {
+    "h2o": policies.fit("h2o", 48, 16),
+    "merging": Merging(48, 16),
+    "bumblebee": policies.fit("bumblebee", 48, 16),
+    "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
+}
+# name of the policy, positions, flash attention
+RUNS = [
+    ("h2o", "in-cache", "off"),
+    ("h2o", "in-cache", "on"),
+    ("merging", "original", "off"),
+    ("merging", "in-cache", "on"),
+    ("bumblebee", "in-cache", "off"),
+    ("corm", "in-cache", "off"),
+]
+N_TOKENS = 160
+# the output counts as a layer: two stay here, two go
+N_LAYER, N_GPU_LAYERS = 4, 3
+ROOT = Path(__file__).parent.parent
+
+
+def score(path, name, positions, flash, n_gpu_layers):
+    """nll of a short text, then K and V of the first layer and of the last; of ragged rows, their lengths."""
+    with open_engine(path, POLICIES[name], n_gpu_layers, positions=positions, flash=flash) as engine:
+        nll = perplexity.stream(engine, text(N_TOKENS))
+        assert engine.n_evicted > 80
+        if engine.policy.ragged:
+            return [nll.tolist(), engine.live.tolist()]
+        state = saved.parse(engine.context.state())
+        ends = [take(layer, 2).tolist() for layer in (0, N_LAYER - 1) for take in (state.keys, state.values)]
+        return [nll.tolist(), *ends]
+
+
+def client(path, endpoint):
+    """Prints what the runs give, as JSON; llama.cpp's log goes to stderr."""
+    llama.set_verbose(True)
+    if endpoint:
+        llama.add_rpc(endpoint)
+    results = []
+    for run in RUNS:
+        sys.stderr.write(f"\nrun {' '.join(run)}\n")
+        results.append(score(path, *run, N_GPU_LAYERS))
+    print(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def split(tiny_model):
+    """(what the client has printed, its log, run by run)"""
+    with nullcontext("") if llama.has_gpu() else rpc_server.running() as endpoint:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=rpc_server.TIME_LIMIT,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr.split("\nrun ")
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_half_of_the_layers_lie_on_the_device(split, number):
+    log = split[1][1 + number]
+    assert log.startswith(" ".join(RUNS[number]))
+    host, device = re.findall(r"(\S+) KV buffer size", log)
+    assert host == "CPU"
+    assert device.startswith(("RPC0", "Vulkan0", "CUDA0"))
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])
+def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
+    here = score(tiny_model(n_layer=N_LAYER), *RUNS[number], n_gpu_layers=0)
+    assert len(here[0]) == N_TOKENS - 1
+    for ours, theirs in zip(here, split[0][number], strict=True):
+        ours, theirs = np.array(ours), np.array(theirs)
+        assert ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max() < 1e-4
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])

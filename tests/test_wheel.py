@@ -1,0 +1,181 @@
+"""kvtool from a wheel, in an environment of its own outside the checkout: what a user without it has.
+
+The wheel is real. In the place of llama-cpp-python's is one that hands on the library that the tests run
+with, kept under the key that this machine's build has: nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool import __version__, build, llama, models, policies
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parent.parent
+
+STAND_IN = f"""\
+__path__ = [{str(Path(llama.api.__file__).parent)!r}]
+from .llama_cpp import *
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """An environment with a kvtool from a wheel, all that kvtool depends on, and no llama-cpp-python."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    # as pip's own builds: what is in the environment of the tests does not count as the checkout's
+    done = subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob(f"kvtool-{__version__}-*.whl")
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    rest = folder / "rest"
+    rest.mkdir()
+    for path in (
+        p
+        for site in dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))
+        for p in Path(site).iterdir()
+    ):
+        if (
+            not path.name.startswith(("kvtool", "_kvtool", "__editable__", "llama_cpp"))
+            and path.suffix != ".pth"
+        ):
+            (rest / path.name).symlink_to(path)
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    Path(site, "rest.pth").write_text(f"{rest}\n")
+    env = {
+        key: os.environ[key] for key in os.environ if key not in ("PYTHONPATH", "CMAKE_ARGS", "KVTOOL_MODEL")
+    }
+    # compiling the kernels takes a minute
+    env |= {"KVTOOL_CACHE": str(folder / "cache"), "COLUMNS": "200", "NUMBA_DISABLE_JIT": "1"}
+
+    def run(*words):
+        return subprocess.run(
+            [python, *map(str, words)],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    # without an index: what kvtool says that it depends on must be enough for what is there
+    done = run("-m", "pip", "install", "-q", "--no-index", wheel)
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(run=run, folder=folder, site=Path(site), kvtool=folder / "env" / "bin" / "kvtool")
+
+
+@pytest.fixture(scope="module")
+def before(place):
+    """What the commands say while there is no llama-cpp-python."""
+    (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
+    return SimpleNamespace(
+        perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
+        doctor=place.run(place.kvtool, "doctor"),
+        models=place.run(place.kvtool, "models", "list"),
+        policies=place.run(place.kvtool, "policies", "--json"),
+    )
+
+
+@pytest.fixture(scope="module")
+def built(place, before):
+    """`kvtool build`, once the cache has a wheel of this machine's."""
+    key = build.wheel_key(build.patches_dir(), "")
+    folder = place.folder / "cache" / "wheels" / key
+    folder.mkdir(parents=True)
+    name = f"llama_cpp_python-{build.Upstream.read(build.patches_dir()).version}"
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llama_cpp/__init__.py", STAND_IN)
+        metadata = f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {name.partition('-')[2]}\n"
+        wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+        tags = "Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{name}.dist-info/WHEEL", tags)
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    stamp = "from kvtool import warm; warm.stamp().parent.mkdir(parents=True); warm.stamp().touch()"
+    assert place.run("-c", stamp).returncode == 0
+    return place.run(place.kvtool, "build")
+
+
+def test_it_is_the_wheels(place):
+    said = place.run("-c", "import kvtool.paths; print(kvtool.__file__, kvtool.paths.checkout())").stdout
+    assert said == f"{place.site / 'kvtool' / '__init__.py'} None\n"
+
+
+def test_patch_files_and_models_are_in_it(place):
+    packed = place.site / "kvtool"
+    assert (packed / "models.txt").read_bytes() == (ROOT / "models.txt").read_bytes()
+    for path in (ROOT / "patches").iterdir():
+        if path.is_file():
+            assert (packed / "patches" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_without_llama_cpp_one_line_says_how_to_build_it(before):
+    assert before.perplexity.returncode == 4
+    assert before.perplexity.stdout == ""
+    assert before.perplexity.stderr == "kvtool: there is no llama.cpp yet; build it: kvtool build\n"
+    assert before.doctor.returncode == 1
+    assert "wrong: there is no llama.cpp yet; build it: kvtool build" in before.doctor.stdout
+    assert "mend it with: kvtool build" in before.doctor.stdout
+
+
+def test_what_needs_no_llama_cpp_works_without_it(before):
+    for name in models.registry():
+        assert name in before.models.stdout
+    assert {policy["name"] for policy in json.loads(before.policies.stdout)} == set(policies.names())
+
+
+def test_build_installs_it_and_says_what(built):
+    assert built.returncode == 0, built.stderr
+    (line,) = built.stdout.splitlines()
+    assert line.startswith("llama.cpp is installed, for ")
+    assert line.endswith("; kvtool doctor shows it")
+
+
+def test_all_is_well_then(place, built):
+    found = json.loads(place.run(place.kvtool, "doctor", "--json").stdout)
+    (wheel,) = (place.folder / "cache" / "wheels").glob("*/*.whl")
+    library = found["library"]
+    assert library["build"] == wheel.parent.name
+    assert library["path"] == str(llama.library_path())
+    # of the wheel's patch files
+    assert library["digest_wanted"] == build.patch_digest(ROOT / "patches")
+    # of a library that was built by hand from files that are being edited
+    assert [each for each in found["problems"] if "other patch files" not in each["wrong"]] == []
+
+
+def test_a_second_build_changes_nothing(place, built):
+    again = place.run(place.kvtool, "build", "--cpu")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("llama.cpp is there already, for ")
+
+
+def test_a_model_runs(place, built, tiny_model):
+    (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
+    done = place.run(
+        place.kvtool, "perplexity", "text.txt", "-m", tiny_model(), "--policy", "full", "-c", "512", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["perplexity"] > 1
