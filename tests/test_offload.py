@@ -101,7 +101,8 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
     for ours, theirs in zip(here, split[0][number], strict=True):
         ours, theirs = np.array(ours), np.array(theirs)
         assert ours.shape == theirs.shape
-        assert np.abs(ours - theirs).max() < 1e-4
+        # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
+        assert np.abs(ours - theirs).max() < (2e-2 if llama.has_gpu() else 1e-4)
 
 
 if __name__ == "__main__":
