@@ -13,7 +13,6 @@ times rows times cells, for each signal that the policy reads.
 from __future__ import annotations
 
 import argparse
-import re
 import socket
 import subprocess
 import sys
@@ -253,7 +252,9 @@ def show(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=re.split(r"\n\n", __doc__)[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common(parser)
     parser.add_argument("--policies", default="streamingllm,h2o,buzz,weightedkv,bumblebee")
     parser.add_argument("--budget", type=int, default=512)

