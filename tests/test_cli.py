@@ -85,7 +85,7 @@ def test_help_loads_nothing_heavy(command):
         (["perplexity", "/dev/null"], 5, "empty"),
         (["perplexity", "TEXT", "--policy", "nope"], 2, "h2o"),
         (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
-        (["perplexity", "TEXT", "--budget", "3"], 2, "smallest budget that works"),
+        (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "smallest budget that works"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "must be of type int"),
         (["perplexity", "TEXT", "-m", "no-such-model"], 3, "smollm2-135m"),

@@ -37,7 +37,7 @@ Ctrl-C stops a reply and keeps the chat."""
 
 def chat(
     context: typer.Context,
-    policy: opt.Policy = "buzz",
+    policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     model: opt.Model = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt, never evicted.")] = None,

@@ -59,7 +59,7 @@ def evaluate(
             show_default="trained context",
         ),
     ] = None,
-    policy: opt.Policy = "buzz",
+    policy: opt.Policy = opt.POLICY,
     budget: Annotated[
         str | None,
         typer.Option(

@@ -25,7 +25,7 @@ def generate(
     n: Annotated[int | None, typer.Option("-n", "--predict", min=1, help="The most tokens to write.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text: no chat template.")] = False,
     system: Annotated[str | None, typer.Option("--system", help="System prompt, never evicted.")] = None,
-    policy: opt.Policy = "buzz",
+    policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,

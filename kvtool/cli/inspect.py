@@ -47,7 +47,7 @@ Line = list[tuple[str, float]]
 def inspect(
     context: typer.Context,
     file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
-    policy: opt.Policy = "buzz",
+    policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def perplexity(
     context: typer.Context,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
-    policy: opt.Policy = "buzz",
+    policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
