@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +48,13 @@ def append(next_pos: int, next_rot: int, n: int, pos: np.ndarray, rot: np.ndarra
     live i32[row], how many cells of each row live, grows by n.
     """
     new = np.arange(n)
-    row, cell = np.arange(len(live))[:, None], live[:, None] + new
-    pos[row, cell] = next_pos + new
-    rot[row, cell] = next_rot + new
+    if (live == live[0]).all():
+        # a slice is written several times as fast
+        where: Any = slice(None), slice(live[0], live[0] + n)
+    else:
+        where = np.arange(len(live))[:, None], live[:, None] + new
+    pos[where] = next_pos + new
+    rot[where] = next_rot + new
     live += n
 
 
