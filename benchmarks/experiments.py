@@ -214,7 +214,7 @@ Cell = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """score: one of SCORES; scores: others, by task. title: what is above the table, if not the score's.
+    """score: one of SCORES; scores: instead of it one for each task. title: what is above the table, if not the score's.
 
     by: fields of a line that make the columns. names: what values are called there. rows, budgets: only
     these, in their order. against: what the other rows are compared with, the paper's own method. pooled: the
@@ -526,7 +526,7 @@ def _tasks(title: str, **shown: tuple[str, str]) -> Table:
     """A row for each policy, a column for each task: its name there and its score."""
     names = {task: name for task, (name, _) in shown.items()}
     scores = {task: score for task, (_, score) in shown.items()}
-    return Table("found", ("task",), "full", _AT_20[0], names=names, scores=scores, title=title)
+    return Table("", ("task",), "full", _AT_20[0], names=names, scores=scores, title=title)
 
 
 EXPERIMENTS: dict[str, Experiment] = {

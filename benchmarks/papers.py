@@ -102,7 +102,9 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Cell, Sample]:
     budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
     cells: dict[Cell, Sample] = {}
     for line in lines:
-        score = table.scores.get(line.get("task", ""), table.score)
+        score = table.scores.get(line["task"], "") if table.scores else table.score
+        if not score:
+            continue
         found = _values(line, score)
         for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
             shown = line | {"budget": budget}
