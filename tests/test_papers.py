@@ -80,9 +80,7 @@ def test_what_is_kept_is_of_a_run_and_tells_no_folder():
 
 def test_a_table_of_tasks_has_a_score_of_each(measured):
     tasks = {"qa": "logp", "stream": "nll"}
-    table = Table(
-        "found", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All"
-    )
+    table = Table("", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All")
     found = [
         {"label": label, "budget": budget, "task": task, "of": "f", "items": ["a", "b", "c"]}
         | {"scores": {name: [0.0, other, other]}, "seconds": 1}
@@ -90,6 +88,8 @@ def test_a_table_of_tasks_has_a_score_of_each(measured):
         for task, name, other in (("qa", "logp", -3.0), ("stream", "nll", 0.3))
         for label, budget, other in (("full", None, 0.0), ("h2o", "20%", other))
     ]
+    # of another task, which is not asked for
+    found.append(found[0] | {"task": "choice", "scores": {"acc": [1, 1, 1]}})
     shown = measured(found, table, model="")
     assert shown.split("\n\n")[1:3] == [
         "All:",
@@ -151,7 +151,9 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
     for each in EXPERIMENTS.values():
         labels = {label for run in each.runs for label in RUNS[run].policies}
         for table in each.tables:
-            assert table.score in papers.SCORES
+            scores = table.scores.values() or [table.score]
+            assert set(scores) <= set(papers.SCORES)
+            assert set(table.scores) <= {getattr(RUNS[run], "task", None) for run in each.runs}
             asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
             assert asked - {"corm, capped"} <= labels
             assert not table.paper or each.model
