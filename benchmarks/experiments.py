@@ -214,7 +214,7 @@ Cell = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """score: one of SCORES; scores: instead of it one for each task. title: above the table, if not the score's.
+    """score: one of SCORES; scores: in its place one a task. title: above the table, if not the score's.
 
     by: fields of a line that make the columns. names: what values are called there. rows, budgets: only
     these, in their order. against: what the other rows are compared with, the paper's own method. pooled: the
