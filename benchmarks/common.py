@@ -8,13 +8,17 @@ import os
 import platform
 import statistics
 import sys
+import time
 from pathlib import Path
 
+import llama_cpp.llama_cpp as api
 import numpy as np
 
 import kvtool
 from kvtool import models
-from kvtool.llama import Model, library_info
+from kvtool.llama import FLASH, Model, library_info
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
@@ -61,6 +65,19 @@ def describe(what: dict[str, object]) -> str:
 
 def load_model(name: str | None) -> Model:
     return Model(models.resolve(name))
+
+
+def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash: str) -> object:
+    """A context of stock llama.cpp, nothing of kvtool enabled. Ends the program where there is none."""
+    params = api.llama_context_default_params()
+    params.n_ctx = n_cell
+    params.n_batch = params.n_ubatch = n_batch
+    params.n_threads = params.n_threads_batch = n_threads
+    params.flash_attn_type = FLASH[flash]
+    context = api.llama_init_from_model(model._model, params)
+    if not context:
+        sys.exit(f"llama.cpp cannot make a context of {n_cell} cells")
+    return context
 
 
 def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:

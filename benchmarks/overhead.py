@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections import defaultdict
 
 import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
+    CLOCKS,
     add_common,
     add_plot,
     describe,
@@ -31,6 +31,7 @@ from common import (
     plot_ratios,
     show,
     spread,
+    stock_context,
     write_json,
 )
 from rich.console import Console
@@ -38,7 +39,7 @@ from rich.table import Table
 
 from kvtool import policies
 from kvtool.engine import Engine, Settings
-from kvtool.llama import FLASH, Model
+from kvtool.llama import Model
 
 SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"
 
@@ -48,21 +49,12 @@ N_STOCK = 16
 N_LONG = 8
 """Tokens of the long cache a round: each costs many times as much."""
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
 
 class Stock:
     """Stock llama.cpp with n_cell cells, all but the block's tokens filled once."""
 
     def __init__(self, model: Model, n_cell: int, tokens: np.ndarray, n_block: int, flash: str, args) -> None:
-        params = api.llama_context_default_params()
-        params.n_ctx = n_cell
-        params.n_batch = params.n_ubatch = min(n_cell, 512)
-        params.n_threads = params.n_threads_batch = args.threads
-        params.flash_attn_type = FLASH[flash]
-        self.context = api.llama_init_from_model(model._model, params)
-        if not self.context:
-            sys.exit(f"llama.cpp cannot make a context of {n_cell} cells")
+        self.context = stock_context(model, n_cell, min(n_cell, 512), args.threads, flash)
         self.now = CLOCKS[args.clock]
         self.n_fill = n_cell - n_block
         self.n_block = n_block

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections import defaultdict
 
 import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
+    CLOCKS,
     add_common,
     add_plot,
     describe,
@@ -26,6 +26,7 @@ from common import (
     plot_ratios,
     show,
     spread,
+    stock_context,
     write_json,
 )
 from rich.console import Console
@@ -33,23 +34,14 @@ from rich.table import Table
 
 from kvtool import policies
 from kvtool.engine import Engine, Settings
-from kvtool.llama import FLASH, Model
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+from kvtool.llama import Model
 
 
 class Stock:
     """Stock llama.cpp with a cell for each token."""
 
     def __init__(self, model: Model, tokens: np.ndarray, flash: str, args) -> None:
-        params = api.llama_context_default_params()
-        params.n_ctx = len(tokens)
-        params.n_batch = params.n_ubatch = args.batch
-        params.n_threads = params.n_threads_batch = args.threads
-        params.flash_attn_type = FLASH[flash]
-        self.context = api.llama_init_from_model(model._model, params)
-        if not self.context:
-            sys.exit(f"llama.cpp cannot make a context of {len(tokens)} cells")
+        self.context = stock_context(model, len(tokens), args.batch, args.threads, flash)
         # llama_batch_get_one only points to them
         steps = (tokens[at : at + args.batch].tolist() for at in range(0, len(tokens), args.batch))
         self.steps = [(api.llama_token * len(step))(*step) for step in steps]

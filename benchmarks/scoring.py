@@ -30,6 +30,7 @@ from common import (
     plot_ratios,
     show,
     spread,
+    stock_context,
     write_json,
 )
 
@@ -99,13 +100,8 @@ def main() -> None:
 
 def _stock(model: Model, tokens: np.ndarray, n_threads: int) -> float:
     """Seconds of CPU time for all tokens."""
-    params = api.llama_context_default_params()
-    params.n_ctx = N_CELL
-    params.n_batch = params.n_ubatch = N_CHUNK
-    params.n_threads = params.n_threads_batch = n_threads
-    # as kvtool chooses on a CPU
-    params.flash_attn_type = 0
-    context = api.llama_init_from_model(model._model, params)
+    # without flash attention, as kvtool chooses on a CPU
+    context = stock_context(model, N_CELL, N_CHUNK, n_threads, "off")
     batch = api.llama_batch_init(N_CHUNK, 0, 1)
 
     def decode(part: np.ndarray, pos_0: int) -> None:

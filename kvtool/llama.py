@@ -242,7 +242,7 @@ def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[
     address = registry and _lib.ggml_backend_reg_get_proc_address(registry, name.encode())
     if not address:
         raise LibraryError(
-            "llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON make setup"
+            f"llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON {build_command()}"
         )
     return ctypes.CFUNCTYPE(result, *arguments)(address)
 
@@ -255,7 +255,9 @@ def served(memory: int | None = None) -> list[dict[str, object]]:
     found = _served()
     if memory is not None:
         if not hasattr(_lib, "llama_kvtool_limit"):
-            raise LibraryError("to say less memory than there is takes a patched llama.cpp: make setup")
+            raise LibraryError(
+                f"to say less memory than there is takes a patched llama.cpp: {build_command()}"
+            )
         _bind("llama_kvtool_limit", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64)
         for i, _ in found:
             _check(_lib.llama_kvtool_limit(_lib.ggml_backend_dev_get(i), memory // len(found)))

@@ -11,25 +11,18 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtool import llama, policies
+from kvtool import llama
 from kvtool.measure import perplexity
 from tests import rpc_server, saved
-from tests.merging import Merging
 from tests.running import open_engine, text
+from tests.test_rpc import N_TOKENS, POLICIES, ROOT
 
 pytestmark = pytest.mark.engine
 
-POLICIES = {
-    "h2o": policies.fit("h2o", 48, 16),
-    "merging": Merging(48, 16),
-    "bumblebee": policies.fit("bumblebee", 48, 16),
-    "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
-}
 # name of the policy, positions, flash attention
 RUNS = [
     ("h2o", "in-cache", "off"),
@@ -39,10 +32,8 @@ RUNS = [
     ("bumblebee", "in-cache", "off"),
     ("corm", "in-cache", "off"),
 ]
-N_TOKENS = 160
 # the output counts as a layer: two stay here, two go
 N_LAYER, N_GPU_LAYERS = 4, 3
-ROOT = Path(__file__).parent.parent
 
 
 def score(path, name, positions, flash, n_gpu_layers):

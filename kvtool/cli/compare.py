@@ -100,7 +100,6 @@ def compare(
     model_path, info = opt.resolved(model)
 
     from kvtool import llama
-    from kvtool import policies as registry
     from kvtool.measure import grid, records
 
     llama.set_verbose(verbose)
@@ -128,10 +127,7 @@ def compare(
         verbose=verbose,
     )
     if not names:
-        runs = (
-            name for name in registry.names() if llama.is_patched() or not registry.load(name).needs_patch()
-        )
-        names = ["full", *(name for name in runs if name != "full")]
+        names = ["full", *(name for name in opt.runnable() if name != "full")]
     opt.check_patch([grid.split_policy(name)[0] for name in names])
     names, missing = _against_full(common, n_vocab, names)
     cells = grid.cells(

@@ -226,7 +226,7 @@ def check_patch(names: Sequence[str]) -> None:
     if llama.is_patched():
         return
     needing = [name for name in names if policies.load(name).needs_patch()]
-    plain = ", ".join(name for name in policies.names() if not policies.load(name).needs_patch())
+    plain = ", ".join(runnable())
     if needing:
         raise LibraryError(
             f"this llama.cpp has not kvtool's patch, which {', '.join(needing)} needs; {llama.HOW_TO_BUILD}, "
@@ -236,6 +236,13 @@ def check_patch(names: Sequence[str]) -> None:
         f"this llama.cpp has not kvtool's patch: only {plain} run, and all rows hold the same tokens; "
         f"for the others {llama.HOW_TO_BUILD}\n"
     )
+
+
+def runnable() -> list[str]:
+    """The policies that run on the llama.cpp that there is."""
+    from kvtool import llama, policies
+
+    return [name for name in policies.names() if llama.is_patched() or not policies.load(name).needs_patch()]
 
 
 def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
