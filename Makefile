@@ -104,7 +104,7 @@ check-cuda: setup
 		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
 		PYTHONPATH="$$site:$$PWD" $(PY) tests/check_backend.py CUDA
 
-# ggml takes no device that is a CPU unless it is named
+# ggml takes no device that is a CPU unless it is named; half precision only where it knows nothing else
 check-vulkan: setup
 	@missing=; for each in $(MESA); do \
 		ls $${each%:*} >/dev/null 2>&1 || missing="$$missing $${each#*:}"; done; \
@@ -112,7 +112,9 @@ check-vulkan: setup
 	@wheel=$$(CMAKE_ARGS=-DGGML_VULKAN=on $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
 		trap 'rm -rf "$$site"' EXIT && \
 		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
-		export PYTHONPATH="$$site:$$PWD" GGML_VK_VISIBLE_DEVICES=0 \
+		$(CC) -O1 -shared -fPIC -o "$$site/mesa_buffers.so" tests/mesa_buffers.c -ldl && \
+		export PYTHONPATH="$$site:$$PWD" LD_PRELOAD="$$site/mesa_buffers.so" \
+			GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 LP_NUM_THREADS=0 \
 			VK_ICD_FILENAMES="$$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -n 1)" && \
 		$(PY) tests/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
 

@@ -7,7 +7,13 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvtool.engine import Engine, Settings
-from kvtool.llama import Model
+from kvtool.llama import Model, has_gpu
+from tests.reference import transformer
+
+transformer.half_precision = has_gpu()
+
+TOLERANCE = 5e-3 if has_gpu() else 1e-4
+"""How far from the definition numbers may be: half precision rounds some one way here, another there."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from kvtool.policy import Merge, Plan, Policy
 from tests import saved
 from tests.merging import Merging, keep_and_merge
 from tests.reference import transformer
-from tests.running import open_engine, text
+from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -558,7 +558,7 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
     with open_engine(path, policy, positions=positions) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
-    assert np.abs(got - want.nll).max() < 1e-4
+    assert np.abs(got - want.nll).max() < TOLERANCE
     assert np.abs(got - without.nll).max() > 0.1
 
 

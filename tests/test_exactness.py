@@ -13,11 +13,9 @@ from kvtool import policies
 from kvtool.llama import Context, Model
 from kvtool.measure import perplexity
 from tests.reference import transformer
-from tests.running import open_engine, text
+from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
-
-TOLERANCE = 1e-4
 
 
 def twin(name, params, n_ctx):

@@ -13,6 +13,7 @@ from kvtool.llama import Context, Model
 from kvtool.policy import Merge, Signal
 from tests import saved
 from tests.reference import transformer
+from tests.running import TOLERANCE
 
 pytestmark = pytest.mark.engine
 
@@ -397,8 +398,8 @@ def test_the_signals_are_those_of_the_definition(tiny_model, rope, flash):
         for signal, name in ((Signal.ATTENTION, "mass"), (Signal.LAST, "last")):
             want = np.stack([getattr(row, name) for row in rows])
             error = np.abs(context.read(signal, 40) - want)
-            assert error[FIRST_LAYER].max() < 1e-4
-            assert error.max() < (1e-4 if flash == "off" else FLASH_ROUNDING)
+            assert error[FIRST_LAYER].max() < TOLERANCE
+            assert error.max() < (TOLERANCE if flash == "off" else FLASH_ROUNDING)
 
 
 def test_attention_adds_up_over_decodes(tiny_model):
@@ -413,8 +414,8 @@ def test_attention_adds_up_over_decodes(tiny_model):
         context.apply(NO_MOVES, 0, 0)
         context.decode(text, 0, 1)
         at_once = context.read(Signal.ATTENTION, 20)
-    assert np.abs(one_by_one - at_once).max() < 1e-4
-    assert np.abs(total - at_once).max() < 1e-4
+    assert np.abs(one_by_one - at_once).max() < TOLERANCE
+    assert np.abs(total - at_once).max() < TOLERANCE
 
 
 def test_the_last_attention_is_that_of_the_last_query_alone(tiny_model):
@@ -427,7 +428,7 @@ def test_the_last_attention_is_that_of_the_last_query_alone(tiny_model):
         context.apply(NO_MOVES, 29, 0)  # forgets the attention so far
         context.decode(text[29:], 29, 1)
         alone, summed = context.read(Signal.LAST, 30), context.read(Signal.ATTENTION, 30)
-    assert np.abs(of_batch - alone).max() < 1e-5
+    assert np.abs(of_batch - alone).max() < TOLERANCE
     assert (alone == summed).all()
 
 
@@ -699,6 +700,8 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
 
 @pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)
 def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, flash):
+    if type_v == "q8_0" and llama.has_gpu():
+        pytest.skip("refused there")
     counts = np.array([3, 9, 1, 5])
     with opened(tiny_model(**SHAPE), ragged=True, type_v=type_v, type_k="f32", flash=flash) as context:
         fill(context, 12)

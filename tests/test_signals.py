@@ -9,9 +9,12 @@ import pytest
 
 from kvtool.policy import Plan, Policy, Signal
 from tests.reference import transformer
-from tests.running import open_engine, text
+from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
+
+# the share of steps that rounding makes a hit or none
+AT_THE_EDGE = 0.01 if transformer.half_precision else 0.002
 
 ALL = (
     Signal.ATTENTION
@@ -100,10 +103,9 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv):
                 expected["hits"][number, cell] = sum(hit for _, hit in hits)
                 expected["important"][number, cell] = max((step for step, hit in hits if hit), default=0)
         for name in ("attn", "last", "squares"):
-            np.testing.assert_allclose(getattr(view, name), expected[name], atol=1e-4, rtol=1e-4)
-        # a step is a hit or not: at the edge rounding decides
+            np.testing.assert_allclose(getattr(view, name), expected[name], atol=TOLERANCE, rtol=TOLERANCE)
         for name in ("hits", "important"):
-            assert (getattr(view, name) != expected[name]).mean() < 0.002
+            assert (getattr(view, name) != expected[name]).mean() < AT_THE_EDGE
         assert end == view.next
 
 
@@ -126,7 +128,7 @@ def test_recent_attention_is_that_of_the_last_queries(tiny_model):
                     for step, (_, heads) in enumerate(token["seen"], token["pos"] + 1)
                     if step > view.next - n
                 )
-                assert view.recent[number, cell_of[token["pos"]]] == pytest.approx(want, abs=1e-4)
+                assert view.recent[number, cell_of[token["pos"]]] == pytest.approx(want, abs=TOLERANCE)
                 checked += 1
     assert checked > 500
 
@@ -142,7 +144,7 @@ def test_t_counts_what_the_policy_says(tiny_model, t):
                 for step, (t_, heads) in enumerate(token["seen"], token["pos"] + 1):
                     if step > since:
                         hits[number, cell_of[token["pos"]]] += sum(a * t_ >= 1 for a in heads)
-        assert (view.hits != hits).mean() < 0.002
+        assert (view.hits != hits).mean() < AT_THE_EDGE
 
 
 @pytest.mark.parametrize("flash", ["off", "on"])
@@ -161,7 +163,7 @@ def test_keys_are_those_before_rope_of_the_new_cells(tiny_model, flash):
             ].tolist()
             got = view.keys[number]
             # the reference has the axes in another order: products tell
-            tolerance = 1e-4 if flash == "off" else 0.2
+            tolerance = TOLERANCE if flash == "off" else 0.2
             np.testing.assert_allclose(got @ got.T, new @ new.T, atol=tolerance, rtol=tolerance)
 
 

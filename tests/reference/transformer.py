@@ -14,6 +14,9 @@ import numpy as np
 
 POSITIONS = ("original", "in-cache", "auto")
 
+half_precision = False
+"""Whether several queries at once meet keys in half precision, as in ggml's Vulkan, whatever the cache is."""
+
 
 class Llama:
     """The F32 weights and the numbers of a GGUF, architecture llama, gemma3 or (without biases) qwen2."""
@@ -263,7 +266,11 @@ class Stream:
         for i, row in enumerate(rows):
             row.append(pos, rot, key[i], value[i])
             mine = slice(i * group, (i + 1) * group)
-            scores = query[mine] @ model.rotate(row.key, row.rot, slides).T / np.sqrt(model.head_dim)
+            asked, keys = query[mine], model.rotate(row.key, row.rot, slides)
+            if half_precision and m > 1:
+                # keys of one head alone lie together, and are taken as they are
+                asked, keys = _half(asked), _half(keys) if len(rows) > 1 else keys
+            scores = asked @ keys.T / np.sqrt(model.head_dim)
             if self.logn and not slides:
                 scores *= np.log(t)[:, None] / np.log(512)
             scores[:, row.pos > pos[:, None]] = -np.inf
@@ -367,6 +374,10 @@ def run(
             if len(counts) > 1 and not ragged:
                 raise ValueError(f"all rows must keep the same number of entries, got {sorted(counts)}")
     return Result(np.concatenate(nll), np.concatenate(kept_logits) if logits else None, stream)
+
+
+def _half(x):
+    return x.astype(np.float16).astype(np.float64)
 
 
 def _linear(x, weight):
