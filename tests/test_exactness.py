@@ -167,6 +167,8 @@ def english(smollm2):
 def test_a_real_model_scores_like_the_definition(
     smollm2_f32, smollm2_weights, english, name, positions, evict_every
 ):
+    if transformer.half_precision:
+        pytest.skip("rounding adds up over 30 layers: the tiny models tell more")
     policy = policies.fit(name, 48, evict_every)
     # a token at a time is slow
     english = english[: 84 if evict_every == 1 else 110]
@@ -237,7 +239,7 @@ def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, na
             if stream.n > policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
             engine.step(part, len(part))
-            assert np.abs(engine.context.logits() - want).max() < 1e-3
+            assert np.abs(engine.context.logits() - want).max() < max(TOLERANCE, 1e-3)
             at += len(part)
             rows = [row.pos.tolist() for rows in stream.rows for row in rows]
             assert np.sort(engine.pos[:, : engine.n_kv], axis=1).tolist() == rows
