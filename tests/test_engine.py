@@ -119,8 +119,8 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(found[0]) == 255
-    # steps of other lengths are no others but for half precision, which a single query is not rounded to
-    assert np.abs(found[0] - found[1]).max() <= (TOLERANCE if transformer.half_precision else 0)
+    # the steps have other lengths, and on a device only several queries at once are rounded to half precision
+    assert np.abs(found[0] - found[1]).max() <= (2e-2 if transformer.half_precision else 0)
 
 
 # cells, state and positions
