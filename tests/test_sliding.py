@@ -12,11 +12,13 @@ from kvtool.engine import Engine, Settings
 from kvtool.llama import Context, Model, api
 from kvtool.measure import perplexity
 from tests.reference import streamingllm, transformer
-from tests.running import TOLERANCE, open_engine, text
+from tests.running import open_engine, text
 from tests.test_exactness import reference
 
 pytestmark = pytest.mark.engine
 
+# Gemma's queries are scaled before they are rounded to half precision, the reference's after
+TOLERANCE = 2e-2 if transformer.half_precision else 1e-4
 # four layers, every second of which attends to all
 WINDOW = 16
 
