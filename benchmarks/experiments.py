@@ -459,14 +459,14 @@ RUNS: dict[str, Run] = {
         )
         for file in (_BOOK, _OTHER_BOOK, _PROOF)
     },
-    "xsum": Eval("summarize", (_XSUM,), _BUZZ, ("10%", "20%"), (*_SUMMARY, "40")),
+    "xsum": Eval("summarize", (_XSUM,), _BUZZ, ("10%", "20%"), (*_SUMMARY, "24")),
     "xsum-ablation": Eval(
-        "summarize", (_XSUM,), ("buzz:swap=true", "buzz:local_max=false"), ("10%", "20%"), (*_SUMMARY, "40")
+        "summarize", (_XSUM,), ("buzz:swap=true", "buzz:local_max=false"), ("10%", "20%"), (*_SUMMARY, "24")
     ),
     "xsum-bumblebee": Eval(
-        "summarize", (_XSUM,), ("random", "bumblebee", "bumblebee:phi=power"), ("20%",), (*_SUMMARY, "40")
+        "summarize", (_XSUM,), ("random", "bumblebee", "bumblebee:phi=power"), ("20%",), (*_SUMMARY, "24")
     ),
-    "xsum-mixture": Eval("summarize", (_XSUM,), _MIXTURES, ("20%",), (*_SUMMARY, "40")),
+    "xsum-mixture": Eval("summarize", (_XSUM,), _MIXTURES, ("20%",), (*_SUMMARY, "24")),
     "cnn": Eval("summarize", (_CNN,), _WINDOWS, ("200",), (*_SUMMARY, "40")),
     **{
         f"choice-{name.lower()}": Eval("choice", (f"lm_eval_tasks/{file}",), _BUMBLEBEE, ("10%",), _FEW_SHOT)
@@ -478,14 +478,14 @@ RUNS: dict[str, Run] = {
             (f"lost_in_the_middle/{file}",),
             ("full", "buzz", "h2o", "streamingllm"),
             ("300",),
-            (*_QUESTIONS, "20"),
+            (*_QUESTIONS, "12"),
         )
         for at, file in _TEN.items()
     },
     "hotpotqa": Eval(
-        "qa", (_HOTPOT,), ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "40")
+        "qa", (_HOTPOT,), ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "24")
     ),
-    "diversity": Eval("diversity", (_XSUM,), _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "20")),
+    "diversity": Eval("diversity", (_XSUM,), _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "12")),
     "inspect": Inspect(_ESSAYS, ("h2o", "bumblebee"), "20", 192),
     "longbench": Eval("longbench", (_LONGBENCH,), ("full", *_CORM[1:]), ("1024",), _LONG),
     "longbench-corm": Eval("longbench", (_LONGBENCH,), ("corm",), ("100%",), _LONG),

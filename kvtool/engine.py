@@ -18,7 +18,7 @@ from kvtool.cells import Cells, append, fill_holes, rank_by_pos
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError, where
 from kvtool.header import CACHE_TYPES, PAD
 from kvtool.llama import HOW_TO_BUILD, Context, Model, is_patched
-from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
+from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View, true_cells
 from kvtool.sequence import SequenceContext
 
 _WINDOW = ("window", "window_cells")
@@ -86,7 +86,7 @@ class Engine:
     """One stream of tokens through one cache under one policy.
 
     n_past: tokens decoded so far. n_kv: live cells of each row, of the longest if they are ragged.
-    live i32[row]: those of every row. n_pinned, n_held: first and newest tokens that are never evicted.
+    n_pinned, n_held: first and newest tokens that are never evicted.
     n_restart: how often positions have started over behind the live cells.
     state: what the policy remembers of each cell, arrays [row, cell, ...].
     plan_s, edit_s: seconds spent on plans, with the signals read for them, and on edits of the cache.
@@ -140,22 +140,41 @@ class Engine:
         for name in _COUNTERS:
             setattr(self, name, 0)
         self.plan_s = self.edit_s = 0.0
-        self.live = np.zeros(n_row, np.int32)
-        self._edit(np.empty((0, 4), np.int32), self.live, 0)
+        self._n_unwritten = 0
+        self._live = np.zeros(n_row, np.int32)
+        self._edit(np.empty((0, 4), np.int32), self._live, 0)
         if (self.context.layer_cells != self._layer_cells).any():
             self.context.resize(self._layer_cells)
         shape = (n_row, self.context.n_cell)
-        self.pos = np.zeros(shape, np.int32)
-        self.rot = np.zeros(shape, np.int32)
+        self._pos = np.zeros(shape, np.int32)
+        self._rot = np.zeros(shape, np.int32)
         self.state = self._start()
 
     def close(self) -> None:
         self.context.close()
 
     @property
+    def live(self) -> np.ndarray:
+        """i32[row]: the live cells of every row."""
+        self._write_down()
+        return self._live
+
+    @property
+    def pos(self) -> np.ndarray:
+        """i32[row, cell]: the position in the stream of each cell's token."""
+        self._write_down()
+        return self._pos
+
+    @property
+    def rot(self) -> np.ndarray:
+        """i32[row, cell]: the position that each cell's key is rotated to."""
+        self._write_down()
+        return self._rot
+
+    @property
     def n_evicted(self) -> int:
         """Cells evicted so far of each row, the mean if rows are ragged."""
-        return self._n_evicted_cells // len(self.live)
+        return self._n_evicted_cells // len(self._live)
 
     @property
     def mean_kv(self) -> float:
@@ -170,7 +189,7 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """Bytes that the policy's state and the cells' tokens and rotations take on the host."""
-        return self.pos.nbytes + self.rot.nbytes + sum(array.nbytes for array in self.state)
+        return self._pos.nbytes + self._rot.nbytes + sum(array.nbytes for array in self.state)
 
     def pin(self, n: int) -> None:
         """The first n tokens of the stream are never evicted. Raises UsageError for too many."""
@@ -343,7 +362,7 @@ class Engine:
             self._resize(layer_cells)
         for name, value in counters.items():
             setattr(self, name, value)
-        self.live = live.copy()
+        self._live = live.copy()
         for own, array in zip((self.pos, self.rot, *self.state), (pos, rot, *state), strict=True):
             own[:, :n] = array
         for layer, n_live in enumerate(self._most_live(live)):
@@ -367,10 +386,16 @@ class Engine:
         if self._counts_seen:
             self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
         self.context.decode(tokens, self._next_rot, n_output)
-        append(self.n_past, self._next_rot, n, self.pos, self.rot, self.live)
+        self._n_unwritten += n
         self.n_kv += n
         self.n_past += n
         self._next_rot += n
+
+    def _write_down(self) -> None:
+        """Notes where the newest tokens are: for many at once, as each row lies elsewhere in memory."""
+        if n := self._n_unwritten:
+            self._n_unwritten = 0
+            append(self.n_past - n, self._next_rot - n, n, self._pos, self._rot, self._live)
 
     def _read_whole(self, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
         """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
@@ -388,6 +413,7 @@ class Engine:
         self._resize(np.full_like(self._layer_cells, _pad(n)))
         signals = {name: np.zeros((len(self.live), n), np.float32) for name in self._signals()}
         for segment in segments:
+            self._write_down()
             self._next_rot = 0
             for part in np.array_split(segment, -(-len(segment) // self.settings.n_batch)):
                 if stopped():
@@ -421,10 +447,10 @@ class Engine:
     def _resize(self, n_cell: np.ndarray) -> None:
         """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""
         self.context.resize(n_cell)
-        if self.context.n_cell == self.pos.shape[1]:
+        if self.context.n_cell == self._pos.shape[1]:
             return
-        shape = (len(self.live), self.context.n_cell)
-        self.pos, self.rot = _resized(
+        shape = (len(self._live), self.context.n_cell)
+        self._pos, self._rot = _resized(
             (self.pos, self.rot), (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
         )
         if self.state:
@@ -558,9 +584,10 @@ class Engine:
         if len(wrong):
             row = int(wrong[0])
             raise PlanError(f"{name}: row {row} keeps {counts[row]} cells of a budget of {budget}")
-        lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
-        if len(lost):
-            raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
+        if view.pinned:
+            lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
+            if len(lost):
+                raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
         if plan.merge is not None:
             _check_merge(name, plan.merge, keep)
         return counts
@@ -575,7 +602,7 @@ class Engine:
         source = np.empty((len(n_keep), most), np.int32)
         fill_holes(plan.keep, n_keep, source)
         dead = np.arange(n) >= n_keep[:, None] if self.policy.ragged else None
-        moved, turn = source != np.arange(most), None
+        moved, turn = source != np.arange(most, dtype=np.int32), None
         if close or self.settings.positions == "in-cache":
             pos = np.take_along_axis(self.pos, source, axis=1)
             rank = np.empty_like(pos)
@@ -585,7 +612,7 @@ class Engine:
             if dead is not None:
                 turn[dead[:, :most]] = 0
             moved |= turn != 0
-        row, cell = np.nonzero(moved)
+        row, cell = true_cells(moved)
         old = source[row, cell]
         delta = np.zeros_like(old) if turn is None else turn[row, cell]
         self._edit(np.stack([row, cell, old, delta], axis=1), n_keep, next_rot, plan.merge)
@@ -600,7 +627,7 @@ class Engine:
             else:
                 array[:, :n][dead] = 0
         self._n_evicted_cells += int((self.live - n_keep).sum())
-        self.live = n_keep
+        self._live = n_keep
         self.n_kv = most
         self._next_rot = next_rot
         return source

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import mmap
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from gguf.constants import (
-    GGML_QUANT_SIZES,
-    GGUF_DEFAULT_ALIGNMENT,
-    GGMLQuantizationType,
-    GGUFValueType,
-    LlamaFileType,
-)
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import ModelError, OutOfMemory, UsageError
+
+
+def _alone(package: str, name: str) -> ModuleType:
+    """A module without its package, which in gguf imports writers and YAML: a tenth of a chat's start."""
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    spec = importlib.util.spec_from_file_location(name, Path(str(found.origin)).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from gguf import constants
+else:
+    constants = _alone("gguf", "constants")
 
 PAD = 256
 """llama.cpp rounds a cache up to a multiple of this many cells."""
@@ -25,17 +37,17 @@ PAD = 256
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 _FORMATS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
+    constants.GGUFValueType.UINT8: "B",
+    constants.GGUFValueType.INT8: "b",
+    constants.GGUFValueType.UINT16: "H",
+    constants.GGUFValueType.INT16: "h",
+    constants.GGUFValueType.UINT32: "I",
+    constants.GGUFValueType.INT32: "i",
+    constants.GGUFValueType.FLOAT32: "f",
+    constants.GGUFValueType.BOOL: "?",
+    constants.GGUFValueType.UINT64: "Q",
+    constants.GGUFValueType.INT64: "q",
+    constants.GGUFValueType.FLOAT64: "d",
 }
 # llama.cpp's LLAMA_MAX_LAYERS: an array that says something for every layer is no longer than this
 _MAX_LAYERS = 512
@@ -103,7 +115,7 @@ class ModelInfo:
 def _row_bytes(which: str, cache_type: str, head_size: int) -> int:
     if cache_type not in CACHE_TYPES:
         raise UsageError(f"no cache type {cache_type!r} for {which}; there are: {', '.join(CACHE_TYPES)}")
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[cache_type.upper()]]
+    block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[cache_type.upper()]]
     if head_size % block:
         raise UsageError(
             f"{which} cannot be {cache_type}: blocks of {block} do not divide the head size of {head_size}"
@@ -159,7 +171,7 @@ class _Reader:
             raise ModelError(f"{self.path} is truncated or damaged; download it again") from None
         except (ValueError, KeyError) as error:
             raise ModelError(f"{self.path} is damaged ({error}); download it again") from None
-        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", constants.GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{self.path} is damaged (alignment {alignment!r}); download it again")
         start = -(-self.at // alignment) * alignment
@@ -177,17 +189,17 @@ class _Reader:
         return self.data[start : self.at].decode("utf-8", "replace")
 
     def _value(self, kind: int) -> object:
-        kind = GGUFValueType(kind)
-        if kind is GGUFValueType.STRING:
+        kind = constants.GGUFValueType(kind)
+        if kind is constants.GGUFValueType.STRING:
             return self._string()
-        if kind is GGUFValueType.ARRAY:
+        if kind is constants.GGUFValueType.ARRAY:
             return self._array()
         return self._number(_FORMATS[kind])
 
     def _array(self) -> tuple[Any, ...] | None:
         """None for strings and for more numbers than there can be layers: nothing here needs those."""
-        kind, length = GGUFValueType(self._number("I")), self._number("Q")
-        if kind is GGUFValueType.STRING:
+        kind, length = constants.GGUFValueType(self._number("I")), self._number("Q")
+        if kind is constants.GGUFValueType.STRING:
             unpack, at = struct.Struct("<Q").unpack_from, self.at
             for _ in range(length):
                 at += 8 + unpack(self.data, at)[0]
@@ -211,7 +223,7 @@ class _Reader:
         kind = self._number("I")
         offset: int = self._number("Q")
         try:
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
             # newer than the gguf package: whether llama.cpp knows it is llama.cpp's answer to give
             return offset
@@ -251,7 +263,7 @@ def _info(path: Path, size: int, metadata: dict[str, Any]) -> ModelInfo:
     window, slides = _sliding(metadata, arch, n_layer * n_loop)
     file_type = metadata.get("general.file_type", -1)
     try:
-        quantization = LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        quantization = constants.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
         quantization = "unknown"
     return ModelInfo(

@@ -137,13 +137,20 @@ def keep_highest(
     keys = np.empty(n, np.int64)
     for row in range(n_row):
         n_open = 0
+        lowest, lowest_cell = np.int64(2**63 - 1), 0
         for cell in range(n):
             keep[row, cell] = True
             if sinks <= pos[row, cell] < recent:
-                keys[n_open] = _key(bits[row, cell], pos[row, cell])
+                key = _key(bits[row, cell], pos[row, cell])
+                keys[n_open] = key
                 n_open += 1
+                if key < lowest:
+                    lowest, lowest_cell = key, cell
         n_evict = min(n - n_keep, n_open)
         if n_evict <= 0:
+            continue
+        if n_evict == 1:
+            keep[row, lowest_cell] = False
             continue
         last_out = nth_lowest(keys, n_open, n_evict - 1)
         for cell in range(n):

@@ -522,6 +522,7 @@ class Decoder:
         for i in range(n_batch):
             batch.seq_id[i][0] = 0
         self._n_output = 0
+        self._logits_where = (0, 0)
         self._has_decoded = False
 
     def close(self) -> None:
@@ -552,7 +553,12 @@ class Decoder:
     def logits(self) -> np.ndarray:
         """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
         pointer = api.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
+        where = ctypes.addressof(pointer.contents), self._n_output
+        if where != self._logits_where:
+            # NumPy makes a type of its own for each, which takes longer than all else of a step here
+            self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
+            self._logits_where = where
+        return self._logits
 
     def remove(self, first: int, end: int) -> None:
         """Frees the cells at positions first .. end - 1."""

@@ -739,34 +739,42 @@ struct llama_kvtool {
         }
     }
 
+    // SIZE: of a piece, 0: known only now. A copy of 2 bytes, as transposed values need, takes less than a call
+    template <size_t SIZE>
+    static void copy_moved(const std::vector<llama_kvtool_move> & moves, const host_view & view) {
+        const size_t size   = SIZE ? SIZE : view.size();
+        const size_t stride = SIZE ? SIZE : view.stride_cell;
+
+        std::vector<uint8_t> raw;
+
+        by_row(moves, [&](auto first, auto last) {
+            const size_t n = last - first;
+
+            raw.resize(n*size);
+            // piece by piece, so that what is written lies near what is read
+            for (int i = 0; i < view.n; ++i) {
+                uint8_t * cells = view.at(first->row, 0, i);
+
+                for (size_t j = 0; j < n; ++j) {
+                    memcpy(&raw[j*size], cells + first[j].src*stride, size);
+                }
+                for (size_t j = 0; j < n; ++j) {
+                    memcpy(cells + first[j].dst*stride, &raw[j*size], size);
+                }
+            }
+        });
+    }
+
+    static void move_host(const std::vector<llama_kvtool_move> & moves, const host_view & view) {
+        view.stride_cell == 2 && view.size() == 2 ? copy_moved<2>(moves, view) : copy_moved<0>(moves, view);
+    }
+
     static void copy_piece(uint8_t * dst, const uint8_t * src, size_t size) {
-        // transposed values are copied element by element: a call for each would take longer than the copy
         if (size == 2) {
             memcpy(dst, src, 2);
         } else {
             memcpy(dst, src, size);
         }
-    }
-
-    // piece by piece, so that what is written lies near what is read
-    static void move_host(const std::vector<llama_kvtool_move> & moves, const host_view & view) {
-        const size_t size = view.size();
-
-        std::vector<uint8_t> raw;
-
-        by_row(moves, [&](auto first, auto last) {
-            raw.resize((last - first)*size);
-            for (int i = 0; i < view.n; ++i) {
-                uint8_t * at = raw.data();
-                for (auto m = first; m != last; ++m, at += size) {
-                    copy_piece(at, view.at(m->row, m->src, i), size);
-                }
-                at = raw.data();
-                for (auto m = first; m != last; ++m, at += size) {
-                    copy_piece(view.at(m->row, m->dst, i), at, size);
-                }
-            }
-        });
     }
 
     static void merge_host(const std::vector<llama_kvtool_term> & terms, const host_view & view) {
@@ -790,38 +798,48 @@ struct llama_kvtool {
                 }
             }
 
-            raw.resize(n_term*size);
-            x  .resize(n_term*n_one);
+            const size_t n_dst = dst.size();
 
+            raw.resize(view.n*n_term*size);
+            x  .resize(view.n*n_term*n_one);
+
+            uint8_t * at = raw.data();
             for (int i = 0; i < view.n; ++i) {
-                uint8_t * at = raw.data();
+                const uint8_t * cells = view.at(first->row, 0, i);
                 for (auto t = first; t != last; ++t, at += size) {
-                    copy_piece(at, view.at(t->row, t->src, i), size);
+                    copy_piece(at, cells + t->src*view.stride_cell, size);
                 }
-                if (traits.to_float) {
-                    traits.to_float(raw.data(), x.data(), x.size());
-                } else {
-                    memcpy(x.data(), raw.data(), raw.size());
-                }
+            }
+            // all pieces at once: transposed, one has as many elements as there are terms
+            if (traits.to_float) {
+                traits.to_float(raw.data(), x.data(), x.size());
+            } else {
+                memcpy(x.data(), raw.data(), raw.size());
+            }
 
-                sum.assign(dst.size()*n_one, 0.0f);
+            sum.assign(view.n*n_dst*n_one, 0.0f);
 
-                float * to = sum.data();
-                for (size_t j = 0; j < n_term; ++j) {
+            const float * from = x.data();
+            for (int i = 0; i < view.n; ++i) {
+                float * to = sum.data() + i*n_dst*n_one;
+                for (size_t j = 0; j < n_term; ++j, from += n_one) {
                     to += j > 0 && first[j].dst != first[j - 1].dst ? n_one : 0;
                     for (int64_t k = 0; k < n_one; ++k) {
-                        to[k] += first[j].weight*x[j*n_one + k];
+                        to[k] += first[j].weight*from[k];
                     }
                 }
+            }
 
-                if (traits.from_float_ref) {
-                    traits.from_float_ref(sum.data(), raw.data(), sum.size());
-                } else {
-                    memcpy(raw.data(), sum.data(), sum.size()*sizeof(float));
-                }
-                at = raw.data();
+            if (traits.from_float_ref) {
+                traits.from_float_ref(sum.data(), raw.data(), sum.size());
+            } else {
+                memcpy(raw.data(), sum.data(), sum.size()*sizeof(float));
+            }
+            at = raw.data();
+            for (int i = 0; i < view.n; ++i) {
+                uint8_t * cells = view.at(first->row, 0, i);
                 for (const int32_t cell : dst) {
-                    copy_piece(view.at(first->row, cell, i), at, size);
+                    copy_piece(cells + cell*view.stride_cell, at, size);
                     at += size;
                 }
             }

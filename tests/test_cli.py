@@ -55,6 +55,8 @@ COMMANDS = [
     "inspect",
     "policies",
     "models",
+    "session",
+    "worker",
     "build",
     "doctor",
 ]
@@ -76,6 +78,26 @@ def test_help_loads_nothing_heavy(command):
     )
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+def test_a_command_loads_no_other():
+    """Nor pydantic, which newer typers want, nor what gguf needs for writing: a chat starts with this."""
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        "try: app(['models', 'show', 'no-such-model'])\n"
+        "except SystemExit: pass\n"
+        "which = 'kvtool.cli.', 'pydantic', 'gguf'\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "kvtool.cli.models kvtool.cli.options kvtool.cli.progress\n"
+
+
+def test_commands_are_shown_in_their_order_and_suggested():
+    said = kvtool("--help").stdout.split("Commands:\n")[1]
+    assert [line.split()[0] for line in said.splitlines()] == COMMANDS[1:]
+    assert "Did you mean 'chat'?" in kvtool("chatt").stderr
 
 
 @pytest.mark.parametrize(

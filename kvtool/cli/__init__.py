@@ -5,35 +5,68 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from kvtool import __version__, interrupt
-from kvtool.cli import (
-    build,
-    chat,
-    compare,
-    doctor,
-    eval,
-    generate,
-    inspect,
-    models,
-    perplexity,
-    policies,
-    session,
-    worker,
-)
 from kvtool.errors import KvtoolError, OutOfMemory
 
 # what a shell shows for a program that died of the signal
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 
+_COMMANDS = {
+    "chat": "chat",
+    "generate": "generate",
+    "perplexity": "perplexity",
+    "compare": "compare",
+    "eval": "evaluate",
+    "inspect": "inspect",
+    "policies": "policies",
+    "models": "app",
+    "session": "app",
+    "worker": "worker",
+    "build": "build",
+    "doctor": "doctor",
+}
+"""The module in this folder, and what the command is there: a function, or an app of several."""
+
+
+class _Commands(Mapping[str, Any]):
+    """Imports a command when it is asked for: all of them take as long as a small model."""
+
+    def __getitem__(self, name: str) -> Any:
+        attribute = _COMMANDS[name]
+        found = getattr(import_module(f"kvtool.cli.{name}"), attribute)
+        if not isinstance(found, typer.Typer):
+            own = typer.Typer(rich_markup_mode=None, add_completion=False)
+            own.command(name)(found)
+            found = own
+        command = get_command(found)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
 
 class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # typer's own may be changed
+        self.commands = cast(Any, _Commands())
+
+    def list_commands(self, context: Any) -> list[str]:
+        return list(self.commands)
+
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         # --help writes here
         with _one_line():
@@ -123,20 +156,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-app.command("chat")(chat.chat)
-app.command("generate")(generate.generate)
-app.command("perplexity")(perplexity.perplexity)
-app.command("compare")(compare.compare)
-app.command("eval")(eval.evaluate)
-app.command("inspect")(inspect.inspect)
-app.command("policies")(policies.policies)
-app.add_typer(models.app, name="models")
-app.add_typer(session.app, name="session")
-app.command("worker")(worker.worker)
-app.command("build")(build.build)
-app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.kernels import kernel
-from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked
+from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked, true_cells
 
 _SINKS = 4
 
@@ -69,19 +69,15 @@ class WeightedKV(Policy):
 
 def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
     """The evicted values' merges to the right: pos i32, average f32, keep b1, all [row, n]."""
-    # no two positions of a row are equal: the sort need not be stable
-    order = np.argsort(pos, axis=1)
-    stays = np.take_along_axis(keep, order, axis=1)
-    place = np.nonzero(~stays)[1].reshape(len(pos), -1)
-    scores = np.take_along_axis(average, order, axis=1)
-    # ascending by average; stable, so that the oldest of equals goes first
-    turn = np.argsort(np.take_along_axis(scores, place, axis=1), axis=1, kind="stable")
-    n_most = 2 * place.size
+    gone = true_cells(~keep)[1].reshape(len(pos), -1)
+    # ascending by average; the oldest of equals goes first
+    turn = np.lexsort([np.take_along_axis(values, gone, axis=1) for values in (pos, average)])
+    n_most = 2 * gone.size
     row, dst, src = (np.empty(n_most, np.int32) for _ in range(3))
     weight = np.empty(n_most, np.float32)
-    n_term = _merge_right(
-        order, scores, stays, np.take_along_axis(place, turn, axis=1), row, dst, src, weight
-    )
+    # no two positions of a row are equal: the sort need not be stable
+    order = np.argsort(pos, axis=1)
+    n_term = _merge_right(order, average, keep, np.take_along_axis(gone, turn, axis=1), row, dst, src, weight)
     return Merge(row[:n_term], dst[:n_term], src[:n_term], weight[:n_term])
 
 
@@ -89,7 +85,7 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 def _merge_right(
     order: np.ndarray,
     average: np.ndarray,
-    stays: np.ndarray,
+    keep: np.ndarray,
     turn: np.ndarray,
     row_of: np.ndarray,
     dst_of: np.ndarray,
@@ -98,8 +94,8 @@ def _merge_right(
 ) -> int:
     """Lets the tokens that do not stay go one by one, and says what each that stays is made of in the end.
 
-    order i64[row, n]: cells, oldest first; average f32[row, n], stays b1[row, n]: of the token in that place;
-    turn i64[row, n_evict]: the places of those that go, in the order in which they go
+    order i64[row, n]: cells, oldest first; average f32[row, n], keep b1[row, n]: of each cell's token;
+    turn i64[row, n_evict]: the cells of those that go, in the order in which they go
     -> terms of a Merge, i32, i32, i32, f32[2 * row * n_evict or more], and how many there are.
     """
     n_row, n = order.shape
@@ -107,28 +103,32 @@ def _merge_right(
     # place n: where the newest token's value would go, to be lost
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
     into, share = np.empty(n_evict, np.int64), np.empty(n_evict, np.float32)
+    place_of = np.empty(n, np.int64)
     weight = np.empty(n + 1, np.float32)
     n_term = 0
     for row in range(n_row):
         for place in range(n + 1):
             older[place], newer[place] = place - 1, place + 1
             weight[place] = 1
+        for place in range(n):
+            place_of[order[row, place]] = place
         for i in range(n_evict):
-            gone = turn[row, i]
+            gone = place_of[turn[row, i]]
             left, right = older[gone], newer[gone]
             older[right] = left
             if left >= 0:
                 newer[left] = right
-            total = average[row, gone] + (average[row, right] if right < n else np.float32(0))
-            into[i], share[i] = right, average[row, gone] / total if total > 0 else np.float32(0.5)
+            own = average[row, turn[row, i]]
+            total = own + (average[row, order[row, right]] if right < n else np.float32(0))
+            into[i], share[i] = right, own / total if total > 0 else np.float32(0.5)
         # backwards, what a value counts for in the end is known of the token that it merges into
         for i in range(n_evict - 1, -1, -1):
-            weight[turn[row, i]] = weight[into[i]] * share[i]
+            weight[place_of[turn[row, i]]] = weight[into[i]] * share[i]
             weight[into[i]] *= 1 - share[i]
         # the tokens that end in one that stays are those between it and the one before that stays
         begin = 0
         for place in range(n):
-            if not stays[row, place]:
+            if not keep[row, order[row, place]]:
                 continue
             if begin < place:
                 for source in range(begin, place + 1):
