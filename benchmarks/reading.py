@@ -78,7 +78,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=256, help="tokens a step, of both")
     parser.add_argument("--evict-every", type=int)
-    parser.add_argument("--flash", default="auto", help="kvtool's attention path; stock has both")
+    parser.add_argument("--flash", default="auto", help="kvtool's attention path")
+    parser.add_argument("--stock", default="off,on", help="stock's attention paths, with commas")
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: on a busy machine")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -87,7 +88,7 @@ def main() -> None:
     tokens = load_tokens(model, args.file, args.tokens)
     names = args.policies.split(",")
     readers: dict[str, Stock | Kvtool] = {
-        **{f"stock, flash {flash}": Stock(model, tokens, flash, args) for flash in ("off", "on")},
+        **{f"stock, flash {flash}": Stock(model, tokens, flash, args) for flash in args.stock.split(",")},
         **{name: Kvtool(model, name, tokens, args) for name in names},
     }
     times: dict[str, list[float]] = defaultdict(list)
