@@ -469,7 +469,7 @@ RUNS: dict[str, Run] = {
         "summarize", (_XSUM,), ("random", "bumblebee", "bumblebee:phi=power"), ("20%",), (*_SUMMARY, "24")
     ),
     "xsum-mixture": Eval("summarize", (_XSUM,), _MIXTURES, ("20%",), (*_SUMMARY, "24")),
-    "cnn": Eval("summarize", (_CNN,), _WINDOWS, ("200",), (*_SUMMARY, "40")),
+    "cnn": Eval("summarize", (_CNN,), _WINDOWS, ("200",), (*_SUMMARY, "16")),
     **{
         f"choice-{name.lower()}": Eval(
             "choice",
