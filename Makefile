@@ -21,6 +21,9 @@ DEVICE_TESTS := $(addsuffix .py,$(addprefix tests/test_,offload exactness llama 
 CUDA_ARCH ?= 86
 CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
 	$(shell nvcc --help 2>/dev/null | grep -q Ofast-compile && echo -DCMAKE_CUDA_FLAGS=-Ofc=max)
+# of what builds the library: its wheel, unpacked in a folder $$site for as long as the recipe runs
+IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
@@ -94,14 +97,11 @@ stock: $(PY)
 	@$(PY) -m kvtool.build --stock
 
 check-stock: setup
-	@wheel=$$($(PY) -m kvtool.build --stock) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
-		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+	@$(call IN_SITE,$(PY) -m kvtool.build --stock) && \
 		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site"
 
 check-cuda: setup
-	@wheel=$$(CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
-		trap 'rm -rf "$$site"' EXIT && \
-		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+	@$(call IN_SITE,CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && \
 		PYTHONPATH="$$site:$$PWD" $(PY) tests/check_backend.py CUDA
 
 # ggml takes no device that is a CPU unless it is named; half precision only where it knows nothing else
@@ -109,9 +109,7 @@ check-vulkan: setup
 	@missing=; for each in $(MESA); do \
 		ls $${each%:*} >/dev/null 2>&1 || missing="$$missing $${each#*:}"; done; \
 		test -z "$$missing" || { echo "something is missing: sudo apt install$$missing" >&2; exit 1; }
-	@wheel=$$(CMAKE_ARGS=-DGGML_VULKAN=on $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
-		trap 'rm -rf "$$site"' EXIT && \
-		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+	@$(call IN_SITE,CMAKE_ARGS=-DGGML_VULKAN=on $(PY) -m kvtool.build) && \
 		$(CC) -O1 -shared -fPIC -o "$$site/mesa_buffers.so" tests/mesa_buffers.c -ldl && \
 		export PYTHONPATH="$$site:$$PWD" LD_PRELOAD="$$site/mesa_buffers.so" \
 			GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 LP_NUM_THREADS=0 \
@@ -124,9 +122,7 @@ fuzz: setup
 
 # Python itself is not built so: the sanitizer's library has to be there before it
 fuzz-sanitized: $(READY)
-	@wheel=$$(CMAKE_ARGS='$(SANITIZED)' $(PY) -m kvtool.build) && site=$$(mktemp -d) && \
-		trap 'rm -rf "$$site"' EXIT && \
-		$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2 && \
+	@$(call IN_SITE,CMAKE_ARGS='$(SANITIZED)' $(PY) -m kvtool.build) && \
 		env $(ONE_THREAD) PYTHONPATH="$$site" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 			UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 			LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \

@@ -8,12 +8,14 @@ Ends by itself after TIME_LIMIT seconds.
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 TIME_LIMIT = 60
 
@@ -66,6 +68,23 @@ def running():
     finally:
         server.kill()
         server.wait()
+
+
+def client(module, *arguments):
+    """What a client has printed as JSON, and its log, from one "run" to the next: a test module, run as one.
+
+    In a process of its own, as devices are registered for a whole process.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr.split("\nrun ")
 
 
 def _wait(server, port):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 
@@ -19,7 +18,7 @@ from kvtool import llama
 from kvtool.measure import perplexity
 from tests import rpc_server, saved
 from tests.running import open_engine, text
-from tests.test_rpc import N_TOKENS, POLICIES, ROOT
+from tests.test_rpc import N_TOKENS, POLICIES
 
 pytestmark = pytest.mark.engine
 
@@ -64,16 +63,7 @@ def client(path, endpoint):
 def split(tiny_model):
     """(what the client has printed, its log, run by run)"""
     with nullcontext("") if llama.has_gpu() else rpc_server.running() as endpoint:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=rpc_server.TIME_LIMIT,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), done.stderr.split("\nrun ")
+        return rpc_server.client("tests.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint)
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[" ".join(run) for run in RUNS])

@@ -91,16 +91,7 @@ def remote(tiny_model):
         pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]
     with rpc_server.running() as endpoint:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.test_rpc", endpoint, *paths],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=rpc_server.TIME_LIMIT,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout), done.stderr.split("\nrun ")
+        return rpc_server.client("tests.test_rpc", endpoint, *paths)
 
 
 def test_the_server_is_a_device(remote):

@@ -30,6 +30,11 @@ def gemma3(tiny_model):
     return lambda **shape: tiny_model(arch="gemma3", window=WINDOW, **shape)
 
 
+def scores_like(got, want, name):
+    error = np.abs(got - want.nll)
+    return error.max() < TOLERANCE or (name in TIED and np.median(error) < TOLERANCE / 2)
+
+
 def test_nothing_evicted_scores_like_the_definition(gemma3):
     path, tokens = gemma3(), text(200)
     want = transformer.run(transformer.Llama(path), tokens)
@@ -52,8 +57,7 @@ def test_evictions_score_like_the_definition(gemma3, name, positions, evict_ever
         got = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
         assert (engine.n_restart > 0) == (positions != "original")
-    error = np.abs(got - want.nll)
-    assert error.max() < TOLERANCE or (name in TIED and np.median(error) < TOLERANCE / 2)
+    assert scores_like(got, want, name)
 
 
 @pytest.mark.parametrize("positions", ["original", "auto"])
@@ -86,8 +90,7 @@ def test_what_policies_read_and_write_is_of_the_other_layers(gemma3, name, optio
     with open_engine(path, policy, positions="auto") as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.n_evicted > 0
-    error = np.abs(got - want.nll)
-    assert error.max() < TOLERANCE or (name in TIED and np.median(error) < TOLERANCE / 2)
+    assert scores_like(got, want, name)
 
 
 @pytest.mark.parametrize("type_k", ["f16", "bf16", "q8_0"])

@@ -61,7 +61,7 @@ class _Commands(Mapping[str, Any]):
 class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # typer's own may be changed
+        # typer's type is of a dictionary, to which nothing is added here
         self.commands = cast(Any, _Commands())
 
     def list_commands(self, context: Any) -> list[str]:
