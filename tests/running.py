@@ -15,6 +15,9 @@ transformer.half_precision = has_gpu()
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """How far from the definition numbers may be: half precision rounds some one way here, another there."""
 
+LOGITS = max(TOLERANCE, 1e-3)
+"""The same of logits."""
+
 
 @contextmanager
 def open_engine(path, policy, n_gpu_layers=None, **settings):

@@ -13,7 +13,7 @@ from kvtool import policies
 from kvtool.llama import Context, Model
 from kvtool.measure import perplexity
 from tests.reference import transformer
-from tests.running import TOLERANCE, open_engine, text
+from tests.running import LOGITS, TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -240,7 +240,7 @@ def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, na
             if stream.n > policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
             engine.step(part, len(part))
-            assert np.abs(engine.context.logits() - want).max() < max(TOLERANCE, 1e-3)
+            assert np.abs(engine.context.logits() - want).max() < LOGITS
             at += len(part)
             rows = [row.pos.tolist() for rows in stream.rows for row in rows]
             assert np.sort(engine.pos[:, : engine.n_kv], axis=1).tolist() == rows

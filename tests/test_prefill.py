@@ -10,11 +10,9 @@ import pytest
 from kvtool import policies
 from kvtool.errors import StreamEnd, UsageError
 from tests.reference import bumblebee, transformer
-from tests.running import TOLERANCE, open_engine, text
+from tests.running import LOGITS, open_engine, text
 
 pytestmark = pytest.mark.engine
-
-LOGITS = max(TOLERANCE, 1e-3)
 
 
 def evict(stream, name, policy):
