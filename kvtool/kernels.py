@@ -88,31 +88,36 @@ def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
 
     numpy.partition does the same, but takes seconds to compile.
     """
-    low, high = 0, n_value - 1
-    while low < high:
-        a, b, c = values[low], values[(low + high) // 2], values[high]
-        pivot = max(min(a, b), min(max(a, b), c))
-        left, right = low, high
-        while left <= right:
-            while values[left] < pivot:
-                left += 1
-            while values[right] > pivot:
-                right -= 1
-            if left <= right:
-                values[left], values[right] = values[right], values[left]
-                left += 1
-                right -= 1
-        if nth <= right:
-            high = right
-        elif nth >= left:
-            low = left
-        else:
+    begin, last = 0, n_value - 1
+    while begin < last:
+        middle = (begin + last) // 2
+        # the median of three goes last, the lowest of them first
+        if values[middle] < values[begin]:
+            values[begin], values[middle] = values[middle], values[begin]
+        if values[last] < values[begin]:
+            values[begin], values[last] = values[last], values[begin]
+        if values[middle] < values[last]:
+            values[middle], values[last] = values[last], values[middle]
+        pivot = values[last]
+        middle = begin
+        # each value is swapped, lower or not: a branch would be guessed wrong every other time
+        for i in range(begin, last):
+            value = values[i]
+            values[i] = values[middle]
+            values[middle] = value
+            middle += value < pivot
+        values[last], values[middle] = values[middle], pivot
+        if nth == middle:
             break
+        if nth < middle:
+            last = middle - 1
+        else:
+            begin = middle + 1
     return int(values[nth])
 
 
 @kernel("i8(i4, i4)")
-def _key(bits: int, pos: int) -> np.int64:
+def score_key(bits: int, pos: int) -> np.int64:
     """Orders tokens by score, then by position, NaN included: bits are the score's, a float32.
 
     No two tokens of a row have the same key, so that a row always keeps the number it should.
@@ -134,28 +139,26 @@ def keep_highest(
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
-    keys = np.empty(n, np.int64)
+    never = np.int64(2**63 - 1)
+    keys, open_keys = np.empty(n, np.int64), np.empty(n, np.int64)
     for row in range(n_row):
-        n_open = 0
-        lowest, lowest_cell = np.int64(2**63 - 1), 0
+        # no branches here: a cell's place says nothing about its token
         for cell in range(n):
-            keep[row, cell] = True
-            if sinks <= pos[row, cell] < recent:
-                key = _key(bits[row, cell], pos[row, cell])
-                keys[n_open] = key
-                n_open += 1
-                if key < lowest:
-                    lowest, lowest_cell = key, cell
-        n_evict = min(n - n_keep, n_open)
-        if n_evict <= 0:
-            continue
-        if n_evict == 1:
-            keep[row, lowest_cell] = False
-            continue
-        last_out = nth_lowest(keys, n_open, n_evict - 1)
+            is_open = sinks <= pos[row, cell] < recent
+            keys[cell] = score_key(bits[row, cell], pos[row, cell]) if is_open else never
+        last_out = never
+        if n - n_keep == 1:
+            for cell in range(n):
+                last_out = min(last_out, keys[cell])
+        else:
+            n_open = 0
+            for cell in range(n):
+                open_keys[n_open] = keys[cell]
+                n_open += keys[cell] < never
+            n_evict = min(n - n_keep, n_open)
+            last_out = nth_lowest(open_keys, n_open, n_evict - 1) if n_evict > 0 else np.int64(-never)
         for cell in range(n):
-            if sinks <= pos[row, cell] < recent:
-                keep[row, cell] = _key(bits[row, cell], pos[row, cell]) > last_out
+            keep[row, cell] = keys[cell] > last_out or keys[cell] == never
 
 
 @kernel("f8(f4[::1])")

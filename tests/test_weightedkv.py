@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_policies import make, merges_of
+from test_policies import make, merges_of, stream
 
 from kvtool import policies
 from kvtool.policies.weightedkv import WeightedKV
@@ -59,6 +59,10 @@ def test_the_weights_of_a_merged_value_add_up_to_one():
                 assert sum(sources.values()) == pytest.approx(1, abs=1e-6)
                 assert min(sources.values()) >= 0
         cache.apply(plan.keep)
+
+
+def test_many_that_go_at_once_merge_as_the_definition_has_it():
+    stream("weightedkv", [], 150, 60, seed=1)
 
 
 def test_evicts_only_where_asked_to():

@@ -18,10 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import kernel
-from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked, true_cells
+from kvtool.kernels import kernel, score_key
+from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 _SINKS = 4
+_FEW = 32
+"""So many that go each look at all cells for their neighbour: in vectors, which is faster than searching."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +71,65 @@ class WeightedKV(Policy):
 
 def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
     """The evicted values' merges to the right: pos i32, average f32, keep b1, all [row, n]."""
-    gone = true_cells(~keep)[1].reshape(len(pos), -1)
-    # ascending by average; the oldest of equals goes first
-    turn = np.lexsort([np.take_along_axis(values, gone, axis=1) for values in (pos, average)])
-    n_most = 2 * gone.size
+    n_most = 2 * (keep.size - np.count_nonzero(keep))
     row, dst, src = (np.empty(n_most, np.int32) for _ in range(3))
     weight = np.empty(n_most, np.float32)
-    # no two positions of a row are equal: the sort need not be stable
-    order = np.argsort(pos, axis=1)
-    n_term = _merge_right(order, average, keep, np.take_along_axis(gone, turn, axis=1), row, dst, src, weight)
+    n_term = _merge_right(pos, average, keep, row, dst, src, weight)
     return Merge(row[:n_term], dst[:n_term], src[:n_term], weight[:n_term])
 
 
-@kernel("i8(i8[:,::1], f4[:,::1], b1[:,::1], i8[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])")
+@kernel("i8(i4[::1], b1[::1], i8[::1])")
+def _line_up(pos: np.ndarray, keep: np.ndarray, line: np.ndarray) -> int:
+    """The cells of a row that go, oldest first, and behind each run of them the one that they merge into.
+
+    pos i32[n], keep b1[n] -> line i64[n + 1], and how many they are. n, which is no cell, stands for the
+    neighbour that the newest token has not: what merges into it is lost.
+    """
+    n = len(pos)
+    # a cell behind its token's position, so that the lowest is the oldest
+    never = np.int64(2**63 - 1)
+    goes, stays = np.empty(n, np.int64), np.empty(n, np.int64)
+    n_gone = 0
+    for cell in range(n):
+        token = (np.int64(pos[cell]) << 32) | cell
+        goes[n_gone] = token
+        n_gone += not keep[cell]
+        stays[cell] = token if keep[cell] else never
+    if n_gone == 0:
+        return 0
+    goes = np.sort(goes[:n_gone])
+    # for each the oldest that is newer and stays; where another that goes comes first it does not matter
+    stay = np.full(n_gone, never)
+    if n_gone <= _FEW:
+        for i in range(n_gone):
+            for cell in range(n):
+                stay[i] = min(stay[i], stays[cell] if stays[cell] > goes[i] else never)
+    else:
+        for cell in range(n):
+            if stays[cell] == never or stays[cell] < goes[0]:
+                continue
+            # a search without branches, which would be guessed wrong half the time
+            last, size = 0, n_gone
+            while size > 1:
+                half = size // 2
+                last += half * (goes[last + half] < stays[cell])
+                size -= half
+            stay[last] = min(stay[last], stays[cell])
+    n_line = 0
+    for i in range(n_gone):
+        line[n_line] = goes[i] & 0xFFFFFFFF
+        n_line += 1
+        if i == n_gone - 1 or stay[i] < goes[i + 1]:
+            line[n_line] = stay[i] & 0xFFFFFFFF if stay[i] < never else n
+            n_line += 1
+    return n_line
+
+
+@kernel("i8(i4[:,::1], f4[:,::1], b1[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])")
 def _merge_right(
-    order: np.ndarray,
+    pos: np.ndarray,
     average: np.ndarray,
     keep: np.ndarray,
-    turn: np.ndarray,
     row_of: np.ndarray,
     dst_of: np.ndarray,
     src_of: np.ndarray,
@@ -94,47 +137,49 @@ def _merge_right(
 ) -> int:
     """Lets the tokens that do not stay go one by one, and says what each that stays is made of in the end.
 
-    order i64[row, n]: cells, oldest first; average f32[row, n], keep b1[row, n]: of each cell's token;
-    turn i64[row, n_evict]: the cells of those that go, in the order in which they go
-    -> terms of a Merge, i32, i32, i32, f32[2 * row * n_evict or more], and how many there are.
+    pos i32[row, n], average f32[row, n], keep b1[row, n] -> terms of a Merge, i32, i32, i32, f32, two or more
+    for each token that goes, and how many there are.
     """
-    n_row, n = order.shape
-    n_evict = turn.shape[1]
-    # place n: where the newest token's value would go, to be lost
+    n_row, n = pos.shape
+    bits = average.view(np.int32)
+    line, goes = np.empty(n + 1, np.int64), np.empty(n, np.int64)
+    key = np.empty(n, np.int64)
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
-    into, share = np.empty(n_evict, np.int64), np.empty(n_evict, np.float32)
-    place_of = np.empty(n, np.int64)
+    into, share = np.empty(n, np.int64), np.empty(n, np.float32)
     weight = np.empty(n + 1, np.float32)
     n_term = 0
     for row in range(n_row):
-        for place in range(n + 1):
-            older[place], newer[place] = place - 1, place + 1
-            weight[place] = 1
-        for place in range(n):
-            place_of[order[row, place]] = place
-        for i in range(n_evict):
-            gone = place_of[turn[row, i]]
-            left, right = older[gone], newer[gone]
+        n_line = _line_up(pos[row], keep[row], line)
+        n_gone = 0
+        for place in range(n_line):
+            older[place], newer[place], weight[place] = place - 1, place + 1, 1
+            cell = line[place]
+            if cell < n and not keep[row, cell]:
+                goes[n_gone], key[n_gone] = place, score_key(bits[row, cell], pos[row, cell])
+                n_gone += 1
+        # ascending by average; the oldest of equals goes first
+        turn = goes[np.argsort(key[:n_gone], kind="mergesort")]
+        for i in range(n_gone):
+            left, right = older[turn[i]], newer[turn[i]]
             older[right] = left
             if left >= 0:
                 newer[left] = right
-            own = average[row, turn[row, i]]
-            total = own + (average[row, order[row, right]] if right < n else np.float32(0))
+            own = average[row, line[turn[i]]]
+            total = own + (average[row, line[right]] if line[right] < n else np.float32(0))
             into[i], share[i] = right, own / total if total > 0 else np.float32(0.5)
         # backwards, what a value counts for in the end is known of the token that it merges into
-        for i in range(n_evict - 1, -1, -1):
-            weight[place_of[turn[row, i]]] = weight[into[i]] * share[i]
+        for i in range(n_gone - 1, -1, -1):
+            weight[turn[i]] = weight[into[i]] * share[i]
             weight[into[i]] *= 1 - share[i]
-        # the tokens that end in one that stays are those between it and the one before that stays
         begin = 0
-        for place in range(n):
-            if not keep[row, order[row, place]]:
+        for place in range(n_line):
+            cell = line[place]
+            if cell == n or not keep[row, cell]:
                 continue
-            if begin < place:
-                for source in range(begin, place + 1):
-                    row_of[n_term], dst_of[n_term] = row, order[row, place]
-                    src_of[n_term], weight_of[n_term] = order[row, source], weight[source]
-                    n_term += 1
+            for source in range(begin, place + 1):
+                row_of[n_term], dst_of[n_term] = row, cell
+                src_of[n_term], weight_of[n_term] = line[source], weight[source]
+                n_term += 1
             begin = place + 1
     return n_term
 
