@@ -416,7 +416,7 @@ _SUMMARY = ("--prefill", "whole", "--set", "likelihood=true", "--limit")
 _QUESTIONS = ("--set", "n_max=24", "--limit")
 _FEW_SHOT = ("--prefill", "stream", "--set", "shots=5", "--limit")
 # half of the papers' 3,500 tokens or so, and of their 1,024 cells, which take four times as long
-_LONG = ("--prefill", "whole", "--max-prompt", "2048")
+_LONG = ("--max-prompt", "2048")
 _SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 
 # of 100 items each where there are so many
@@ -496,11 +496,13 @@ RUNS: dict[str, Run] = {
     ),
     "diversity": Eval("diversity", (_XSUM,), _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "12")),
     "inspect": Inspect(_ESSAYS, ("h2o", "bumblebee"), "20", 192),
-    "longbench": Eval("longbench", (_LONGBENCH,), ("full", *_CORM[1:]), ("512",), _LONG),
+    "longbench": Eval(
+        "longbench", (_LONGBENCH,), ("full", *_CORM[1:]), ("512",), ("--prefill", "whole", *_LONG)
+    ),
     "longbench-corm": Eval("longbench", (_LONGBENCH,), ("corm",), ("100%",), _LONG),
     **{f"task-{run.task}": run for run in _TASKS},
     "longbench-bumblebee": Eval(
-        "longbench", (_LONGBENCH,), ("full", *_BUMBLEBEE[3:]), ("20%",), (*_LONG, *_SIX)
+        "longbench", (_LONGBENCH,), ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_LONG, *_SIX)
     ),
 }
 
