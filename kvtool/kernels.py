@@ -156,7 +156,7 @@ def keep_highest(
                 open_keys[n_open] = keys[cell]
                 n_open += keys[cell] < never
             n_evict = min(n - n_keep, n_open)
-            last_out = nth_lowest(open_keys, n_open, n_evict - 1) if n_evict > 0 else np.int64(-never)
+            last_out = np.int64(nth_lowest(open_keys, n_open, n_evict - 1)) if n_evict > 0 else -never
         for cell in range(n):
             keep[row, cell] = keys[cell] > last_out or keys[cell] == never
 
