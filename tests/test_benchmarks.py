@@ -1,4 +1,4 @@
-"""Each benchmark can be started, and says what it is for."""
+"""Each benchmark can be started, and says what it is for; the random model is one that runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from kvtool import policies
+from kvtool.measure import perplexity
+from tests.running import open_engine
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # what others import
@@ -23,3 +28,19 @@ def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
     assert end.value.code == 0
     assert path.read_text().split('"""')[1].split("\n")[0] in capsys.readouterr().out
+
+
+@pytest.mark.engine
+def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path, smollm2):
+    path = tmp_path / "random.gguf"
+    shape = {"layers": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "ff": 64, "n-ctx": 512}
+    given = [part for name, size in shape.items() for part in (f"--{name}", str(size))]
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", ["random_model.py", str(path), "-m", str(smollm2), *given])
+    runpy.run_path(str(FOLDER / "random_model.py"), run_name="__main__")
+    with open_engine(path, policies.fit("h2o", 32)) as engine:
+        tokens = engine.model.tokenize(Path(__file__).read_text())[:400]
+        nll = perplexity.stream(engine, tokens)
+        assert engine.model.n_vocab == 49152
+    # logits have a deviation of 1: half a nat more than if all tokens were equally likely
+    assert np.mean(nll) == pytest.approx(np.log(49152) + 0.5, abs=0.3)
