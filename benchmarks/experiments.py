@@ -718,19 +718,19 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "bumblebee-table-2-longbench": Experiment(
         ("longbench-bumblebee",),
-        (Table("score", ("of",), "bumblebee", paper=BUMBLEBEE_TABLE_2),),
+        (Table("score", ("of",), "bumblebee", pooled="all", paper=BUMBLEBEE_TABLE_2),),
         "Llama-2-7B-chat",
         long=True,
     ),
     "corm-tables-1-2": Experiment(
         ("longbench", "longbench-corm"),
-        (Table("score", ("of",), "corm", paper=CORM_TABLE_1 | CORM_TABLE_2),),
+        (Table("score", ("of",), "corm", pooled="all", paper=CORM_TABLE_1 | CORM_TABLE_2),),
         "LLaMA2-7B-Chat",
         long=True,
     ),
     "corm-tables-5-6": Experiment(
         ("longbench", "longbench-corm"),
-        (Table("score", ("of",), "corm", ("full", "corm"), paper=CORM_TABLE_5 | CORM_TABLE_6),),
+        (Table("score", ("of",), "corm", ("full", "corm"), pooled="all", paper=CORM_TABLE_5 | CORM_TABLE_6),),
         "LLaMA3-8B-Instruct",
         long=True,
     ),
