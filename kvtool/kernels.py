@@ -86,7 +86,8 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
     """values i64[n_value or more] -> the one with `nth` lower ones, by quickselect. Reorders the values.
 
-    numpy.partition does the same, but takes seconds to compile.
+    They should be different: of equal ones each is passed by itself. numpy.partition does the same, but takes
+    seconds to compile.
     """
     begin, last = 0, n_value - 1
     while begin < last:
