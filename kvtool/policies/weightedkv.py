@@ -106,7 +106,11 @@ def _line_up(pos: np.ndarray, keep: np.ndarray, line: np.ndarray) -> int:
                 stay[i] = min(stay[i], stays[cell] if stays[cell] > goes[i] else never)
     else:
         stays = np.sort(stays)
-        stay[:] = stays[np.searchsorted(stays, goes)]
+        at = 0
+        for i in range(n_gone):
+            while stays[at] < goes[i]:
+                at += 1
+            stay[i] = stays[at]
     n_line = 0
     for i in range(n_gone):
         line[n_line] = goes[i] & 0xFFFFFFFF
@@ -135,7 +139,7 @@ def _merge_right(
     n_row, n = pos.shape
     bits = average.view(np.int32)
     line, goes = np.empty(n + 1, np.int64), np.empty(n, np.int64)
-    key = np.empty(n, np.int64)
+    key, turn = np.empty(n, np.int64), np.empty(n, np.int64)
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
     into, share = np.empty(n, np.int64), np.empty(n, np.float32)
     weight = np.empty(n + 1, np.float32)
@@ -150,8 +154,9 @@ def _merge_right(
                 goes[n_gone], key[n_gone] = place, score_key(bits[row, cell], pos[row, cell])
                 n_gone += 1
         # ascending by average; the oldest of equals goes first
-        turn = goes[np.argsort(key[:n_gone], kind="mergesort")]
+        order = np.argsort(key[:n_gone], kind="mergesort")
         for i in range(n_gone):
+            turn[i] = goes[order[i]]
             left, right = older[turn[i]], newer[turn[i]]
             older[right] = left
             if left >= 0:
