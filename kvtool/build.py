@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from kvtool.cpu import cpu_features
 from kvtool.errors import KvtoolError, LibraryError, UsageError
 from kvtool.paths import cache_dir, checkout
 
@@ -104,23 +105,6 @@ def patch_digest(folder: Path) -> str:
     except FileNotFoundError as error:
         raise LibraryError(f"{error.filename} is missing; install kvtool again") from None
     return hashlib.sha256("".join(hexes).encode()).hexdigest()
-
-
-def cpu_features() -> str:
-    """What a native build depends on: a wheel from another CPU can die of an illegal instruction."""
-    found = [platform.machine()]
-    if sys.platform == "darwin":
-        asked = subprocess.run(
-            ["sysctl", "machdep.cpu.brand_string", "hw.optional"], capture_output=True, text=True, check=False
-        )
-        found.append(asked.stdout)
-    elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        flags = [line for line in lines if re.match(r"(flags|Features)\s*:", line)]
-        found += sorted(set(flags[0].partition(":")[2].split())) if flags else []
-    else:
-        found.append(platform.processor())
-    return " ".join(found)
 
 
 def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False) -> str:

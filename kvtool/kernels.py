@@ -9,24 +9,27 @@ from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from kvtool.paths import kernel_dir
-
-CACHE_DIR = kernel_dir()
+from kvtool import ahead
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Kernel(Generic[P, R]):
-    """A function that numba compiles when it is first called: its import takes longer than a chat's start."""
+    """A function: from the library of kernels, or compiled by numba when it is first called."""
 
-    def __init__(self, function: Callable[P, R], signature: str | list[str], any_order: bool) -> None:
+    def __init__(self, function: Callable[P, R], signatures: list[str], any_order: bool) -> None:
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.signatures = signatures
         self._function = function
-        self._how = signature, any_order
+        self._any_order = any_order
+        self._called: Callable[P, R] | None = None
         self._compiled: Callable[P, R] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (self._compiled or self.compile())(*args, **kwargs)
+        if self._called is None:
+            self._called = ahead.find(self.name, self.signatures) or self.compile()
+        return self._called(*args, **kwargs)
 
     def compile(self) -> Callable[P, R]:
         """What numba makes of it, from the disk cache when it is there."""
@@ -36,23 +39,23 @@ class Kernel(Generic[P, R]):
             for name in self._function.__code__.co_names:
                 if isinstance(called := names.get(name), Kernel):
                     names[name] = called.compile()
-            signature, any_order = self._how
             self._compiled = _numba().njit(
-                signature,
+                self.signatures,
                 cache=True,
                 nogil=True,
                 error_model="numpy",
-                fastmath={"reassoc"} if any_order else False,
+                fastmath={"reassoc"} if self._any_order else False,
             )(self._function)
         return self._compiled
 
 
 def _numba() -> ModuleType:
-    os.environ["NUMBA_CACHE_DIR"] = str(CACHE_DIR)
+    folder = str(ahead.LIBRARY.parent)
+    os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
     # where numba was imported before, and by its dictionary because numba makes its settings at run time
-    vars(numba.config)["CACHE_DIR"] = str(CACHE_DIR)
+    vars(numba.config)["CACHE_DIR"] = folder
     return numba
 
 
@@ -64,7 +67,8 @@ def kernel(
     "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside. any_order:
     sums of floats may be taken in any order; for whole numbers, whose sums are the same in each.
     """
-    return lambda function: Kernel(function, signature, any_order)
+    signatures = [signature] if isinstance(signature, str) else signature
+    return lambda function: Kernel(function, signatures, any_order)
 
 
 def of_module(module: ModuleType) -> Iterator[Kernel[..., object]]:

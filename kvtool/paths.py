@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from kvtool.cpu import cpu_features
+
 
 def checkout() -> Path | None:
     """The folder of the checkout that kvtool runs from; None where it was installed from a wheel."""
@@ -38,6 +40,12 @@ def kernel_dir() -> Path:
         digest.update(path.read_bytes())
     # numba keeps what it compiles apart by the folder of the source
     digest.update(str(root).encode())
+    digest.update(cpu_features().encode())
     # numba would take kernels without bounds checks from its cache for ones with them
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
+
+
+def kernel_library() -> Path:
+    """The shared library of today's kernels, which kvtool/warm.py makes."""
+    return kernel_dir() / "kernels.so"

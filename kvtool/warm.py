@@ -1,17 +1,53 @@
-"""Compiles every kernel into the disk cache: `python -m kvtool.warm`, so that no user waits for numba.
+"""Compiles every kernel: `python -m kvtool.warm`, so that no user waits for numba.
 
+Each goes into numba's disk cache, and all together into a shared library, for kvtool/ahead.py: what numba
+makes of a kernel behind a C signature is taken as LLVM's text, made an object file, and linked with numba's
+own allocator, which kernels with arrays of their own call.
 Standard library only until there is something to compile.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvtool.paths import kernel_dir
+from kvtool.errors import LibraryError
+from kvtool.paths import kernel_dir, kernel_library
+
+if TYPE_CHECKING:
+    from kvtool.kernels import Kernel
+
+_ALLOCATOR = r"""
+#include "nrt.cpp"
+
+static void out_of_memory() {
+    fprintf(stderr, "no memory for a kernel\n");
+    abort();
+}
+
+extern "C" {
+
+__attribute__((constructor)) static void start() { NRT_MemSys_init(); }
+
+// what kernels would raise an error with: the one error that they have comes without Python's lock
+void numba_gil_ensure(void *) { out_of_memory(); }
+void numba_gil_release(void *) { out_of_memory(); }
+void * numba_unpickle(void *, int, void *) { out_of_memory(); return nullptr; }
+void * numba_runtime_build_excinfo_struct(void *, void *) { out_of_memory(); return nullptr; }
+void numba_do_raise(void *) { out_of_memory(); }
+
+}
+"""
 
 
 def stamp() -> Path:
@@ -27,27 +63,110 @@ def is_warm() -> bool:
     return stamp().is_file()
 
 
+def is_linked() -> bool:
+    return kernel_library().is_file()
+
+
 def warm() -> None:
-    """Compiles the kernels of every module that has some, each for its signature."""
-    if is_warm() or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+    """Compiles the kernels of every module that has some, each for its signatures."""
+    if (is_warm() and is_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return
     from kvtool import kernels, policies
 
     modules = ["kvtool.kernels", "kvtool.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
-    tty = sys.stderr.isatty()
-    for n_done, module in enumerate(modules, start=1):
-        if tty:
-            sys.stderr.write(f"\rcompiling kernels (once): {n_done}/{len(modules)} ")
-            sys.stderr.flush()
-        elif n_done == 1:
-            sys.stderr.write(f"compiling the kernels of {len(modules)} modules (once)\n")
-        # all of them before one is compiled, which puts it into the place of others
-        for kernel in list(kernels.of_module(import_module(module))):
-            kernel.compile()
-    if tty:
+    found = {kernel.name: kernel for module in modules for kernel in kernels.of_module(import_module(module))}
+    for n_done, kernel in enumerate(found.values()):
+        _say(n_done, len(found) + 1)
+        kernel.compile()
+    _say(len(found), len(found) + 1)
+    try:
+        link(found.values(), kernel_library())
+    except LibraryError as error:
+        sys.stderr.write(f"kvtool: {error}; numba will be in memory beside them, 100 MiB\n")
+    if sys.stderr.isatty():
         sys.stderr.write("\n")
-    kernel_dir().mkdir(parents=True, exist_ok=True)
     stamp().touch()
+
+
+def _say(n_done: int, n: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\rcompiling kernels (once): {n_done}/{n} ")
+        sys.stderr.flush()
+    elif n_done == 0:
+        sys.stderr.write(f"compiling {n - 1} kernels (once)\n")
+
+
+def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
+    """Makes them a shared library. Raises LibraryError where that cannot be done here."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    if not shutil.which(compiler[0]):
+        raise LibraryError(f"there is no C++ compiler {compiler[0]} to link kernels with")
+
+    import llvmlite.binding as llvm
+    import numba
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly("")
+    for kernel in kernels:
+        for signature in kernel.signatures:
+            # kernels alone call one that returns two things
+            if not signature.startswith("Tuple"):
+                module.link_in(_with_c_signature(kernel, signature))
+    target = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=3,
+        reloc="pic",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        folder = Path(name)
+        (folder / "kernels.o").write_bytes(target.emit_object(module))
+        (folder / "allocator.cpp").write_text(_ALLOCATOR)
+        command = [*compiler, "-O2", "-shared", "-fPIC", "allocator.cpp", "kernels.o", "-o", path.name]
+        command.append(f"-I{Path(numba.__file__).parent / 'core' / 'runtime'}")
+        # Python's functions are in the process that loads it
+        command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise LibraryError(f"{compiler[0]} does not link the kernels: {said[-1]}")
+        try:
+            ctypes.CDLL(str(folder / path.name), os.RTLD_NOW)
+        except OSError as error:
+            raise LibraryError(f"the kernels, linked, do not load: {error}") from None
+        (folder / path.name).replace(path)
+
+
+def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
+    """An LLVM module in which the kernel takes an array as a pointer and its sizes, under its symbol."""
+    import llvmlite.binding as llvm
+    import numpy as np
+
+    from kvtool.ahead import parse, symbol
+
+    # by its name, as its own types leave some of this out
+    numba: Any = import_module("numba")
+
+    result, arguments = parse(signature)
+    parameters: list[str] = []
+    c_types: list[Any] = []
+    values: list[str] = []
+    for i, (dtype, n_dim) in enumerate(arguments):
+        sizes = [f"n{i}_{j}" for j in range(n_dim)]
+        parameters += [f"x{i}", *sizes]
+        one = numba.from_dtype(dtype)
+        c_types += [numba.types.CPointer(one), *[numba.int64] * n_dim] if n_dim else [one]
+        values.append(f"carray(x{i}, ({', '.join(sizes)},))" if n_dim else f"x{i}")
+    names: dict[str, Any] = {"carray": numba.carray, "kernel": kernel.compile()}
+    # numba takes no function with a variable number of arguments
+    exec(f"def entry({', '.join(parameters)}): return kernel({', '.join(values)})", names)
+    c_result = numba.void if result == "void" else numba.from_dtype(np.dtype(result))
+    entry = numba.cfunc(c_result(*c_types), error_model="numpy")(names["entry"])
+    module = llvm.parse_assembly(entry.inspect_llvm())
+    module.get_function(entry.native_name).name = symbol(kernel.name, signature)
+    return module
 
 
 if __name__ == "__main__":

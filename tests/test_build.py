@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvtool.cli.build as command
-from kvtool import build, kernels, paths, warm
+from kvtool import ahead, build, paths, warm
 from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
 
@@ -420,9 +420,9 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
 
 def test_kernels_with_bounds_checks_are_cached_apart(monkeypatch):
     monkeypatch.undo()
-    assert paths.kernel_dir() == kernels.CACHE_DIR
+    assert paths.kernel_dir() == ahead.LIBRARY.parent
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "0" if os.environ.get("NUMBA_BOUNDSCHECK") else "1")
-    assert paths.kernel_dir() != kernels.CACHE_DIR
+    assert paths.kernel_dir() != ahead.LIBRARY.parent
 
 
 def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):

@@ -22,6 +22,7 @@ def library(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "installed_key", lambda: build.wheel_key(build.patches_dir(), ""))
     warm.stamp().parent.mkdir(parents=True)
     warm.stamp().touch()
+    paths.kernel_library().touch()
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.gguf").write_bytes(b"12345")
     info = {
@@ -60,7 +61,7 @@ def test_json_has_it_all(library, capsys):
     assert (code, found["ok"], found["problems"]) == (0, True, [])
     assert found["library"]["digest"] == found["library"]["digest_wanted"]
     assert found["models"]["files"] == [{"name": "small.gguf", "bytes": 5}]
-    assert found["kernels"] == {"path": str(paths.kernel_dir()), "compiled": True}
+    assert found["kernels"] == {"path": str(paths.kernel_dir()), "compiled": True, "linked": True}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,14 @@ def test_no_library_at_all(library, capsys, monkeypatch):
     assert code == 1
     assert found["library"] is None
     assert "no libllama" in found["problems"][0]["wrong"]
+
+
+def test_kernels_that_are_not_linked(library, capsys):
+    assert "not linked" not in run(capsys)[1]
+    paths.kernel_library().unlink()
+    code, out = run(capsys)
+    assert code == 0
+    assert f"compiled, not linked: numba takes 100 MiB beside them; {sys.executable} -m kvtool.warm" in out
 
 
 def test_kernels_that_are_not_compiled(library, capsys):

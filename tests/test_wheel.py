@@ -114,8 +114,8 @@ def built(place, before):
         tags = "Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         wheel.writestr(f"{name}.dist-info/WHEEL", tags)
         wheel.writestr(f"{name}.dist-info/RECORD", "")
-    stamp = "from kvtool import warm; warm.stamp().parent.mkdir(parents=True); warm.stamp().touch()"
-    assert place.run("-c", stamp).returncode == 0
+    made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
+    assert place.run("-c", f"from kvtool.warm import *; {made}").returncode == 0
     return place.run(place.kvtool, "build")
 
 

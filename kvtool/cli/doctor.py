@@ -36,7 +36,7 @@ def examine() -> dict[str, Any]:
         problems.append({"wrong": what, "command": command})
 
     library = _library(wrong)
-    kernels = {"path": str(kernel_dir()), "compiled": warm.is_warm()}
+    kernels = {"path": str(kernel_dir()), "compiled": warm.is_warm(), "linked": warm.is_linked()}
     if not kernels["compiled"]:
         wrong("the kernels are not compiled: the first start would take seconds longer", _WARM)
     models = cache_dir() / "models"
@@ -110,6 +110,8 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"features    {library['system_info']}")
     kernels, models = found["kernels"], found["models"]
     state = "compiled" if kernels["compiled"] else "not compiled"
+    if kernels["compiled"] and not kernels["linked"]:
+        state += f", not linked: numba takes 100 MiB beside them; {_WARM} says why"
     lines.append(f"kernels     {state}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({file['bytes'] / 1e6:.0f} MB)" for file in models["files"])
     lines.append(f"models      {names or 'none yet'}, {models['path']}")

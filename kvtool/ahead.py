@@ -1,0 +1,113 @@
+"""Kernels compiled ahead into a shared library: a process that calls them does without numba and its 100 MiB.
+
+kvtool/warm.py makes it. Where there is none numba compiles, as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtool.paths import kernel_library
+
+# now, whatever becomes of the environment later
+LIBRARY = kernel_library()
+
+_C_TYPES = {
+    np.dtype(name): getattr(ctypes, f"c_{c_type}")
+    for name, c_type in (("b1", "bool"), ("i4", "int32"), ("i8", "int64"), ("f4", "float"), ("f8", "double"))
+}
+
+# an array's memory as ctypes takes it, for a third of the time of numpy.ndarray.ctypes
+_Memory = ctypes.c_char * 0
+
+
+class Argument(NamedTuple):
+    dtype: np.dtype[Any]
+    n_dim: int
+
+
+def parse(signature: str) -> tuple[str, list[Argument]]:
+    """ "i8(i4[:,::1], f8)" -> "i8", [(int32, 2), (float64, 0)]."""
+    result, _, arguments = signature.rpartition("(")
+    return result, [
+        Argument(np.dtype(name), dims.count(",") + 1 if dims else 0)
+        for name, dims in re.findall(r"(\w\d)(\[[:,1]+\])?", arguments)
+    ]
+
+
+@cache
+def _opened() -> ctypes.CDLL | None:
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+        return None
+    try:
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+
+
+def symbol(name: str, signature: str) -> str:
+    """What a kernel is called in the library."""
+    return f"{name} {signature}"
+
+
+_Form = tuple[Callable[..., Any], list[Argument]]
+"""A kernel with one of its signatures."""
+
+
+class _Function:
+    """A kernel of the library. Raises TypeError for arguments that are none of its signatures'."""
+
+    def __init__(self, name: str, forms: list[_Form]) -> None:
+        self._name = name
+        self._forms = forms
+
+    def __call__(self, *args: Any) -> Any:
+        for function, wanted in self._forms:
+            flat = _flat(args, wanted)
+            if flat is not None:
+                return function(*flat)
+        given = ", ".join(f"{arg.dtype}{arg.shape}" if hasattr(arg, "shape") else repr(arg) for arg in args)
+        raise TypeError(f"{self._name} does not take {given}")
+
+
+def _flat(args: tuple[Any, ...], wanted: list[Argument]) -> list[Any] | None:
+    if len(args) != len(wanted):
+        return None
+    flat: list[Any] = []
+    for arg, (dtype, n_dim) in zip(args, wanted, strict=True):
+        if n_dim == 0:
+            flat.append(arg)
+        elif arg.dtype != dtype or arg.ndim != n_dim or not arg.flags.carray:
+            return None
+        else:
+            flat.append(_Memory.from_buffer(arg))
+            flat += arg.shape
+    return flat
+
+
+def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
+    """The kernel as the library has it; None where there is no library, or it is not in it."""
+    opened = _opened()
+    if opened is None:
+        return None
+    forms: list[_Form] = []
+    for signature in signatures:
+        try:
+            function = opened[symbol(name, signature)]
+        except AttributeError:
+            return None
+        result, arguments = parse(signature)
+        function.restype = None if result == "void" else _C_TYPES[np.dtype(result)]
+        c_types: list[Any] = []
+        for dtype, n_dim in arguments:
+            c_types += [ctypes.c_void_p, *[ctypes.c_int64] * n_dim] if n_dim else [_C_TYPES[dtype]]
+        function.argtypes = c_types
+        forms.append((function, arguments))
+    return _Function(name, forms)

@@ -1,0 +1,140 @@
+"""The library of kernels: numba's own bytes, without numba in the process; where it is not, numba."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from kvtool import ahead, kernels, policies, warm
+from kvtool.cells import fill_holes
+from kvtool.errors import LibraryError
+from kvtool.kernels import keep_highest, kernel
+from kvtool.policies import bumblebee, knorm, weightedkv
+
+MODULES = ["kvtool.kernels", "kvtool.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
+
+
+@kernel("i8(i4[:,::1], f8)")
+def not_in_it(values: np.ndarray, x: float) -> int:
+    return int(values[0, 0] + x)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_kernel_is_in_it(module):
+    """But those that return two things, which kernels alone call."""
+    for each in kernels.of_module(import_module(module)):
+        if not each.signatures[0].startswith("Tuple"):
+            assert ahead.find(each.name, each.signatures), each.name
+
+
+def filled(kernel_, arguments):
+    """What the kernel returns and its arrays after it: in the library, and as numba calls it."""
+    found = []
+    for call in (ahead.find(kernel_.name, kernel_.signatures), kernel_.compile()):
+        own = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
+        found.append([call(*own), *own])
+    return found
+
+
+def ranked(n_row=90, n=512, n_keep=496):
+    rng = np.random.default_rng(7)
+    pos = rng.permuted(np.tile(np.arange(n, dtype=np.int32), (n_row, 1)), axis=1)
+    score = rng.random((n_row, n), np.float32)
+    keep = np.empty((n_row, n), np.bool_)
+    keep_highest(pos, score, 4, n // 2, n_keep, keep)
+    return pos, score, keep, n_keep
+
+
+@pytest.mark.parametrize(
+    "case", ["keep", "holes", "merges", "one of two types", "the other", "sums in float64", "nothing"]
+)
+def test_the_bytes_are_numbas(case):
+    pos, score, keep, n_keep = ranked()
+    n_row = len(pos)
+    rng = np.random.default_rng(8)
+    keys = rng.standard_normal((3, 16, 8)).astype(np.float32)
+    pairs = rng.integers(0, 999, (3, 16, 16))
+    source = np.tile(np.array([0, 15, 2, 14], np.int32), (3, 1))
+    terms = [np.full(2 * n_row * 16, -1, np.int32) for _ in range(3)]
+    kernel_, arguments = {
+        "keep": (keep_highest, (pos, score, 4, 256, n_keep, np.zeros_like(keep))),
+        "holes": (fill_holes, (keep, keep.sum(1, dtype=np.int32), np.zeros((n_row, n_keep), np.int32))),
+        "merges": (
+            weightedkv._merge_right,
+            (pos, score, keep, *terms, np.zeros(len(terms[0]), np.float32)),
+        ),
+        "one of two types": (bumblebee._move_pairs, (source, pairs.astype(np.int32))),
+        "the other": (bumblebee._move_pairs, (source, pairs.astype(np.uint16))),
+        "sums in float64": (
+            knorm._shortness,
+            (keys, 3, np.zeros((3, 32), np.float32)),
+        ),
+        "nothing": (keep_highest, (pos[:0], score[:0], 4, 256, n_keep, keep[:0])),
+    }[case]
+    ours, numbas = filled(kernel_, arguments)
+    for a, b in zip(ours, numbas, strict=True):
+        assert np.array_equal(a, b), case
+    assert case in ("nothing", "holes") or any(
+        not np.array_equal(a, b) for a, b in zip(ours[1:], arguments, strict=True)
+    )
+
+
+@pytest.mark.parametrize("wrong", ["type", "dimensions", "order", "read-only", "number"])
+def test_other_arguments_are_refused(wrong):
+    """Nothing is checked inside, where it would be memory that is not theirs."""
+    pos, score, keep, n_keep = ranked(2, 8, 6)
+    call = ahead.find(keep_highest.name, keep_highest.signatures)
+    call(pos, score, 0, 4, n_keep, keep)
+    frozen = keep.copy()
+    frozen.flags.writeable = False
+    arguments = {
+        "type": (pos.astype(np.int64), score, 0, 4, n_keep, keep),
+        "dimensions": (pos[0], score, 0, 4, n_keep, keep),
+        "order": (pos[:, ::2], score, 0, 4, n_keep, keep),
+        "read-only": (pos, score, 0, 4, n_keep, frozen),
+        "number": (pos, score, 0, 4, n_keep),
+    }[wrong]
+    with pytest.raises(TypeError, match="keep_highest does not take"):
+        call(*arguments)
+
+
+def test_a_kernel_that_is_not_in_it_is_numbas():
+    assert ahead.find(not_in_it.name, not_in_it.signatures) is None
+    assert not_in_it(np.full((1, 1), 3, np.int32), 4.0) == 7
+
+
+def test_without_it_all_are_numbas(monkeypatch, tmp_path):
+    monkeypatch.setattr(ahead, "LIBRARY", tmp_path / "kernels.so")
+    monkeypatch.setattr(ahead, "_opened", ahead._opened.__wrapped__)
+    assert ahead.find(keep_highest.name, keep_highest.signatures) is None
+    (tmp_path / "kernels.so").write_bytes(b"cut off")
+    assert ahead.find(keep_highest.name, keep_highest.signatures) is None
+
+
+def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(LibraryError, match="no C\\+\\+ compiler no-such-compiler"):
+        warm.link([keep_highest], tmp_path / "kernels.so")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(LibraryError, match="false does not link the kernels: exit status 1"):
+        warm.link([keep_highest], tmp_path / "kernels.so")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["h2o", "weightedkv", "bumblebee", "corm"])
+def test_a_stream_is_without_numba(policy, tiny_model):
+    code = (
+        "import sys, numpy as np\n"
+        "from kvtool import Engine, load_model, load_policy\n"
+        f"engine = Engine(load_model({str(tiny_model())!r}), load_policy({policy!r}, budget=64))\n"
+        "engine.read(np.arange(200, dtype=np.int32) % 90 + 3)\n"
+        "assert engine.n_evicted, engine.live\n"
+        "print([name for name in ('numba', 'llvmlite') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
