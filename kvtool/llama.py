@@ -185,24 +185,30 @@ def devices() -> list[dict[str, Any]]:
     _bind("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
     _bind("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
     _bind("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
-    size = ctypes.POINTER(ctypes.c_size_t)
-    _bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
     found = []
     for i in range(_lib.ggml_backend_dev_count()):
         device = _lib.ggml_backend_dev_get(i)
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        _lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        free, total = _memory(device)
         kind = _lib.ggml_backend_dev_type(device)
         found.append(
             {
                 "name": _lib.ggml_backend_dev_name(device).decode(),
                 "description": _lib.ggml_backend_dev_description(device).decode(),
                 "type": _DEVICE_TYPES[kind] if kind < len(_DEVICE_TYPES) else str(kind),
-                "memory_total": total.value,
-                "memory_free": free.value,
+                "memory_total": total,
+                "memory_free": free,
             }
         )
     return found
+
+
+def _memory(device: int) -> tuple[int, int]:
+    """(free, total) in bytes."""
+    size = ctypes.POINTER(ctypes.c_size_t)
+    _bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
 
 
 def has_gpu() -> bool:
@@ -222,7 +228,6 @@ def add_rpc(*endpoints: str) -> None:
     with rpc.reached(endpoints) as addresses:
         # llama.cpp itself would wait without an end, or end the process
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
-    _bind("ggml_backend_register", None, ctypes.c_void_p)
     _workers.extend(endpoints)
     if _guarding:
         guard()
@@ -230,7 +235,28 @@ def add_rpc(*endpoints: str) -> None:
         server = add_server(address.encode())
         if not server:
             raise LibraryError(f"the worker at {endpoint} has no devices")
-        _lib.ggml_backend_register(server)
+        _register(server)
+
+
+_SPARE_BYTES = 1
+"""What a worker's spare says to have of memory, as in llama-kvtool.h: with none it would get layers."""
+
+
+def _register(server: int) -> None:
+    """Makes a worker's devices known, but for its spares: those are for edits of what lies on the others."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    _bind("ggml_backend_reg_dev_count", size, pointer)
+    _bind("ggml_backend_reg_dev_get", pointer, pointer, size)
+    _bind("ggml_backend_device_register", None, pointer)
+    found = [_lib.ggml_backend_reg_dev_get(server, i) for i in range(_lib.ggml_backend_reg_dev_count(server))]
+    real = [device for device in found if _memory(device)[1] != _SPARE_BYTES]
+    for device in real:
+        _lib.ggml_backend_device_register(device)
+    n = len(real)
+    if hasattr(_lib, "llama_kvtool_use_spares") and n > 0 and found[:n] == real and len(found) == 3 * n:
+        _bind("llama_kvtool_use_spares", ctypes.c_int32, pointer, pointer, pointer)
+        for own in zip(real, found[n : 2 * n], found[2 * n :], strict=True):
+            _check(_lib.llama_kvtool_use_spares(*own))
 
 
 def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
@@ -281,6 +307,10 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
     arguments = (text, text, size, size, ctypes.POINTER(pointer))
     start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
     handles = [_lib.ggml_backend_dev_get(i) for i, _ in _served()]
+    if hasattr(_lib, "llama_kvtool_spare"):
+        # ggml's server keeps one graph a device: with two spares of each it has the decode's and both of ours
+        _bind("llama_kvtool_spare", pointer, pointer)
+        handles += [_lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
     return lambda: start(address.encode(), None, n_threads, len(handles), array)
 

@@ -9,8 +9,10 @@
 #include "llama-model.h"
 
 #include "../ggml/src/ggml-backend-impl.h"
+#include "../ggml/src/ggml-impl.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <csignal>
@@ -20,6 +22,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -37,6 +40,12 @@ static int32_t fail(const std::string & why) {
     g_error = why;
     return -1;
 }
+
+// of a worker's device those that are it once more: where an edit's graph is kept, and where that of reading keys is
+using spare_devices = std::array<ggml_backend_dev_t, 2>;
+
+static std::mutex                                  g_spares_mutex;
+static std::map<ggml_backend_dev_t, spare_devices> g_spares;
 
 // [n, r, h] -> [n, 1, h]: the middle dimension reduced by halving views
 // (a transpose for ggml_sum_rows would walk the tensor element by element; ggml_out_prod is not on every device)
@@ -151,9 +160,112 @@ struct llama_kvtool {
     int  n_query_device = 0;     // queries since the devices' sums were cleared
     bool recent_anew    = false; // whether one of these ubatches had n_query queries or more
 
-    // the edits' own scheduler: with the decode's, every edit would cost a rebuild of the decode graph
-    ggml_backend_sched_ptr sched;
-    std::vector<uint8_t>   buf_graph;
+    std::vector<uint8_t> buf_graph;
+
+    // terms of a merge are added up in levels: its first two, two more, then four, eight, ...
+    static constexpr int n_level = 30;
+
+    static constexpr int64_t level_first(int level) { return level == 0 ? 0 : int64_t(1) << level; }
+    static constexpr int64_t level_width(int level) { return level == 0 ? 2 : int64_t(1) << level; }
+
+    // how much there is in a layer's part of an edit's graph: where that is the same the graph is
+    struct layer_shape {
+        int64_t n_moves = 0; // keys that move
+        int64_t n_turns = 0; // keys that turn, and perhaps move
+        int64_t n_moved = 0; // values that move
+
+        std::array<int64_t, n_level> n_merged = {}; // values that are merged, of terms on each level
+
+        bool shared = false; // values move by the keys' list
+    };
+
+    // a graph that a worker keeps as well, to be sent by its number: its server has one for each device, and that of the
+    // device where the layers lie is the decode's
+    struct kept_graph {
+        ggml_backend_buffer_type_t buft; // of the device where the layers lie
+
+        ggml_backend_ptr backend; // of the spare
+        ggml_gallocr_ptr alloc;
+        ggml_context_ptr ctx;
+
+        ggml_cgraph * gf = nullptr;
+
+        std::vector<ggml_tensor *> inputs;
+        std::vector<ggml_tensor *> outputs;
+
+        std::vector<layer_shape> shapes;
+
+        bool unfit = false; // a part of it lies elsewhere
+
+        void clear() {
+            gf = nullptr;
+            inputs.clear();
+            outputs.clear();
+            shapes.clear();
+        }
+    };
+
+    enum kept_use { KEPT_EDITS, KEPT_KEYS, n_kept };
+
+    std::map<ggml_backend_buffer_type_t, std::array<kept_graph, n_kept>> kept;
+
+    static constexpr int64_t n_vain_node = 128; // bytes for each of a kept graph's nodes that may be sent in vain
+
+    // layers that one graph is for; kept: null for the scheduler's
+    struct part {
+        std::vector<size_t> layers;
+
+        kept_graph * kept;
+
+        // of a layer's part of a list: 256 is enough for every device
+        size_t align() const {
+            return kept ? ggml_backend_buft_get_alignment(kept->buft) : 256;
+        }
+    };
+
+    // null where the layer's device has no spares
+    kept_graph * kept_of(const layer & l, kept_use use) {
+        const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
+
+        spare_devices spares;
+        {
+            std::lock_guard<std::mutex> lock(g_spares_mutex);
+            const auto it = g_spares.find(ggml_backend_buft_get_device(buft));
+            if (it == g_spares.end()) {
+                return nullptr;
+            }
+            spares = it->second;
+        }
+
+        auto & res = kept[buft][use];
+        if (!res.backend) {
+            res.buft = buft;
+            res.backend.reset(ggml_backend_dev_init(spares[use], nullptr));
+            res.alloc  .reset(ggml_gallocr_new(buft));
+        }
+
+        return res.backend && !res.unfit ? &res : nullptr;
+    }
+
+    std::vector<part> parts(kept_use use) {
+        std::vector<part> res;
+        for (size_t i = 0; i < layers.size(); ++i) {
+            auto * graph = kept_of(layers[i], use);
+
+            auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return p.kept == graph; });
+            if (it == res.end()) {
+                it = res.insert(it, { {}, graph });
+            }
+            it->layers.push_back(i);
+        }
+        return res;
+    }
+
+    static part all_of(const std::vector<layer> & layers) {
+        part res = { std::vector<size_t>(layers.size()), nullptr };
+        std::iota(res.layers.begin(), res.layers.end(), 0);
+        return res;
+    }
 
     // the cache of the layers that attend to everything
     static llama_kv_cache * cache(const llama_context & lctx) {
@@ -855,8 +967,8 @@ struct llama_kvtool {
         ggml_tensor * t = nullptr;
 
         // each layer's part starts at a multiple of what devices want views to be aligned to
-        size_t start() {
-            data.resize(GGML_PAD(data.size(), 256));
+        size_t start(size_t align) {
+            data.resize(GGML_PAD(data.size(), align));
             return data.size();
         }
 
@@ -886,7 +998,7 @@ struct llama_kvtool {
     // graph inputs and where each layer's part of them starts
     struct graph_inputs {
         input idx_src { GGML_TYPE_I32, {}, nullptr }; // rows to gather
-        input idx_dst { GGML_TYPE_I64, {}, nullptr }; // rows to write
+        input idx_dst { GGML_TYPE_I32, {}, nullptr }; // rows to write
         input delta   { GGML_TYPE_I32, {}, nullptr };
         input weight  { GGML_TYPE_F32, {}, nullptr };
         input rot     { GGML_TYPE_F32, {}, nullptr };
@@ -895,11 +1007,7 @@ struct llama_kvtool {
     struct layer_inputs {
         size_t k_src = 0, k_dst_moves = 0, k_dst_turns = 0, k_delta = 0;
         size_t v_src = 0, v_dst = 0;
-        size_t m_src = 0, m_dst = 0, m_weight = 0;
-
-        int64_t n_moved  = 0; // values that move
-        int64_t n_merged = 0; // values that are merged, each of n_term terms
-        int64_t n_term   = 0;
+        size_t m_dst = 0, m_src[n_level] = {}, m_weight[n_level] = {};
     };
 
     int32_t apply(llama_context & lctx, const llama_kvtool_edit & edit) {
@@ -924,8 +1032,10 @@ struct llama_kvtool {
 
         const bool k_host = host && !turns;
 
-        if (!k_host && !edit_graph(lctx, *kv, layers, edits, true, !host)) {
-            return fail("the device failed to edit the cache");
+        for (const auto & p : k_host ? std::vector<part>() : parts(KEPT_EDITS)) {
+            if (!edit_graph(lctx, *kv, layers, p, edits, true, !host)) {
+                return fail("the device failed to edit the cache");
+            }
         }
         if (!slide(lctx, edit)) {
             return fail("the device failed to turn the keys of sliding layers");
@@ -981,7 +1091,7 @@ struct llama_kvtool {
         }
         cells.reset_shift();
 
-        return edit_graph(lctx, *kv, sliding, edits, true, false);
+        return edit_graph(lctx, *kv, sliding, all_of(sliding), edits, true, false);
     }
 
     // hidden cells are in use by a sequence that has no queries
@@ -1032,83 +1142,241 @@ struct llama_kvtool {
         return res;
     }
 
+    // where the terms of each value that is merged begin, and how many these are
+    struct merge {
+        size_t  first;
+        int64_t n_term;
+    };
+
+    // those with the most terms come first
+    static std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms) {
+        std::vector<merge> res;
+        for (size_t t = 0; t < terms.size(); ++t) {
+            if (t > 0 && terms[t - 1].row == terms[t].row && terms[t - 1].dst == terms[t].dst) {
+                ++res.back().n_term;
+            } else {
+                res.push_back({ t, 1 });
+            }
+        }
+        std::stable_sort(res.begin(), res.end(), [](const merge & a, const merge & b) { return a.n_term > b.n_term; });
+        return res;
+    }
+
+    layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v) const {
+        layer_shape res;
+
+        if (with_k) {
+            res.n_moves = e.moves.size();
+            res.n_turns = e.turns.size();
+        }
+        if (with_v) {
+            res.n_moved = values_moved(e).size();
+            for (const auto & m : merges_of(e.terms)) {
+                for (int i = 0; i < n_level && m.n_term > level_first(i); ++i) {
+                    ++res.n_merged[i];
+                }
+            }
+        }
+        // where they lie as keys do, which they do not transposed
+        res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
+
+        return res;
+    }
+
+    // lists that are one longer the next time shall not need another graph for that
+    static int64_t rounded_up(int64_t n) {
+        int64_t step = 16;
+        while (step*16 <= n) {
+            step *= 2;
+        }
+        return GGML_PAD(n, step);
+    }
+
+    // bytes of a layer's lists
+    int64_t list_bytes(const layer & l, const layer_shape & s) const {
+        const int64_t n_part = v_trans ? l.v->ne[0]/l.n_head : 1;
+
+        int64_t res = 8*s.n_moves + 12*s.n_turns + (s.shared ? 0 : 8*n_part*s.n_moved) + 4*n_part*s.n_merged[0];
+        for (int i = 0; i < n_level; ++i) {
+            res += (4*n_part + 4)*level_width(i)*s.n_merged[i];
+        }
+        return res;
+    }
+
+    static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
+
+    // how long a list must be to hold n where the last entry is repeated: an empty one has none
+    static bool holds(int64_t room, int64_t n) {
+        return n == 0 ? room == 0 : n <= room;
+    }
+
+    // on a level where all have terms, those that are repeated have them too
+    static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
+        return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
+    }
+
+    static bool holds(const layer_shape & room, const layer_shape & s) {
+        bool res = holds(room.n_merged[0], s.n_merged[0]);
+        for (const auto n : list_lengths) {
+            res = res && holds(room.*n, s.*n);
+        }
+        for (int i = 1; i < n_level; ++i) {
+            res = res && merged_on(s, i, room.n_merged[0]) <= room.n_merged[i];
+        }
+        return res;
+    }
+
+    // what a new graph shall have room for, that of the one before it included; null: there is none before
+    static std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before) {
+        std::array<int64_t, n_level> n_merged = {};
+
+        for (size_t i = 0; i < shapes.size(); ++i) {
+            auto & s = shapes[i];
+
+            const layer_shape old = before ? (*before)[i] : layer_shape();
+
+            for (const auto n : list_lengths) {
+                s.*n = s.*n == 0 ? 0 : std::max(rounded_up(s.*n), old.*n);
+            }
+            if (s.shared) {
+                s.n_moved = s.n_moves;
+            }
+
+            const int64_t n_all = s.n_merged[0] == 0 ? 0 : std::max(rounded_up(s.n_merged[0]), old.n_merged[0]);
+            for (int j = n_level - 1; j >= 0; --j) {
+                s.n_merged[j] = merged_on(s, j, n_all);
+                n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
+            }
+        }
+        // what one layer has of long merges the others have another time
+        for (auto & s : shapes) {
+            for (int j = 1; j < n_level; ++j) {
+                s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));
+            }
+        }
+
+        return shapes;
+    }
+
+    // gives lists the lengths that the kept graph has, or forgets it and gives them those that a new one shall have
+    void fit(const std::vector<layer> & layers, const part & p, std::vector<layer_shape> & shapes) const {
+        auto & kept = *p.kept;
+
+        auto fresh = rooms(shapes, nullptr);
+
+        bool    fits   = kept.gf;
+        int64_t n_vain = 0;
+
+        for (size_t i = 0; kept.gf && i < shapes.size(); ++i) {
+            const auto & l = layers[p.layers[i]];
+
+            fits = fits && holds(kept.shapes[i], shapes[i]);
+            n_vain += list_bytes(l, kept.shapes[i]) - list_bytes(l, fresh[i]);
+        }
+
+        // to send more than this in vain, again and again, is not worth what a new graph takes
+        const bool large = kept.gf && n_vain > ggml_graph_n_nodes(kept.gf)*n_vain_node;
+
+        if (fits && !large) {
+            shapes = kept.shapes;
+            return;
+        }
+        shapes = kept.gf && !large ? rooms(shapes, &kept.shapes) : std::move(fresh);
+        kept.clear();
+    }
+
+    // long merges are few, now two and then five
+    static int64_t room_for_merges(int64_t n) {
+        int64_t res = n > 0 ? 4 : 0;
+        while (res < n) {
+            res *= 2;
+        }
+        return res;
+    }
+
+    // f(entry) n times, with the last entry again and again where there are fewer: to do the same twice changes nothing
+    template <typename T, typename F>
+    static void repeated(const std::vector<T> & list, int64_t n, F && f) {
+        for (int64_t i = 0; i < n; ++i) {
+            f(list[std::min<size_t>(i, list.size() - 1)]);
+        }
+    }
+
     graph_inputs fill_inputs(
-            const llama_context & lctx, const std::vector<layer> & layers, const std::vector<layer_edit> & edits,
-            bool with_k, bool with_v, std::vector<layer_inputs> & at) const {
+            const llama_context & lctx, const std::vector<layer> & layers, const part & p, const std::vector<layer_edit> & edits,
+            const std::vector<layer_shape> & shapes, std::vector<layer_inputs> & at) const {
         const auto & hparams = lctx.model.hparams;
+
+        const size_t align = p.align();
 
         graph_inputs in;
 
-        for (size_t i = 0; i < layers.size(); ++i) {
-            const auto & l = layers[i];
-            const auto & e = edits[i];
+        for (size_t i = 0; i < shapes.size(); ++i) {
+            const auto & l = layers[p.layers[i]];
+            const auto & e = edits [p.layers[i]];
+            const auto & s = shapes[i];
 
             auto & a = at[i];
 
-            if (with_k) {
-                const auto index = [&](int row, int cell) { return (int64_t) cell*l.n_head + row - l.row_0; };
+            const auto index = [&](int row, int cell) { return cell*l.n_head + row - l.row_0; };
 
-                a.k_src       = in.idx_src.start();
-                a.k_dst_moves = in.idx_dst.start();
-                for (const auto & m : e.moves) {
-                    in.idx_src.push<int32_t>(index(m.row, m.src));
-                    in.idx_dst.push<int64_t>(index(m.row, m.dst));
-                }
+            a.k_src       = in.idx_src.start(align);
+            a.k_dst_moves = in.idx_dst.start(align);
+            repeated(e.moves, s.n_moves, [&](const llama_kvtool_move & m) {
+                in.idx_src.push<int32_t>(index(m.row, m.src));
+                in.idx_dst.push<int32_t>(index(m.row, m.dst));
+            });
 
-                a.k_dst_turns = in.idx_dst.start();
-                a.k_delta     = in.delta.start();
-                for (const auto & m : e.turns) {
-                    in.idx_src.push<int32_t>(index(m.row, m.src));
-                    in.idx_dst.push<int64_t>(index(m.row, m.dst));
-                    in.delta.push<int32_t>(m.delta);
+            a.k_dst_turns = in.idx_dst.start(align);
+            a.k_delta     = in.delta.start(align);
+            repeated(e.turns, s.n_turns, [&](const llama_kvtool_move & m) {
+                in.idx_src.push<int32_t>(index(m.row, m.src));
+                in.idx_dst.push<int32_t>(index(m.row, m.dst));
+                in.delta.push<int32_t>(m.delta);
+            });
+
+            // transposed, a value is n_embd elements that lie n_cell apart
+            const int64_t n_embd = hparams.n_embd_head_v(l.il);
+
+            const auto push = [&](input & list, int row, int cell) {
+                if (!v_trans) {
+                    list.push<int32_t>(index(row, cell));
+                    return;
                 }
+                for (int64_t j = 0; j < n_embd; ++j) {
+                    list.push<int32_t>(((row - l.row_0)*n_embd + j)*l.n_cell + cell);
+                }
+            };
+
+            const auto merges = merges_of(e.terms);
+
+            a.m_dst = in.idx_dst.start(align);
+            repeated(merges, s.n_merged[0], [&](const merge & m) { push(in.idx_dst, e.terms[m.first].row, e.terms[m.first].dst); });
+
+            for (int level = 0; level < n_level && s.n_merged[level] > 0; ++level) {
+                a.m_src   [level] = in.idx_src.start(align);
+                a.m_weight[level] = in.weight.start(align);
+                repeated(merges, s.n_merged[level], [&](const merge & m) {
+                    const auto & first = e.terms[m.first];
+                    for (int64_t j = level_first(level); j < level_first(level) + level_width(level); ++j) {
+                        const bool has = j < m.n_term;
+                        push(in.idx_src, first.row, has ? e.terms[m.first + j].src : first.dst);
+                        in.weight.push<float>(has ? e.terms[m.first + j].weight : 0.0f);
+                    }
+                });
             }
 
-            if (with_v) {
-                // transposed, a value is n_embd elements that lie n_cell apart
-                const int64_t n_embd = hparams.n_embd_head_v(l.il);
-                const int64_t n_part = v_trans ? n_embd : 1;
-
-                const auto push = [&](auto & list, auto type, int row, int cell) {
-                    const int64_t head = row - l.row_0;
-                    for (int64_t j = 0; j < n_part; ++j) {
-                        list.template push<decltype(type)>(
-                                v_trans ? (head*n_embd + j)*l.n_cell + cell : cell*(int64_t) l.n_head + head);
-                    }
-                };
-
-                for (size_t t = 0, n = 0; t < e.terms.size(); ++t) {
-                    const bool goes_on = t > 0 && e.terms[t - 1].row == e.terms[t].row && e.terms[t - 1].dst == e.terms[t].dst;
-                    n = goes_on ? n + 1 : 1;
-                    a.n_merged += !goes_on;
-                    a.n_term = std::max<int64_t>(a.n_term, n);
-                }
-
-                a.m_src    = in.idx_src.start();
-                a.m_dst    = in.idx_dst.start();
-                a.m_weight = in.weight.start();
-                for (size_t t = 0; t < e.terms.size(); ) {
-                    const auto & first = e.terms[t];
-
-                    push(in.idx_dst, int64_t(), first.row, first.dst);
-                    for (int64_t j = 0; j < a.n_term; ++j) {
-                        const bool same = t < e.terms.size() && e.terms[t].row == first.row && e.terms[t].dst == first.dst;
-                        push(in.idx_src, int32_t(), first.row, same ? e.terms[t].src : first.dst);
-                        in.weight.push<float>(same ? e.terms[t].weight : 0.0f);
-                        t += same;
-                    }
-                }
-
-                const auto moved = values_moved(e);
-                a.n_moved = moved.size();
-
-                a.v_src = in.idx_src.start();
-                a.v_dst = in.idx_dst.start();
-                for (const auto & m : moved) {
-                    push(in.idx_src, int32_t(), m.row, m.src);
-                    push(in.idx_dst, int64_t(), m.row, m.dst);
-                }
+            if (s.shared) {
+                a.v_src = a.k_src;
+                a.v_dst = a.k_dst_moves;
+                continue;
             }
+            a.v_src = in.idx_src.start(align);
+            a.v_dst = in.idx_dst.start(align);
+            repeated(values_moved(e), s.n_moved, [&](const llama_kvtool_move & m) {
+                push(in.idx_src, m.row, m.src);
+                push(in.idx_dst, m.row, m.dst);
+            });
         }
 
         return in;
@@ -1144,10 +1412,10 @@ struct llama_kvtool {
     }
 
     static ggml_tensor * build_keys(
-            const llama_context & lctx, ggml_context * ctx, const layer & l, const layer_edit & e,
+            const llama_context & lctx, ggml_context * ctx, const layer & l, const layer_shape & s,
             const graph_inputs & in, const layer_inputs & a, ggml_tensor * rot) {
-        const int64_t n_moves = e.moves.size();
-        const int64_t n_turns = e.turns.size();
+        const int64_t n_moves = s.n_moves;
+        const int64_t n_turns = s.n_turns;
         const int64_t n_embd  = l.k->ne[0]/l.n_head;
 
         ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
@@ -1169,68 +1437,109 @@ struct llama_kvtool {
     }
 
     ggml_tensor * build_values(
-            ggml_context * ctx, const layer & l, int64_t n_embd, const graph_inputs & in, const layer_inputs & a) const {
+            ggml_context * ctx, const layer & l, int64_t n_embd, const layer_shape & s, const graph_inputs & in, const layer_inputs & a) const {
         const int64_t n_part = v_trans ? n_embd : 1;
 
         ggml_tensor * v = ggml_reshape_2d(ctx, l.v, n_embd/n_part, ggml_nelements(l.v)/(n_embd/n_part));
 
-        if (a.n_merged > 0) {
-            const int64_t n = a.n_merged*a.n_term;
+        ggml_tensor * sum = nullptr;
 
-            ggml_tensor * w = ggml_reshape_3d(ctx, in.weight.view(ctx, a.m_weight, n), 1, a.n_term, a.n_merged);
-            ggml_tensor * x;
-            if (v_trans) {
-                // gathered element by element, value by value
-                x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.m_src, n*n_part));
-            } else {
-                x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.m_src, n));
-            }
-            x = ggml_reshape_3d(ctx, x, n_embd, a.n_term, a.n_merged);
-            x = sum_middle(ctx, ggml_mul(ctx, x, w));
-            x = ggml_reshape_2d(ctx, x, n_embd/n_part, a.n_merged*n_part);
-            v = ggml_set_rows(ctx, v, x, in.idx_dst.view(ctx, a.m_dst, a.n_merged*n_part));
+        for (int level = 0; level < n_level && s.n_merged[level] > 0; ++level) {
+            const int64_t n_term = level_width(level);
+            const int64_t n      = s.n_merged[level];
+
+            // transposed they are gathered element by element, value by value
+            ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.m_src[level], n*n_term*n_part));
+            ggml_tensor * w = ggml_reshape_3d(ctx, in.weight.view(ctx, a.m_weight[level], n*n_term), 1, n_term, n);
+
+            x = sum_middle(ctx, ggml_mul(ctx, ggml_reshape_3d(ctx, x, n_embd, n_term, n), w));
+            x = ggml_reshape_2d(ctx, x, n_embd, n);
+            // the first of them have more terms
+            sum = sum ? ggml_acc(ctx, sum, x, sum->nb[1], sum->nb[2], sum->nb[3], 0) : x;
         }
-        if (a.n_moved > 0) {
-            ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.v_src, a.n_moved*n_part));
-            v = ggml_set_rows(ctx, v, x, in.idx_dst.view(ctx, a.v_dst, a.n_moved*n_part));
+        if (sum) {
+            const int64_t n = s.n_merged[0]*n_part;
+            v = ggml_set_rows(ctx, v, ggml_reshape_2d(ctx, sum, n_embd/n_part, n), in.idx_dst.view(ctx, a.m_dst, n));
+        }
+        if (s.n_moved > 0) {
+            ggml_tensor * x = ggml_get_rows(ctx, v, in.idx_src.view(ctx, a.v_src, s.n_moved*n_part));
+            v = ggml_set_rows(ctx, v, x, in.idx_dst.view(ctx, a.v_dst, s.n_moved*n_part));
         }
 
         return v;
     }
 
     bool edit_graph(
-            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers,
+            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p,
             const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
-        std::vector<layer_inputs> at(layers.size());
-
-        graph_inputs in = fill_inputs(lctx, layers, edits, with_k, with_v, at);
-
-        int64_t n_term = 1;
-        for (const auto & a : at) {
-            n_term = std::max(n_term, a.n_term);
+        std::vector<layer_shape> shapes;
+        bool none = true;
+        for (const size_t i : p.layers) {
+            const auto s = shape_of(edits[i], with_k, with_v);
+            none = none && s.n_moves + s.n_turns + s.n_moved + s.n_merged[0] == 0;
+            shapes.push_back(s);
+        }
+        if (none) {
+            // the graph of the last edit stays
+            return true;
         }
 
-        const size_t max_nodes = layers.size()*(64 + 4*(size_t) std::ceil(std::log2(n_term))) + 16;
+        if (p.kept) {
+            fit(layers, p, shapes);
+        }
+
+        std::vector<layer_inputs> at(shapes.size());
+
+        graph_inputs in = fill_inputs(lctx, layers, p, edits, shapes, at);
+
+        size_t max_nodes = 64;
+        for (const auto & s : shapes) {
+            max_nodes += 64;
+            for (int level = 0; level < n_level && s.n_merged[level] > 0; ++level) {
+                max_nodes += 16 + 4*level;
+            }
+        }
 
         const std::vector<input *> inputs = { &in.idx_src, &in.idx_dst, &in.delta, &in.weight };
 
-        return compute(lctx, kv, layers, max_nodes, inputs, [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
-            const auto & l = layers[i];
+        const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) -> ggml_tensor * {
+            const auto & l = layers[p.layers[i]];
+            const auto & s = shapes[i];
 
-            if (with_k && edits[i].moves.size() + edits[i].turns.size() > 0) {
-                ggml_build_forward_expand(gf, build_keys(lctx, ctx, l, edits[i], in, at[i], rot));
+            if (s.n_moves + s.n_turns > 0) {
+                ggml_build_forward_expand(gf, build_keys(lctx, ctx, l, s, in, at[i], rot));
             }
-            if (with_v && at[i].n_moved + at[i].n_merged > 0) {
-                ggml_build_forward_expand(gf, build_values(ctx, l, lctx.model.hparams.n_embd_head_v(l.il), in, at[i]));
+            if (s.n_moved + s.n_merged[0] > 0) {
+                ggml_build_forward_expand(gf, build_values(ctx, l, lctx.model.hparams.n_embd_head_v(l.il), s, in, at[i]));
             }
-        }, [] {});
+            return nullptr;
+        };
+
+        if (!compute(lctx, kv, layers, p, max_nodes, inputs, build, [](const std::vector<ggml_tensor *> &) {})) {
+            return false;
+        }
+        if (p.kept && p.kept->gf) {
+            p.kept->shapes = std::move(shapes);
+        }
+
+        return true;
     }
 
-    // a graph of our own: build(ctx, gf, i, rot) adds layer i's part, done() reads results before their memory goes
+    // a graph of our own: build(ctx, gf, i, rot) adds the part's layer i and returns its result, null if it has none;
+    // done(results) reads them before their memory goes
     template <typename Build, typename Done>
     bool compute(
-            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, size_t max_nodes,
+            llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p, size_t max_nodes,
             const std::vector<input *> & inputs, Build && build, Done && done) {
+        if (p.kept) {
+            if (!p.kept->gf && !keep_graph(kv, p, max_nodes, inputs, build)) {
+                return false;
+            }
+            if (!p.kept->unfit) {
+                return compute_kept(*p.kept, inputs, done);
+            }
+        }
+
         buf_graph.resize(ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false));
 
         ggml_context_ptr ctx_ptr { ggml_init({ buf_graph.size(), buf_graph.data(), true }) };
@@ -1239,7 +1548,11 @@ struct llama_kvtool {
         ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
         auto & backends = lctx.backend_ptrs;
-        sched.reset(ggml_backend_sched_new(backends.data(), lctx.backend_buft.data(), backends.size(), max_nodes, false, false));
+
+        // one of our own: with the decode's, every edit would cost a rebuild of the decode graph
+        // it goes at once: a worker forgets its graph when a buffer is freed, and must not forget the decode's
+        ggml_backend_sched_ptr sched { ggml_backend_sched_new(
+                backends.data(), lctx.backend_buft.data(), backends.size(), max_nodes, false, false) };
 
         for (input * i : inputs) {
             i->create(ctx);
@@ -1248,14 +1561,15 @@ struct llama_kvtool {
         ggml_tensor * rot = kv.build_input_k_rot(ctx);
 
         std::vector<ggml_backend_t> homes;
+        std::vector<ggml_tensor *>  results;
 
-        for (size_t i = 0; i < layers.size(); ++i) {
+        for (size_t i = 0; i < p.layers.size(); ++i) {
             const int first = ggml_graph_n_nodes(gf);
 
-            build(ctx, gf, i, rot);
+            results.push_back(build(ctx, gf, i, rot));
 
             // the work is done where the cache lies; views stay with what they view, which may be an input on the host
-            const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
+            const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
             const auto home = std::find_if(backends.begin(), backends.end(), [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
             homes.push_back(home == backends.end() ? nullptr : *home);
             for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
@@ -1291,7 +1605,79 @@ struct llama_kvtool {
         if (ggml_backend_sched_graph_compute(sched.get(), gf) != GGML_STATUS_SUCCESS) {
             return false;
         }
-        done();
+        done(results);
+
+        return true;
+    }
+
+    // makes the graph that a spare device computes from now on; false: there is no memory
+    template <typename Build>
+    bool keep_graph(
+            const llama_kv_cache & kv, const part & p, size_t max_nodes, const std::vector<input *> & inputs, Build && build) {
+        static std::atomic<uint64_t> n_made;
+
+        auto & kept = *p.kept;
+
+        kept.clear();
+        kept.ctx.reset(ggml_init({ ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false), nullptr, true }));
+
+        ggml_context * ctx = kept.ctx.get();
+        ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
+
+        for (input * i : inputs) {
+            i->create(ctx);
+            kept.inputs.push_back(i->t);
+        }
+
+        ggml_tensor * rot = kv.build_input_k_rot(ctx);
+        if (rot) {
+            // the same each time: its memory is no other's
+            ggml_set_output(rot);
+        }
+
+        for (size_t i = 0; i < p.layers.size(); ++i) {
+            kept.outputs.push_back(build(ctx, gf, i, rot));
+        }
+
+        // there is no scheduler to bring what lies elsewhere
+        for (int i = 0; i < gf->n_leafs; ++i) {
+            const auto * buf = gf->leafs[i]->buffer;
+            kept.unfit = kept.unfit || (buf && buf->buft != kept.buft);
+        }
+        if (kept.unfit) {
+            kept.clear();
+            return true;
+        }
+
+        // without the first, a graph of as many nodes would be taken for the last one
+        if (!ggml_gallocr_reserve(kept.alloc.get(), gf) || !ggml_gallocr_alloc_graph(kept.alloc.get(), gf)) {
+            kept.clear();
+            return false;
+        }
+        if (rot && rot->buffer) {
+            ggml_backend_tensor_set(rot, kv.attn_rot_hadamard.at(rot->ne[0]).data(), 0, ggml_nbytes(rot));
+        }
+        // by this ggml's RPC knows it again
+        gf->uid = ++n_made;
+        kept.gf = gf;
+
+        return true;
+    }
+
+    template <typename Done>
+    static bool compute_kept(kept_graph & kept, const std::vector<input *> & inputs, Done && done) {
+        if (ggml_graph_n_nodes(kept.gf) == 0) {
+            return true;
+        }
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            inputs[i]->t = kept.inputs[i];
+            inputs[i]->upload();
+        }
+        // a worker does one thing after the other, whichever of its devices it is for
+        if (ggml_backend_graph_compute(kept.backend.get(), kept.gf) != GGML_STATUS_SUCCESS) {
+            return false;
+        }
+        done(kept.outputs);
 
         return true;
     }
@@ -1312,26 +1698,42 @@ struct llama_kvtool {
             return 0;
         }
 
+        for (const auto & p : parts(KEPT_KEYS)) {
+            if (!read_keys(lctx, kv, p, first, delta, out, n, n_dim)) {
+                return fail("the device failed to read keys");
+            }
+        }
+
+        return 0;
+    }
+
+    bool read_keys(
+            llama_context & lctx, const llama_kv_cache & kv, const part & p,
+            const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim) {
         input in_src   { GGML_TYPE_I32, {}, nullptr };
         input in_delta { GGML_TYPE_I32, {}, nullptr };
 
         std::vector<size_t> at;
-        for (const auto & l : layers) {
-            at.push_back(in_src.start());
-            in_delta.start();
+        for (const size_t i : p.layers) {
+            const auto & l = layers[i];
+
+            at.push_back(in_src.start(p.align()));
+            in_delta.start(p.align());
             for (int head = 0; head < l.n_head; ++head) {
-                for (int i = 0; i < n; ++i) {
+                for (int j = 0; j < n; ++j) {
                     const int row = l.row_0 + head;
-                    in_src  .push<int32_t>((first[row] + i)*l.n_head + head);
-                    in_delta.push<int32_t>(delta[(size_t) row*n + i]);
+                    in_src  .push<int32_t>((first[row] + j)*l.n_head + head);
+                    in_delta.push<int32_t>(delta[(size_t) row*n + j]);
                 }
             }
         }
 
-        std::vector<ggml_tensor *> keys(layers.size());
+        if (p.kept && (p.kept->shapes.empty() || p.kept->shapes[0].n_moves != n)) {
+            p.kept->clear();
+        }
 
         const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
-            const auto & l = layers[i];
+            const auto & l = layers[p.layers[i]];
 
             const int64_t n_embd = l.k->ne[0]/l.n_head;
 
@@ -1346,27 +1748,31 @@ struct llama_kvtool {
 
             ggml_set_output(k);
             ggml_build_forward_expand(gf, k);
-            keys[i] = k;
+
+            return k;
         };
 
-        const auto done = [&] {
+        const auto done = [&](const std::vector<ggml_tensor *> & keys) {
             std::vector<float> tmp;
-            for (size_t i = 0; i < layers.size(); ++i) {
+            for (size_t i = 0; i < keys.size(); ++i) {
                 tmp.resize(ggml_nelements(keys[i]));
                 ggml_backend_tensor_get(keys[i], tmp.data(), 0, tmp.size()*sizeof(float));
 
                 const int64_t n_embd = keys[i]->ne[0];
                 for (int64_t j = 0; j < keys[i]->ne[1]; ++j) {
-                    std::copy(&tmp[j*n_embd], &tmp[j*n_embd] + n_embd, out + ((size_t) layers[i].row_0*n + j)*n_dim);
+                    std::copy(&tmp[j*n_embd], &tmp[j*n_embd] + n_embd, out + ((size_t) layers[p.layers[i]].row_0*n + j)*n_dim);
                 }
             }
         };
 
-        if (!compute(lctx, kv, layers, layers.size()*32 + 16, { &in_src, &in_delta }, build, done)) {
-            return fail("the device failed to read keys");
+        if (!compute(lctx, kv, layers, p, p.layers.size()*32 + 16, { &in_src, &in_delta }, build, done)) {
+            return false;
+        }
+        if (p.kept && p.kept->gf) {
+            p.kept->shapes = { { n } };
         }
 
-        return 0;
+        return true;
     }
 
     int32_t resize(llama_context & lctx, const int32_t * n_cell) {
@@ -1558,26 +1964,32 @@ struct llama_kvtool {
         const int64_t n_copy = std::min(n, l.n_cell);
 
         // [rows, cells of a row] in elements: transposed, a row is an element of all values
-        const auto part = [&](ggml_context * c, ggml_tensor * t, bool trans) {
+        const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
             const int64_t n_embd = t->ne[0];
             return trans ?
                 ggml_view_2d(c, t, n_copy, n_embd, ggml_row_size(t->type, t->ne[1]), 0) :
                 ggml_view_2d(c, t, n_embd, n_copy, t->nb[1], 0);
         };
 
-        const bool copied = compute(lctx, kv, layers, 64, {}, [&](ggml_context * c, ggml_cgraph * gf, size_t at, ggml_tensor *) {
-            if (at == i) {
-                ggml_build_forward_expand(gf, ggml_cpy(c, part(c, l.k, false),      part(c, k, false)));
-                ggml_build_forward_expand(gf, ggml_cpy(c, part(c, l.v, v_trans), part(c, v, v_trans)));
-            }
-        }, [] {});
-        if (!copied) {
+        const auto build = [&](ggml_context * c, ggml_cgraph * gf, size_t, ggml_tensor *) -> ggml_tensor * {
+            ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.k, false),   live(c, k, false)));
+            ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.v, v_trans), live(c, v, v_trans)));
+            return nullptr;
+        };
+        if (!compute(lctx, kv, layers, { { i }, nullptr }, 64, {}, build, [](const std::vector<ggml_tensor *> &) {})) {
             return false;
         }
 
         l.k = k;
         l.v = v;
         l.n_cell = n;
+
+        // these have the tensors that are gone
+        for (auto & graphs : kept) {
+            for (auto & graph : graphs.second) {
+                graph.clear();
+            }
+        }
 
         auto & theirs = kv.layers[i];
 
@@ -2110,6 +2522,35 @@ static void get_limited_memory(ggml_backend_dev_t dev, size_t * free, size_t * t
 }
 
 //
+// spares of devices
+//
+
+// what a spare is once more
+static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_spare_of;
+
+static ggml_backend_dev_t spare_of(ggml_backend_dev_t spare) {
+    std::lock_guard<std::mutex> lock(g_spares_mutex);
+    return g_spare_of.at(spare);
+}
+
+// where nothing at all is said, llama.cpp takes the host's memory for the device's
+static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
+    *free  = 0;
+    *total = LLAMA_KVTOOL_SPARE_BYTES;
+}
+
+static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) {
+    ggml_backend_dev_t dev = spare_of(spare);
+
+    ggml_backend_t res = dev->iface.init_backend(dev, params);
+    if (res) {
+        // a server asks it for its memory
+        res->device = spare;
+    }
+    return res;
+}
+
+//
 // C API
 //
 
@@ -2164,6 +2605,34 @@ int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes) {
             g_limits[dev] = { dev->iface.get_memory, (size_t) n_bytes };
             dev->iface.get_memory = get_limited_memory;
         }
+        return 0;
+    });
+}
+
+ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev) {
+    if (!dev) {
+        g_error = "no device";
+        return nullptr;
+    }
+    // as long as the process, as all devices
+    auto * res = new ggml_backend_device(*dev);
+
+    res->iface.get_memory   = get_spare_memory;
+    res->iface.init_backend = init_spare;
+
+    std::lock_guard<std::mutex> lock(g_spares_mutex);
+    g_spare_of[res] = dev;
+
+    return res;
+}
+
+int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t keys) {
+    if (!dev || !edits || !keys) {
+        return fail("no device or no spares");
+    }
+    return guarded([&]() -> int32_t {
+        std::lock_guard<std::mutex> lock(g_spares_mutex);
+        g_spares[dev] = { edits, keys };
         return 0;
     });
 }

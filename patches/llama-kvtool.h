@@ -96,6 +96,16 @@ LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bo
 // from now on a device says that it has at most so many bytes of memory, of which all may be free
 LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
 
+// what a spare says to have of memory, none of it free
+#define LLAMA_KVTOOL_SPARE_BYTES 1
+
+// a device once more, for a worker to serve beside it; null: it failed
+LLAMA_API ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev);
+
+// from now on edits of a cache on a worker's device are computed on one of its spares and keys are read on another, so that
+// the worker keeps the graphs of both and the decode's
+LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t keys);
+
 // start anew with these parameters, on an empty cache; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 

@@ -85,7 +85,9 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         off = np.abs(ours - theirs)
         # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
         if not llama.has_gpu():
-            assert off.max() < 1e-4
+            # flash attention rounds to half precision: a merge summed in another order shows in a token
+            assert np.median(off) < 1e-6
+            assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)
         elif RUNS[number][0] == "corm":
             # which cells are over its threshold is then another matter for some, and all after them differs
             assert np.median(off) < 2e-3

@@ -401,8 +401,9 @@ def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
         beyond = row["beyond_stock_a_plan"]
         # an answer has its size before it
         assert beyond["signals"] == 4 * 8 * 256 * n_signal + 8 * n_signal
-        # a cell that moves is two indices, of 4 and 8 bytes, for its key and again for its value
-        moved = 8 * 16 * 2 * (4 + 8)
-        # each layer's part begins at a multiple of 256 bytes, and goes as a tensor of its own
-        assert 0 < beyond["edits"] <= moved + 4 * 4 * (256 + 400)
+        # a cell that moves is two indices of 4 bytes, for its key and its value
+        moved = 8 * 16 * (4 + 4)
+        assert 0 < beyond["edits"] <= moved + 2 * 400
+        # one command: the worker has the graph of the plan before
+        assert beyond["graphs"] == 13
     assert rows["stock"]["received"]["get"] == 8 + 4 * 320
