@@ -851,94 +851,114 @@ struct llama_kvtool {
         }
     }
 
+    // a row's cells piece by piece, so that what is written lies near what is read
     // SIZE: of a piece, 0: known only now. A copy of 2 bytes, as transposed values need, takes less than a call
     template <size_t SIZE>
-    static void copy_moved(const std::vector<llama_kvtool_move> & moves, const host_view & view) {
-        const size_t size   = SIZE ? SIZE : view.size();
-        const size_t stride = SIZE ? SIZE : view.stride_cell;
+    struct pieces {
+        const host_view & view;
 
+        size_t size()   const { return SIZE ? SIZE : view.size(); }
+        size_t stride() const { return SIZE ? SIZE : view.stride_cell; }
+
+        // piece i of these cells, one every step bytes of a list
+        void get(int row, const std::vector<int32_t> & cells, int i, uint8_t * list, size_t step) const {
+            const uint8_t * from = view.at(row, 0, i);
+            for (const int32_t cell : cells) {
+                memcpy(list, from + cell*stride(), size());
+                list += step;
+            }
+        }
+
+        void set(int row, const std::vector<int32_t> & cells, int i, const uint8_t * list, size_t step) const {
+            uint8_t * to = view.at(row, 0, i);
+            for (const int32_t cell : cells) {
+                memcpy(to + cell*stride(), list, size());
+                list += step;
+            }
+        }
+    };
+
+    template <typename F>
+    static void with_pieces(const host_view & view, F && f) {
+        if (view.stride_cell == 2 && view.size() == 2) {
+            f(pieces<2> { view });
+        } else {
+            f(pieces<0> { view });
+        }
+    }
+
+    template <typename P>
+    static void move_host(const std::vector<llama_kvtool_move> & moves, const P & pieces) {
+        std::vector<int32_t> src;
+        std::vector<int32_t> dst;
         std::vector<uint8_t> raw;
 
+        const size_t size = pieces.size();
+
         by_row(moves, [&](auto first, auto last) {
-            const size_t n = last - first;
+            src.clear();
+            dst.clear();
+            for (auto m = first; m != last; ++m) {
+                src.push_back(m->src);
+                dst.push_back(m->dst);
+            }
+            raw.resize(src.size()*size);
 
-            raw.resize(n*size);
-            // piece by piece, so that what is written lies near what is read
-            for (int i = 0; i < view.n; ++i) {
-                uint8_t * cells = view.at(first->row, 0, i);
-
-                for (size_t j = 0; j < n; ++j) {
-                    memcpy(&raw[j*size], cells + first[j].src*stride, size);
-                }
-                for (size_t j = 0; j < n; ++j) {
-                    memcpy(cells + first[j].dst*stride, &raw[j*size], size);
-                }
+            for (int i = 0; i < pieces.view.n; ++i) {
+                pieces.get(first->row, src, i, raw.data(), size);
+                pieces.set(first->row, dst, i, raw.data(), size);
             }
         });
     }
 
-    static void move_host(const std::vector<llama_kvtool_move> & moves, const host_view & view) {
-        view.stride_cell == 2 && view.size() == 2 ? copy_moved<2>(moves, view) : copy_moved<0>(moves, view);
-    }
-
-    static void copy_piece(uint8_t * dst, const uint8_t * src, size_t size) {
-        if (size == 2) {
-            memcpy(dst, src, 2);
-        } else {
-            memcpy(dst, src, size);
-        }
-    }
-
-    static void merge_host(const std::vector<llama_kvtool_term> & terms, const host_view & view) {
+    template <typename P>
+    static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & pieces) {
+        const auto & view   = pieces.view;
         const auto & traits = *ggml_get_type_traits(view.t->type);
 
-        const size_t  size  = view.size();
-        const int64_t n_one = view.n_one;
+        const size_t  size   = pieces.size();
+        const size_t  n_byte = size*view.n;
+        const int64_t n_embd = view.n_one*view.n;
 
+        std::vector<int32_t> src;
+        std::vector<int32_t> dst;
         std::vector<uint8_t> raw;
         std::vector<float>   x;
         std::vector<float>   sum;
-        std::vector<int32_t> dst;
 
         by_row(terms, [&](auto first, auto last) {
-            const size_t n_term = last - first;
-
+            src.clear();
             dst.clear();
             for (auto t = first; t != last; ++t) {
+                src.push_back(t->src);
                 if (t == first || t->dst != dst.back()) {
                     dst.push_back(t->dst);
                 }
             }
 
-            const size_t n_dst = dst.size();
+            raw.resize(src.size()*n_byte);
+            x  .resize(src.size()*n_embd);
 
-            raw.resize(view.n*n_term*size);
-            x  .resize(view.n*n_term*n_one);
-
-            uint8_t * at = raw.data();
+            // value after value, whatever they are in the cache
             for (int i = 0; i < view.n; ++i) {
-                const uint8_t * cells = view.at(first->row, 0, i);
-                for (auto t = first; t != last; ++t, at += size) {
-                    copy_piece(at, cells + t->src*view.stride_cell, size);
-                }
+                pieces.get(first->row, src, i, raw.data() + i*size, n_byte);
             }
-            // all pieces at once: transposed, one has as many elements as there are terms
             if (traits.to_float) {
                 traits.to_float(raw.data(), x.data(), x.size());
             } else {
                 memcpy(x.data(), raw.data(), raw.size());
             }
 
-            sum.assign(view.n*n_dst*n_one, 0.0f);
+            sum.assign(dst.size()*n_embd, 0.0f);
 
-            const float * from = x.data();
-            for (int i = 0; i < view.n; ++i) {
-                float * to = sum.data() + i*n_dst*n_one;
-                for (size_t j = 0; j < n_term; ++j, from += n_one) {
-                    to += j > 0 && first[j].dst != first[j - 1].dst ? n_one : 0;
-                    for (int64_t k = 0; k < n_one; ++k) {
-                        to[k] += first[j].weight*from[k];
-                    }
+            float * to = sum.data();
+            for (size_t j = 0; j < src.size(); ++j) {
+                to += j > 0 && first[j].dst != first[j - 1].dst ? n_embd : 0;
+
+                const float   weight = first[j].weight;
+                const float * from   = x.data() + j*n_embd;
+                for (int64_t k = 0; k < n_embd; ++k) {
+                    to[k] += weight*from[k];
                 }
             }
 
@@ -947,13 +967,8 @@ struct llama_kvtool {
             } else {
                 memcpy(raw.data(), sum.data(), sum.size()*sizeof(float));
             }
-            at = raw.data();
             for (int i = 0; i < view.n; ++i) {
-                uint8_t * cells = view.at(first->row, 0, i);
-                for (const int32_t cell : dst) {
-                    copy_piece(cells + cell*view.stride_cell, at, size);
-                    at += size;
-                }
+                pieces.set(first->row, dst, i, raw.data() + i*size, n_byte);
             }
         });
     }
@@ -1117,7 +1132,9 @@ struct llama_kvtool {
                 const int64_t n_embd = hparams.n_embd_head_k(l.il);
                 const size_t  size   = ggml_row_size(l.k->type, n_embd);
 
-                move_host(edits[i].moves, { l.k, l.row_0, 1, n_embd, l.k->nb[1], size, 0 });
+                with_pieces({ l.k, l.row_0, 1, n_embd, l.k->nb[1], size, 0 }, [&](const auto & pieces) {
+                    move_host(edits[i].moves, pieces);
+                });
             }
             if (with_v) {
                 const int64_t n_embd = hparams.n_embd_head_v(l.il);
@@ -1128,8 +1145,10 @@ struct llama_kvtool {
                     ? host_view { l.v, l.row_0, (int) n_embd, 1, one, n_embd*l.n_cell*one, l.n_cell*one }
                     : host_view { l.v, l.row_0, 1, n_embd, l.v->nb[1], size, 0 };
 
-                merge_host(edits[i].terms, view);
-                move_host(values_moved(edits[i]), view);
+                with_pieces(view, [&](const auto & pieces) {
+                    merge_host(edits[i].terms, pieces);
+                    move_host(values_moved(edits[i]), pieces);
+                });
             }
         }
     }
