@@ -1113,8 +1113,24 @@ struct llama_kvtool {
     static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0) {
         auto & cells = kv.v_cells[0];
 
-        cells.reset();
-        for (int i = 0; i < n; ++i) {
+        const llama_pos last = pos_0 + n - 1;
+
+        // all but the last stay as they are where that puts them before it, as evictions do: made anew, the
+        // table's sets and maps cost as much as the moves of a few cells
+        bool stay = n > 0;
+        for (int i = 0; stay && i < n - 1; ++i) {
+            stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
+        }
+        if (stay) {
+            for (int i = cells.used_max_p1() - 1; i >= n - 1; --i) {
+                if (!cells.is_empty(i)) {
+                    cells.rm(i);
+                }
+            }
+        } else {
+            cells.reset();
+        }
+        for (int i = stay ? n - 1 : 0; i < n; ++i) {
             cells.pos_set(i, pos_0 + i);
             cells.seq_add(i, i < n_hidden);
         }

@@ -75,7 +75,7 @@ struct llama_kvtool_edit {
     int32_t n_term;
 
     int32_t   n_keep; // cells 0 .. n_keep - 1 are in use afterwards, the others are free
-    llama_pos pos_0;  // cell i gets position pos_0 + i; the next token must come at pos_0 + n_keep
+    llama_pos pos_0;  // the last of them gets position pos_0 + n_keep - 1, the others come before it, and the next token at pos_0 + n_keep
                       // sliding layers go along where that is a jump, and forget everything where no cell is seen
 
     const int32_t * n_keep_row; // ragged: the same for each row, at most n_keep; null if not ragged
