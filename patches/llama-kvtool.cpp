@@ -2399,15 +2399,26 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         return 0;
     }
 
-    const uint32_t n_halving = std::ceil(std::log2(std::max(2u, n_tokens*hparams.n_head())));
+    const auto & params = kvtool->params;
 
-    // a halving is two views and up to three operations, and again for what is left over
-    uint32_t n = 48;
-    for (int s = 0; s < llama_kvtool::n_signal; ++s) {
-        n += kvtool->has(s) ? 16 + 2*10*n_halving : 0;
+    const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
+
+    // counted closely: ggml and its scheduler keep about a kilobyte for each node that there could be
+    uint32_t res = 0;
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        const uint32_t n_halving = std::log2(std::max(1u, n_tokens*hparams.n_gqa(il)));
+
+        // the weights, if they are not there, and the scaled queries; what ragged rows write, their views and masks
+        res += 8 + (params.ragged ? 24 : 0) + (hits ? 8 : 0);
+        for (int s = 0; s < llama_kvtool::n_signal; ++s) {
+            // two views and a sum, a view and a sum for what is left over; a maximum is three operations
+            const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT;
+
+            res += kvtool->has(s) ? (is_max ? 16 + 9*n_halving : 8 + 5*n_halving) : 0;
+        }
     }
 
-    return hparams.n_layer()*n;
+    return res;
 }
 
 //
