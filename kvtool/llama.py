@@ -762,9 +762,9 @@ class Context(Decoder):
         """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
 
         n_keep_row i32[row]: the same for each row, at most n_keep, where rows are ragged.
-        The last counts as position pos_0 + n_keep - 1, the others come before it, and the next token must come
-        at pos_0 + n_keep. Sliding layers move along where that is another position than it was, and lose what
-        would come before position 0.
+        The last counts as position pos_0 + n_keep - 1, the others come before it, and the next token must
+        come at pos_0 + n_keep. Sliding layers move along where that is another position than it was, and lose
+        what would come before position 0.
         Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
         """
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
