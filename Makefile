@@ -63,7 +63,7 @@ $(READY): pyproject.toml | library
 	@touch $@
 
 setup: library $(READY)
-	@$(PY) -m kvtool.warm
+	@$(PY) -m kvtool.kernels.link
 
 chat: setup
 	@$(VENV)/bin/kvtool chat $(ARGS)

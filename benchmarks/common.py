@@ -15,8 +15,10 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 
 import kvtool
-from kvtool import models
-from kvtool.llama import FLASH, Model, library_info
+from kvtool.llama.context import FLASH
+from kvtool.llama.devices import library_info
+from kvtool.llama.model import Model
+from kvtool.models.resolve import resolve
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -64,7 +66,7 @@ def describe(what: dict[str, object]) -> str:
 
 
 def load_model(name: str | None) -> Model:
-    return Model(models.resolve(name))
+    return Model(resolve(name))
 
 
 def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash: str) -> object:

@@ -19,7 +19,8 @@ import numpy as np
 from common import add_common, load_model, write_json
 
 from kvtool import policies
-from kvtool.engine import Engine, Settings
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
 from kvtool.measure import divergence, perplexity
 
 N_WINDOW, N_BATCH = 512, 64

@@ -22,11 +22,13 @@ import gguf
 import numpy as np
 from common import add_common, describe, load_tokens, machine, note
 
-from kvtool import models
-from kvtool.engine import Engine, Settings
-from kvtool.kernels import keep_highest, kernel
-from kvtool.llama import Model
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.kernels.kernel import kernel
+from kvtool.kernels.selection import keep_highest
+from kvtool.llama.model import Model
 from kvtool.measure import perplexity
+from kvtool.models.resolve import resolve
 from kvtool.policies.weightedkv import WeightedKV
 from kvtool.policy import Merge, Plan, State, View, protected
 
@@ -230,7 +232,7 @@ def main() -> None:
 
     names = ["evict", *(name for name in args.variants.split(",") if name != "evict")]
     with tempfile.TemporaryDirectory() as folder:
-        path = models.resolve(args.model)
+        path = resolve(args.model)
         if args.ungroup:
             ungroup(path, path := Path(folder) / "ungrouped.gguf")
         model = Model(path)

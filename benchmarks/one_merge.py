@@ -19,7 +19,7 @@ import numpy as np
 from common import add_common, load_model, load_tokens, note, write_json
 from merging import ungroup
 
-from kvtool import models
+from kvtool.models.resolve import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tiny
@@ -41,7 +41,7 @@ def main() -> None:
 
     tokens = load_tokens(load_model(args.model), args.file, args.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        path = models.resolve(args.model)
+        path = resolve(args.model)
         if args.ungroup:
             ungroup(path, path := Path(folder) / "ungrouped.gguf")
         tiny.dequantize(path, Path(folder) / "f32.gguf")

@@ -38,8 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
-from kvtool.engine import Engine, Settings
-from kvtool.llama import Model
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
 
 SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"
 

@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 from common import note
 
-from kvtool import models
+from kvtool.models.resolve import resolve
 
 BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
 CODE_STD = float(np.std(np.arange(16)))
@@ -49,7 +49,7 @@ def main() -> None:
             parser.error(f"{name} must be a multiple of {BLOCK}, got {size}")
     if args.heads % args.kv_heads:
         parser.error(f"heads must be a multiple of kv-heads ({args.kv_heads}), got {args.heads}")
-    reader = gguf.GGUFReader(models.resolve(args.model))
+    reader = gguf.GGUFReader(resolve(args.model))
     writer = gguf.GGUFWriter(args.out, "llama")
     writer.add_name(args.out.stem)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)

@@ -34,7 +34,7 @@ from common import (
     write_json,
 )
 
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.measure.cell import Job, measure
 
 N_CHUNK, N_CELL = 64, 512

@@ -49,7 +49,9 @@ for part in model.create_chat_completion(chat, max_tokens=int(n_reply), temperat
 
 IMPORTS = {
     "stock": "import llama_cpp; print(1)",
-    "kvtool": "import kvtool.cli, kvtool.engine, kvtool.conversation, kvtool.policies.{}; print(1)",
+    "kvtool": (
+        "import kvtool.cli, kvtool.engine.loop, kvtool.chats.conversation, kvtool.policies.{}; print(1)"
+    ),
 }
 
 

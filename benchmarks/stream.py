@@ -30,9 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
-from kvtool.engine import Engine, Settings
-from kvtool.llama import Model
-from kvtool.measure import memory, perplexity
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
+from kvtool.measure import perplexity
+from kvtool.system import memory
 
 
 def main() -> None:

@@ -26,9 +26,12 @@ from common import add_common, describe, load_model, load_tokens, machine, note,
 from rich.console import Console
 from rich.table import Table
 
-from kvtool import llama, policies
-from kvtool.engine import Engine, Settings
-from kvtool.llama import Model
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.context import Decoder
+from kvtool.llama.model import Model
+from kvtool.llama.workers import add_rpc
 from kvtool.policy import SIGNALS, Signal
 
 STOCK = "stock"
@@ -148,7 +151,7 @@ def measure(meter: Meter, name: str, steps: Iterator[None]) -> dict:
 
 def measure_stock(meter: Meter, model: Model, tokens: np.ndarray, args: argparse.Namespace) -> dict:
     n_fill = args.budget - args.tokens
-    context = llama.Decoder(model, args.budget, args.budget, flash=args.flash, n_threads=args.threads)
+    context = Decoder(model, args.budget, args.budget, flash=args.flash, n_threads=args.threads)
     try:
         context.decode(tokens[:n_fill], 0, 1)
         context.logits()
@@ -264,7 +267,7 @@ def main() -> None:
     args = parser.parse_args()
     with worker(args.threads) as endpoint:
         meter = Meter(endpoint)
-        llama.add_rpc(meter.endpoint)
+        add_rpc(meter.endpoint)
         model = load_model(args.model)
         tokens = load_tokens(model, args.file, args.budget + 3 * args.evict_every + args.tokens)
         rows = [measure_stock(meter, model, tokens, args)]

@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtool.api import chat, generate, load_model, load_policy
-    from kvtool.cells import Cells
-    from kvtool.conversation import Conversation
-    from kvtool.engine import Engine, Settings
+    from kvtool.chats.conversation import Conversation
+    from kvtool.engine.cells import Cells
+    from kvtool.engine.loop import Engine
+    from kvtool.engine.settings import Settings
     from kvtool.errors import KvtoolError
-    from kvtool.llama import Model
+    from kvtool.llama.model import Model
     from kvtool.policy import Policy
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Cells": "cells",
-    "Conversation": "conversation",
-    "Engine": "engine",
+    "Cells": "engine.cells",
+    "Conversation": "chats.conversation",
+    "Engine": "engine.loop",
     "KvtoolError": "errors",
-    "Model": "llama",
+    "Model": "llama.model",
     "Policy": "policy",
-    "Settings": "engine",
+    "Settings": "engine.settings",
     "chat": "api",
     "generate": "api",
     "load_model": "api",

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from kvtool import interrupt
+from kvtool.system import interrupt
 
 
 def main() -> None:

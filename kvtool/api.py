@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from kvtool import models, policies
-from kvtool.conversation import Conversation, Writer, template_of, wants_bos
-from kvtool.engine import Engine
-from kvtool.llama import Model, Sampler
+from kvtool import policies
+from kvtool.chats.conversation import Conversation, Writer, template_of, wants_bos
+from kvtool.engine.loop import Engine
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from kvtool.models.download import Progress
+from kvtool.models.resolve import check, resolve
 from kvtool.policy import Policy
 
 if TYPE_CHECKING:
@@ -34,15 +37,15 @@ def load_model(
     name: str | Path | None = None,
     *,
     n_gpu_layers: int | None = None,
-    progress: models.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """A model of models.txt, downloaded where it is not there, or a GGUF file; $KVTOOL_MODEL unless given.
 
     n_gpu_layers: how many of its layers are a GPU's, all unless given. progress: told of bytes downloaded.
     Raises ModelError for no such model, a damaged one, or one that kvtool cannot run.
     """
-    path = models.resolve(None if name is None else str(name), progress)
-    models.check(path)
+    path = resolve(None if name is None else str(name), progress)
+    check(path)
     return Model(path, n_gpu_layers=n_gpu_layers)
 
 

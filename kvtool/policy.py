@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
+from kvtool.kernels.selection import keep_highest
 
 if TYPE_CHECKING:
     from typing import Self, TypeAlias

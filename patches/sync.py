@@ -1,8 +1,8 @@
 """For maintainers: the patch to a work tree and back.
 
-    python patches/sync.py import DIR   llama.cpp of UPSTREAM as a git repository, the patch in its work tree
-    python patches/sync.py export DIR   writes hooks.patch from that work tree; the header stays
-    python patches/sync.py check        the patch applies to UPSTREAM, and export would write the same bytes
+python patches/sync.py import DIR   llama.cpp of UPSTREAM as a git repository, the patch in its work tree
+python patches/sync.py export DIR   writes hooks.patch from that work tree; the header stays
+python patches/sync.py check        the patch applies to UPSTREAM, and export would write the same bytes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import apply  # noqa: E402
 
-from kvtool import build  # noqa: E402
+from kvtool.build import wheel as build  # noqa: E402
 from kvtool.errors import KvtoolError  # noqa: E402
 
 PATCH = HERE / "hooks.patch"

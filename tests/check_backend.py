@@ -12,18 +12,20 @@ import argparse
 import ctypes
 import sys
 
-from kvtool import build, llama
+from kvtool.build import wheel as build
+from kvtool.llama.devices import library_info
+from kvtool.llama.library import api
 
 
 def check(backend, device):
     """What is wrong; None when nothing is."""
-    info = llama.library_info()
+    info = library_info()
     print(f"{info['path']}: {', '.join(device['name'] for device in info['devices'])}")
     if not info["patched"]:
         return "it has not kvtool's patch"
     if info["digest"] != build.patch_digest(build.patches_dir()):
         return "it was built from other patch files than these"
-    find = llama.api._lib.ggml_backend_reg_by_name
+    find = api._lib.ggml_backend_reg_by_name
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     if not find(backend.encode()):
         return f"ggml has no backend {backend} in it"

@@ -116,13 +116,13 @@ def score(site, model, text, policy):
 def compare(site):
     from tiny import write_gemma3, write_llama
 
-    from kvtool import models
+    from kvtool.models.resolve import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_llama(folder / "tiny.gguf", head_dim=64)
         write_gemma3(folder / "gemma3.gguf", head_dim=64)
-        paths = folder / "tiny.gguf", folder / "gemma3.gguf", models.resolve("smollm2-135m")
+        paths = folder / "tiny.gguf", folder / "gemma3.gguf", resolve("smollm2-135m")
         sides = {}
         for name, where, wanted in (("stock", site, False), ("patched", None, True)):
             path, patched = run(folder / name, where, paths)

@@ -15,9 +15,9 @@ import tests.tiny as tiny  # noqa: E402
 @pytest.fixture(scope="session")
 def smollm2():
     """The real small model, pulled when it is not there."""
-    from kvtool import models
+    from kvtool.models.resolve import resolve
 
-    return models.resolve("smollm2-135m")
+    return resolve("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
 
-from kvtool import llama  # noqa: E402
 from kvtool.errors import LibraryError  # noqa: E402
-from kvtool.llama import _Edit, _lib, _Move, _Params, _Term  # noqa: E402
+from kvtool.llama.context import Context  # noqa: E402
+from kvtool.llama.library import (  # noqa: E402
+    Edit,
+    EnableParams,
+    Move,
+    Term,
+    error_text,
+    lib,
+)
+from kvtool.llama.model import Model  # noqa: E402
 from kvtool.policy import Signal  # noqa: E402
 from tests import tiny  # noqa: E402
 
@@ -49,9 +57,7 @@ class Fuzz:
         self.rng, self.counts = rng, counts
         type_k, type_v, flash = CACHES[rng.integers(len(CACHES))]
         n_cell = int(rng.choice([256, 512]))
-        self.context = llama.Context(
-            model, n_cell, N_BATCH, type_k=type_k, type_v=type_v, flash=flash, n_threads=1
-        )
+        self.context = Context(model, n_cell, N_BATCH, type_k=type_k, type_v=type_v, flash=flash, n_threads=1)
         self.pointer = self.context._context
         self.n_table = n_cell
         self.cells = [n_cell] * N_LAYER
@@ -78,7 +84,7 @@ class Fuzz:
     def expect(self, name, status, ok):
         """status is what the call has returned; ok: whether it was one that can be."""
         self.counts[name, "done" if ok else "refused"] += 1
-        why = llama._kvtool_error()
+        why = error_text()
         assert (status >= 0) == ok, f"{name}: {status} where {'done' if ok else 'refused'} was due: {why}"
         assert ok or why, f"{name}: refused without a reason"
 
@@ -90,14 +96,14 @@ class Fuzz:
     def enable(self, signals=None, ragged=None):
         signals = int(self.rng.integers(0, 64)) if signals is None else signals
         ragged = self.maybe(0.4) if ragged is None else ragged
-        params = _Params(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 500, LARGEST))
+        params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 500, LARGEST))
         params.log_n, params.ragged = self.maybe(0.2), ragged
         ok = not self.maybe(0.2)
         if not ok:
             bad = [("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)]
             setattr(params, *bad[self.rng.integers(5)])
         ok = ok and (ragged or len(set(self.cells)) == 1)
-        status = _lib.llama_kvtool_enable(self.pointer, ctypes.byref(params))
+        status = lib.llama_kvtool_enable(self.pointer, ctypes.byref(params))
         self.expect("enable", status, ok)
         if ok:
             assert status == N_ROW
@@ -107,26 +113,26 @@ class Fuzz:
 
     def seen(self):
         n = self.one_of(0, 5, 1000, LARGEST, LARGEST - 3, -1, -(2**31))
-        self.expect("seen", _lib.llama_kvtool_seen(self.pointer, n), n >= 0)
+        self.expect("seen", lib.llama_kvtool_seen(self.pointer, n), n >= 0)
 
     def small(self):
-        assert _lib.llama_kvtool_n_dim(self.pointer) == N_DIM
-        assert _lib.llama_kvtool_cache_bytes(self.pointer) > 0
+        assert lib.llama_kvtool_n_dim(self.pointer) == N_DIM
+        assert lib.llama_kvtool_cache_bytes(self.pointer) > 0
         n = self.one_of(N_ROW, N_ROW, 0, -1, N_ROW + 1)
         out = np.empty(max(n, 0), np.int32)
-        status = _lib.llama_kvtool_row_layers(self.pointer, out.ctypes.data if self.maybe(0.9) else None, n)
+        status = lib.llama_kvtool_row_layers(self.pointer, out.ctypes.data if self.maybe(0.9) else None, n)
         if status >= 0:
             assert out.tolist() == np.repeat(np.arange(N_LAYER), N_HEAD_KV).tolist()
         # nothing where something is due
         for name, status in (
-            ("n_dim", _lib.llama_kvtool_n_dim(None)),
-            ("cache_bytes", _lib.llama_kvtool_cache_bytes(None)),
-            ("row_layers", _lib.llama_kvtool_row_layers(None, None, N_ROW)),
-            ("enable", _lib.llama_kvtool_enable(self.pointer, None)),
-            ("resize", _lib.llama_kvtool_resize(self.pointer, None, N_LAYER)),
-            ("read", _lib.llama_kvtool_read(self.pointer, 1, None, N_ROW, 1)),
-            ("read_keys", _lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
-            ("apply", _lib.llama_kvtool_apply(self.pointer, None)),
+            ("n_dim", lib.llama_kvtool_n_dim(None)),
+            ("cache_bytes", lib.llama_kvtool_cache_bytes(None)),
+            ("row_layers", lib.llama_kvtool_row_layers(None, None, N_ROW)),
+            ("enable", lib.llama_kvtool_enable(self.pointer, None)),
+            ("resize", lib.llama_kvtool_resize(self.pointer, None, N_LAYER)),
+            ("read", lib.llama_kvtool_read(self.pointer, 1, None, N_ROW, 1)),
+            ("read_keys", lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
+            ("apply", lib.llama_kvtool_apply(self.pointer, None)),
         ):
             self.expect(name, status, False)
 
@@ -145,7 +151,7 @@ class Fuzz:
         ok = n_layer == N_LAYER and all(n >= max(m, 1) for n, m in zip(wanted, most, strict=True))
         ok = ok and (self.ragged or wanted[0] == wanted[1]) and max(wanted) < 10_000
         n_cell = np.array(wanted + [1], np.int32)
-        status = _lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
+        status = lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
         self.expect("resize", status, ok)
         if ok:
             self.cells = wanted
@@ -160,7 +166,7 @@ class Fuzz:
         ok = n_row == N_ROW and 0 <= n_cell <= most and signal in [1 << i for i in range(N_SIGNAL)]
         ok = ok and bool(self.signals & signal)
         out = np.full((N_ROW, max(n_cell, 0)), -7, np.float32)
-        status = _lib.llama_kvtool_read(self.pointer, signal, out.ctypes.data, n_row, n_cell)
+        status = lib.llama_kvtool_read(self.pointer, signal, out.ctypes.data, n_row, n_cell)
         self.expect("read", status, ok)
         assert ok or (out == -7).all()
 
@@ -176,7 +182,7 @@ class Fuzz:
         delta = self.rng.integers(-50, 50, (N_ROW, max(n, 0))).astype(np.int32)
         out = np.full((N_ROW, max(n, 0), N_DIM), -7, np.float32)
         pointers = (array.ctypes.data for array in (first, delta, out))
-        status = _lib.llama_kvtool_read_keys(self.pointer, *pointers, N_ROW, n, n_dim)
+        status = lib.llama_kvtool_read_keys(self.pointer, *pointers, N_ROW, n, n_dim)
         self.expect("read_keys", status, ok)
         assert ok or (out == -7).all()
 
@@ -256,9 +262,9 @@ class Fuzz:
         elif spoil == 9 and len(terms) > 2:
             terms.append(list(terms[0]))
 
-        c_moves = (_Move * max(len(moves), 1))(*(_Move(*map(int, move)) for move in moves))
-        c_terms = (_Term * max(len(terms), 1))(*(_Term(*term) for term in terms))
-        edit = _Edit(
+        c_moves = (Move * max(len(moves), 1))(*(Move(*map(int, move)) for move in moves))
+        c_terms = (Term * max(len(terms), 1))(*(Term(*term) for term in terms))
+        edit = Edit(
             moves=c_moves, terms=c_terms, n_move=len(moves), n_term=len(terms), n_keep=n_keep, pos_0=pos_0
         )
         edit.n_hidden, edit.force_graph = n_hidden, self.maybe(0.5)
@@ -271,7 +277,7 @@ class Fuzz:
         ok = spoil != 10 and self.can_be(moves, terms, n_keep, rows if keep_rows else None, pos_0, n_hidden)
         # a graph that fills a cache to the brim with a number that is none comes later
         before = None if ok or self.ragged or self.maybe(0.7) else self.context.state()
-        status = _lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
+        status = lib.llama_kvtool_apply(self.pointer, ctypes.byref(edit))
         self.expect("apply", status, ok)
         assert before is None or self.context.state() == before, "a refused edit has changed the cache"
         if ok:
@@ -321,7 +327,7 @@ def run(n, seed=0, calls=150):
         tiny.write_llama(
             path, n_layer=N_LAYER, n_head=4, n_head_kv=N_HEAD_KV, head_dim=N_DIM, n_vocab=N_VOCAB
         )
-        model = llama.Model(path)
+        model = Model(path)
         number = seed
         while counts["apply", "done"] + counts["apply", "refused"] < n:
             rng = np.random.default_rng(number)

@@ -40,7 +40,7 @@ CRASHED = {3, 4, 8}
 
 def whole_file(path):
     """A small model that works, and where its header has numbers: [(offset, bytes), ...]."""
-    from kvtool import header
+    from kvtool.models.header import _Reader
     from tests import tiny
 
     if not path.exists():
@@ -49,7 +49,7 @@ def whole_file(path):
         )
     data = path.read_bytes()
 
-    class Reader(header._Reader):
+    class Reader(_Reader):
         numbers = []
 
         def _number(self, code):
@@ -99,7 +99,6 @@ def serve():
     """Reads paths, writes "CODE CODE" for each: of models show and of generate. stderr goes to path.err."""
     import resource
 
-    from kvtool import engine, llama  # noqa: F401  (before there is a limit)
     from kvtool.cli import app
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])

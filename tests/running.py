@@ -6,8 +6,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvtool.engine import Engine, Settings
-from kvtool.llama import Model, has_gpu
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.devices import has_gpu
+from kvtool.llama.model import Model
 from tests.reference import transformer
 
 transformer.half_precision = has_gpu()

@@ -9,13 +9,22 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from kvtool import ahead, kernels, policies, warm
-from kvtool.cells import fill_holes
+from kvtool import policies
+from kvtool.engine.cells import fill_holes
 from kvtool.errors import LibraryError
-from kvtool.kernels import keep_highest, kernel
+from kvtool.kernels import ahead
+from kvtool.kernels import link as warm
+from kvtool.kernels.kernel import kernel, of_module
+from kvtool.kernels.selection import keep_highest
 from kvtool.policies import bumblebee, knorm, weightedkv
 
-MODULES = ["kvtool.kernels", "kvtool.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
+MODULES = [
+    "kvtool.kernels.selection",
+    "kvtool.kernels.norm",
+    "kvtool.kernels.likelihood",
+    "kvtool.engine.cells",
+    *(f"kvtool.policies.{name}" for name in policies.names()),
+]
 
 
 @kernel("i8(i4[:,::1], f8)")
@@ -26,7 +35,7 @@ def not_in_it(values: np.ndarray, x: float) -> int:
 @pytest.mark.parametrize("module", MODULES)
 def test_each_kernel_is_in_it(module):
     """But those that return two things, which kernels alone call."""
-    for each in kernels.of_module(import_module(module)):
+    for each in of_module(import_module(module)):
         if not each.signatures[0].startswith("Tuple"):
             assert ahead.find(each.name, each.signatures), each.name
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kvtool
-from kvtool import KvtoolError, Settings, load_model, load_policy, models, policies
-from kvtool.conversation import Conversation, Writer, template_of
+from kvtool import KvtoolError, Settings, load_model, load_policy, policies
+from kvtool.chats.conversation import Conversation, Writer, template_of
 from kvtool.errors import ModelError, UsageError
-from kvtool.llama import Sampler
+from kvtool.llama.sampler import Sampler
 from tests.running import open_engine, text
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,7 @@ def blocks(name):
 @pytest.fixture
 def run(smollm2, monkeypatch):
     """run(code) -> the names it leaves, on one thread."""
-    monkeypatch.setattr("kvtool.llama.default_threads", lambda: 1)
+    monkeypatch.setattr("kvtool.llama.devices.default_threads", lambda: 1)
     left = {}
 
     def run(code):
@@ -182,7 +182,9 @@ def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
     (tmp_path / "none.gguf").write_bytes(b"GGUF" * 9)
     with pytest.raises(KvtoolError, match=r"none\.gguf"):
         load_model(tmp_path / "none.gguf")
-    monkeypatch.setattr(models, "unsupported", lambda info: f"{info.architecture} has no plain cache")
+    monkeypatch.setattr(
+        "kvtool.models.resolve.unsupported", lambda info: f"{info.architecture} has no plain cache"
+    )
     with pytest.raises(ModelError, match="llama has no plain cache"):
         load_model(tiny_model())
 

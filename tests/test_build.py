@@ -19,9 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 import kvtool.cli.build as command
-from kvtool import ahead, build, paths, warm
+from kvtool.build import wheel as build
 from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
+from kvtool.kernels import ahead
+from kvtool.kernels import link as warm
+from kvtool.system import paths
 
 PATCHES = Path(__file__).parent.parent / "patches"
 ARCHIVE = b"the source distribution"
@@ -269,7 +272,7 @@ def test_stdout_is_the_wheel(place, capsys):
 
 def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
     script = (
-        "from kvtool import build, errors\n"
+        "from kvtool import errors\nfrom kvtool.build import wheel as build\n"
         "try: build.check_tools()\n"
         "except errors.LibraryError as error: print(error)\n"
     )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtool.cells import append, fill_holes, rank_by_pos
+from kvtool.engine.cells import append, fill_holes, rank_by_pos
 
 
 def plain_fill(keep, n_keep):

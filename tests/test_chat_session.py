@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import tiny
 
-from kvtool import session
+from kvtool.chats import session
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 TEMPLATE = (

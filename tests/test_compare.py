@@ -20,7 +20,7 @@ from kvtool.cli.compare import _run
 from kvtool.errors import UsageError
 from kvtool.measure import grid
 from kvtool.measure.grid import Cell
-from kvtool.paths import cache_dir
+from kvtool.system.paths import cache_dir
 from tests.test_cli import KVTOOL, TEXT, kvtool
 from tests.test_grid import TIMES
 

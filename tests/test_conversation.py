@@ -11,15 +11,18 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kvtool import policies, session
+from kvtool import policies
+from kvtool.chats import session
+from kvtool.chats.conversation import Conversation, Writer, template_of
+from kvtool.chats.template import GEMMA, Template
 from kvtool.cli.chat import _Terminal
 from kvtool.cli.keeper import Keeper
-from kvtool.conversation import Conversation, Writer, template_of
-from kvtool.engine import Engine, Settings
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
 from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
-from kvtool.llama import Model, Sampler
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
-from kvtool.template import GEMMA, Template
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"

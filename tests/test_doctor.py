@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from kvtool import build, paths, warm
+from kvtool.build import wheel as build
 from kvtool.cli import doctor
 from kvtool.errors import LibraryError
+from kvtool.kernels import link as warm
+from kvtool.system import paths
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def library(tmp_path, monkeypatch):
         ],
         "system_info": "AVX2 = 1",
     }
-    monkeypatch.setitem(sys.modules, "kvtool.llama", SimpleNamespace(library_info=lambda: dict(info)))
+    monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=lambda: dict(info)))
     return info
 
 
@@ -96,7 +98,7 @@ def test_no_library_at_all(library, capsys, monkeypatch):
     def fails():
         raise LibraryError("no libllama")
 
-    monkeypatch.setitem(sys.modules, "kvtool.llama", SimpleNamespace(library_info=fails))
+    monkeypatch.setitem(sys.modules, "kvtool.llama.devices", SimpleNamespace(library_info=fails))
     code, out = run(capsys, json=True)
     found = json.loads(out)
     assert code == 1
@@ -109,11 +111,14 @@ def test_kernels_that_are_not_linked(library, capsys):
     paths.kernel_library().unlink()
     code, out = run(capsys)
     assert code == 0
-    assert f"compiled, not linked: numba takes 100 MiB beside them; {sys.executable} -m kvtool.warm" in out
+    assert (
+        f"compiled, not linked: numba takes 100 MiB beside them; {sys.executable} -m kvtool.kernels.link"
+        in out
+    )
 
 
 def test_kernels_that_are_not_compiled(library, capsys):
     warm.stamp().unlink()
     code, out = run(capsys)
     assert code == 1
-    assert f"{sys.executable} -m kvtool.warm" in out
+    assert f"{sys.executable} -m kvtool.kernels.link" in out

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.engine import Engine, Settings
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
-from kvtool.llama import CACHE_TYPES, FLASH, Model
+from kvtool.llama.context import CACHE_TYPES, FLASH
+from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy
 from tests import saved

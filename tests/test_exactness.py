@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.llama import Context, Model
+from kvtool.llama.context import Context
+from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from tests.reference import transformer
 from tests.running import LOGITS, TOLERANCE, open_engine, text

@@ -60,13 +60,14 @@ CRASHES = {
     "a bad address": "ctypes.string_at(0)",
     "an abort": "os.abort()",
     "a bad number": "os.kill(os.getpid(), signal.SIGFPE)",
-    "an abort of ggml": "llama._lib.ggml_abort(b'ggml.c', 1, b'its own words')",
-    "an abort of ggml in a thread": "in_thread(lambda: llama._lib.ggml_abort(b'ggml.c', 1, b'words'))",
+    "an abort of ggml": "lib.ggml_abort(b'ggml.c', 1, b'its own words')",
+    "an abort of ggml in a thread": "in_thread(lambda: lib.ggml_abort(b'ggml.c', 1, b'words'))",
     "an exception that nobody catches": "ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev()",
 }
 GUARDED = """
 import ctypes, os, signal, sys, threading
-from kvtool import llama
+from kvtool.llama.library import lib
+from kvtool.llama.log import crash_means, damaged, guard, set_verbose
 
 def in_thread(what):
     thread = threading.Thread(target=what)
@@ -78,25 +79,25 @@ def in_thread(what):
 @linux
 @pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES.keys())
 def test_a_crash_is_one_line(crash):
-    one_line(python(f"{GUARDED}\nllama.guard()\n{crash}"), 4, "llama.cpp has crashed")
+    one_line(python(f"{GUARDED}\nguard()\n{crash}"), 4, "llama.cpp has crashed")
 
 
 @linux
 def test_a_crash_on_a_model_says_that_the_file_is_damaged():
-    code = f"{GUARDED}\nllama.guard()\nwith llama._crash_means(llama._damaged('some.gguf')): os.abort()"
+    code = f"{GUARDED}\nguard()\nwith crash_means(damaged('some.gguf')): os.abort()"
     one_line(python(code), 3, "some.gguf seems to be damaged")
 
 
 @linux
 def test_a_crash_says_more_when_asked():
-    code = f"{GUARDED}\nllama.set_verbose(True)\nllama.guard()\n{CRASHES['an abort of ggml']}"
+    code = f"{GUARDED}\nset_verbose(True)\nguard()\n{CRASHES['an abort of ggml']}"
     done = python(code)
     assert done.returncode == 4
     assert "ggml.c:1: its own words\nkvtool: llama.cpp has crashed" in done.stderr
 
 
 def test_without_a_guard_a_crash_is_the_process_own():
-    done = python(f"{GUARDED}\nllama.guard()\nllama._lib.llama_kvtool_guard(None, 0, False)\nos.abort()")
+    done = python(f"{GUARDED}\nguard()\nlib.llama_kvtool_guard(None, 0, False)\nos.abort()")
     assert done.returncode == -signal.SIGABRT
     assert done.stderr == ""
 
@@ -104,11 +105,14 @@ def test_without_a_guard_a_crash_is_the_process_own():
 DYING_SERVER = """
 import os, signal, sys
 import numpy as np
-from kvtool import llama
+from kvtool.llama.context import Context
+from kvtool.llama.log import guard
+from kvtool.llama.model import Model
+from kvtool.llama.workers import add_rpc
 
-llama.add_rpc(sys.argv[1])
-llama.guard()
-context = llama.Context(llama.Model(sys.argv[2], n_gpu_layers=99), 256, 8, n_threads=1)
+add_rpc(sys.argv[1])
+guard()
+context = Context(Model(sys.argv[2], n_gpu_layers=99), 256, 8, n_threads=1)
 context.decode(np.full(3, 5, np.int32), 0, 1)
 os.kill(int(sys.argv[3]), signal.SIGKILL)
 context.decode(np.full(3, 5, np.int32), 3, 1)
@@ -117,9 +121,9 @@ context.logits()
 
 
 def test_a_device_that_goes_away_is_one_line(model):
-    from kvtool import llama
+    from kvtool.llama.library import library_path
 
-    if not (llama.library_path().parent / "libggml-rpc.so").exists():
+    if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     with rpc_server.running() as endpoint:
         done = python(DYING_SERVER, endpoint, model, endpoint.process.pid)
@@ -158,7 +162,9 @@ def test_no_memory_for_so_many_cells_is_one_line(smollm2):
 
 
 def test_memory_that_ends_in_python_is_one_line(model):
-    code = f"from kvtool import engine\ndef fail(*_): raise MemoryError\nengine.Engine.reset = fail\n{RUN}"
+    code = (
+        f"from kvtool.engine.loop import Engine\ndef fail(*_): raise MemoryError\nEngine.reset = fail\n{RUN}"
+    )
     one_line(python(code, *WRITE, "-m", model), 8, "out of memory; choose a smaller --budget")
 
 
@@ -237,12 +243,12 @@ sys.meta_path.insert(0, At())
 """
 # the log is written in a callback of C, where an exception would be printed and forgotten
 IN_A_CALLBACK = """
-from kvtool import llama
+from kvtool.llama.library import api
 class Errors:
     write = press
     def flush(self): pass
     def isatty(self): return False
-plain = llama.api.llama_model_load_from_file
+plain = api.llama_model_load_from_file
 def load(*arguments):
     was, sys.stderr = sys.stderr, Errors()
     def end(*_):
@@ -254,20 +260,20 @@ def load(*arguments):
         return plain(*arguments)
     finally:
         sys.stderr = was
-from kvtool import interrupt
-llama.api.llama_model_load_from_file = load
+from kvtool.system import interrupt
+api.llama_model_load_from_file = load
 sys.argv.append("-v")
 """
 STAGES = {
     "import of the commands": "module = 'kvtool.cli.generate'",
-    "import of numba": "module = 'numba'; from kvtool import ahead; ahead.find = lambda *_: None",
+    "import of numba": "module = 'numba'; from kvtool.kernels import ahead; ahead.find = lambda *_: None",
     "import of llama.cpp": "module = 'llama_cpp'",
-    "header": "from kvtool import models; before(models, 'check')",
+    "header": "from kvtool.models import resolve; before(resolve, 'check')",
     "load": IN_A_CALLBACK,
-    "cache": "from kvtool import llama; before(llama.api, 'llama_init_from_model')",
-    "prompt": "from kvtool import llama; before(llama.Context, 'decode')",
-    "reply": "from kvtool import llama; before(llama.Sampler, 'sample')",
-    "reply, twice": "from kvtool import llama; before(llama.Sampler, 'sample', 2)",
+    "cache": "from kvtool.llama.library import api; before(api, 'llama_init_from_model')",
+    "prompt": "from kvtool.llama.context import Context; before(Context, 'decode')",
+    "reply": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample')",
+    "reply, twice": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample', 2)",
 }
 ENTRY = "from kvtool.__main__ import main; main()"
 
@@ -288,19 +294,20 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
 
 def test_an_interrupted_perplexity_is_one_line(model, tmp_path):
     (tmp_path / "text").write_text("Hello, hello. " * 20)
-    code = f"{PRESS}\nfrom kvtool import llama; before(llama.Context, 'decode')\n{ENTRY}"
+    code = f"{PRESS}\nfrom kvtool.llama.context import Context; before(Context, 'decode')\n{ENTRY}"
     one_line(python(code, "perplexity", tmp_path / "text", "-t", 1, "-m", model), 130, "stopped")
 
 
 DOWNLOAD = """
-from kvtool import models
+from kvtool.models import catalogue, download, resolve
 line = "tiny | pip:kvtool-no-such==1.0 | tiny.gguf | " + "0" * 64 + " | 5 | MIT | -"
-models.registry = lambda: models.parse(line)
+for module in (catalogue, download, resolve):
+    module.registry = lambda: catalogue.parse(line)
 # pip would go to the network: something that lasts stands in for it
-popen = models.subprocess.Popen
+popen = download.subprocess.Popen
 lasts = [sys.executable, "-c", "while True: pass"]
-models.subprocess.Popen = lambda command, **options: popen(lasts, **options)
-before(models, "_bytes_in")
+download.subprocess.Popen = lambda command, **options: popen(lasts, **options)
+before(download, "_bytes_in")
 """
 
 

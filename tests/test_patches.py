@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool import build
+from kvtool.build import wheel as build
 from kvtool.errors import LibraryError
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from reference.random import splitmix64
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from kvtool.kernels import keep_highest, nth_lowest
+from kvtool.kernels.selection import keep_highest, nth_lowest
 from kvtool.policies.buzz import BUZZ
 from kvtool.policies.tova import TOVA
 from kvtool.policy import View

@@ -14,7 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtool import llama, policies
+from kvtool import policies
+from kvtool.llama.devices import devices
+from kvtool.llama.library import library_path
+from kvtool.llama.log import set_verbose
+from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
 from tests import rpc_server, saved
 from tests.merging import Merging
@@ -74,20 +78,20 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
 
 def client(endpoint, *paths):
     """Prints what the runs on the server give, as JSON; llama.cpp's log goes to stderr."""
-    llama.set_verbose(True)
-    llama.add_rpc(endpoint)
-    devices = llama.devices()
+    set_verbose(True)
+    add_rpc(endpoint)
+    found = devices()
     results = []
     for run, path in zip(RUNS, paths, strict=True):
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
         results.append(score(path, *run, n_gpu_layers=99))
-    print(json.dumps({"devices": devices, "results": results}))
+    print(json.dumps({"devices": found, "results": results}))
 
 
 @pytest.fixture(scope="module")
 def remote(tiny_model):
     """(what the client has printed, its log, run by run)"""
-    if not (llama.library_path().parent / "libggml-rpc.so").exists():
+    if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     paths = [str(model_of(tiny_model, *run[3:])) for run in RUNS]
     with rpc_server.running() as endpoint:
@@ -124,7 +128,7 @@ def test_a_server_that_does_not_answer_is_an_error():
     with rpc_server.running() as endpoint:
         pass
     # in a process of its own: llama.cpp ends the process where it cannot connect
-    code = f"from kvtool import llama; llama.add_rpc({endpoint!r})"
+    code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

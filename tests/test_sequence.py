@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import tiny
 
-from kvtool import engine, policies
+from kvtool import policies
 from kvtool.errors import LibraryError
+from kvtool.llama.sequence import SequenceContext, runs, shifts
 from kvtool.measure import perplexity
 from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
-from kvtool.sequence import SequenceContext, runs, shifts
 from tests.running import open_engine, text
 
 # the command line in a process in which the patch is not to be seen
 UNPATCHED = (
-    "import sys, kvtool.llama, kvtool.engine\n"
-    "kvtool.llama.is_patched = kvtool.engine.is_patched = lambda: False\n"
+    "import sys, kvtool.llama.library\n"
+    "kvtool.llama.library.is_patched = lambda: False\n"
     "from kvtool.cli import main\n"
     "sys.argv[0] = 'kvtool'\n"
     "main()"
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def unpatched(monkeypatch):
-    monkeypatch.setattr(engine, "is_patched", lambda: False)
+    monkeypatch.setattr("kvtool.engine.loop.is_patched", lambda: False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, posi
         n_bytes = patched.cache_bytes
         assert patched.n_evicted > 0
         assert patched.context.n_row > 1
-    monkeypatch.setattr(engine, "is_patched", lambda: False)
+    monkeypatch.setattr("kvtool.engine.loop.is_patched", lambda: False)
     with open_engine(path, policy, positions=positions) as plain:
         got = perplexity.stream(plain, tokens)
         assert isinstance(plain.context, SequenceContext)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from running import open_engine, text
 
-from kvtool import policies, session
+from kvtool import policies
+from kvtool.chats import session
 from kvtool.errors import SessionError
 
 

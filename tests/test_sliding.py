@@ -7,10 +7,17 @@ import ctypes
 import numpy as np
 import pytest
 
-from kvtool import budget, header, models, policies
-from kvtool.engine import Engine, Settings
-from kvtool.llama import Context, Model, api
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.context import Context
+from kvtool.llama.library import api
+from kvtool.llama.model import Model
 from kvtool.measure import perplexity
+from kvtool.models import budget
+from kvtool.models.catalogue import find
+from kvtool.models.header import read
+from kvtool.models.supported import unsupported
 from tests.reference import streamingllm, transformer
 from tests.running import open_engine, text
 from tests.test_exactness import reference
@@ -148,7 +155,7 @@ def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name
 
 
 def test_the_real_gemma_gives_the_logits_of_llama_cpp():
-    if not (gemma := models.find("gemma3-270m")).here:
+    if not (gemma := find("gemma3-270m")).here:
         pytest.skip("gemma3-270m is not downloaded")
     tokens = np.random.default_rng(0).integers(1000, 200000, 32).astype(np.int32)
     with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
@@ -156,7 +163,7 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
         for part in np.split(tokens, 2):
             engine.step(part, len(part))
             got.append(engine.context.logits().copy())
-        info = header.read(gemma.path)
+        info = read(gemma.path)
         assert engine.context.n_row == 3
         assert engine.cache_bytes == 256 * info.cell_bytes("f32", "f32") + info.window_bytes(16, "f32", "f32")
     assert np.concatenate(got).tobytes() == plain(gemma.path, tokens, 256, 16).tobytes()
@@ -214,8 +221,8 @@ def test_a_prompt_read_whole_scores_like_the_definition(gemma3, n):
 @pytest.mark.parametrize("type_k", ["f16", "q8_0"])
 def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
     path = tiny_model(arch="gemma3", window=300, n_layer=6, pattern=3)
-    info = header.read(path)
-    assert header.unsupported(info) is None
+    info = read(path)
+    assert unsupported(info) is None
     assert (info.window, info.slides) == (300, (True, True, False) * 2)
     assert info.cell_bytes(type_k) == 2 * 2 * 32 * (2 + (2 if type_k == "f16" else 34 / 32))
     for n_batch in (64, 256):

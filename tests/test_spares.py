@@ -5,6 +5,7 @@ Run as a module, this is the client: devices are registered for a whole process.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import subprocess
@@ -14,7 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtool import llama
+from kvtool.llama import workers
+from kvtool.llama.devices import devices
+from kvtool.llama.library import bind, lib, library_path
+from kvtool.llama.log import set_verbose
+from kvtool.llama.workers import _SPARE_BYTES, add_rpc
 from tests import rpc_server
 from tests.running import open_engine, text
 from tests.test_rpc import POLICIES
@@ -86,24 +91,24 @@ def two_at_once(path):
 
 def client(endpoint, path, as_stock):
     """Prints what the runs on the worker give, as JSON; llama.cpp's log goes to stderr."""
-    llama.set_verbose(True)
+    set_verbose(True)
     meter = wire.Meter(endpoint)
     if as_stock:
         # what a llama.cpp does that knows nothing of spares
-        llama._register = llama._bind("ggml_backend_register", None, llama.ctypes.c_void_p) or (
-            lambda server: llama._lib.ggml_backend_register(server)
+        workers._register = bind("ggml_backend_register", None, ctypes.c_void_p) or (
+            lambda server: lib.ggml_backend_register(server)
         )
-    llama.add_rpc(meter.endpoint)
-    devices = llama.devices()
+    add_rpc(meter.endpoint)
+    found = devices()
     results = []
     for each in RUNS[:1] if as_stock else RUNS:
         sys.stderr.write(f"\nrun {' '.join(map(str, each))}\n")
         results.append(run(path, *each, meter))
-    print(json.dumps({"devices": devices, "results": results, "two": two_at_once(path)}))
+    print(json.dumps({"devices": found, "results": results, "two": two_at_once(path)}))
 
 
 def from_worker(path, *options):
-    if not (llama.library_path().parent / "libggml-rpc.so").exists():
+    if not (library_path().parent / "libggml-rpc.so").exists():
         pytest.skip("the library is built without RPC")
     # what that imports is not where the client looks for it
     from tests.test_worker import Worker
@@ -163,7 +168,7 @@ def test_another_context_takes_no_graph_away(remote):
 def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     found, log = from_worker(path, "as stock")
     spares = [device for device in found["devices"] if device["name"].startswith("RPC")]
-    assert [device["memory_total"] for device in spares[1:]] == [llama._SPARE_BYTES] * 2
+    assert [device["memory_total"] for device in spares[1:]] == [_SPARE_BYTES] * 2
     (buffer,) = re.findall(r"(\S+) KV buffer size", log[1])[:1]
     assert buffer.startswith("RPC0")
     assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
@@ -175,9 +180,9 @@ def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
 def test_a_device_that_is_none_has_no_spare():
     # in a process of its own, as it would be one of a worker's
     code = (
-        "from kvtool import llama; pointer = llama.ctypes.c_void_p;"
-        "llama._bind('llama_kvtool_spare', pointer, pointer);"
-        "assert llama._lib.llama_kvtool_spare(None) is None; print(llama._kvtool_error())"
+        "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
+        "bind('llama_kvtool_spare', pointer, pointer);"
+        "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "no device\n"

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from kvtool import policies, tasks
-from kvtool.conversation import template_of
-from kvtool.engine import Engine, Settings
+from kvtool.chats.conversation import template_of
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
 from kvtool.errors import InputError, StreamEnd, UsageError
-from kvtool.kernels import token_nll
-from kvtool.llama import Model
+from kvtool.kernels.likelihood import token_nll
+from kvtool.llama.model import Model
 from kvtool.measure import perplexity, records
 from kvtool.tasks import haystack, run
 from kvtool.tasks.reader import Reader

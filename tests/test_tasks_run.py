@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtool import policies, tasks
+from kvtool.chats.template import Template
 from kvtool.cli import app
-from kvtool.engine import Engine, Settings
-from kvtool.llama import Model
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
 from kvtool.tasks import metrics
 from kvtool.tasks.reader import Likelihood, Reader
-from kvtool.template import Template
 
 DATA = Path(__file__).parent / "data"
 
@@ -202,7 +203,7 @@ def test_an_answer_is_as_likely_as_its_tokens_one_by_one(model):
 @pytest.mark.engine
 def test_a_stop_counts_behind_the_white_space_that_a_text_starts_with(model, monkeypatch):
     pieces = ["\n", " \n", "two", "\nlines"]
-    monkeypatch.setattr("kvtool.conversation.Writer.write", lambda self, n: iter(pieces))
+    monkeypatch.setattr("kvtool.chats.conversation.Writer.write", lambda self, n: iter(pieces))
     with closing(reader_for(model)) as reader:
         reader.read(PROMPT, 8)
         assert reader.write(8, stop=["\n"]) == "\n \ntwo"

@@ -18,14 +18,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool import __version__, build, llama, models, policies
+from kvtool import __version__, policies
+from kvtool.build import wheel as build
+from kvtool.llama.library import api, library_path
+from kvtool.models.catalogue import registry
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parent.parent
 
 STAND_IN = f"""\
-__path__ = [{str(Path(llama.api.__file__).parent)!r}]
+__path__ = [{str(Path(api.__file__).parent)!r}]
 from .llama_cpp import *
 """
 
@@ -115,12 +118,14 @@ def built(place, before):
         wheel.writestr(f"{name}.dist-info/WHEEL", tags)
         wheel.writestr(f"{name}.dist-info/RECORD", "")
     made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
-    assert place.run("-c", f"from kvtool.warm import *; {made}").returncode == 0
+    assert place.run("-c", f"from kvtool.kernels.link import *; {made}").returncode == 0
     return place.run(place.kvtool, "build")
 
 
 def test_it_is_the_wheels(place):
-    said = place.run("-c", "import kvtool.paths; print(kvtool.__file__, kvtool.paths.checkout())").stdout
+    said = place.run(
+        "-c", "import kvtool.system.paths; print(kvtool.__file__, kvtool.system.paths.checkout())"
+    ).stdout
     assert said == f"{place.site / 'kvtool' / '__init__.py'} None\n"
 
 
@@ -142,7 +147,7 @@ def test_without_llama_cpp_one_line_says_how_to_build_it(before):
 
 
 def test_what_needs_no_llama_cpp_works_without_it(before):
-    for name in models.registry():
+    for name in registry():
         assert name in before.models.stdout
     assert {policy["name"] for policy in json.loads(before.policies.stdout)} == set(policies.names())
 
@@ -159,7 +164,7 @@ def test_all_is_well_then(place, built):
     (wheel,) = (place.folder / "cache" / "wheels").glob("*/*.whl")
     library = found["library"]
     assert library["build"] == wheel.parent.name
-    assert library["path"] == str(llama.library_path())
+    assert library["path"] == str(library_path())
     # of the wheel's patch files
     assert library["digest_wanted"] == build.patch_digest(ROOT / "patches")
     # of a library that was built by hand from files that are being edited

@@ -19,8 +19,10 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
-from kvtool import cli, rpc, session
+from kvtool import cli
+from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
+from kvtool.llama import rpc
 from tests.test_chat_session import TEMPLATE
 from tests.test_cli import KVTOOL, TEXT, kvtool
 

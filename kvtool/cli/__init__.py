@@ -14,8 +14,9 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from kvtool import __version__, interrupt
+from kvtool import __version__
 from kvtool.errors import KvtoolError, OutOfMemory
+from kvtool.system import interrupt
 
 # what a shell shows for a program that died of the signal
 _HANGUP, _PIPE = 128 + 1, 128 + 13

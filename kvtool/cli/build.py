@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool import interrupt
 from kvtool.errors import LibraryError, UsageError
+from kvtool.system import interrupt
 
 
 def build(
@@ -25,8 +25,8 @@ def build(
     Without an option, for what it was built for here the last time. $CMAKE_ARGS may hold more flags for
     CMake. What was built once for this machine is kept, and not compiled again.
     """
-    from kvtool import build as builder
-    from kvtool import warm
+    from kvtool.build import wheel as builder
+    from kvtool.kernels import link as warm
 
     devices = [name for name, on in (("cuda", cuda), ("metal", metal), ("vulkan", vulkan)) if on]
     if cpu and devices:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtool import interrupt
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 from kvtool.cli.explain import Notice, explain_run, policy_line
 from kvtool.cli.keeper import Keeper, open_transcript
+from kvtool.cli.opening import EngineOptions, open_engine, sampler, take_saved
 from kvtool.errors import InputError, SessionError, StreamEnd, UsageError
+from kvtool.system import interrupt
 
 if TYPE_CHECKING:
-    from kvtool.conversation import Conversation
+    from kvtool.chats.conversation import Conversation
 
 HELP = """\
 /help          this
@@ -75,18 +76,18 @@ def chat(
     """Chat without an end: memory and speed stay as they are. With a pipe on stdin each line is a turn."""
     with ExitStack() as stack:
         if session:
-            from kvtool import session as sessions
+            from kvtool.chats import session as sessions
 
             stack.enter_context(sessions.held(session))
             if is_old := session.exists() and session.stat().st_size > 0:
-                opt.take_saved(context, sessions.read_meta(session)["options"])
-        wanted = opt.EngineOptions.of(context)
-        opened = stack.enter_context(opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
+                take_saved(context, sessions.read_meta(session)["options"])
+        wanted = EngineOptions.of(context)
+        opened = stack.enter_context(open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
 
-        from kvtool.conversation import Conversation, Writer, template_of
+        from kvtool.chats.conversation import Conversation, Writer, template_of
 
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        writer = Writer(opened.engine, opt.sampler(context, opened.engine))
+        writer = Writer(opened.engine, sampler(context, opened.engine))
         conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)
         keeper = Keeper(context, conversation, session)
@@ -305,7 +306,7 @@ class _Terminal:
         from rich.table import Table
 
         from kvtool.measure.holdings import n_forgotten
-        from kvtool.measure.memory import rss_bytes
+        from kvtool.system.memory import rss_bytes
         from kvtool.units import format_bytes
 
         engine = self.engine

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool import interrupt
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.opening import check_flash, check_patch, n_ctx_of, resolved, runnable, workers_of
 from kvtool.cli.perplexity import read_text
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.progress import TaskID
 
-    from kvtool.header import ModelInfo
     from kvtool.measure.grid import Cell, Common, Event, Results
+    from kvtool.models.header import ModelInfo
 
 
 _N_BATCH = 64
@@ -81,32 +82,33 @@ def compare(
     path = output.records_path(json_file, resume)
     output.check_picture("--plot", plot)
     text = read_text(file)
-    opt.check_flash(flash)
+    check_flash(flash)
     if positions not in ("original", "in-cache", "auto"):
         raise UsageError(f"positions must be original, in-cache or auto, got {positions!r}")
-    workers = opt.workers_of(rpc, gpu_layers)
+    workers = workers_of(rpc, gpu_layers)
     if workers and jobs > 1:
         raise UsageError("a worker serves one cell at a time; leave out --jobs or --rpc")
     names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
 
-    from kvtool import models
-    from kvtool.header import CACHE_TYPES
+    from kvtool.models.download import sha256
+    from kvtool.models.header import CACHE_TYPES
 
     for kind in type_texts:
         if kind not in CACHE_TYPES:
             raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
     if not type_texts:
         raise UsageError("--types names no cache type")
-    model_path, info = opt.resolved(model)
+    model_path, info = resolved(model)
 
-    from kvtool import llama
+    from kvtool.llama.devices import default_threads
+    from kvtool.llama.log import guard, set_verbose
     from kvtool.measure import grid, records
 
-    llama.set_verbose(verbose)
-    llama.guard()
+    set_verbose(verbose)
+    guard()
     tokens, text_sha256, n_vocab = _tokens(info, file, text, max_tokens)
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
-        model_sha256 = models.sha256(model_path, progress)
+        model_sha256 = sha256(model_path, progress)
     common = grid.Common(
         what={
             "model": model_path.name,
@@ -117,18 +119,18 @@ def compare(
         },
         model=model_path,
         n_tokens=len(tokens),
-        n_ctx=opt.n_ctx_of(n_ctx, info),
+        n_ctx=n_ctx_of(n_ctx, info),
         n_batch=n_batch or _N_BATCH,
         positions=positions,
         flash=flash,
-        threads=threads or max(1, llama.default_threads() // jobs),
+        threads=threads or max(1, default_threads() // jobs),
         gpu_layers=gpu_layers,
         rpc=workers,
         verbose=verbose,
     )
     if not names:
-        names = ["full", *(name for name in opt.runnable() if name != "full")]
-    opt.check_patch([grid.split_policy(name)[0] for name in names])
+        names = ["full", *(name for name in runnable() if name != "full")]
+    check_patch([grid.split_policy(name)[0] for name in names])
     names, missing = _against_full(common, n_vocab, names)
     cells = grid.cells(
         common, info, names, budget_texts, type_texts, evict_every=evict_every, combine=combine
@@ -155,7 +157,7 @@ def _tokens(info: ModelInfo, file: str, text: str, max_tokens: int | None) -> tu
     """The tokens i32[n] as kvtool perplexity reads them, their text's sha256, and the vocabulary's size."""
     import hashlib
 
-    from kvtool.llama import Model
+    from kvtool.llama.model import Model
 
     model = Model(info.path, vocab_only=True)
     try:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.errors import KvtoolError, LibraryError
-from kvtool.paths import build_command, cache_dir, checkout, kernel_dir
+from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 
 _BUILD = build_command()
-_WARM = f"{sys.executable} -m kvtool.warm"
+_WARM = f"{sys.executable} -m kvtool.kernels.link"
 
 
 def doctor(
@@ -28,7 +28,7 @@ def doctor(
 
 def examine() -> dict[str, Any]:
     """Everything doctor knows; problems: [{wrong, command}], empty when all is well."""
-    from kvtool import warm
+    from kvtool.kernels import link as warm
 
     problems: list[dict[str, str]] = []
 
@@ -57,10 +57,10 @@ def examine() -> dict[str, Any]:
 
 
 def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
-    from kvtool import build
+    from kvtool.build import wheel as build
 
     try:
-        from kvtool.llama import library_info
+        from kvtool.llama.devices import library_info
 
         library = library_info()
     except LibraryError as error:

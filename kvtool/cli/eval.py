@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtool import interrupt
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
+from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvtool.header import ModelInfo
-    from kvtool.llama import Model
+    from kvtool.llama.model import Model
     from kvtool.measure.records import Record
+    from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
     from kvtool.tasks.run import Groups, Mean, Results
@@ -114,8 +115,8 @@ def evaluate(
     if plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has nothing for a heat map; leave --plot out")
     output.check_picture("--plot", plot)
-    wanted = opt.EngineOptions.of(context)
-    path, info = opt.checked_model(wanted)
+    wanted = EngineOptions.of(context)
+    path, info = checked_model(wanted)
     # what cannot be is said before the model is loaded
     _policy_for(wanted, info)
 
@@ -123,10 +124,10 @@ def evaluate(
 
     as_chat = chosen.chat if chat is None else chat
     with (
-        opt.loaded(path, wanted) as loaded,
-        closing(_reader(wanted, info, loaded, as_chat, max_prompt)) as reader,
+        loaded(path, wanted) as loaded_model,
+        closing(_reader(wanted, info, loaded_model, as_chat, max_prompt)) as reader,
     ):
-        items = chosen.items(files or [], loaded)[:limit]
+        items = chosen.items(files or [], loaded_model)[:limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),
@@ -151,21 +152,22 @@ def evaluate(
     _finish(chosen, results, to_stdout, plot)
 
 
-def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
+def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
     """What serves a prompt of so many tokens, and so many more of the answer; and the tokens of a step.
 
     n_held: cells that are never free. Raises UsageError.
     """
-    from kvtool import budget, policies
+    from kvtool import policies
+    from kvtool.models import budget
 
     n_batch = wanted.n_batch or opt.N_BATCH
     if wanted.policy == "full":
         return _full_for(wanted, info), n_batch
     share = (wanted.budget or "20%").strip()
     if not share.endswith("%"):
-        policy, n_batch = opt.fitted(wanted, info, share, n_batch, over_budget=True)
+        policy, n_batch = fitted(wanted, info, share, n_batch, over_budget=True)
         return lambda n, n_answer: policy, n_batch
-    percent, most = budget.percent(share), opt.n_ctx_of(wanted.n_ctx, info)
+    percent, most = budget.percent(share), n_ctx_of(wanted.n_ctx, info)
     least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
 
     def policy_for(n: int, n_answer: int) -> Policy:
@@ -175,38 +177,39 @@ def _policy_for(wanted: opt.EngineOptions, info: ModelInfo, n_held: int = 0) -> 
     return policy_for, n_batch
 
 
-def _full_for(wanted: opt.EngineOptions, info: ModelInfo) -> PolicyFor:
+def _full_for(wanted: EngineOptions, info: ModelInfo) -> PolicyFor:
     from kvtool import policies
 
-    n_ctx = opt.n_ctx_of(wanted.n_ctx, info)
+    n_ctx = n_ctx_of(wanted.n_ctx, info)
     return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
 def _reader(
-    wanted: opt.EngineOptions,
+    wanted: EngineOptions,
     info: ModelInfo,
     model: Model,
     as_chat: bool,
     max_prompt: int | None,
 ) -> Reader:
-    from kvtool.conversation import template_of
+    from kvtool.chats.conversation import template_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None
     policy_for, n_batch = _policy_for(wanted, info, n_held(model, template))
-    settings = opt.settings_of(wanted, opt.n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
+    settings = settings_of(wanted, n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
     full_for = None if wanted.policy == "full" else _full_for(wanted, info)
     return Reader(model, policy_for, settings, template, max_prompt, full_for)
 
 
-def _about(wanted: opt.EngineOptions, path: Path) -> dict[str, object]:
+def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
     """Of what a record is the result besides the task."""
-    from kvtool import models, policies
+    from kvtool import policies
     from kvtool.measure import records
+    from kvtool.models.download import sha256
 
     return {
         "model": path.name,
-        "model_sha256": models.sha256(path),
+        "model_sha256": sha256(path),
         "policy": wanted.policy,
         "policy_sha256": policies.file_sha256(wanted.policy),
         "options": wanted.options or [],

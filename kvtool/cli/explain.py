@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtool.engine import Engine
+    from kvtool.engine.loop import Engine
 
 
 def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:

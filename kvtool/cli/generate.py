@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtool import interrupt
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 from kvtool.cli.explain import Notice, explain_run
+from kvtool.cli.opening import EngineOptions, open_engine, sampler
 from kvtool.errors import InputError
+from kvtool.system import interrupt
 
 if TYPE_CHECKING:
-    from kvtool.engine import Engine
+    from kvtool.engine.loop import Engine
 
 
 def generate(
@@ -54,12 +55,12 @@ def generate(
     text = read_stdin()
     if prompt is None and not text:
         raise InputError("nothing to read; give a prompt with -p, or a text on stdin")
-    wanted = opt.EngineOptions.of(context)
-    with opt.open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
-        from kvtool.conversation import Writer, pin_prefix, template_of
+    wanted = EngineOptions.of(context)
+    with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
+        from kvtool.chats.conversation import Writer, pin_prefix, template_of
 
         engine = opened.engine
-        writer = Writer(engine, opt.sampler(context, engine))
+        writer = Writer(engine, sampler(context, engine))
         interrupt.stops(writer)
         request = "\n\n".join(part for part in (prompt, text) if part)
         whole, n_pinned = request, len(prompt) if prompt and text else 0

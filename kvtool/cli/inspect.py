@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 from kvtool.cli import output
 from kvtool.cli.explain import explain_run
+from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.perplexity import check_length, read_text
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
@@ -100,10 +101,10 @@ def inspect(
             raise InputError("nothing to read; give a text file, or a text on stdin")
         file = "-"
     text = read_text(file)
-    wanted = opt.EngineOptions.of(context)
+    wanted = EngineOptions.of(context)
 
     from kvtool import policies
-    from kvtool.llama import Model
+    from kvtool.llama.model import Model
     from kvtool.measure import holdings
 
     tokens: np.ndarray
@@ -113,7 +114,7 @@ def inspect(
         tokens = loaded.tokenize(text, start=True)[:max_tokens]
         return len(tokens)
 
-    with opt.open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
+    with open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
         engine = opened.engine
         check_length(engine, len(tokens))
         if explain:

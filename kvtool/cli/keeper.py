@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 import typer
 
 import kvtool
-from kvtool.cli.options import SAMPLING
+from kvtool.cli.opening import SAMPLING
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import InputError, SessionError
 
 if TYPE_CHECKING:
-    from kvtool.conversation import Conversation
+    from kvtool.chats.conversation import Conversation
 
 _SAVED = (
     *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
@@ -40,7 +40,7 @@ class Keeper:
 
     def save(self, path: Path) -> None:
         """Writes the chat. Raises SessionError."""
-        from kvtool import session
+        from kvtool.chats import session
 
         saved, arrays = self.chat.save()
         engine, params = self.chat.writer.engine, self.context.params
@@ -59,7 +59,7 @@ class Keeper:
 
     def load(self, path: Path) -> None:
         """Goes on with the chat in the file. Raises SessionError, with this chat as it was."""
-        from kvtool import session
+        from kvtool.chats import session
 
         meta, arrays = session.read(path)
         for name, value in self._fixed.items():
@@ -86,7 +86,7 @@ class Keeper:
         """After a turn. What cannot be written is told by `check`."""
         self.keep_session()
         if self.transcript:
-            from kvtool.conversation import transcript
+            from kvtool.chats.conversation import transcript
 
             try:
                 self.transcript.write(transcript(self.chat.messages[-2:]))
@@ -120,13 +120,13 @@ class Keeper:
         """What must be the same to go on. Found when it is needed: to hash a large model takes its time."""
         from dataclasses import asdict
 
-        from kvtool import models
-        from kvtool.llama import library_info
+        from kvtool.llama.devices import library_info
+        from kvtool.models.download import sha256
 
         engine, policy = self.chat.writer.engine, self.context.params["policy"]
         path, settings = engine.model.path.resolve(), engine.settings
         with bytes_progress(f"hashing {path.name}", piped=False) as progress:
-            digest = models.sha256(path, progress)
+            digest = sha256(path, progress)
         return {
             "model_sha256": digest,
             "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,

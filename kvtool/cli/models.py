@@ -18,9 +18,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_(as_json: Json = False) -> None:
     """The models that kvtool knows by name; the first is the default."""
-    from kvtool import models
+    from kvtool.models.catalogue import registry
 
-    known = list(models.registry().values())
+    known = list(registry().values())
     if as_json:
         _print_json(
             [
@@ -60,15 +60,14 @@ def pull(
     as_json: Json = False,
 ) -> None:
     """Download a model, unless it is here, and print its path."""
-    from kvtool import models
+    from kvtool.models.catalogue import find
+    from kvtool.models.download import pull, sha256
 
-    model = models.find(name)
+    model = find(name)
     with bytes_progress(f"downloading {name}") as progress:
-        path = models.pull(model, progress)
+        path = pull(model, progress)
     if as_json:
-        _print_json(
-            {"name": name, "path": str(path), "sha256": models.sha256(path), "size": path.stat().st_size}
-        )
+        _print_json({"name": name, "path": str(path), "sha256": sha256(path), "size": path.stat().st_size})
     else:
         typer.echo(path)
 
@@ -84,18 +83,21 @@ def show(
     as_json: Json = False,
 ) -> None:
     """What a model's header says, and how many tokens of it fit into memory."""
-    from kvtool import header, models
-    from kvtool.cli.options import N_BATCH
+    from kvtool.cli.flags import N_BATCH
+    from kvtool.models.download import sha256
+    from kvtool.models.header import read
+    from kvtool.models.resolve import resolve
+    from kvtool.models.supported import unsupported
 
     n_bytes = parse_bytes(fit)
     with bytes_progress(f"downloading {name_or_path or 'the model'}") as progress:
-        path = models.resolve(name_or_path, progress)
-    info = header.read(path)
+        path = resolve(name_or_path, progress)
+    info = read(path)
     cell_bytes = info.cell_bytes(type_k, type_v)
     window_bytes = info.window_bytes(N_BATCH, type_k, type_v)
     cells = info.cells_that_fit(n_bytes, N_BATCH, type_k, type_v)
-    digest = models.sha256(path)
-    reason = header.unsupported(info)
+    digest = sha256(path)
+    reason = unsupported(info)
     if as_json:
         _print_json(
             {

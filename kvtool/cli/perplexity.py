@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 from kvtool.cli.explain import Notice, explain_run
+from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvtool.engine import Engine
+    from kvtool.engine.loop import Engine
 
 
 def perplexity(
@@ -61,12 +62,12 @@ def perplexity(
     text = read_text(file)
     if stride is not None and (windows is None or stride >= windows):
         raise UsageError("--stride goes with --windows and must be smaller than it")
-    wanted = opt.EngineOptions.of(context)
+    wanted = EngineOptions.of(context)
 
     from kvtool import policies
-    from kvtool.llama import Model
+    from kvtool.llama.model import Model
     from kvtool.measure import perplexity as measure
-    from kvtool.measure.memory import peak_rss_bytes
+    from kvtool.system.memory import peak_rss_bytes
 
     tokens: np.ndarray
 
@@ -77,7 +78,7 @@ def perplexity(
             raise InputError(f"{file} has {len(tokens)} tokens, {windows or 2} are needed")
         return windows or len(tokens)
 
-    with opt.open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
+    with open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
         engine = opened.engine
         if windows is None:
             check_length(engine, len(tokens))

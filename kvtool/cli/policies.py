@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool.cli.options import EvictEvery, Json, Options
+from kvtool.cli.flags import EvictEvery, Json, Options
 from kvtool.errors import UsageError
 
 

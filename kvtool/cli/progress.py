@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvtool import interrupt
+from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvtool.cli import options as opt
+from kvtool.cli import flags as opt
 
 app = typer.Typer(help="Look into the files of chats.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,7 +19,7 @@ File = Annotated[Path, typer.Argument(help="A file of `kvtool chat --session`.")
 @app.command()
 def show(file: File, as_json: opt.Json = False) -> None:
     """What a chat runs on, and how far it is."""
-    from kvtool.session import read_meta
+    from kvtool.chats.session import read_meta
     from kvtool.units import format_bytes
 
     meta = read_meta(file)
@@ -53,8 +53,8 @@ def show(file: File, as_json: opt.Json = False) -> None:
 @app.command()
 def export(file: File, as_json: opt.Json = False) -> None:
     """Print the chat's text; it is there even if the rest of the file is damaged."""
-    from kvtool.conversation import transcript
-    from kvtool.session import read_meta
+    from kvtool.chats.conversation import transcript
+    from kvtool.chats.session import read_meta
 
     messages = read_meta(file)["messages"]
     text = json.dumps(messages, ensure_ascii=False) + "\n" if as_json else transcript(messages)

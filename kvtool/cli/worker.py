@@ -14,8 +14,9 @@ from typing import Annotated, TextIO
 
 import typer
 
-from kvtool import interrupt, rpc
 from kvtool.errors import LibraryError, UsageError
+from kvtool.llama import rpc
+from kvtool.system import interrupt
 
 _SHORT_S = 1.0
 """A client looks at a worker in connections shorter than this, of which nobody need hear."""
@@ -52,12 +53,14 @@ def worker(
     n_bytes = _bytes(mem)
     _check_free(address, port)
 
-    from kvtool import llama
+    from kvtool.llama.devices import default_threads
+    from kvtool.llama.log import guard, set_verbose
+    from kvtool.llama.workers import served, server
 
-    llama.set_verbose(verbose)
-    llama.guard()
-    devices = llama.served(n_bytes)
-    start = llama.server(f"{address}:{port}", threads or llama.default_threads())
+    set_verbose(verbose)
+    guard()
+    devices = served(n_bytes)
+    start = server(f"{address}:{port}", threads or default_threads())
     log = _Log(verbose)
     signal.signal(signal.SIGTERM, lambda *_: interrupt.end(exit_code=0))
     interrupt.ends()

@@ -23,7 +23,7 @@ from kvtool.errors import KvtoolError, ModelError, OutOfMemory, where
 if TYPE_CHECKING:
     import numpy as np
 
-    from kvtool.engine import Engine
+    from kvtool.engine.loop import Engine
     from kvtool.measure.divergence import Scores
 
 Report = Callable[[int, float], None]
@@ -63,10 +63,14 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
     """Runs the cell, in this process. Raises KvtoolError."""
     import numpy as np
 
-    from kvtool import llama, policies
-    from kvtool.engine import Engine, Settings
+    from kvtool import policies
+    from kvtool.engine.loop import Engine
+    from kvtool.engine.settings import Settings
+    from kvtool.llama.log import set_verbose
+    from kvtool.llama.model import Model
+    from kvtool.llama.workers import add_rpc
     from kvtool.measure import divergence, perplexity
-    from kvtool.measure.memory import peak_rss_bytes
+    from kvtool.system.memory import peak_rss_bytes
 
     tokens = np.load(job.tokens)
     policy = policies.fit(job.policy, job.budget, job.evict_every, list(job.options))
@@ -81,10 +85,10 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
         flash=job.flash,
         n_threads=job.threads,
     )
-    llama.set_verbose(job.verbose)
+    set_verbose(job.verbose)
     if job.rpc:
-        llama.add_rpc(*job.rpc)
-    model = llama.Model(job.model, n_gpu_layers=job.gpu_layers)
+        add_rpc(*job.rpc)
+    model = Model(job.model, n_gpu_layers=job.gpu_layers)
     try:
         against: AbstractContextManager[Scores | None] = nullcontext()
         if job.reference:
@@ -195,9 +199,9 @@ def main() -> None:
             os._exit(1)
 
     try:
-        from kvtool import llama
+        from kvtool.llama.log import guard
 
-        llama.guard()
+        guard()
         send(record=measure(job, lambda n, nll: send(n=n, nll=nll)))
     except KvtoolError as error:
         send(error=str(error), exit_code=error.exit_code)

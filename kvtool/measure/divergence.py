@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvtool.errors import InputError
-from kvtool.files import locked, replacing
-from kvtool.kernels import divergence, log_probs
+from kvtool.kernels.likelihood import divergence, log_probs
 from kvtool.measure.perplexity import nll_of
-from kvtool.paths import cache_dir
+from kvtool.system.files import locked, replacing
+from kvtool.system.paths import cache_dir
 
 N_TOP = 2048
 """Tokens of each prediction that a reference keeps."""

@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from kvtool import budget, policies
+from kvtool import policies
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.header import ModelInfo
 from kvtool.measure import cell as one
 from kvtool.measure import divergence, records
 from kvtool.measure.statistics import block_counts, mean_error
+from kvtool.models import budget
+from kvtool.models.header import ModelInfo
 
 KEY = (
     "model_sha256",
@@ -157,7 +158,7 @@ def _cell(
     kind: str,
     evict_every: int | None,
 ) -> Cell:
-    from kvtool.llama import choose_flash
+    from kvtool.llama.context import choose_flash
 
     policy_type = policies.load(name)
     policies.parse_options(policy_type, list(options))

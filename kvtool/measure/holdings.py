@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.engine import Engine
-from kvtool.llama import Model
+from kvtool.engine.loop import Engine
+from kvtool.llama.model import Model
 
 MOST_SNAPSHOTS = 255
 """A snapshot's number fits into a byte."""

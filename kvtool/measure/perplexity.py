@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvtool.engine import Engine
-from kvtool.kernels import token_nll
+from kvtool.engine.loop import Engine
+from kvtool.kernels.likelihood import token_nll
 
 Progress = Callable[[np.ndarray], None]
 """Called after each step with the nll f64[n] of the tokens it scored."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvtool.errors import InputError
-from kvtool.files import locked, replacing
+from kvtool.system.files import locked, replacing
 
 Record = Mapping[str, Any]
 
@@ -22,7 +22,7 @@ def key(record: Record, names: Iterable[str]) -> str:
 def versions() -> dict[str, str | None]:
     """Of the programs that a result comes from. Raises EngineError where the library is not there."""
     from kvtool import __version__
-    from kvtool.llama import library_info
+    from kvtool.llama.devices import library_info
 
     library = library_info()
     return {"kvtool": __version__, "llama_cpp_python": library["version"], "patch": library["digest"]}

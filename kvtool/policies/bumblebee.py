@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import kernel, splitmix64
+from kvtool.kernels.draw import splitmix64
+from kvtool.kernels.kernel import kernel
 from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
 
 _CHOICES = {

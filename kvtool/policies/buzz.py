@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import kernel
+from kvtool.kernels.kernel import kernel
 from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, protected, split_budget
 
 _SINKS = 4

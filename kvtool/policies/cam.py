@@ -20,7 +20,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import draw, kernel
+from kvtool.kernels.draw import draw
+from kvtool.kernels.kernel import kernel
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_choice, check_kept
 
 

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import kernel, nth_lowest
+from kvtool.kernels.kernel import kernel
+from kvtool.kernels.selection import nth_lowest
 from kvtool.policy import Plan, Policy, Signal, State, View, check_choice
 
 _HISTORY = 256

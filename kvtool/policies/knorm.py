@@ -14,7 +14,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.kernels import kernel, square_norm
+from kvtool.kernels.kernel import kernel
+from kvtool.kernels.norm import square_norm
 from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.kernels import draw
+from kvtool.kernels.draw import draw
 from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest
+from kvtool.kernels.selection import keep_highest
 from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
 
 _SINKS = 4

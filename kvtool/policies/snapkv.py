@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import keep_highest, kernel
+from kvtool.kernels.kernel import kernel
+from kvtool.kernels.selection import keep_highest
 from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
 
 

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels import kernel, score_key
+from kvtool.kernels.kernel import kernel
+from kvtool.kernels.selection import score_key
 from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked
 
 _SINKS = 4

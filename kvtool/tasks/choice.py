@@ -25,7 +25,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.errors import InputError
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtool.errors import InputError
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 
 _END = re.compile(r"(?<=[.!?])\s+")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtool.errors import InputError
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.tasks.haystack import check, hide, places, sentences, sentences_of
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.conversation import Writer, wants_bos
-from kvtool.engine import Engine, Settings
+from kvtool.chats.conversation import Writer, wants_bos
+from kvtool.chats.template import Message, Template
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
 from kvtool.errors import InputError
-from kvtool.kernels import token_nll
-from kvtool.llama import Model, Sampler
+from kvtool.kernels.likelihood import token_nll
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
 from kvtool.policy import Policy
-from kvtool.template import Message, Template
 
 N_OUTPUT = 64
 """The most tokens of an answer that one step scores."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.errors import InputError
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data
 from kvtool.tasks.reader import Reader

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtool.errors import InputError
-from kvtool.llama import Model
+from kvtool.llama.model import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
 from kvtool.tasks.longbench import PARTS

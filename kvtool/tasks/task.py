@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from kvtool.llama import Model
+    from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.tasks.reader import Reader
 

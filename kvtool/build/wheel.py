@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from kvtool.cpu import cpu_features
 from kvtool.errors import KvtoolError, LibraryError, UsageError
-from kvtool.paths import cache_dir, checkout
+from kvtool.system.cpu import cpu_features
+from kvtool.system.paths import cache_dir, checkout
 
 FLAGS = (
     "-DLLAVA_BUILD=OFF",
@@ -69,7 +69,7 @@ def patches_dir() -> Path:
     """patches/ of the checkout, or the copy that an installed kvtool carries. Raises LibraryError."""
     if root := checkout():
         return root / "patches"
-    folder = Path(__file__).resolve().parent / "patches"
+    folder = Path(__file__).resolve().parent.parent / "patches"
     if (folder / "UPSTREAM").is_file():
         return folder
     raise LibraryError(f"the patch files are missing from {folder}; install kvtool again")
@@ -481,7 +481,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     sys.stdout.write(f"{wheel}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import ModelError, OutOfMemory, UsageError
+from kvtool.models.supported import INTERLEAVED
 
 
 def _alone(package: str, name: str) -> ModuleType:
@@ -49,8 +50,10 @@ _FORMATS = {
     constants.GGUFValueType.INT64: "q",
     constants.GGUFValueType.FLOAT64: "d",
 }
+
 # llama.cpp's LLAMA_MAX_LAYERS: an array that says something for every layer is no longer than this
 _MAX_LAYERS = 512
+
 # ggml's GGML_MAX_DIMS
 _MAX_AXES = 4
 
@@ -286,15 +289,10 @@ def _info(path: Path, size: int, metadata: dict[str, Any]) -> ModelInfo:
     )
 
 
-# architectures whose layers partly slide, the others attending to all: window and pattern unless the file
-# says otherwise, and every n-th layer of a pattern n does not slide (src/models/*.cpp, load_swa_pattern)
-_INTERLEAVED = {"gemma2": (4096, 2), "gemma3": (0, 6)}
-
-
 def _sliding(metadata: dict[str, Any], arch: str, n_layer: int) -> tuple[int, tuple[bool, ...]]:
     """The window, 0 where no layer slides, and which layers slide."""
-    window, pattern = _INTERLEAVED.get(arch, (0, 0))
-    if arch in _INTERLEAVED:
+    window, pattern = INTERLEAVED.get(arch, (0, 0))
+    if arch in INTERLEAVED:
         window = metadata.get(f"{arch}.attention.sliding_window", window)
         pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", pattern)
     if not isinstance(window, int) or window < 1:
@@ -306,79 +304,3 @@ def _sliding(metadata: dict[str, Any], arch: str, n_layer: int) -> tuple[int, tu
             f"a damaged {arch}.attention.sliding_window_pattern in the header; download it again"
         )
     return window, tuple(map(bool, pattern[:n_layer]))
-
-
-_SLIDING = "attention through a sliding window"
-_RECURRENT = "recurrent or convolution layers, whose state has no cells"
-_LATENT = "latent attention (MLA), where all heads share one compressed row"
-_MROPE = "positions of more than one dimension (M-RoPE)"
-_ALIBI = "ALiBi, which takes a distance from the shared cells and not from the key"
-
-# from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
-_NAMES = {
-    _SLIDING: (
-        "cohere2 cohere2moe exaone-moe gemma4 gpt-oss granite_swa maple mimo2 muse-glimmer spark2_5 step35"
-    ),
-    "layers that share keys and values": "gemma3n",
-    _RECURRENT: (
-        "arwkv7 bailingmoe3 falcon-h1 glm5-next granitehybrid jamba kimi-k3 kimi-linear lfm2 lfm2moe mamba "
-        "mamba2 minimax-01 nemotron_h nemotron_h_moe plamo2 qwen35 qwen35moe qwen3next rwkv6 rwkv6qwen2 rwkv7"
-    ),
-    _LATENT: "deepseek2 deepseek32 dots3note glm-dsa minicpm3 mistral4 plm",
-    _MROPE: "paddleocr qwen2vl qwen3tts qwen3vl qwen3vlmoe",
-    _ALIBI: "bloom jais mpt refact",
-    "sparse attention with an index beside the cache": "deepseek4 hy_v4 minimax-m3 qwen4exp",
-    "learned positions, which end with the trained context": "gpt2 gptj starcoder",
-    "layers without rotary positions among others that have them": "afmoe llama4 smollm3",
-    "a router that attends through the cache as well": "graniteswitch",
-    "an encoder, which has no cache of past tokens": (
-        "bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert "
-        "nomic-bert nomic-bert-moe t5 t5encoder wavtokenizer-dec"
-    ),
-    "diffusion instead of one token after another": "dream llada llada-moe rnd1",
-    "a draft head that needs another model": "dflash eagle3 gemma4-assistant",
-    "speech": "pockettts",
-}
-_BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.split()}
-# llama.cpp reads the window of these files and attends to everything all the same
-_IGNORE_THE_WINDOW = ("phi3", "phimoe")
-
-
-def unsupported(info: ModelInfo) -> str | None:
-    """Why kvtool cannot run this model yet, or None. The engine checks again what the loaded model does."""
-    reason = _BY_NAME.get(info.architecture) or _by_keys(info)
-    return reason and f"kvtool cannot run {info.architecture} models yet: no support for {reason}"
-
-
-def _by_keys(info: ModelInfo) -> str | None:
-    def value(key: str) -> object:
-        return info.metadata.get(f"{info.architecture}.{key}")
-
-    known = (*_INTERLEAVED, *_IGNORE_THE_WINDOW)
-    if _positive(value("attention.sliding_window")) and info.architecture not in known:
-        return _SLIDING
-    if all(info.slides):
-        return "sliding windows in every layer"
-    recurrent = tuple(f"{info.architecture}.{part}." for part in ("ssm", "wkv", "kda", "shortconv"))
-    if any(key.startswith(recurrent) for key in info.metadata):
-        return _RECURRENT
-    if _positive(value("attention.kv_lora_rank")):
-        return _LATENT
-    sections = value("rope.dimension_sections")
-    if isinstance(sections, tuple) and sum(map(_positive, sections)) > 1:
-        return _MROPE
-    # llama.cpp knows the 13B Baichuan by its layers alone
-    if _positive(value("attention.max_alibi_bias")) or (info.architecture, info.n_layer) == ("baichuan", 40):
-        return _ALIBI
-    if value("attention.causal") is False:
-        return "attention to later tokens"
-    if 0 in info.n_head_kv:
-        return "layers without attention"
-    return None
-
-
-def _positive(value: object) -> bool:
-    """Of a list: whether any of it is."""
-    if isinstance(value, tuple):
-        return any(map(_positive, value))
-    return isinstance(value, int | float) and value > 0

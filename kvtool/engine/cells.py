@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.kernels import kernel
+from kvtool.kernels.kernel import kernel
 
 
 @dataclass(frozen=True, slots=True)

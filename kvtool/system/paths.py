@@ -5,12 +5,14 @@ import os
 import sys
 from pathlib import Path
 
-from kvtool.cpu import cpu_features
+from kvtool.system.cpu import cpu_features
+
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def checkout() -> Path | None:
     """The folder of the checkout that kvtool runs from; None where it was installed from a wheel."""
-    root = Path(__file__).resolve().parent.parent
+    root = _PACKAGE.parent
     return root if (root / "patches" / "UPSTREAM").is_file() else None
 
 
@@ -34,12 +36,17 @@ def cache_dir() -> Path:
 
 def kernel_dir() -> Path:
     """Where today's kernels are cached: numba sees changes in a kernel's own file, none in its callees'."""
-    root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in [root / "kernels.py", root / "cells.py", *sorted((root / "policies").glob("*.py"))]:
+    for path in sorted(
+        [
+            *(_PACKAGE / "kernels").glob("*.py"),
+            _PACKAGE / "engine" / "cells.py",
+            *(_PACKAGE / "policies").glob("*.py"),
+        ]
+    ):
         digest.update(path.read_bytes())
     # numba keeps what it compiles apart by the folder of the source
-    digest.update(str(root).encode())
+    digest.update(str(_PACKAGE).encode())
     digest.update(cpu_features().encode())
     # numba would take kernels without bounds checks from its cache for ones with them
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
@@ -47,5 +54,5 @@ def kernel_dir() -> Path:
 
 
 def kernel_library() -> Path:
-    """The shared library of today's kernels, which kvtool/warm.py makes."""
+    """The shared library of today's kernels, which kvtool/kernels/link.py makes."""
     return kernel_dir() / "kernels.so"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtool.errors import UsageError
-from kvtool.header import PAD, ModelInfo
+from kvtool.models.header import PAD, ModelInfo
 from kvtool.units import format_bytes, parse_bytes
 
 

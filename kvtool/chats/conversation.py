@@ -12,11 +12,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvtool import session
-from kvtool.engine import Engine
+from kvtool.chats import session
+from kvtool.chats.template import GEMMA, RAW, Message, Template
+from kvtool.engine.loop import Engine
 from kvtool.errors import ModelError
-from kvtool.llama import Model, Sampler
-from kvtool.template import GEMMA, RAW, Message, Template
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
 
 
 class Writer:

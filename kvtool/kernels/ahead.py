@@ -1,6 +1,6 @@
 """Kernels compiled ahead into a shared library: a process that calls them does without numba and its 100 MiB.
 
-kvtool/warm.py makes it. Where there is none numba compiles, as ever.
+kvtool/kernels/link.py makes it. Where there is none numba compiles, as ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtool.paths import kernel_library
+from kvtool.system.paths import kernel_library
 
 # now, whatever becomes of the environment later
 LIBRARY = kernel_library()

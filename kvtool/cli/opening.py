@@ -1,4 +1,4 @@
-"""The options that several commands share, and what they open."""
+"""What the shared options open: a model, a policy, an engine, a sampler."""
 
 from __future__ import annotations
 
@@ -7,112 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import LibraryError, UsageError
 
-N_BATCH = 256
-"""Tokens a step of a chat unless -b is given."""
-
-POLICY = "h2o"
-"""Unless --policy is given: the best or next to it on three texts with 512 and 1,024 cells, and endless."""
-
 if TYPE_CHECKING:
-    from kvtool.engine import Engine, Settings
-    from kvtool.header import ModelInfo
-    from kvtool.llama import Model as LoadedModel
-    from kvtool.llama import Sampler
+    from kvtool.engine.loop import Engine
+    from kvtool.engine.settings import Settings
+    from kvtool.llama.model import Model as LoadedModel
+    from kvtool.llama.sampler import Sampler
+    from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy as FittedPolicy
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "-m", "--model", help="A name (kvtool models list) or a GGUF file.", show_default="$KVTOOL_MODEL"
-    ),
-]
-Policy = Annotated[
-    str,
-    typer.Option("--policy", help="Which cells stay: a name (kvtool policies) or a Python file of yours."),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option("--budget", help="The most each row may hold: cells (512), a share (10%) or bytes (64MiB)."),
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option("-o", metavar="NAME=VALUE", help="A parameter of the policy.", show_default=False),
-]
-EvictEvery = Annotated[
-    int | None,
-    typer.Option("--evict-every", min=1, help="Tokens from one eviction to the next.", show_default="16"),
-]
-Positions = Annotated[
-    str,
-    typer.Option(
-        "--positions",
-        help="original; in-cache; auto: original, and when the context is full gaps are closed.",
-    ),
-]
-Prefill = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill",
-        help="How a long prompt is read: stream, evicting on the way; whole, then compressed once.",
-        show_default="the policy's",
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        "-c",
-        "--ctx-size",
-        min=1,
-        help="Positions there are; with policy full the cells.",
-        show_default="trained",
-    ),
-]
-Batch = Annotated[int | None, typer.Option("-b", "--batch-size", min=1, help="The most tokens of a step.")]
-Threads = Annotated[
-    int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="one a core")
-]
-GpuLayers = Annotated[
-    int | None, typer.Option("-ngl", "--gpu-layers", min=0, help="Layers on the GPU.", show_default="all")
-]
-Rpc = Annotated[
-    str | None,
-    typer.Option(
-        "--rpc",
-        metavar="HOST:PORT,...",
-        help="Spread layers and cache over these machines, on which kvtool worker runs.",
-    ),
-]
-TypeK = Annotated[
-    str, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f32, f16, q8_0, ...")
-]
-TypeV = Annotated[str, typer.Option("-ctv", "--cache-type-v", help="Type of the cached values.")]
-Flash = Annotated[str, typer.Option("-fa", "--flash-attn", help="Flash attention: on, off or auto.")]
-Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="llama.cpp's own log and statistics on stderr.")
-]
-Explain = Annotated[
-    bool,
-    typer.Option(
-        "--explain", help="Before starting say on stderr what the budget is for, and what will happen."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-Temp = Annotated[float, typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens up to this probability.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Only tokens this likely against the likeliest.")]
-RepeatPenalty = Annotated[float, typer.Option("--repeat-penalty", help="Against repetition; 1: none.")]
-Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of the sampler.", show_default="random")
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +57,7 @@ SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
 
 def sampler(context: typer.Context, engine: Engine) -> Sampler:
     """The sampler that the running command's options ask for. Raises UsageError."""
-    from kvtool.llama import Sampler
+    from kvtool.llama.sampler import Sampler
 
     params = context.params
     return Sampler(engine.model.n_vocab, seed=params["seed"], **{name: params[name] for name in SAMPLING})
@@ -176,7 +84,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
 
     Raises KvtoolError.
     """
-    from kvtool.header import CACHE_TYPES
+    from kvtool.models.header import CACHE_TYPES
 
     for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
         if kind not in CACHE_TYPES:
@@ -203,7 +111,7 @@ def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
     if rpc is None:
         return ()
 
-    from kvtool.rpc import endpoints
+    from kvtool.llama.rpc import endpoints
 
     if gpu_layers == 0:
         raise UsageError("-ngl 0 leaves no layer to the workers of --rpc; leave one of them out")
@@ -212,37 +120,39 @@ def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
 
 def resolved(model: str | None) -> tuple[Path, ModelInfo]:
     """The file of a name or a path, downloaded where it is not there, and its header. Raises KvtoolError."""
-    from kvtool import models
+    from kvtool.models.resolve import check, resolve
 
     with bytes_progress(f"downloading {model or 'the model'}") as progress:
-        path = models.resolve(model, progress)
-    return path, models.check(path)
+        path = resolve(model, progress)
+    return path, check(path)
 
 
 def check_patch(names: Sequence[str]) -> None:
     """Where llama.cpp is not patched, says what that means. Raises LibraryError for policies that need it."""
-    from kvtool import llama, policies
+    from kvtool import policies
+    from kvtool.llama.library import HOW_TO_BUILD, is_patched
 
-    if llama.is_patched():
+    if is_patched():
         return
     needing = [name for name in names if policies.load(name).needs_patch()]
     plain = ", ".join(runnable())
     if needing:
         raise LibraryError(
-            f"this llama.cpp has not kvtool's patch, which {', '.join(needing)} needs; {llama.HOW_TO_BUILD}, "
+            f"this llama.cpp has not kvtool's patch, which {', '.join(needing)} needs; {HOW_TO_BUILD}, "
             f"or choose one of {plain}"
         )
     sys.stderr.write(
         f"this llama.cpp has not kvtool's patch: only {plain} run, and all rows hold the same tokens; "
-        f"for the others {llama.HOW_TO_BUILD}\n"
+        f"for the others {HOW_TO_BUILD}\n"
     )
 
 
 def runnable() -> list[str]:
     """The policies that run on the llama.cpp that there is."""
-    from kvtool import llama, policies
+    from kvtool import policies
+    from kvtool.llama.library import is_patched
 
-    return [name for name in policies.names() if llama.is_patched() or not policies.load(name).needs_patch()]
+    return [name for name in policies.names() if is_patched() or not policies.load(name).needs_patch()]
 
 
 def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
@@ -253,14 +163,16 @@ def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
 @contextmanager
 def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
     """The model in memory. Raises KvtoolError."""
-    from kvtool import llama
+    from kvtool.llama.log import guard, set_verbose
+    from kvtool.llama.model import Model
+    from kvtool.llama.workers import add_rpc
 
-    llama.set_verbose(wanted.verbose)
-    llama.guard()
+    set_verbose(wanted.verbose)
+    guard()
     check_patch([wanted.policy])
     if workers := workers_of(wanted.rpc, wanted.gpu_layers):
-        llama.add_rpc(*workers)
-    model = llama.Model(path, n_gpu_layers=wanted.gpu_layers)
+        add_rpc(*workers)
+    model = Model(path, n_gpu_layers=wanted.gpu_layers)
     try:
         yield model
     finally:
@@ -274,7 +186,8 @@ def fitted(
 
     over_budget: whether a step may go over the budget, which bytes have to have room for.
     """
-    from kvtool import budget, policies
+    from kvtool import policies
+    from kvtool.models import budget
 
     n, is_bound = budget.cells(budget_text, info, n_batch, wanted.type_k, wanted.type_v)
     slack = wanted.evict_every or policies.default_slack(n)
@@ -288,7 +201,7 @@ def settings_of(
     wanted: EngineOptions, n_ctx: int, n_batch: int, n_output: int, over_budget: bool
 ) -> Settings:
     """An engine's settings. Raises UsageError."""
-    from kvtool.engine import Settings
+    from kvtool.engine.settings import Settings
 
     return Settings(
         positions=wanted.positions,
@@ -338,7 +251,7 @@ def open_engine(
             policy = policies.fit("full", min(n_ctx, n_tokens))
         settings = settings_of(wanted, n_ctx, n_batch, n_batch if scoring else 1, over_budget=not scoring)
 
-        from kvtool.engine import Engine
+        from kvtool.engine.loop import Engine
 
         engine = Engine(model, policy, settings)
         try:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvtool.errors import SessionError
-from kvtool.files import locked, replacing
+from kvtool.system.files import locked, replacing
 
 FORMAT = 1
 """Goes up when what is saved changes its meaning."""

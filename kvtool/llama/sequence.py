@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtool import header
 from kvtool.errors import LibraryError
-from kvtool.llama import Decoder, Model
+from kvtool.llama.context import Decoder
+from kvtool.llama.model import Model
+from kvtool.models.header import read
 from kvtool.policy import Merge
 
 
@@ -30,7 +31,7 @@ class SequenceContext(Decoder):
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)
-        info = header.read(model.path)
+        info = read(model.path)
         types = how.get("type_k", "f16"), how.get("type_v", "f16")
         self._cell_bytes = info.cell_bytes(*types)
         self.cache_bytes = self.n_ctx * self._cell_bytes + info.window_bytes(n_batch, *types)

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from kvtool.cells import Cells, append, fill_holes, rank_by_pos
+from kvtool.engine.cells import Cells, append, fill_holes, rank_by_pos
+from kvtool.engine.settings import Settings
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError, where
-from kvtool.header import CACHE_TYPES, PAD
-from kvtool.llama import HOW_TO_BUILD, Context, Model, is_patched
+from kvtool.llama.context import Context
+from kvtool.llama.library import HOW_TO_BUILD, is_patched
+from kvtool.llama.model import Model
+from kvtool.llama.sequence import SequenceContext
+from kvtool.models.header import PAD
 from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View, true_cells
-from kvtool.sequence import SequenceContext
 
 _WINDOW = ("window", "window_cells")
 """What is saved of sliding layers: where their tokens lie, and K and V."""
@@ -44,42 +47,6 @@ _COUNTERS = (
     "_n_evicted_cells",
 )
 """The engine's numbers, as they are saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How the engine runs, apart from the policy.
-
-    positions: "original", "in-cache" or "auto". n_ctx: the positions there are, the trained context unless
-    given (never more). n_batch: the most tokens of a step. prefill: how a prompt is read, "stream" or
-    "whole", as the policy wants it unless given. n_output: the most tokens of a step whose logits are wanted.
-    over_budget: whether a step may go over the budget until its eviction, so that a prompt is read in steps
-    longer than the slack.
-    """
-
-    positions: str = "auto"
-    prefill: str | None = None
-    n_ctx: int | None = None
-    n_batch: int = 256
-    n_output: int = 1
-    over_budget: bool = True
-    type_k: str = "f16"
-    type_v: str = "f16"
-    flash: str = "auto"
-    n_threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.positions not in ("original", "in-cache", "auto"):
-            raise UsageError(f"positions must be original, in-cache or auto, got {self.positions!r}")
-        if self.prefill not in (None, "stream", "whole"):
-            raise UsageError(f"prefill must be stream or whole, got {self.prefill!r}")
-        if self.flash not in ("on", "off", "auto"):
-            raise UsageError(f"flash must be on, off or auto, got {self.flash!r}")
-        for name in ("type_k", "type_v"):
-            if getattr(self, name) not in CACHE_TYPES:
-                raise UsageError(
-                    f"{name} must be one of {', '.join(CACHE_TYPES)}, got {getattr(self, name)!r}"
-                )
 
 
 class Engine:

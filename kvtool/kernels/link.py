@@ -1,8 +1,8 @@
-"""Compiles every kernel: `python -m kvtool.warm`, so that no user waits for numba.
+"""Compiles every kernel: `python -m kvtool.kernels.link`, so that no user waits for numba.
 
-Each goes into numba's disk cache, and all together into a shared library, for kvtool/ahead.py: what numba
-makes of a kernel behind a C signature is taken as LLVM's text, made an object file, and linked with numba's
-own allocator, which kernels with arrays of their own call.
+Each goes into numba's disk cache, and all together into a shared library, which kvtool/kernels/ahead.py
+loads: what numba makes of a kernel behind a C signature is taken as LLVM's text, made an object file, and
+linked with numba's own allocator, which kernels with arrays of their own call.
 Standard library only until there is something to compile.
 """
 
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import LibraryError
-from kvtool.paths import kernel_dir, kernel_library
+from kvtool.system.paths import kernel_dir, kernel_library
 
 if TYPE_CHECKING:
-    from kvtool.kernels import Kernel
+    from kvtool.kernels.kernel import Kernel
 
 _ALLOCATOR = r"""
 #include "nrt.cpp"
@@ -71,10 +71,12 @@ def warm() -> None:
     """Compiles the kernels of every module that has some, each for its signatures."""
     if (is_warm() and is_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return
-    from kvtool import kernels, policies
+    from kvtool import policies
+    from kvtool.kernels.kernel import of_module
 
-    modules = ["kvtool.kernels", "kvtool.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
-    found = {kernel.name: kernel for module in modules for kernel in kernels.of_module(import_module(module))}
+    modules = [f"kvtool.kernels.{name}" for name in ("selection", "norm", "likelihood")]
+    modules += ["kvtool.engine.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
+    found = {kernel.name: kernel for module in modules for kernel in of_module(import_module(module))}
     for n_done, kernel in enumerate(found.values()):
         _say(n_done, len(found) + 1)
         kernel.compile()
@@ -144,7 +146,7 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
     import llvmlite.binding as llvm
     import numpy as np
 
-    from kvtool.ahead import parse, symbol
+    from kvtool.kernels.ahead import parse, symbol
 
     # by its name, as its own types leave some of this out
     numba: Any = import_module("numba")

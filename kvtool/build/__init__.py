@@ -1,0 +1,1 @@
+"""The patched llama.cpp, built once a machine."""

@@ -1,0 +1,1 @@
+"""Chats: turns through one cache, kept in a file."""

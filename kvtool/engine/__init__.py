@@ -1,0 +1,1 @@
+"""The one loop: decode, read signals, plan, apply."""

@@ -1,0 +1,74 @@
+"""Kernels over logits: likelihoods and divergence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtool.kernels.kernel import kernel
+
+
+@kernel("Tuple((i8, f8))(f4[::1])")
+def _top_and_log_sum(logits: np.ndarray) -> tuple[int, float]:
+    """logits f32[n_vocab] -> the first index of the highest, and log(sum(exp(logit - highest)))."""
+    best = 0
+    for j in range(1, len(logits)):
+        if logits[j] > logits[best]:
+            best = j
+    top = logits[best]
+    total = 0.0
+    for x in logits:
+        total += np.exp(np.float64(x - top))
+    return best, np.log(total)
+
+
+@kernel("void(f4[:,::1], i4[::1], f8[::1])")
+def token_nll(logits: np.ndarray, target: np.ndarray, nll: np.ndarray) -> None:
+    """Negative log-likelihood in nats: logits f32[n, n_vocab], target i32[n] -> nll f64[n]."""
+    for i in range(len(target)):
+        best, log_sum = _top_and_log_sum(logits[i])
+        nll[i] = log_sum - np.float64(logits[i, target[i]] - logits[i, best])
+
+
+@kernel("void(f4[:,::1], i4[:,::1], i4[::1], f4[:,::1])")
+def log_probs(logits: np.ndarray, tokens: np.ndarray, top: np.ndarray, log_p: np.ndarray) -> None:
+    """logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], the likeliest (lowest among equals);
+    log_p f32[n, k], the log-probabilities of the tokens, in nats."""
+    n, k = tokens.shape
+    for i in range(n):
+        best, log_sum = _top_and_log_sum(logits[i])
+        top[i] = best
+        for j in range(k):
+            log_p[i, j] = np.float64(logits[i, tokens[i, j]] - logits[i, best]) - log_sum
+
+
+@kernel("void(f4[:,::1], i4[::1], i4[:,::1], f4[:,::1], f8[::1], f8[::1], i4[::1])")
+def divergence(
+    logits: np.ndarray,
+    target: np.ndarray,
+    tokens: np.ndarray,
+    log_p: np.ndarray,
+    nll: np.ndarray,
+    kl: np.ndarray,
+    top: np.ndarray,
+) -> None:
+    """The same nll, and how far predictions Q are from others P of which the likeliest tokens are known.
+
+    logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k], log_p f32[n, k] of P -> nll f64[n];
+    kl f64[n], the divergence KL(P || Q) in nats where all other tokens count as one; top i32[n] of Q.
+    """
+    n, k = tokens.shape
+    for i in range(n):
+        best, log_sum = _top_and_log_sum(logits[i])
+        nll[i] = log_sum - np.float64(logits[i, target[i]] - logits[i, best])
+        top[i] = best
+        total, rest_p, rest_q = 0.0, 1.0, 1.0
+        for j in range(k):
+            # rounded as P is, so that equal predictions have no divergence at all
+            log_q = np.float32(np.float64(logits[i, tokens[i, j]] - logits[i, best]) - log_sum)
+            p = np.exp(np.float64(log_p[i, j]))
+            total += p * (np.float64(log_p[i, j]) - np.float64(log_q))
+            rest_p -= p
+            rest_q -= np.exp(np.float64(log_q))
+        # what rounding may leave of nothing
+        rest_p, rest_q = max(rest_p, 1e-12), max(rest_q, 1e-12)
+        kl[i] = total + rest_p * np.log(rest_p / rest_q)

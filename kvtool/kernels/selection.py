@@ -1,0 +1,87 @@
+"""Kernels that choose which cells stay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtool.kernels.kernel import kernel
+
+
+@kernel("i8(i8[::1], i8, i8)")
+def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
+    """values i64[n_value or more] -> the one with `nth` lower ones, by quickselect. Reorders the values.
+
+    They should be different: of equal ones each is passed by itself. numpy.partition does the same, but takes
+    seconds to compile.
+    """
+    begin, last = 0, n_value - 1
+    while begin < last:
+        middle = (begin + last) // 2
+        # the median of three goes last, the lowest of them first
+        if values[middle] < values[begin]:
+            values[begin], values[middle] = values[middle], values[begin]
+        if values[last] < values[begin]:
+            values[begin], values[last] = values[last], values[begin]
+        if values[middle] < values[last]:
+            values[middle], values[last] = values[last], values[middle]
+        pivot = values[last]
+        middle = begin
+        # each value is swapped, lower or not: a branch would be guessed wrong every other time
+        for i in range(begin, last):
+            value = values[i]
+            values[i] = values[middle]
+            values[middle] = value
+            middle += value < pivot
+        values[last], values[middle] = values[middle], pivot
+        if nth == middle:
+            break
+        if nth < middle:
+            last = middle - 1
+        else:
+            begin = middle + 1
+    return int(values[nth])
+
+
+@kernel("i8(i4, i4)")
+def score_key(bits: int, pos: int) -> np.int64:
+    """Orders tokens by score, then by position, NaN included: bits are the score's, a float32.
+
+    No two tokens of a row have the same key, so that a row always keeps the number it should.
+    """
+    rank = np.int64(bits)
+    if rank < 0:
+        rank = -(rank & 0x7FFFFFFF)
+    return (rank << 32) | pos
+
+
+@kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
+def keep_highest(
+    pos: np.ndarray, score: np.ndarray, sinks: int, recent: int, n_keep: int, keep: np.ndarray
+) -> None:
+    """Tokens before `sinks` and from `recent` on stay, and of the others the highest scores, n_keep in all.
+
+    pos i32[row, n], score f32[row, n or more], sinks, recent: positions -> keep b1[row, n].
+    Among equal scores the newer token stays. Where more than n_keep are protected, just these stay.
+    """
+    n_row, n = pos.shape
+    bits = score.view(np.int32)
+    never = np.int64(2**63 - 1)
+    keys, open_keys = np.empty(n, np.int64), np.empty(n, np.int64)
+    for row in range(n_row):
+        # no branches here: a cell's place says nothing about its token
+        for cell in range(n):
+            is_open = sinks <= pos[row, cell] < recent
+            keys[cell] = score_key(bits[row, cell], pos[row, cell]) if is_open else never
+        last_out = never
+        if n - n_keep == 1:
+            for cell in range(n):
+                last_out = min(last_out, keys[cell])
+        else:
+            n_open = 0
+            for cell in range(n):
+                open_keys[n_open] = keys[cell]
+                n_open += keys[cell] < never
+            n_evict = min(n - n_keep, n_open)
+            last_out = np.int64(nth_lowest(open_keys, n_open, n_evict - 1)) if n_evict > 0 else -never
+        for cell in range(n):
+            keep[row, cell] = keys[cell] > last_out or keys[cell] == never

@@ -1,0 +1,345 @@
+"""A cache of cells and the decode that fills it."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.llama.devices import default_threads, has_gpu
+from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, api, check, error_text, lib
+from kvtool.llama.log import because, crash_means, damaged, log_tail, no_memory
+from kvtool.llama.model import Model
+from kvtool.policy import Merge, Signal
+
+CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+}
+"""The names of -ctk and -ctv, and ggml's numbers for them."""
+
+FLASH = {"auto": -1, "off": 0, "on": 1}
+
+GROUPS = {"sum": 0, "max": 1, "first": 2}
+
+_QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
+
+
+class Decoder:
+    """A cache of n_cell cells and the decode that fills it, for one sequence: what any llama.cpp has of both.
+
+    n_output: the most tokens of a step whose logits are wanted. ragged: see Context.
+    Raises UsageError for cache types that cannot go together, OutOfMemory, and LibraryError for what
+    llama.cpp refuses.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_cell: int,
+        n_batch: int,
+        *,
+        ragged: bool = False,
+        n_output: int = 1,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash: str = "auto",
+        n_threads: int | None = None,
+    ) -> None:
+        self.model = model
+        self.n_batch = n_batch
+        self.ragged = ragged
+        params = api.llama_context_default_params()
+        # the sliding layers' cache is never longer than this, and must hold the window and a step
+        params.n_ctx = max(n_cell, self.model.window and self.model.window + n_batch)
+        params.swa_full = False
+        params.n_batch = params.n_ubatch = n_batch
+        params.n_seq_max = 1
+        params.n_outputs_max = min(n_output, n_batch)
+        params.n_threads = params.n_threads_batch = n_threads or default_threads()
+        params.type_k = CACHE_TYPES[type_k]
+        params.type_v = CACHE_TYPES[type_v]
+        params.flash_attn_type = FLASH[choose_flash(flash, type_v, ragged)]
+        log_tail.clear()
+        self._batch: Any = None
+        self._context = None
+        with crash_means(damaged(model.path)):
+            self._context = api.llama_init_from_model(model._model, params)
+        if not self._context:
+            if no_memory():
+                raise OutOfMemory(f"no memory for a cache of {n_cell} cells{because()}")
+            raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{because()}")
+        self.n_ctx: int = api.llama_n_ctx(self._context)
+        self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
+        as_array = np.ctypeslib.as_array
+        self._tokens, self._pos, self._wants = (
+            as_array(field, (n_batch,)) for field in (batch.token, batch.pos, batch.logits)
+        )
+        as_array(batch.n_seq_id, (n_batch,))[:] = 1
+        self._order = np.arange(n_batch, dtype=np.int32)
+        for i in range(n_batch):
+            batch.seq_id[i][0] = 0
+        self._n_output = 0
+        self._logits_where = (0, 0)
+        self._has_decoded = False
+
+    def close(self) -> None:
+        if self._context:
+            api.llama_free(self._context)
+            self._context = None
+            if self._batch:
+                api.llama_batch_free(self._batch)
+                self._batch = None
+
+    def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        n = len(tokens)
+        self._batch.n_tokens = n
+        self._tokens[:n] = tokens
+        self._pos[:n] = self._order[:n] + pos_0
+        self._wants[: n - n_output] = False
+        self._wants[n - n_output : n] = True
+        log_tail.clear()
+        # what is damaged shows in the first step
+        with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
+            status = api.llama_decode(self._context, self._batch)
+        self._has_decoded = True
+        if status != 0:
+            raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
+        self._n_output = n_output
+
+    def logits(self) -> np.ndarray:
+        """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
+        pointer = api.llama_get_logits(self._context)
+        where = ctypes.addressof(pointer.contents), self._n_output
+        if where != self._logits_where:
+            # NumPy makes a type of its own for each, which takes longer than all else of a step here
+            self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
+            self._logits_where = where
+        return self._logits
+
+    def remove(self, first: int, end: int) -> None:
+        """Frees the cells at positions first .. end - 1."""
+        if not api.llama_memory_seq_rm(self._memory, 0, first, end):
+            raise LibraryError(f"llama.cpp cannot remove positions {first} to {end - 1} of its cache")
+
+    def shift(self, first: int, end: int, delta: int) -> None:
+        """The tokens at positions first .. end - 1 come delta later; keys turn before the next decode."""
+        api.llama_memory_seq_add(self._memory, 0, first, end, delta)
+
+    @property
+    def _memory(self) -> object:
+        return api.llama_get_memory(self._context)
+
+    def state(self) -> bytes:
+        """The raw bytes of all live cells, as llama.cpp saves a sequence; not of ragged rows."""
+        if self.ragged:
+            raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
+        n = api.llama_state_seq_get_size(self._context, 0)
+        buffer = (ctypes.c_uint8 * n)()
+        return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
+
+    def set_state(self, data: bytes) -> None:
+        """Writes what `state` returned into an empty cache."""
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
+            raise LibraryError(f"llama.cpp cannot take back the cells that it saved{because()}")
+
+
+class Context(Decoder):
+    """A cache whose cells each row has of its own, which needs the patched library.
+
+    Layers that slide, if the model has some, have no rows: llama.cpp keeps their window beside the cells.
+    signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
+    logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
+    how: as Decoder has it. Raises what Decoder does, and ModelError for a model that has no rows.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_cell: int,
+        n_batch: int,
+        signals: Signal = Signal.NONE,
+        *,
+        n_query: int = 0,
+        group: str = "sum",
+        log_n: bool = False,
+        ragged: bool = False,
+        **how: Any,
+    ) -> None:
+        super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
+        wanted = EnableParams(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
+        self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
+        if self.n_row < 0:
+            why = error_text()
+            self.close()
+            raise ModelError(f"{model.path.name} cannot be used yet: {why}")
+        self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
+        self.row_layers = np.empty(self.n_row, np.int32)
+        check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        n_layer = np.count_nonzero(np.diff(self.row_layers)) + 1
+        self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
+        if model.window and model.window + n_batch > n_cell:
+            self.resize(np.full(n_layer, n_cell))
+
+    @property
+    def n_cell(self) -> int:
+        """Cells of the longest layer."""
+        return int(self.layer_cells.max())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the K and V tensors, those of sliding layers among them."""
+        return int(lib.llama_kvtool_cache_bytes(self._context))
+
+    def hide(self, n: int) -> None:
+        """The first n cells stay, but no later query sees them; the next token may have any position.
+
+        Sliding layers forget everything.
+        """
+        self._apply(Edit(n_keep=n, n_hidden=n))
+
+    def see(self, n_seen: int) -> None:
+        """The first query of the next decode has seen n_seen tokens before itself."""
+        check(lib.llama_kvtool_seen(self._context, n_seen))
+
+    def resize(self, n_cell: np.ndarray) -> None:
+        """Gives each layer i32[layer] that many cells, the live ones with what they hold."""
+        n_cell = np.ascontiguousarray(n_cell, np.int32)
+        check(lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
+        self.layer_cells = n_cell
+
+    def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
+        """f32[row, n, n_dim]: the keys of each row's cells first i32[row] .., rotated by delta i32[row, n].
+
+        With a quantized K all of them are turned by one orthogonal map that llama.cpp stores them under.
+        """
+        n_row, n = delta.shape
+        out = np.empty((n_row, n, self.n_dim), np.float32)
+        first, delta = (np.ascontiguousarray(array, np.int32) for array in (first, delta))
+        pointers = (array.ctypes.data for array in (first, delta, out))
+        check(lib.llama_kvtool_read_keys(self._context, *pointers, n_row, n, self.n_dim))
+        return out
+
+    def read(self, signal: Signal, n_kv: int) -> np.ndarray:
+        """One signal since the last edit, f32[row, n_kv]."""
+        out = np.empty((self.n_row, n_kv), np.float32)
+        check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
+        return out
+
+    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
+        """Lets a signal go on from f32[row, n_kv], as it was n_query queries after the last edit."""
+        values = np.ascontiguousarray(values, np.float32)
+        shape = values.shape
+        check(lib.llama_kvtool_write(self._context, int(signal), values.ctypes.data, *shape, n_query))
+
+    def cells(self, layer: int, n: int) -> np.ndarray:
+        """u1[bytes]: the first n cells of a layer as they are stored, keys and then values, cell by cell."""
+        out = np.empty(n * self.cell_bytes(layer), np.uint8)
+        check(lib.llama_kvtool_get_cells(self._context, layer, out.ctypes.data, n))
+        return out
+
+    def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
+        """Whether that may be what `cells` returned of n cells of such a layer."""
+        return data.nbytes == n * self.cell_bytes(layer)
+
+    def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
+        """Writes what `cells` returned."""
+        assert self.fits(layer, n, data)
+        assert data.flags.c_contiguous
+        check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
+
+    @property
+    def n_window(self) -> int:
+        """Cells of the layers that attend through a sliding window; 0 where there are none."""
+        return int(lib.llama_kvtool_n_window(self._context))
+
+    def window(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of sliding layers: i32[1 + n_window], the next cell and each one's position; their u1[bytes]."""
+        table, data = (np.empty(*own) for own in zip(self.window_shapes, (np.int32, np.uint8), strict=True))
+        check(lib.llama_kvtool_get_window(self._context, table.ctypes.data, data.ctypes.data))
+        return table, data
+
+    def set_window(self, table: np.ndarray, data: np.ndarray) -> None:
+        """Writes what `window` returned."""
+        assert [table.shape, data.shape] == self.window_shapes
+        check(lib.llama_kvtool_set_window(self._context, table.ctypes.data, data.ctypes.data))
+
+    @property
+    def window_shapes(self) -> list[tuple[int]]:
+        """Those of the two arrays that `window` returns."""
+        return [(1 + self.n_window,), (lib.llama_kvtool_get_window(self._context, None, None),)]
+
+    def cell_bytes(self, layer: int) -> int:
+        """Bytes of K and V that a cell takes in a layer, one of those with a cache."""
+        n_bytes: int = lib.llama_kvtool_get_cells(self._context, layer, None, 1)
+        check(n_bytes)
+        return n_bytes
+
+    def apply(
+        self,
+        moves: np.ndarray,
+        n_keep: int,
+        pos_0: int,
+        merge: Merge | None = None,
+        *,
+        n_keep_row: np.ndarray | None = None,
+        force_graph: bool = False,
+    ) -> None:
+        """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
+
+        n_keep_row i32[row]: the same for each row, at most n_keep, where rows are ragged.
+        The last counts as position pos_0 + n_keep - 1, the others come before it, and the next token must
+        come at pos_0 + n_keep. Sliding layers move along where that is another position than it was, and lose
+        what would come before position 0.
+        Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
+        """
+        moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
+        edit = Edit(
+            moves=moves.ctypes.data_as(ctypes.POINTER(Move)),
+            n_move=len(moves),
+            n_keep=n_keep,
+            pos_0=pos_0,
+            force_graph=force_graph,
+        )
+        if n_keep_row is not None:
+            n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
+            edit.n_keep_row = n_keep_row.ctypes.data
+        terms = np.empty(0, TERM)
+        if merge is not None:
+            terms = np.empty(len(merge.row), TERM)
+            for name in TERM.names or ():
+                terms[name] = getattr(merge, name)
+            edit.terms = terms.ctypes.data_as(ctypes.POINTER(Term))
+            edit.n_term = len(terms)
+        self._apply(edit)
+
+    def _apply(self, edit: Edit) -> None:
+        check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+
+
+def choose_flash(flash: str, type_v: str, ragged: bool) -> str:
+    """What -fa comes to with that type of V. Raises UsageError where the two cannot go together."""
+    if ragged:
+        # flash attention takes no mask of each head's own on most devices
+        if type_v in _QUANTIZED and has_gpu():
+            raise UsageError(f"a {type_v} V cache does not go with this policy on a GPU; choose -ctv f16")
+        flash = "off" if flash == "auto" and type_v not in _QUANTIZED else flash
+    if flash == "off" and type_v in _QUANTIZED:
+        raise UsageError(f"a {type_v} V cache needs flash attention: -fa on, or another -ctv")
+    if flash == "auto":
+        if type_v in _QUANTIZED:
+            return "on"
+        # on a CPU a transposed V without flash attention is faster from 512 cells on, and never much slower
+        return "auto" if has_gpu() else "off"
+    return flash

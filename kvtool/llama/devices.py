@@ -1,0 +1,83 @@
+"""The devices of ggml, and how many threads a CPU takes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+from kvtool.llama.library import ABI, api, bind, is_patched, lib, library_path
+from kvtool.llama.log import start_backends
+
+
+def library_info() -> dict[str, Any]:
+    """What is built: version, path, patched, abi, abi_wanted, digest, devices, system_info."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        package = version("llama-cpp-python")
+    except PackageNotFoundError:
+        package = "unknown"
+    return {
+        "version": package,
+        "path": str(library_path()),
+        "patched": is_patched(),
+        "abi": lib.llama_kvtool_abi() if is_patched() else None,
+        "abi_wanted": ABI,
+        "digest": lib.llama_kvtool_digest().decode() if is_patched() else None,
+        "devices": devices(),
+        "system_info": api.llama_print_system_info().decode().strip(),
+    }
+
+
+_DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
+
+
+def devices() -> list[dict[str, Any]]:
+    """The devices of ggml: name, description, type, memory_total and memory_free in bytes."""
+    start_backends()
+    bind("ggml_backend_dev_count", ctypes.c_size_t)
+    bind("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    bind("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    bind("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    bind("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    found = []
+    for i in range(lib.ggml_backend_dev_count()):
+        device = lib.ggml_backend_dev_get(i)
+        free, total = memory_of(device)
+        kind = lib.ggml_backend_dev_type(device)
+        found.append(
+            {
+                "name": lib.ggml_backend_dev_name(device).decode(),
+                "description": lib.ggml_backend_dev_description(device).decode(),
+                "type": _DEVICE_TYPES[kind] if kind < len(_DEVICE_TYPES) else str(kind),
+                "memory_total": total,
+                "memory_free": free,
+            }
+        )
+    return found
+
+
+def memory_of(device: int) -> tuple[int, int]:
+    """(free, total) in bytes."""
+    size = ctypes.POINTER(ctypes.c_size_t)
+    bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    lib.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+def has_gpu() -> bool:
+    """Whether any device is not the CPU (RPC devices count)."""
+    return any(device["type"] in ("gpu", "igpu") for device in devices())
+
+
+def default_threads() -> int:
+    """A thread for each core that this process may use; two on one core are slower than one."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
+    except OSError:
+        shared = False
+    return max(n // 2, 1) if shared else n

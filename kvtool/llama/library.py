@@ -1,0 +1,132 @@
+"""The shared library: loaded, its patched calls bound, and what is known of it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+
+from kvtool.errors import LibraryError
+from kvtool.system.paths import build_command
+
+try:
+    import llama_cpp.llama_cpp as llama_cpp_api
+except (
+    ImportError,
+    OSError,
+    RuntimeError,
+) as error:  # no package, no library in it, or one that does not load
+    if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp":
+        raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}") from None
+    # ggml's CUDA part is linked to the driver
+    how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
+    raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
+
+ABI = 3
+
+HOW_TO_BUILD = f"build the one that has it: {build_command()}"
+"""The end of what is said where the patch is missing."""
+
+api = llama_cpp_api
+lib = api._lib
+
+
+class Move(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("row", "dst", "src", "delta")]
+
+
+class Term(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int32) for name in ("row", "dst", "src")), ("weight", ctypes.c_float)]
+
+
+class Edit(ctypes.Structure):
+    _fields_ = [
+        ("moves", ctypes.POINTER(Move)),
+        ("terms", ctypes.POINTER(Term)),
+        ("n_move", ctypes.c_int32),
+        ("n_term", ctypes.c_int32),
+        ("n_keep", ctypes.c_int32),
+        ("pos_0", ctypes.c_int32),
+        ("n_keep_row", ctypes.c_void_p),
+        ("n_hidden", ctypes.c_int32),
+        ("force_graph", ctypes.c_bool),
+    ]
+
+
+class EnableParams(ctypes.Structure):
+    _fields_ = [
+        ("signals", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
+        ("n_query", ctypes.c_int32),
+        ("log_n", ctypes.c_bool),
+        ("ragged", ctypes.c_bool),
+    ]
+
+
+TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
+
+
+def bind(name: str, result: type | None, *arguments: object) -> None:
+    function = getattr(lib, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+
+
+def is_patched() -> bool:
+    """Whether the library has our patch."""
+    return hasattr(lib, "llama_kvtool_abi")
+
+
+def _bind_all() -> None:
+    pointer, i32, i64, u32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
+    bind("llama_kvtool_abi", i32)
+    bind("llama_kvtool_digest", ctypes.c_char_p)
+    if lib.llama_kvtool_abi() != ABI:
+        # what else it has is another kvtool's: check_library says so
+        return
+    bind("llama_kvtool_error", ctypes.c_char_p)
+    bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
+    bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(EnableParams))
+    bind("llama_kvtool_n_dim", i32, pointer)
+    bind("llama_kvtool_seen", i32, pointer, i32)
+    bind("llama_kvtool_resize", i32, pointer, pointer, i32)
+    bind("llama_kvtool_row_layers", i32, pointer, pointer, i32)
+    bind("llama_kvtool_cache_bytes", i64, pointer)
+    bind("llama_kvtool_read", i32, pointer, u32, pointer, i32, i32)
+    bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32, i32)
+    bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
+    bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
+    bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
+    bind("llama_kvtool_n_window", i32, pointer)
+    bind("llama_kvtool_get_window", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_set_window", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
+
+
+if is_patched():
+    _bind_all()
+
+
+def library_path() -> Path:
+    """The shared library that is loaded."""
+    return Path(lib._name)
+
+
+def check_library() -> None:
+    """Raises LibraryError for a library with our patch of another ABI than this kvtool speaks."""
+    if is_patched() and (abi := lib.llama_kvtool_abi()) != ABI:
+        raise LibraryError(
+            f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
+            f"this kvtool ABI {ABI}; build the right one: {build_command()}"
+        )
+
+
+def error_text() -> str:
+    message: bytes = lib.llama_kvtool_error()
+    return message.decode()
+
+
+def check(status: int) -> None:
+    if status < 0:
+        raise LibraryError(f"llama.cpp refused: {error_text()}")

@@ -1,0 +1,88 @@
+"""A GGUF model and its vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import numpy as np
+
+from kvtool.errors import ModelError, OutOfMemory
+from kvtool.llama.library import api, check_library
+from kvtool.llama.log import because, crash_means, damaged, log_tail, no_memory, start_backends
+
+
+class Model:
+    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory.
+
+    vocab_only: just to tokenize; no weights are loaded.
+    """
+
+    def __init__(
+        self, path: Path | str, *, n_gpu_layers: int | None = None, vocab_only: bool = False
+    ) -> None:
+        check_library()
+        start_backends()
+        log_tail.clear()
+        params = api.llama_model_default_params()
+        params.vocab_only = vocab_only
+        if n_gpu_layers is not None:
+            params.n_gpu_layers = n_gpu_layers
+        self.path = Path(path)
+        self._model = None
+        with crash_means(damaged(path)):
+            self._model = api.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            if no_memory():
+                raise OutOfMemory(f"no memory for {path}{because()}")
+            raise ModelError(f"llama.cpp cannot load {path}{because()}")
+        self._vocab = api.llama_model_get_vocab(self._model)
+        self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
+        # tokens that sliding layers see, 0 where there are none
+        self.window: int = api.llama_model_n_swa(self._model)
+        self.bos: int = api.llama_vocab_bos(self._vocab)
+        self.eos: int = api.llama_vocab_eos(self._vocab)
+        self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
+
+    def close(self) -> None:
+        if self._model:
+            api.llama_model_free(self._model)
+            self._model = None
+
+    def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
+        """Tokens i32[n]. special: markers as <|im_end|> become tokens. start: BOS if the model has it so."""
+        data = text.encode()
+        room = len(data) + 8
+        while True:
+            tokens = (api.llama_token * room)()
+            # a vocabulary is not looked into before
+            with crash_means(damaged(self.path)):
+                n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
+            if n >= 0:
+                return np.array(tokens[:n], np.int32)
+            room = -n
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of a token, perhaps a part of a character. special: markers are written out."""
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = api.llama_token_to_piece(self._vocab, int(token), buffer, room, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+
+    def marker(self, token: int) -> str:
+        """A special token written out; empty where the model has none."""
+        return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether the token is one of the model's end-of-generation tokens."""
+        return bool(api.llama_vocab_is_eog(self._vocab, int(token)))
+
+    def chat_template(self) -> str | None:
+        """The Jinja template in the model's header."""
+        text = api.llama_model_chat_template(self._model, None)
+        return text.decode("utf-8", "replace") if text else None

@@ -1,0 +1,107 @@
+"""Workers: a model's layers on other machines, by ggml's RPC."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from kvtool.errors import LibraryError
+from kvtool.llama import rpc
+from kvtool.llama.devices import devices, memory_of
+from kvtool.llama.library import bind, check, lib
+from kvtool.llama.log import add_workers, start_backends
+from kvtool.system.paths import build_command
+
+
+def add_rpc(*endpoints: str) -> None:
+    """Adds the devices of the workers at host:port, ...; models loaded later use them before any other.
+
+    Raises UsageError for what is no endpoint or named twice, LibraryError for a worker that does not answer.
+    """
+    with rpc.reached(endpoints) as addresses:
+        # llama.cpp itself would wait without an end, or end the process
+        add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
+    add_workers(endpoints)
+    for endpoint, address in zip(endpoints, addresses, strict=True):
+        server = add_server(address.encode())
+        if not server:
+            raise LibraryError(f"the worker at {endpoint} has no devices")
+        _register(server)
+
+
+_SPARE_BYTES = 1
+"""What a worker's spare says to have of memory, as in llama-kvtool.h: with none it would get layers."""
+
+
+def _register(server: int) -> None:
+    """Makes a worker's devices known, but for its spares: those are for edits of what lies on the others."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    bind("ggml_backend_reg_dev_count", size, pointer)
+    bind("ggml_backend_reg_dev_get", pointer, pointer, size)
+    bind("ggml_backend_device_register", None, pointer)
+    found = [lib.ggml_backend_reg_dev_get(server, i) for i in range(lib.ggml_backend_reg_dev_count(server))]
+    real = [device for device in found if memory_of(device)[1] != _SPARE_BYTES]
+    for device in real:
+        lib.ggml_backend_device_register(device)
+    n = len(real)
+    if hasattr(lib, "llama_kvtool_use_spares") and n > 0 and found[:n] == real and len(found) == 3 * n:
+        bind("llama_kvtool_use_spares", ctypes.c_int32, pointer, pointer, pointer)
+        for own in zip(real, found[n : 2 * n], found[2 * n :], strict=True):
+            check(lib.llama_kvtool_use_spares(*own))
+
+
+def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    """A function of ggml's RPC. Raises LibraryError where the library is built without."""
+    start_backends()
+    bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    registry = lib.ggml_backend_reg_by_name(b"RPC")
+    address = registry and lib.ggml_backend_reg_get_proc_address(registry, name.encode())
+    if not address:
+        raise LibraryError(
+            f"llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON {build_command()}"
+        )
+    return ctypes.CFUNCTYPE(result, *arguments)(address)
+
+
+def served(memory: int | None = None) -> list[dict[str, object]]:
+    """The devices that `server` serves, as `devices` tells them: GPUs, or the CPU where there is none.
+
+    memory: the most bytes that they say to have, all together. Raises LibraryError where that needs a patch.
+    """
+    found = _served()
+    if memory is not None:
+        if not hasattr(lib, "llama_kvtool_limit"):
+            raise LibraryError(
+                f"to say less memory than there is takes a patched llama.cpp: {build_command()}"
+            )
+        bind("llama_kvtool_limit", ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64)
+        for i, _ in found:
+            check(lib.llama_kvtool_limit(lib.ggml_backend_dev_get(i), memory // len(found)))
+        found = _served()
+    return [device for _, device in found]
+
+
+def _served() -> list[tuple[int, dict[str, object]]]:
+    local = list(enumerate(devices()))
+    gpus = [(i, device) for i, device in local if device["type"] in ("gpu", "igpu")]
+    return gpus or [(i, device) for i, device in local if device["type"] == "cpu"][:1]
+
+
+def server(address: str, n_threads: int) -> Callable[[], None]:
+    """What serves this machine's devices at "1.2.3.4:50052" to one client after the other, when it is called.
+
+    It returns only where it cannot listen there, and writes to C's stdout what it does.
+    Raises LibraryError where the library is built without RPC.
+    """
+    text, size, pointer = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p
+    arguments = (text, text, size, size, ctypes.POINTER(pointer))
+    start = _rpc_function("ggml_backend_rpc_start_server", None, *arguments)
+    handles = [lib.ggml_backend_dev_get(i) for i, _ in _served()]
+    if hasattr(lib, "llama_kvtool_spare"):
+        # ggml's server keeps one graph a device: with two spares of each it has the decode's and both of ours
+        bind("llama_kvtool_spare", pointer, pointer)
+        handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
+    array = (pointer * len(handles))(*handles)
+    return lambda: start(address.encode(), None, n_threads, len(handles), array)

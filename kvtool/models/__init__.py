@@ -1,0 +1,1 @@
+"""Models: names, downloads, headers, budgets."""

@@ -1,0 +1,1 @@
+"""What kvtool asks of the operating system."""
