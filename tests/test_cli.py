@@ -91,7 +91,7 @@ def test_a_command_loads_no_other():
         "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "kvtool.cli.models kvtool.cli.options kvtool.cli.progress\n"
+    assert done.stdout == "kvtool.cli.flags kvtool.cli.models kvtool.cli.progress\n"
 
 
 def test_commands_are_shown_in_their_order_and_suggested():
