@@ -231,8 +231,8 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
         engine = Engine(model, policies.fit("streamingllm", 200, 16), settings)
         want = 256 * info.cell_bytes(type_k) + info.window_bytes(n_batch, type_k)
         assert engine.cache_bytes == want
-        assert budget.cells(f"{want}B", info, n_batch, type_k) == (256, True)
-        assert budget.cells(f"{want + 256 * info.cell_bytes(type_k) - 1}B", info, n_batch, type_k)[0] == 256
+        assert budget.parse(f"{want}B", info, n_batch, type_k) == (256, True)
+        assert budget.parse(f"{want + 256 * info.cell_bytes(type_k) - 1}B", info, n_batch, type_k)[0] == 256
         engine.close()
         # the window does not grow with the cells
         context = Context(model, 1024, n_batch, type_k=type_k)

@@ -65,7 +65,8 @@ def evaluate(
         str | None,
         typer.Option(
             "--budget",
-            help="The most each row may hold: cells (512), a share of each prompt (20%) or bytes (64MiB).",
+            help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
+            "or bytes (64MiB).",
             show_default="20%",
         ),
     ] = None,
@@ -171,7 +172,7 @@ def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tupl
     least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
 
     def policy_for(n: int, n_answer: int) -> Policy:
-        n_cell = max(min(round(n * percent / 100), most), least)
+        n_cell = max(min(budget.share(percent, n), most), least)
         return policies.fit(wanted.policy, n_cell, wanted.evict_every, wanted.options)
 
     return policy_for, n_batch

@@ -30,7 +30,11 @@ Policy = Annotated[
 
 Budget = Annotated[
     str | None,
-    typer.Option("--budget", help="The most each row may hold: cells (512), a share (10%) or bytes (64MiB)."),
+    typer.Option(
+        "--budget",
+        help="Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
+        "or bytes (64MiB).",
+    ),
 ]
 
 Options = Annotated[

@@ -174,7 +174,7 @@ def _cell(
             "choose --positions auto, or --types q8_0"
         )
     elif asked is not None:
-        n, is_bound = budget.cells(asked, info, n_batch, kind, kind)
+        n, is_bound = budget.parse(asked, info, n_batch, kind, kind)
         if is_bound:
             n_batch = budget.batch_within(n, n_batch)
     if n > common.n_ctx:

@@ -1,63 +1,79 @@
-"""A budget as people write it: cells, a share of the trained context, or bytes."""
+"""A budget as people write it: tokens, a share, or bytes."""
 
 from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
 from kvtool.models.header import PAD, ModelInfo
 from kvtool.units import format_bytes, parse_bytes
 
+if TYPE_CHECKING:
+    from decimal import Decimal
 
-def cells(
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
+
+
+def parse(
     text: str, info: ModelInfo, n_batch: int, type_k: str = "f16", type_v: str = "f16"
 ) -> tuple[int, bool]:
-    """What "512", "10%" or "64MiB" is in cells, and whether it bounds the whole cache, padding included.
+    """The cells that "512", "10%" or "64MiB" stand for, and whether they bound the whole cache.
 
-    A share is rounded down; bytes give the largest cache, in steps of 256 cells, that fits into them beside
-    the window of sliding layers. n_batch: the most tokens of a step. Raises UsageError.
+    A share is of the trained context, see `share`. Bytes give the largest cache that fits into them, in steps
+    of 256 cells, beside what sliding-window (SWA) layers take. Only bytes bound the whole cache, padding
+    included.
+
+    n_batch: the most tokens of a batch. Raises UsageError.
     """
     text = text.strip()
     if text.isdecimal():
         n = int(text)
         if n < 1:
-            raise UsageError("the budget must be at least one cell")
+            raise UsageError("the budget must be at least 1 token")
         return n, False
     if text.endswith("%"):
-        return _share(text, info.n_ctx_train), False
+        n = share(percent(text), info.n_ctx_train)
+        if n == 0:
+            raise UsageError(
+                f"{text} of the trained context ({info.n_ctx_train} tokens) is less than 1 token; "
+                "choose a larger share"
+            )
+        return n, False
     try:
         n_bytes = parse_bytes(text)
     except UsageError:
         raise UsageError(
-            f"a budget is cells (512), a share of the context (10%) or bytes (64MiB), got {text!r}"
+            f"a budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
+            f"got {text!r}"
         ) from None
     n = info.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD
     if n == 0:
         smallest = format_bytes(
             PAD * info.cell_bytes(type_k, type_v) + info.window_bytes(n_batch, type_k, type_v)
         )
-        raise UsageError(f"{text} is too little for {info.path.name}: {PAD} cells take {smallest}")
+        raise UsageError(
+            f"{text} is too small for {info.path.name}: the smallest cache ({PAD} tokens) takes {smallest}"
+        )
     return min(n, info.n_ctx_train), True
 
 
 def batch_within(n: int, n_batch: int) -> int:
-    """The most tokens of a step in a cache of n cells that bytes bound: the batch has to fit into it too."""
+    """The largest batch for a cache of n cells that is bounded in bytes: the batch needs room in it too."""
     return max(1, min(n_batch, n // 4))
 
 
-def percent(text: str) -> float:
-    """What "20%" says. Raises UsageError for what is not above 0 and at most 100."""
-    try:
-        share = float(text.strip().removesuffix("%"))
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 100:
-        raise UsageError(f"a share is 1% to 100%, got {text!r}")
-    return share
+def percent(text: str) -> Decimal:
+    """The number in "20%". Raises UsageError unless it is above 0 and at most 100."""
+    # imported here: most commands never need it, and it takes memory
+    from decimal import Decimal
+
+    match = _SHARE.fullmatch(text.strip())
+    if not match or not 0 < Decimal(match[1]) <= 100:
+        raise UsageError(f"a share must be above 0% and at most 100%, got {text!r}")
+    return Decimal(match[1])
 
 
-def _share(text: str, n_ctx_train: int) -> int:
-    n = int(n_ctx_train * percent(text) / 100)
-    if n == 0:
-        raise UsageError(
-            f"{text} of the trained context of {n_ctx_train} tokens is not a cell; choose a greater share"
-        )
-    return n
+def share(percent: Decimal, n: int) -> int:
+    """That share of n tokens in cells, rounded down: a budget is a hard cap. 0 is possible."""
+    return int(n * percent / 100)
