@@ -194,16 +194,18 @@ def _told(cells: Mapping[Cell, Sample], table: Table, model: str) -> str:
     """Whether the paper's ordering is there: of each difference between its own method and another."""
     found = [theirs * _compared(cells, table, cell) for cell, theirs in _ordered(cells, table)]
     here, reverse, unclear = (found.count(sign) for sign in (1, -1, 0))
-    said = [f"In brackets: {model}."] * bool(table.paper)
+    said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
     if found:
-        verdict = "The paper's ordering does not hold here" if reverse else "Nothing can be told here"
+        verdict = "The paper's ordering does not hold here." if reverse else "No difference can be told here."
         if here:
-            verdict = f"The paper's ordering holds here {'in part' if reverse else 'as far as can be told'}"
-        said.append(
-            f"{verdict}: of its differences from `{table.against}` {here} are there, {reverse} the other way "
-            f"round, {unclear} within two standard errors."
-        )
-    return " ".join(said)
+            verdict = f"The paper's ordering holds here {'in part' if reverse else 'as far as we can tell'}."
+        said += [
+            verdict,
+            f"Of its {len(found)} differences from `{table.against}`, {here} appear here, {reverse} are "
+            f"reversed, {unclear} are within two standard errors.",
+        ]
+    # a line each
+    return "\n".join(said)
 
 
 def _ordered(cells: Mapping[Cell, Sample], table: Table) -> Iterator[tuple[Cell, int]]:
@@ -234,8 +236,9 @@ def _of_what(lines: Sequence[Line]) -> str:
         f"{Path(model).stem}, kvtool {own}, llama-cpp-python {llama}, patch {str(patch)[:12]}"
         for model, own, llama, patch in made_by
     )
-    minutes = sum(line["seconds"] for line in lines) / 60
-    return f"*{', '.join([*sizes, f'{minutes:.0f} minutes'])}; {versions}.*"
+    minutes = round(sum(line["seconds"] for line in lines) / 60)
+    took = f"{minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
+    return f"*{', '.join([*sizes, took])}; {versions}.*"
 
 
 # running

@@ -305,7 +305,7 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
     evicted = f"{100 * h2o.mean():.1f} ±{100 * h2o.std(ddof=1) / np.sqrt(30):.1f}"
     assert f"| policy | 64 | 128 |\n| --- | ---: | ---: |\n| `full` | {all_kept} | {all_kept} |\n" in text
     assert f"| `h2o` | {evicted} (12.3) | {all_kept} |\n| `tova` | (4.5) |  |\n" in text
-    assert "In brackets: Llama." in text
+    assert "In brackets: the paper's numbers, with Llama." in text
     assert "*30 items, 3 minutes; m, kvtool 1, llama-cpp-python 2, patch 3.*" in text
 
 
@@ -365,28 +365,28 @@ def test_the_papers_differences_are_counted(measured):
     text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
-        "In brackets: Llama. The paper's ordering holds here in part: of its differences from `buzz` 1 are "
-        "there, 1 the other way round, 1 within two standard errors.\n" in text
+        "In brackets: the paper's numbers, with Llama.\nThe paper's ordering holds here in part.\nOf its 3 "
+        "differences from `buzz`, 1 appear here, 1 are reversed, 1 are within two standard errors.\n" in text
     )
     lower = measured(
         [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
         Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
     )
-    assert "holds here as far as can be told: of its differences from `buzz` 1 are there, 0 the" in lower
+    assert "as far as we can tell.\nOf its 1 differences from `buzz`, 1 appear here, 0 are" in lower
 
 
 def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
     better, same, own = [0.9, 0.8, 0.9, 0.8], [0.1, 0.9, 0.9, 0.1], [0.5, 0.4, 0.5, 0.4]
     found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     told = {
-        "h2o": "ordering does not hold here: of its differences from `buzz` 0 are there, 1 the other",
-        "local": "Nothing can be told here: of its differences from `buzz` 0 are there, 0 the other way",
+        "h2o": "does not hold here.\nOf its 1 differences from `buzz`, 0 appear here, 1 are reversed",
+        "local": "No difference can be told here.\nOf its 1 differences from `buzz`, 0 appear here, 0 are",
     }
     for worse, said in told.items():
         assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
     text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
     assert (
-        "as far as can be told: of its differences from `h2o` 1 are there, 0 the other way round, 2 within"
+        "as far as we can tell.\nOf its 3 differences from `h2o`, 1 appear here, 0 are reversed, 2 are within"
         in text
     )
     # what was not measured tells nothing
