@@ -27,7 +27,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan fuzz fuzz-sanitized papers papers-tables clean
+.PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan fuzz fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -42,6 +42,7 @@ help:
 	@echo 'make fuzz-sanitized  the calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make papers       the papers'"'"' experiments: DATA=folder, IDS="..." for some of them; docs/papers.md'
 	@echo 'make papers-tables  the tables of docs/papers.md from what is kept in docs/papers'
+	@echo 'make docs         docs/cli.md from the help texts of the commands'
 	@echo 'make clean        remove $(VENV); what was built and downloaded stays in the cache'
 	@echo
 	@echo 'PYTHON=python3.12           another Python'
@@ -134,6 +135,9 @@ papers: setup
 
 papers-tables: $(READY)
 	@$(PY) benchmarks/papers.py tables
+
+docs: $(READY)
+	@$(PY) docs/make_cli.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
