@@ -42,8 +42,8 @@ def run(smollm2, monkeypatch):
 
 
 @pytest.mark.engine
-def test_the_readmes_ten_lines_stream_a_reply(run, capsys):
-    (code,) = blocks("README.md")
+def test_the_documents_ten_lines_stream_a_reply(run, capsys):
+    code = blocks("docs/python.md")[0]
     assert len(code.strip().splitlines()) <= 11
     left = run(code)
     reply, _, end = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
@@ -61,7 +61,7 @@ def test_the_readmes_ten_lines_stream_a_reply(run, capsys):
 
 @pytest.mark.engine
 def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
-    code = blocks("docs/python.md")
+    code = blocks("docs/python.md")[1:]
     left = run(code[0])
     engine = left["engine"]
     written = capsys.readouterr().out

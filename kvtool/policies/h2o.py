@@ -10,7 +10,7 @@ fade (`decay`), TOVA has one decision a layer (`per=layer`), llama-recipes looks
 (`group=first`).
 
 The paper's sums grow with the stream, and beyond the context, where it does not go, old tokens can no longer
-be overtaken: there sums fade (`decay_beyond=1`: never). docs/measured.md has what that is worth.
+be overtaken: there sums fade (`decay_beyond=1`: never). docs/streams.md has what that is worth.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iter
             except _MISFITS as error:
                 raise InputError(
                     f"{path}, record {number}, has no layout that {task} reads "
-                    f"({type(error).__name__}: {error}); docs/eval.md has them"
+                    f"({type(error).__name__}: {error}); docs/tasks.md has them"
                 ) from None
 
 

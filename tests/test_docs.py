@@ -1,0 +1,158 @@
+"""The documents: short lines, links that lead somewhere, commands that kvtool takes, and nothing left out."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from kvtool import policies
+from kvtool.cli import app
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+import make_cli
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "patches" / "README.md", *DOCS.glob("*.md")])
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are neither of a table nor of a command or an example."""
+    in_fence = False
+    for number, line in enumerate(read(path).splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_fence = not in_fence
+        elif not in_fence and not line.startswith(("    ", "|", "<!--", "!")):
+            yield number, line
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    heads = [line.lstrip("#").strip() for _, line in prose(path) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+# form
+
+
+def test_the_readme_is_120_lines_of_120_characters_at_most():
+    lines = read(ROOT / "README.md").splitlines()
+    assert len(lines) <= 120
+    assert [line for line in lines if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_line_of_prose_is_longer_than_140_characters(path):
+    assert [f"{path.name}:{number}" for number, line in prose(path) if len(line) > 140] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file_and_a_heading(path):
+    text = "\n".join(line for _, line in prose(path)) + "\n".join(re.findall(r"^[|!].*", read(path), re.M))
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text))
+    for link in links:
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+# the commands
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each kvtool command of an example, and where it stands."""
+    for path in set(PAGES) - {DOCS / "cli.md"}:
+        # what goes on after a backslash is one line
+        for line in read(path).replace("\\\n", " ").splitlines():
+            for part in re.split(r"[|;]|&&", line) if line.startswith("    ") else ():
+                found = re.match(r"\s*(?:\w+\$|\$)?\s*(?:\.venv/bin/)?(kvtool\s.+)", part)
+                if found:
+                    yield found[1], path.name
+
+
+@pytest.mark.parametrize(("command", "page"), sorted(set(commands())))
+def test_every_command_shown_is_one_that_kvtool_takes(command, page):
+    words = shlex.split(re.sub(r"\s[<>].*", "", command), comments=True)[1:]
+    found = get_command(app)
+    while hasattr(found, "commands"):
+        found = found.commands[words.pop(0)]
+    # an unknown option, a missing argument or a value of the wrong type raises here; nothing is run
+    found.make_context(found.name, words)
+
+
+def test_the_page_of_commands_is_what_the_commands_say():
+    assert read(DOCS / "cli.md") == make_cli.page(), "run: make docs"
+
+
+def test_a_changed_help_text_changes_the_page_of_commands(monkeypatch):
+    before = make_cli.page()
+    monkeypatch.setattr(make_cli.errors.UsageError, "__doc__", "Something else.")
+    assert make_cli.page() != before
+    assert "| 2 | Something else. |" in make_cli.page()
+
+
+# nothing is left out
+
+
+def test_every_page_is_in_the_index():
+    index = read(DOCS / "README.md")
+    for path in DOCS.glob("*.md"):
+        assert path.name == "README.md" or f"]({path.name})" in index, path.name
+
+
+def test_every_policy_is_in_the_tables():
+    document = read(DOCS / "policies.md")
+    for name in policies.names():
+        assert f"\n| `{name}` |" in document, name
+
+
+def of_the_tree() -> Iterator[Path]:
+    """Every path that docs/tree.md names, indented by two spaces a level."""
+    (tree,) = re.findall(r"```text\n(.*?)```", read(DOCS / "tree.md"), re.S)
+    folders: list[str] = []
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        yield ROOT.joinpath(*folders[:depth], name)
+        folders[depth:] = [name]
+
+
+def test_everything_in_the_tree_exists():
+    assert [path for path in of_the_tree() if not path.exists()] == []
+
+
+@pytest.mark.parametrize("folder", ["kvtool", "."])
+def test_everything_of_a_folder_is_in_the_tree(folder):
+    there = set(of_the_tree())
+    made = {"__init__.py", "__pycache__", "build", "dist", "fuzz-found", "kvtool.egg-info"}
+    for path in (ROOT / folder).iterdir():
+        if path.name not in made and not path.name.startswith("."):
+            assert path in there, path.name
+
+
+def test_what_is_installed_by_hand_is_what_setup_installs():
+    upstream = read(ROOT / "patches" / "UPSTREAM")
+    by_hand = read(ROOT / "patches" / "README.md")
+    (version,) = set(re.findall(r"llama-cpp-python==([\d.]+)", by_hand))
+    assert version in upstream
+    by_hand = re.search(r'CMAKE_ARGS="([^"]*)" \\\n', by_hand)[1].split()
+    from kvtool.build import wheel as build
+
+    flags = {flag.split("=")[0] for flag in by_hand}
+    assert flags >= {"-DCMAKE_PROJECT_llama_cpp_INCLUDE", "-DLLAVA_BUILD"}
+    source = read(Path(build.__file__))
+    for flag in flags:
+        assert flag in source, flag
