@@ -64,7 +64,7 @@ $(READY): pyproject.toml | library
 	@touch $@
 
 setup: library $(READY)
-	@$(PY) -m kvtool.kernels.link
+	@$(PY) -m kvtool.build.kernels
 
 chat: setup
 	@$(VENV)/bin/kvtool chat $(ARGS)

@@ -20,8 +20,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import apply  # noqa: E402
 
-from kvtool.build import wheel as build  # noqa: E402
+from kvtool.build import sources  # noqa: E402
 from kvtool.errors import KvtoolError  # noqa: E402
+from kvtool.system.paths import cache_dir  # noqa: E402
 
 PATCH = HERE / "hooks.patch"
 FIELDS = ("Subject:", "Why:", "Remove-when:", "Touches:")
@@ -92,7 +93,7 @@ def exported(tree: Path, head: str) -> bytes:
 
 
 def _source() -> Path:
-    return build.source(build.Upstream.read(HERE), build.cache_dir() / "logs" / "source.log")
+    return sources.archive(sources.Upstream.read(HERE), cache_dir() / "logs" / "source.log")
 
 
 def import_(tree: Path) -> str:
@@ -131,7 +132,7 @@ def check() -> str:
         apply.apply(patch, tree)
         if git and exported(tree, head) != patch:
             raise apply.PatchError("export would write other bytes; run import and export")
-    upstream = build.Upstream.read(HERE)
+    upstream = sources.Upstream.read(HERE)
     without = "" if git else " (there is no git: what export would write was not compared)"
     return f"{PATCH.name} fits {upstream.package} {upstream.version}{without}"
 

@@ -12,7 +12,7 @@ import argparse
 import ctypes
 import sys
 
-from kvtool.build import wheel as build
+from kvtool.build import sources
 from kvtool.llama.devices import library_info
 from kvtool.llama.library import api
 
@@ -23,7 +23,7 @@ def check(backend, device):
     print(f"{info['path']}: {', '.join(device['name'] for device in info['devices'])}")
     if not info["patched"]:
         return "it has not kvtool's patch"
-    if info["digest"] != build.patch_digest(build.patches_dir()):
+    if info["digest"] != sources.patch_digest(sources.patches_dir()):
         return "it was built from other patch files than these"
     find = api._lib.ggml_backend_reg_by_name
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]

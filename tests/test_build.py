@@ -19,16 +19,17 @@ import pytest
 from typer.testing import CliRunner
 
 import kvtool.cli.build as command
+from kvtool.build import flags, kernels, needs, process, sources
 from kvtool.build import wheel as build
+from kvtool.build.__main__ import main
 from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
 from kvtool.kernels import ahead
-from kvtool.kernels import link as warm
 from kvtool.system import paths
 
 PATCHES = Path(__file__).parent.parent / "patches"
 ARCHIVE = b"the source distribution"
-CHECK_TOOLS = build.check_tools
+CHECK_TOOLS = needs.check_tools
 
 PIP = """\
 import os, pathlib, sys
@@ -56,17 +57,17 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(build, "check_tools", lambda cmake_args="": None)
+    monkeypatch.setattr(needs, "check_tools", lambda cmake_args="": None)
     pip = tmp_path / "pip.py"
     pip.write_text(PIP)
-    monkeypatch.setattr(build, "_pip", lambda *arguments: [sys.executable, str(pip), *arguments])
+    monkeypatch.setattr(process, "pip", lambda *arguments: [sys.executable, str(pip), *arguments])
     folder = tmp_path / "checkout with spaces" / "patches"
     folder.mkdir(parents=True)
-    for name in (*build.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
+    for name in (*sources.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
         (folder / name).write_text(name)
     sha256 = hashlib.sha256(ARCHIVE).hexdigest()
     (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
-    monkeypatch.setattr(build, "patches_dir", lambda: folder)
+    monkeypatch.setattr(sources, "patches_dir", lambda: folder)
     return folder
 
 
@@ -90,7 +91,7 @@ def test_another_build_downloads_nothing_again(place, tmp_path):
     assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
 
 
-@pytest.mark.parametrize("name", [*build.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
+@pytest.mark.parametrize("name", [*sources.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
 def test_key_changes_with_each_patch_file(place, name):
     before = build.wheel_key(place, "")
     with (place / name).open("a") as file:
@@ -166,7 +167,7 @@ def test_what_cmake_says_after_its_error_is_shown(place, monkeypatch):
 @pytest.mark.parametrize(
     ("says", "why"),
     [
-        ("OSError: [Errno 28] No space left on device", "no room left on the disk"),
+        ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ERROR: Could not find a version that satisfies x (from versions: none)", "there is no network"),
         ("c++: fatal error: Killed signal terminated program cc1plus", "CMAKE_BUILD_PARALLEL_LEVEL=1"),
     ],
@@ -217,23 +218,23 @@ def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypat
 
 
 def test_installs_where_it_may_only(place, tmp_path, monkeypatch):
-    build.check_environment()
+    needs.check_environment()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
-    with pytest.raises(LibraryError, match="purelib cannot be written; .*virtual environment"):
-        build.check_environment()
+    with pytest.raises(LibraryError, match="purelib is not writable; .*virtual environment"):
+        needs.check_environment()
     for name in ("purelib", "stdlib"):
         (tmp_path / name).mkdir()
     (tmp_path / "stdlib" / "EXTERNALLY-MANAGED").touch()
-    build.check_environment()
+    needs.check_environment()
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)
-    with pytest.raises(LibraryError, match="the system looks after .*virtual environment"):
-        build.check_environment()
+    with pytest.raises(LibraryError, match="the system manages .*virtual environment"):
+        needs.check_environment()
 
 
 def test_nothing_is_built_that_could_not_be_installed(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
-    assert build.main(["--install"]) == LibraryError.exit_code
-    assert "cannot be written" in capsys.readouterr().err
+    assert main(["--install"]) == LibraryError.exit_code
+    assert "is not writable" in capsys.readouterr().err
     assert calls(tmp_path) == []
 
 
@@ -245,35 +246,35 @@ def test_an_environment_without_pip_is_said_with_what_adds_it(place, monkeypatch
 
 def test_the_last_installed_flags_stay_until_others_are_asked_for(place, monkeypatch):
     installed(monkeypatch, None)
-    assert build.asked_cmake_args() == ""
+    assert flags.asked_cmake_args() == ""
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
-    assert build.main(["--install"]) == 0
+    assert main(["--install"]) == 0
     monkeypatch.delenv("CMAKE_ARGS")
-    assert build.asked_cmake_args() == "-DGGML_CUDA=on"
+    assert flags.asked_cmake_args() == "-DGGML_CUDA=on"
     monkeypatch.setenv("CMAKE_ARGS", "")
-    assert build.main(["--install"]) == 0
+    assert main(["--install"]) == 0
     monkeypatch.delenv("CMAKE_ARGS")
-    assert build.asked_cmake_args() == ""
+    assert flags.asked_cmake_args() == ""
 
 
 def test_flags_that_do_not_build_are_not_remembered(place, monkeypatch, capsys):
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_CUDA=on")
     monkeypatch.setenv("FAILS", "1")
-    assert build.main(["--install"]) == LibraryError.exit_code
+    assert main(["--install"]) == LibraryError.exit_code
     assert capsys.readouterr().err.splitlines()[-2].startswith("kvtool: ")
     monkeypatch.delenv("CMAKE_ARGS")
-    assert build.asked_cmake_args() == ""
+    assert flags.asked_cmake_args() == ""
 
 
 def test_stdout_is_the_wheel(place, capsys):
-    assert build.main([]) == 0
+    assert main([]) == 0
     assert capsys.readouterr().out == f"{build.find_wheel(build.wheel_key(place, ''))}\n"
 
 
 def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
     script = (
-        "from kvtool import errors\nfrom kvtool.build import wheel as build\n"
-        "try: build.check_tools()\n"
+        "from kvtool import errors\nfrom kvtool.build import needs\n"
+        "try: needs.check_tools()\n"
         "except errors.LibraryError as error: print(error)\n"
     )
     env = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")}
@@ -298,13 +299,13 @@ def test_a_missing_compiler_is_said_with_what_to_install(tmp_path):
         ("-DGGML_CUDA=on", "no nvcc, .*CUDACXX"),
         ("-DGGML_CUDA:BOOL=ON -DX=1", "no nvcc"),
         ("-DGGML_VULKAN=1", "no glslc, .*VULKAN_SDK"),
-        ("-DGGML_METAL=on", "on a Mac only"),
+        ("-DGGML_METAL=on", "on Macs only"),
         ("-DGGML_CUDA=off -DGGML_VULKAN=0 -DGGML_METAL=no", None),
         ("-DGGML_CUDA=on -DGGML_CUDA=off", None),
     ],
 )
 def test_what_a_device_needs_is_looked_for_before_it_is_built_for(tmp_path, monkeypatch, cmake_args, said):
-    monkeypatch.setattr(build, "_runs", lambda program: program not in ("nvcc", "glslc"))
+    monkeypatch.setattr(needs, "_runs", lambda program: program not in ("nvcc", "glslc"))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
@@ -319,7 +320,7 @@ def test_what_a_device_needs_is_looked_for_before_it_is_built_for(tmp_path, monk
 
 
 def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_runs", lambda program: program != "nvcc")
+    monkeypatch.setattr(needs, "_runs", lambda program: program != "nvcc")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path))
     monkeypatch.delenv("CUDACXX", raising=False)
     nvcc = tmp_path / "bin" / "nvcc"
@@ -332,7 +333,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
     """kvtool_build("--cuda", ...) -> what the command gives, with a text in the place of the library."""
-    monkeypatch.setattr(warm, "warm", lambda: None)
+    monkeypatch.setattr(kernels, "compile_all", lambda: None)
     found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: found)
     monkeypatch.setattr(sys, "platform", "linux")
@@ -365,16 +366,16 @@ def test_the_command_builds_for_what_is_asked_and_remembers_it(
         monkeypatch.setenv("CMAKE_ARGS", given)
     done = kvtool_build(*arguments)
     assert done.exit_code == 0, done.output
-    flags = f" with {built}" if built else ""
-    assert done.stdout == f"llama.cpp{flags} is installed, for a CPU; kvtool doctor shows it\n"
+    words = f" with {built}" if built else ""
+    assert done.stdout == f"installed: llama.cpp{words} for a CPU; kvtool doctor shows details\n"
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
-    assert build.asked_cmake_args() == built
+    assert flags.asked_cmake_args() == built
 
 
 def test_the_cpu_alone_of_a_mac_is_without_metal(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert build.device_args([]) == "-DGGML_METAL=off"
-    assert build.device_args(["metal"]) == "-DGGML_METAL=on"
+    assert flags.device_args([]) == "-DGGML_METAL=off"
+    assert flags.device_args(["metal"]) == "-DGGML_METAL=on"
 
 
 @pytest.mark.parametrize(("arguments", "given"), [(["--cpu", "--cuda"], ""), (["--cpu"], "-DGGML_CUDA=on")])
@@ -431,5 +432,5 @@ def test_kernels_with_bounds_checks_are_cached_apart(monkeypatch):
 def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    build.Progress("building with " + "-DGGML_SOMETHING=on " * 9).show(1234, 1234)
+    process.Progress("building with " + "-DGGML_SOMETHING=on " * 9).show(1234, 1234)
     assert len(capsys.readouterr().err.strip("\r")) <= 80

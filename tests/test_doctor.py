@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from kvtool.build import wheel as build
+from kvtool.build import flags, sources, wheel
+from kvtool.build import kernels as compiled
 from kvtool.cli import doctor
 from kvtool.errors import LibraryError
-from kvtool.kernels import link as warm
 from kvtool.system import paths
 
 
@@ -20,10 +20,10 @@ from kvtool.system import paths
 def library(tmp_path, monkeypatch):
     """What the library says of itself; all is well until a test changes it."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "asked_cmake_args", lambda: "")
-    monkeypatch.setattr(build, "installed_key", lambda: build.wheel_key(build.patches_dir(), ""))
-    warm.stamp().parent.mkdir(parents=True)
-    warm.stamp().touch()
+    monkeypatch.setattr(flags, "asked_cmake_args", lambda: "")
+    monkeypatch.setattr(wheel, "installed_key", lambda: wheel.wheel_key(sources.patches_dir(), ""))
+    compiled.stamp().parent.mkdir(parents=True)
+    compiled.stamp().touch()
     paths.kernel_library().touch()
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.gguf").write_bytes(b"12345")
@@ -33,7 +33,7 @@ def library(tmp_path, monkeypatch):
         "patched": True,
         "abi": 1,
         "abi_wanted": 1,
-        "digest": build.patch_digest(build.patches_dir()),
+        "digest": sources.patch_digest(sources.patches_dir()),
         "devices": [
             {"name": "CPU", "description": "x", "type": "cpu", "memory_total": 2**31, "memory_free": 2**30}
         ],
@@ -52,7 +52,7 @@ def run(capsys, **options):
 def test_all_is_well(library, capsys):
     code, out = run(capsys)
     assert code == 0
-    assert "all is well" in out
+    assert "no problems found" in out
     assert "CPU: x, 1.0 of 2.0 GiB free" in out
     assert "small.gguf" in out
 
@@ -70,7 +70,7 @@ def test_json_has_it_all(library, capsys):
     ("field", "value", "said"),
     [
         ("patched", False, "not patched"),
-        ("abi", 0, "ABI 0, this kvtool 1"),
+        ("abi", 0, "version 0 of kvtool's C API, this kvtool needs 1"),
         ("digest", "0" * 64, "other patch files"),
     ],
 )
@@ -83,14 +83,14 @@ def test_a_library_that_does_not_fit_is_to_be_built(library, capsys, field, valu
 
 
 def test_a_library_of_another_machine_is_to_be_built(library, capsys, monkeypatch):
-    monkeypatch.setattr(build, "installed_key", lambda: "0123456789abcdef")
+    monkeypatch.setattr(wheel, "installed_key", lambda: "0123456789abcdef")
     code, out = run(capsys)
     assert code == 1
     assert "another CPU" in out
 
 
 def test_a_library_that_was_built_by_hand_has_no_key_to_compare(library, capsys, monkeypatch):
-    monkeypatch.setattr(build, "installed_key", lambda: None)
+    monkeypatch.setattr(wheel, "installed_key", lambda: None)
     assert run(capsys)[0] == 0
 
 
@@ -112,13 +112,13 @@ def test_kernels_that_are_not_linked(library, capsys):
     code, out = run(capsys)
     assert code == 0
     assert (
-        f"compiled, not linked: numba takes 100 MiB beside them; {sys.executable} -m kvtool.kernels.link"
+        f"compiled, not linked: numba takes 100 MiB more memory; {sys.executable} -m kvtool.build.kernels"
         in out
     )
 
 
 def test_kernels_that_are_not_compiled(library, capsys):
-    warm.stamp().unlink()
+    compiled.stamp().unlink()
     code, out = run(capsys)
     assert code == 1
-    assert f"{sys.executable} -m kvtool.kernels.link" in out
+    assert f"{sys.executable} -m kvtool.build.kernels" in out

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.build import wheel as build
+from kvtool.build import sources
 from kvtool.errors import LibraryError
 
 ROOT = Path(__file__).parent.parent
@@ -75,13 +75,13 @@ def test_hooks_are_call_sites_only():
     assert 0 < len(changed) < 100
 
 
-@pytest.mark.parametrize("name", build.DIGESTED)
+@pytest.mark.parametrize("name", sources.DIGESTED)
 def test_patch_files_are_ascii(name):
     assert (PATCHES / name).read_bytes().isascii()
 
 
 def test_what_kvtool_depends_on_is_what_the_patch_is_for():
-    upstream = build.Upstream.read(PATCHES)
+    upstream = sources.Upstream.read(PATCHES)
     assert f'"{upstream.package}=={upstream.version}"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -89,7 +89,7 @@ def test_what_kvtool_depends_on_is_what_the_patch_is_for():
 def test_an_upstream_file_that_lacks_something_is_refused(tmp_path, text):
     (tmp_path / "UPSTREAM").write_text(text)
     with pytest.raises(LibraryError, match="sha256"):
-        build.Upstream.read(tmp_path)
+        sources.Upstream.read(tmp_path)
 
 
 def test_applies_once(tree):
@@ -259,7 +259,7 @@ def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
         llama = source / "vendor/llama.cpp"
         assert read(llama) == AFTER
         assert (llama / "src/llama-kvtool.cpp").read_text() == "// llama-kvtool.cpp\n"
-        define = f'#define LLAMA_KVTOOL_DIGEST "{build.patch_digest(tmp_path / "patches")}"\n'
+        define = f'#define LLAMA_KVTOOL_DIGEST "{sources.patch_digest(tmp_path / "patches")}"\n'
         assert (llama / "src/llama-kvtool-digest.h").read_text() == define
 
 
@@ -274,7 +274,7 @@ def test_cmake_stops_when_the_patch_does_not_apply(tmp_path):
 
 
 @needs_cmake
-@pytest.mark.parametrize("name", build.DIGESTED)
+@pytest.mark.parametrize("name", sources.DIGESTED)
 def test_cmake_stops_when_a_patch_file_is_missing(tmp_path, name):
     source = project(tmp_path)
     (tmp_path / "patches" / name).unlink()

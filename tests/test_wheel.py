@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool import __version__, policies
+from kvtool.build import sources
 from kvtool.build import wheel as build
 from kvtool.llama.library import api, library_path
 from kvtool.models.catalogue import registry
@@ -106,10 +107,10 @@ def before(place):
 @pytest.fixture(scope="module")
 def built(place, before):
     """`kvtool build`, once the cache has a wheel of this machine's."""
-    key = build.wheel_key(build.patches_dir(), "")
+    key = build.wheel_key(sources.patches_dir(), "")
     folder = place.folder / "cache" / "wheels" / key
     folder.mkdir(parents=True)
-    name = f"llama_cpp_python-{build.Upstream.read(build.patches_dir()).version}"
+    name = f"llama_cpp_python-{sources.Upstream.read(sources.patches_dir()).version}"
     with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
         wheel.writestr("llama_cpp/__init__.py", STAND_IN)
         metadata = f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {name.partition('-')[2]}\n"
@@ -118,7 +119,7 @@ def built(place, before):
         wheel.writestr(f"{name}.dist-info/WHEEL", tags)
         wheel.writestr(f"{name}.dist-info/RECORD", "")
     made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
-    assert place.run("-c", f"from kvtool.kernels.link import *; {made}").returncode == 0
+    assert place.run("-c", f"from kvtool.build.kernels import *; {made}").returncode == 0
     return place.run(place.kvtool, "build")
 
 
@@ -142,8 +143,8 @@ def test_without_llama_cpp_one_line_says_how_to_build_it(before):
     assert before.perplexity.stdout == ""
     assert before.perplexity.stderr == "kvtool: there is no llama.cpp yet; build it: kvtool build\n"
     assert before.doctor.returncode == 1
-    assert "wrong: there is no llama.cpp yet; build it: kvtool build" in before.doctor.stdout
-    assert "mend it with: kvtool build" in before.doctor.stdout
+    assert "problem: there is no llama.cpp yet; build it: kvtool build" in before.doctor.stdout
+    assert "fix it with: kvtool build" in before.doctor.stdout
 
 
 def test_what_needs_no_llama_cpp_works_without_it(before):
@@ -155,8 +156,8 @@ def test_what_needs_no_llama_cpp_works_without_it(before):
 def test_build_installs_it_and_says_what(built):
     assert built.returncode == 0, built.stderr
     (line,) = built.stdout.splitlines()
-    assert line.startswith("llama.cpp is installed, for ")
-    assert line.endswith("; kvtool doctor shows it")
+    assert line.startswith("installed: llama.cpp for ")
+    assert line.endswith("; kvtool doctor shows details")
 
 
 def test_all_is_well_then(place, built):
@@ -166,7 +167,7 @@ def test_all_is_well_then(place, built):
     assert library["build"] == wheel.parent.name
     assert library["path"] == str(library_path())
     # of the wheel's patch files
-    assert library["digest_wanted"] == build.patch_digest(ROOT / "patches")
+    assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
     # of a library that was built by hand from files that are being edited
     assert [each for each in found["problems"] if "other patch files" not in each["wrong"]] == []
 
@@ -174,7 +175,7 @@ def test_all_is_well_then(place, built):
 def test_a_second_build_changes_nothing(place, built):
     again = place.run(place.kvtool, "build", "--cpu")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.startswith("llama.cpp is there already, for ")
+    assert again.stdout.startswith("already installed: llama.cpp for ")
 
 
 def test_a_model_runs(place, built, tiny_model):

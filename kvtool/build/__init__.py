@@ -1,1 +1,1 @@
-"""The patched llama.cpp, built once a machine."""
+"""The patched llama.cpp and the kernels, built once per machine."""

@@ -1,4 +1,4 @@
-"""`kvtool build`: the patched llama.cpp, built for a device and installed beside kvtool."""
+"""`kvtool build`: build the patched llama.cpp for a device and install it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ def build(
     cuda: Annotated[bool, typer.Option("--cuda", help="For NVIDIA GPUs; needs the CUDA toolkit.")] = False,
     metal: Annotated[bool, typer.Option("--metal", help="For Macs.")] = False,
     vulkan: Annotated[bool, typer.Option("--vulkan", help="For any GPU; needs the Vulkan SDK.")] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="For the CPU alone again.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="For the CPU alone.")] = False,
 ) -> None:
     """Build the patched llama.cpp and install it beside kvtool.
 
-    Without an option, for what it was built for here the last time. $CMAKE_ARGS may hold more flags for
-    CMake. What was built once for this machine is kept, and not compiled again.
+    Without an option it builds for the same device as the last time. Flags for CMake go into $CMAKE_ARGS.
+    Each build is kept and reused: nothing is compiled twice.
     """
-    from kvtool.build import wheel as builder
-    from kvtool.kernels import link as warm
+    from kvtool.build import kernels, needs, sources, wheel
+    from kvtool.build.flags import asked_cmake_args, device_args
 
     devices = [name for name, on in (("cuda", cuda), ("metal", metal), ("vulkan", vulkan)) if on]
     if cpu and devices:
-        raise UsageError(f"--cpu is for the CPU alone; choose it or --{devices[0]}")
-    cmake_args = builder.device_args(devices) if cpu or devices else builder.asked_cmake_args()
+        raise UsageError(f"--cpu and --{devices[0]} exclude each other; choose one")
+    cmake_args = device_args(devices) if cpu or devices else asked_cmake_args()
     try:
-        builder.check_environment()
-        # what is half done is removed
+        needs.check_environment()
+        # so that Ctrl-C removes a half-finished build
         with interrupt.raising():
-            wheel = builder.build(builder.patches_dir(), cmake_args)
-            is_new = builder.install(wheel, cmake_args)
-        warm.warm()
+            built = wheel.build(sources.patches_dir(), cmake_args)
+            is_new = wheel.install(built, cmake_args)
+        kernels.compile_all()
     except LibraryError as error:
         line, *log = str(error).splitlines()
         sys.stderr.writelines(f"{each}\n" for each in log)
@@ -49,16 +49,16 @@ def build(
     names = [device["description"] for device in found["library"]["devices"]]
     flags = f" with {cmake_args}" if cmake_args else ""
     typer.echo(
-        f"llama.cpp{flags} is {'installed' if is_new else 'there already'}, for {', '.join(names)}; "
-        "kvtool doctor shows it"
+        f"{'installed' if is_new else 'already installed'}: llama.cpp{flags} for {', '.join(names)}; "
+        "kvtool doctor shows details"
     )
 
 
 def _examined() -> dict[str, Any]:
-    """What `kvtool doctor --json` says, in a process that has the new library."""
+    """The output of `kvtool doctor --json`, from a new process: this one may have loaded the old library."""
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "doctor", "--json"],
-        # not where some other kvtool lies
+        # a folder in which no other kvtool lies
         cwd=sys.prefix,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
@@ -69,5 +69,5 @@ def _examined() -> dict[str, Any]:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise LibraryError(f"llama.cpp is built, but cannot be loaded: {said[-1]}") from None
+        raise LibraryError(f"llama.cpp is built, but does not load: {said[-1]}") from None
     return found

@@ -1,4 +1,4 @@
-"""`kvtool doctor`: what is built and cached, what is wrong, and the command that mends it."""
+"""`kvtool doctor`: what is built and cached, what is wrong, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from kvtool.errors import KvtoolError, LibraryError
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
 
 _BUILD = build_command()
-_WARM = f"{sys.executable} -m kvtool.kernels.link"
+_COMPILE = f"{sys.executable} -m kvtool.build.kernels"
 
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what is built and cached, what is wrong, and the command that mends it."""
+    """Check the installation: what is built and cached, what is wrong, and how to fix it.
+
+    The exit code is 1 if anything is wrong.
+    """
     found = examine()
     typer.echo(dumps(found, indent=2) if json else _text(found))
     raise typer.Exit(0 if found["ok"] else 1)
 
 
 def examine() -> dict[str, Any]:
-    """Everything doctor knows; problems: [{wrong, command}], empty when all is well."""
-    from kvtool.kernels import link as warm
+    """Everything that doctor shows. `problems` is a list of {wrong, command}, empty if nothing is wrong."""
+    from kvtool.build.kernels import are_compiled, are_linked
 
     problems: list[dict[str, str]] = []
 
@@ -36,9 +39,9 @@ def examine() -> dict[str, Any]:
         problems.append({"wrong": what, "command": command})
 
     library = _library(wrong)
-    kernels = {"path": str(kernel_dir()), "compiled": warm.is_warm(), "linked": warm.is_linked()}
+    kernels = {"path": str(kernel_dir()), "compiled": are_compiled(), "linked": are_linked()}
     if not kernels["compiled"]:
-        wrong("the kernels are not compiled: the first start would take seconds longer", _WARM)
+        wrong("the kernels are not compiled; the first start will take some seconds longer", _COMPILE)
     models = cache_dir() / "models"
     return {
         "ok": not problems,
@@ -57,7 +60,9 @@ def examine() -> dict[str, Any]:
 
 
 def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
-    from kvtool.build import wheel as build
+    from kvtool.build import wheel
+    from kvtool.build.flags import asked_cmake_args
+    from kvtool.build.sources import patch_digest, patches_dir
 
     try:
         from kvtool.llama.devices import library_info
@@ -66,25 +71,27 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
     except LibraryError as error:
         wrong(str(error), _BUILD)
         return None
-    cmake_args = build.asked_cmake_args()
-    key = build.installed_key()
+    cmake_args = asked_cmake_args()
+    key = wheel.installed_key()
     library |= {"build": key, "cmake_args": cmake_args, "digest_wanted": None}
     try:
-        folder = build.patches_dir()
-        library["digest_wanted"] = build.patch_digest(folder)
-        key_wanted = build.wheel_key(folder, cmake_args)
+        folder = patches_dir()
+        library["digest_wanted"] = patch_digest(folder)
+        key_wanted = wheel.wheel_key(folder, cmake_args)
     except (KvtoolError, OSError) as error:
         again = "git checkout -- patches" if checkout() else "pip install --force-reinstall kvtool"
         wrong(f"the patch files cannot be read: {error}", again)
         return library
     if not library["patched"]:
-        wrong("llama.cpp is not patched: only policies that need no attention run", _BUILD)
+        wrong("llama.cpp is not patched; only policies that read no attention run", _BUILD)
     elif library["abi"] != library["abi_wanted"]:
         wrong(
-            f"the library speaks kvtool's ABI {library['abi']}, this kvtool {library['abi_wanted']}", _BUILD
+            f"the library has version {library['abi']} of kvtool's C API, this kvtool needs "
+            f"{library['abi_wanted']}",
+            _BUILD,
         )
     elif library["digest"] != library["digest_wanted"]:
-        wrong("the library was built from other patch files than these", _BUILD)
+        wrong("the library was built from other patch files than the present ones", _BUILD)
     elif key is not None and key != key_wanted:
         wrong("the library was built for another CPU, version or set of flags", _BUILD)
     return library
@@ -93,7 +100,7 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
 def _text(found: dict[str, Any]) -> str:
     lines = []
     if library := found["library"]:
-        patch = f"patched, ABI {library['abi']}" if library["patched"] else "not patched"
+        patch = f"patched, C API {library['abi']}" if library["patched"] else "not patched"
         lines += [
             f"llama.cpp   llama-cpp-python {library['version']}, {patch}",
             f"            {library['path']}",
@@ -111,14 +118,14 @@ def _text(found: dict[str, Any]) -> str:
     kernels, models = found["kernels"], found["models"]
     state = "compiled" if kernels["compiled"] else "not compiled"
     if kernels["compiled"] and not kernels["linked"]:
-        state += f", not linked: numba takes 100 MiB beside them; {_WARM} says why"
+        state += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
     lines.append(f"kernels     {state}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({file['bytes'] / 1e6:.0f} MB)" for file in models["files"])
     lines.append(f"models      {names or 'none yet'}, {models['path']}")
     lines.append("")
     for problem in found["problems"]:
-        lines += [f"wrong: {problem['wrong']}", f"  mend it with: {problem['command']}"]
-    return "\n".join([*lines, *([] if found["problems"] else ["all is well"])])
+        lines += [f"problem: {problem['wrong']}", f"  fix it with: {problem['command']}"]
+    return "\n".join([*lines, *([] if found["problems"] else ["no problems found"])])
 
 
 def _gib(n_bytes: int) -> str:

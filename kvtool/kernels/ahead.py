@@ -1,6 +1,6 @@
 """Kernels compiled ahead into a shared library: a process that calls them does without numba and its 100 MiB.
 
-kvtool/kernels/link.py makes it. Where there is none numba compiles, as ever.
+kvtool/build/kernels.py makes it. Where there is none numba compiles, as ever.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Compiles every kernel: `python -m kvtool.kernels.link`, so that no user waits for numba.
+"""Kernels linked into a shared library, which kvtool/kernels/ahead.py loads.
 
-Each goes into numba's disk cache, and all together into a shared library, which kvtool/kernels/ahead.py
-loads: what numba makes of a kernel behind a C signature is taken as LLVM's text, made an object file, and
-linked with numba's own allocator, which kernels with arrays of their own call.
-Standard library only until there is something to compile.
+numba compiles a kernel behind a C signature to LLVM's text. That becomes an object file, linked with numba's
+own allocator, which kernels with arrays of their own call. kvtool/build/kernels.py says which kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import LibraryError
-from kvtool.system.paths import kernel_dir, kernel_library
 
 if TYPE_CHECKING:
     from kvtool.kernels.kernel import Kernel
@@ -48,54 +44,6 @@ void numba_do_raise(void *) { out_of_memory(); }
 
 }
 """
-
-
-def stamp() -> Path:
-    """The file that says: all kernels are compiled, for this Python and this numba."""
-    try:
-        numba = version("numba")
-    except PackageNotFoundError:
-        numba = "none"
-    return kernel_dir() / f"compiled-{sys.implementation.cache_tag}-numba-{numba}"
-
-
-def is_warm() -> bool:
-    return stamp().is_file()
-
-
-def is_linked() -> bool:
-    return kernel_library().is_file()
-
-
-def warm() -> None:
-    """Compiles the kernels of every module that has some, each for its signatures."""
-    if (is_warm() and is_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
-        return
-    from kvtool import policies
-    from kvtool.kernels.kernel import of_module
-
-    modules = [f"kvtool.kernels.{name}" for name in ("selection", "norm", "likelihood")]
-    modules += ["kvtool.engine.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
-    found = {kernel.name: kernel for module in modules for kernel in of_module(import_module(module))}
-    for n_done, kernel in enumerate(found.values()):
-        _say(n_done, len(found) + 1)
-        kernel.compile()
-    _say(len(found), len(found) + 1)
-    try:
-        link(found.values(), kernel_library())
-    except LibraryError as error:
-        sys.stderr.write(f"kvtool: {error}; numba will be in memory beside them, 100 MiB\n")
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
-    stamp().touch()
-
-
-def _say(n_done: int, n: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rcompiling kernels (once): {n_done}/{n} ")
-        sys.stderr.flush()
-    elif n_done == 0:
-        sys.stderr.write(f"compiling {n - 1} kernels (once)\n")
 
 
 def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
@@ -169,7 +117,3 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
     module = llvm.parse_assembly(entry.inspect_llvm())
     module.get_function(entry.native_name).name = symbol(kernel.name, signature)
     return module
-
-
-if __name__ == "__main__":
-    warm()

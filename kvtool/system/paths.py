@@ -54,5 +54,5 @@ def kernel_dir() -> Path:
 
 
 def kernel_library() -> Path:
-    """The shared library of today's kernels, which kvtool/kernels/link.py makes."""
+    """The shared library of today's kernels, which kvtool/build/kernels.py makes."""
     return kernel_dir() / "kernels.so"

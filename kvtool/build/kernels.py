@@ -1,0 +1,71 @@
+"""Compile every kernel, so that no user waits for numba: `python -m kvtool.build.kernels`.
+
+Each kernel goes into numba's disk cache, and all of them into one shared library, which
+kvtool/kernels/ahead.py loads. Standard library only until there is something to compile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvtool.errors import LibraryError
+from kvtool.system.paths import kernel_dir, kernel_library
+
+
+def stamp() -> Path:
+    """The file whose presence says that all kernels are compiled, for this Python and this numba."""
+    try:
+        numba = version("numba")
+    except PackageNotFoundError:
+        numba = "none"
+    return kernel_dir() / f"compiled-{sys.implementation.cache_tag}-numba-{numba}"
+
+
+def are_compiled() -> bool:
+    """Whether numba's disk cache has every kernel."""
+    return stamp().is_file()
+
+
+def are_linked() -> bool:
+    """Whether the shared library of all kernels is there."""
+    return kernel_library().is_file()
+
+
+def compile_all() -> None:
+    """Compile and link the kernels of every module that has some, unless that is done already."""
+    if (are_compiled() and are_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+        return
+    from kvtool import policies
+    from kvtool.kernels.kernel import of_module
+    from kvtool.kernels.link import link
+
+    modules = [f"kvtool.kernels.{name}" for name in ("selection", "norm", "likelihood")]
+    modules += ["kvtool.engine.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
+    found = {kernel.name: kernel for module in modules for kernel in of_module(import_module(module))}
+    for n_done, kernel in enumerate(found.values()):
+        _say(n_done, len(found) + 1)
+        kernel.compile()
+    _say(len(found), len(found) + 1)
+    try:
+        link(found.values(), kernel_library())
+    except LibraryError as error:
+        sys.stderr.write(f"kvtool: {error}; kernels run from numba, which takes 100 MiB more memory\n")
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    stamp().touch()
+
+
+def _say(n_done: int, n: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\rcompiling kernels (once): {n_done}/{n} ")
+        sys.stderr.flush()
+    elif n_done == 0:
+        sys.stderr.write(f"compiling {n - 1} kernels (once)\n")
+
+
+if __name__ == "__main__":
+    compile_all()

@@ -1,0 +1,131 @@
+"""Long commands: run with a log and a progress line, and what their failures mean."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtool.errors import LibraryError
+from kvtool.system.paths import cache_dir
+
+_NINJA = re.compile(r"^\s*\[(\d+)/(\d+)\]")
+_MAKE = re.compile(r"^\s*\[ *(\d+)%\]")
+_ERROR = re.compile(r"\berror\b|CMake Error|FAILED:|undefined reference|No space left|Killed", re.IGNORECASE)
+_PIP_SAYS = re.compile(r"subprocess-exited|from a subprocess|^Building wheel|ERROR: Failed (to )?build")
+
+_CAUSES = (
+    (
+        re.compile(r"No space left on device|Disk quota exceeded"),
+        "the disk is full: the folder for temporary files (TMPDIR names it) or {cache}",
+    ),
+    (
+        re.compile(r"connection broken by|Temporary failure in name resolution|\(from versions: none\)"),
+        "there is no network, or the package registry does not answer",
+    ),
+    (re.compile(r"Killed signal terminated"), "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1"),
+)
+"""What a log says, and what it means."""
+
+
+class Progress:
+    """A line on stderr: redrawn on a terminal, otherwise repeated every tenth of the way."""
+
+    def __init__(self, title: str) -> None:
+        # a line that wraps cannot be redrawn
+        self.title = title[: max(shutil.get_terminal_size().columns - 36, 20)]
+        self.shown = -1
+        self.drawn = False
+        self.tty = sys.stderr.isatty()
+        if not self.tty:
+            sys.stderr.write(f"{title}\n")
+
+    def show(self, done: int, total: int) -> None:
+        # CMake's small configure checks run ninja too
+        if total < 20:
+            return
+        if self.tty:
+            bar = "#" * (20 * done // total)
+            sys.stderr.write(f"\r{self.title}: {done}/{total} [{bar:-<20}]")
+            self.drawn = True
+        elif 10 * done // total > self.shown:
+            self.shown = 10 * done // total
+            sys.stderr.write(f"  {done}/{total}\n")
+        sys.stderr.flush()
+
+    def read(self, line: str) -> None:
+        """Show the count in a line of ninja's or make's output, if it has one."""
+        if match := _NINJA.match(line):
+            self.show(int(match[1]), int(match[2]))
+        elif match := _MAKE.match(line):
+            self.show(int(match[1]), 100)
+
+    def wait(self) -> None:
+        """Show the title alone: there is nothing to count yet."""
+        if self.tty:
+            sys.stderr.write(f"\r{self.title} ...")
+            sys.stderr.flush()
+            self.drawn = True
+
+    def close(self) -> None:
+        if self.drawn:
+            sys.stderr.write("\n")
+
+
+def pip(*arguments: str) -> list[str]:
+    """The command line of a pip call."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+
+
+def run(
+    command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None] = lambda line: None
+) -> str | None:
+    """Run a command and append its output to the log.
+
+    Returns the lines that say what failed, or None if the command succeeded.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    errors: deque[str] = deque(maxlen=8)
+    last: deque[str] = deque(maxlen=8)
+    n_after = 0
+    with log.open("a", encoding="utf-8") as out:
+        out.write(f"$ {shlex.join(command)}\n")
+        out.flush()
+        # Ctrl-C leaves this block early and ends the command too: it got the same signal
+        with subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            for line in process.stdout or ():
+                out.write(line)
+                on_line(line)
+                text = line.strip()
+                if not text or _PIP_SAYS.search(text):
+                    continue
+                last.append(text[:200])
+                # CMake prints its message in the lines after "CMake Error"
+                n_after = 6 if "CMake Error" in text else n_after - 1
+                if (_ERROR.search(text) and not _NINJA.match(line) and len(text) < 1000) or n_after > 0:
+                    errors.append(text[:200])
+    if process.returncode == 0:
+        return None
+    return "\n".join(f"  {line}" for line in (errors or last))
+
+
+def failure(what: str, log: Path, errors: str) -> LibraryError:
+    """The error to raise: one line if the log shows a known cause, otherwise with its last errors."""
+    said = log.read_text(encoding="utf-8", errors="replace")
+    for pattern, why in _CAUSES:
+        if pattern.search(said):
+            return LibraryError(f"{what}: {why.format(cache=cache_dir())}. Log: {log}")
+    return LibraryError(f"{what}; the whole log is {log}; its last errors:\n{errors}")

