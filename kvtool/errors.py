@@ -1,4 +1,4 @@
-"""Everything that can go wrong for a user: one tree, one exit code a kind.
+"""Every error that a user can meet: one class and one exit code per kind.
 
 A message is one line that says what is wrong and what to do about it.
 """
@@ -7,49 +7,55 @@ from pathlib import Path
 
 
 class KvtoolError(Exception):
-    """exit_code: what the command line ends with."""
+    """Any failure that a user can meet.
+
+    Attributes
+    ----------
+    exit_code
+        The exit code of the command that ends with this error.
+    """
 
     exit_code = 1
 
 
 class UsageError(KvtoolError):
-    """An option, a parameter or a combination of them that cannot work."""
+    """An option, a parameter or a combination of them does not work."""
 
     exit_code = 2
 
 
 class ModelError(KvtoolError):
-    """No such model, a damaged file, a failed download, an architecture that is not supported."""
+    """The model is unknown, damaged, not supported, or could not be downloaded."""
 
     exit_code = 3
 
 
 class LibraryError(KvtoolError):
-    """llama.cpp is missing, unpatched, stale, or returned an error."""
+    """llama.cpp is missing, unpatched, out of date, or reported an error."""
 
     exit_code = 4
 
 
 class InputError(KvtoolError):
-    """A text that cannot be read, is empty or too short, or does not fit."""
+    """An input cannot be read, is empty or too short, or does not fit."""
 
     exit_code = 5
 
 
 class StreamEnd(KvtoolError):
-    """The cache or the trained context is full, and the policy or the positions allow no more."""
+    """The cache or the trained context is full, and nothing may be evicted or moved."""
 
     exit_code = 6
 
 
 class PlanError(KvtoolError):
-    """A policy returned a plan that breaks a rule; nothing was changed."""
+    """A policy returned an invalid plan; the cache was not changed."""
 
     exit_code = 7
 
 
 class OutOfMemory(KvtoolError):
-    """The machine, or the limit that this process runs under, has no memory left."""
+    """The machine, or the process's memory limit, has no memory left."""
 
     exit_code = 8
 
@@ -58,16 +64,19 @@ class OutOfMemory(KvtoolError):
 
 
 class SessionError(KvtoolError):
-    """A session's file that cannot be written or read, is damaged, in use, or of another model or policy."""
+    """A session file is damaged, in use, of another model or policy, or cannot be read or written."""
 
     exit_code = 9
 
 
 def where(error: BaseException) -> str:
-    """An error in one line, with the innermost place that raised it."""
+    """An error in one line, with the innermost place in a file that raised it."""
     trace, place = error.__traceback__, ""
-    while trace:
-        place = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+    # the message of a SyntaxError names the place; its traceback ends in the import system
+    while trace and not isinstance(error, SyntaxError):
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<"):
+            place = f" ({Path(file).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}{place}"

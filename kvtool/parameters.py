@@ -1,4 +1,4 @@
-"""Parameters of policies and tasks: fields of a dataclass, set as name=value."""
+"""Parameters of policies and tasks: the fields of a dataclass, set as name=value."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError
 
+_KINDS = {int: "a whole number", float: "a number", str: "a text"}
+
 
 def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass with their defaults, None where they have none; `but` these."""
+    """The fields of a dataclass with their defaults, None where there is none.
+
+    but: fields to leave out.
+    """
     return {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in but}
 
 
 def parse(kind: type, given: Iterable[str], flag: str, but: Iterable[str] = ()) -> dict[str, Any]:
-    """["window=64", ...] to values of the fields' types; a tuple's are divided by commas.
+    """The values that ["window=64", ...] gives to the fields of a dataclass, in the fields' types.
 
-    flag: the option that takes them. Raises UsageError naming what would be right.
+    The values of a tuple are separated by commas. given: what the user typed. flag: the option that took it.
+    but: fields that cannot be set. Raises UsageError with what would be right.
     """
     kinds, known = get_type_hints(kind), defaults(kind, but)
     parsed: dict[str, Any] = {}
@@ -27,7 +33,7 @@ def parse(kind: type, given: Iterable[str], flag: str, but: Iterable[str] = ()) 
             raise UsageError(f"{flag} takes name=value, got {option!r}")
         if name not in known:
             right = ", ".join(known) or "none"
-            raise UsageError(f"{kind.__name__} has no parameter {name!r}; it has: {right}")
+            raise UsageError(f"{kind.__name__} has no parameter {name!r}; its parameters: {right}")
         parsed[name] = _value(kinds[name], name, text)
     return parsed
 
@@ -42,4 +48,4 @@ def _value(kind: type, name: str, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise UsageError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
+        raise UsageError(f"{name} must be {_KINDS.get(kind, kind.__name__)}, got {text!r}") from None

@@ -40,7 +40,7 @@ CRASHED = {3, 4, 8}
 
 def whole_file(path):
     """A small model that works, and where its header has numbers: [(offset, bytes), ...]."""
-    from kvtool.models.header import _Reader
+    from kvtool.models.gguf import HeaderReader
     from tests import tiny
 
     if not path.exists():
@@ -49,7 +49,7 @@ def whole_file(path):
         )
     data = path.read_bytes()
 
-    class Reader(_Reader):
+    class Reader(HeaderReader):
         numbers = []
 
         def _number(self, code):

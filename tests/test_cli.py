@@ -109,8 +109,8 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
         (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "smallest budget that works"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
-        (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "must be of type int"),
-        (["perplexity", "TEXT", "-m", "no-such-model"], 3, "smollm2-135m"),
+        (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "window must be a whole number"),
+        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m?"),
         (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
         (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
         (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
@@ -122,7 +122,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream or whole"),
         (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
         (["perplexity", "TEXT", "--policy", "TEXT"], 2, "no policy"),
-        (["models", "show", "no-such-model"], 3, "smollm2-135m"),
+        (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
         (["policies", "nope"], 2, "streamingllm"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_policy_shows_what_is_given_by_hand():
         (["h2o", "--evict-every", "3"], "need a --budget"),
         (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: bumblebee, buzz, "),
         (["buzz", "--budget", "3"], "the smallest budget that works with these parameters is 8"),
-        (["buzz", "--budget", "512", "-o", "stride=x"], "stride must be of type int"),
+        (["buzz", "--budget", "512", "-o", "stride=x"], "stride must be a whole number"),
         (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
     ],
 )

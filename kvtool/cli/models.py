@@ -1,4 +1,4 @@
-"""kvtool models: what there is, download it, look into it."""
+"""`kvtool models`: list, download and inspect models."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 from kvtool.cli.progress import bytes_progress
 from kvtool.units import format_bytes, parse_bytes
 
-app = typer.Typer(help="List, download and look into models.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, download and inspect models.", no_args_is_help=True, rich_markup_mode=None)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """The models that kvtool knows by name; the first is the default."""
+    """List the models that kvtool knows by name. The first is the default."""
     from kvtool.models.catalogue import registry
 
     known = list(registry().values())
@@ -25,47 +25,47 @@ def list_(as_json: Json = False) -> None:
         _print_json(
             [
                 {
-                    "name": model.name,
-                    "default": model is known[0],
-                    "source": model.source,
-                    "file": model.file,
-                    "sha256": model.sha256,
-                    "size": model.size,
-                    "licence": model.licence,
-                    "note": model.note,
-                    "path": str(model.path) if model.here else None,
+                    "name": entry.name,
+                    "default": entry is known[0],
+                    "source": entry.source,
+                    "file": entry.file,
+                    "sha256": entry.sha256,
+                    "size": entry.size,
+                    "licence": entry.licence,
+                    "note": entry.note,
+                    "path": str(entry.path) if entry.here else None,
                 }
-                for model in known
+                for entry in known
             ]
         )
         return
     rows = []
-    for model in known:
-        size = model.path.stat().st_size if model.here else model.size
+    for entry in known:
+        size = entry.path.stat().st_size if entry.here else entry.size
         rows.append(
             [
-                model.name + (" (default)" if model is known[0] else ""),
+                entry.name + (" (default)" if entry is known[0] else ""),
                 format_bytes(size) if size else "-",
-                "yes" if model.here else "no",
-                model.licence,
-                model.note,
+                "yes" if entry.here else "no",
+                entry.licence,
+                entry.note,
             ]
         )
-    _print_table(["name", "size", "here", "licence", "note"], rows)
+    _print_table(["name", "size", "downloaded", "licence", "note"], rows)
 
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A name that `kvtool models list` shows.")],
+    name: Annotated[str, typer.Argument(help="A name from `kvtool models list`.")],
     as_json: Json = False,
 ) -> None:
-    """Download a model, unless it is here, and print its path."""
+    """Download a model unless it is there, and print its path."""
     from kvtool.models.catalogue import find
     from kvtool.models.download import pull, sha256
 
-    model = find(name)
+    entry = find(name)
     with bytes_progress(f"downloading {name}") as progress:
-        path = pull(model, progress)
+        path = pull(entry, progress)
     if as_json:
         _print_json({"name": name, "path": str(path), "sha256": sha256(path), "size": path.stat().st_size})
     else:
@@ -75,14 +75,24 @@ def pull(
 @app.command()
 def show(
     name_or_path: Annotated[
-        str | None, typer.Argument(help="A name or a GGUF file; without it $KVTOOL_MODEL or the default.")
+        str | None,
+        typer.Argument(
+            help="A name (kvtool models list) or a GGUF file.",
+            show_default="$KVTOOL_MODEL, or the first listed",
+        ),
     ] = None,
-    fit: Annotated[str, typer.Option(help="How many cells fit into this many bytes.")] = "64MiB",
-    type_k: Annotated[str, typer.Option(help="Type of the cached keys.")] = "f16",
-    type_v: Annotated[str, typer.Option(help="Type of the cached values.")] = "f16",
+    fit: Annotated[
+        str, typer.Option(metavar="BYTES", help="Show how many tokens fit into this much cache.")
+    ] = "64MiB",
+    type_k: Annotated[
+        str, typer.Option("-ctk", "--cache-type-k", "--type-k", help="Type of the cached keys.")
+    ] = "f16",
+    type_v: Annotated[
+        str, typer.Option("-ctv", "--cache-type-v", "--type-v", help="Type of the cached values.")
+    ] = "f16",
     as_json: Json = False,
 ) -> None:
-    """What a model's header says, and how many tokens of it fit into memory."""
+    """Show what a model's header says, and how many tokens fit into a given amount of cache."""
     from kvtool.cli.flags import N_BATCH
     from kvtool.models.download import sha256
     from kvtool.models.header import read
@@ -94,7 +104,7 @@ def show(
         path = resolve(name_or_path, progress)
     info = read(path)
     cell_bytes = info.cell_bytes(type_k, type_v)
-    window_bytes = info.window_bytes(N_BATCH, type_k, type_v)
+    swa_bytes = info.swa_bytes(N_BATCH, type_k, type_v)
     cells = info.cells_that_fit(n_bytes, N_BATCH, type_k, type_v)
     digest = sha256(path)
     reason = unsupported(info)
@@ -113,15 +123,15 @@ def show(
                 "head_size_k": info.head_size_k,
                 "head_size_v": info.head_size_v,
                 "trained_context": info.n_ctx_train,
-                "window": info.window,
-                "sliding_layers": info.n_sliding,
+                "swa": info.n_swa,
+                "swa_layers": info.n_swa_layer,
                 "tokenizer": info.tokenizer,
                 "chat_template": info.chat_template,
                 "unsupported": reason,
                 "type_k": type_k,
                 "type_v": type_v,
                 "cell_bytes": cell_bytes,
-                "window_bytes": window_bytes,
+                "swa_bytes": swa_bytes,
                 "fit_bytes": n_bytes,
                 "fit_cells": cells,
             }
@@ -129,14 +139,11 @@ def show(
         return
     head_sizes = (info.head_size_k, info.head_size_v)
     kinds = f"K {type_k}, V {type_v}"
-    sliding = [
-        ["sliding layers", f"{info.n_sliding}, of {info.window} tokens each"],
-        [
-            "their window",
-            f"{format_bytes(window_bytes)} beside the cells ({kinds}, steps of up to {N_BATCH})",
-        ],
+    swa = [
+        ["sliding-window (SWA) layers", f"{info.n_swa_layer}; each sees the newest {info.n_swa} tokens"],
+        ["SWA cache", f"{format_bytes(swa_bytes)}, whatever the budget ({kinds}, batches of {N_BATCH})"],
     ]
-    which = f"the {info.n_layer - info.n_sliding} other layers" if info.window else "all layers"
+    which = f"the other {info.n_layer - info.n_swa_layer} layers" if info.n_swa else "all layers"
     _print_table(
         [],
         [
@@ -153,10 +160,10 @@ def show(
             ["trained context", f"{info.n_ctx_train} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
-            *(sliding if info.window else []),
-            ["a cell", f"{format_bytes(cell_bytes)} ({kinds}, {which})"],
-            [format_bytes(n_bytes), f"{cells} cells"],
-            ["runs under kvtool", reason or "yes"],
+            *(swa if info.n_swa else []),
+            ["one token", f"{format_bytes(cell_bytes)} of cache ({kinds}, {which})"],
+            [f"{format_bytes(n_bytes)} of cache", f"{cells} tokens"],
+            ["supported", reason or "yes"],
         ],
     )
 
@@ -164,7 +171,7 @@ def show(
 def _per_layer(numbers: tuple[int, ...]) -> str:
     if len(set(numbers)) == 1:
         return str(numbers[0])
-    return f"{' '.join(map(str, numbers))} (layer by layer)"
+    return f"{' '.join(map(str, numbers))} (one per layer)"
 
 
 def _print_json(value: object) -> None:
@@ -180,10 +187,10 @@ def _print_table(columns: list[str], rows: list[list[str]]) -> None:
     for column in columns or ["what", "value"]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        # a name or a path may hold what rich takes for markup
+        # Text: a path may contain what rich takes for markup
         table.add_row(*(Text(cell) for cell in row))
     console = Console()
     if not console.is_terminal:
-        # nothing in a pipe wraps lines, so a sha256 stays in one piece
+        # no wrapping in a pipe: a sha256 stays in one piece
         console.width = 10_000
     console.print(table)

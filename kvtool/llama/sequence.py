@@ -34,7 +34,7 @@ class SequenceContext(Decoder):
         info = read(model.path)
         types = how.get("type_k", "f16"), how.get("type_v", "f16")
         self._cell_bytes = info.cell_bytes(*types)
-        self.cache_bytes = self.n_ctx * self._cell_bytes + info.window_bytes(n_batch, *types)
+        self.cache_bytes = self.n_ctx * self._cell_bytes + info.swa_bytes(n_batch, *types)
         self.row_layers = np.zeros(1, np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell

@@ -1,1 +1,1 @@
-"""Models: names, downloads, headers, budgets."""
+"""Models as files: names, downloads, headers, and what a budget is for them."""

@@ -21,7 +21,7 @@ def parse(
     """The cells that "512", "10%" or "64MiB" stand for, and whether they bound the whole cache.
 
     A share is of the trained context, see `share`. Bytes give the largest cache that fits into them, in steps
-    of 256 cells, beside what sliding-window (SWA) layers take. Only bytes bound the whole cache, padding
+    of 256 cells, beside the cache of sliding-window (SWA) layers. Only bytes bound the whole cache, padding
     included.
 
     n_batch: the most tokens of a batch. Raises UsageError.
@@ -50,7 +50,7 @@ def parse(
     n = info.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD
     if n == 0:
         smallest = format_bytes(
-            PAD * info.cell_bytes(type_k, type_v) + info.window_bytes(n_batch, type_k, type_v)
+            PAD * info.cell_bytes(type_k, type_v) + info.swa_bytes(n_batch, type_k, type_v)
         )
         raise UsageError(
             f"{text} is too small for {info.path.name}: the smallest cache ({PAD} tokens) takes {smallest}"

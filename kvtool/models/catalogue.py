@@ -19,8 +19,26 @@ _HF = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A line of models.txt. sha256, size: None where the line has a dash."""
+class Entry:
+    """A line of models.txt.
+
+    Attributes
+    ----------
+    name
+        What `-m` takes.
+    source
+        "pip:NAME==VERSION", "hf:OWNER/REPO" or a folder.
+    file
+        Name of the GGUF file, without folders.
+    sha256
+        Its hash, 64 hex digits; None where the line has a dash.
+    size
+        Its size in bytes; None where the line has a dash.
+    licence
+        Licence of the weights.
+    note
+        What `kvtool models list` shows beside it.
+    """
 
     name: str
     source: str
@@ -32,21 +50,21 @@ class Model:
 
     @property
     def path(self) -> Path:
-        """Where the file is, or will be once it is downloaded."""
+        """Where the file is, or will be after the download."""
         folder = models_dir() if self.source.startswith(("pip:", "hf:")) else Path(self.source).expanduser()
         return folder / self.file
 
     @property
     def here(self) -> bool:
-        """A file gets its name only after its hash was checked, so name and size are enough to know it by."""
+        """Whether the file is there. Name and size are enough: it got its name after its hash was checked."""
         try:
             return self.path.is_file() and self.size in (None, self.path.stat().st_size)
         except OSError:
             return False
 
 
-def registry() -> dict[str, Model]:
-    """The models by name, in the order of models.txt: the first is the default."""
+def registry() -> dict[str, Entry]:
+    """The entries by name, in the order of models.txt; the first is the default. Raises ModelError."""
     package = Path(__file__).parent.parent
     for path in (package / "models.txt", package.parent / "models.txt"):
         if path.is_file():
@@ -54,32 +72,56 @@ def registry() -> dict[str, Model]:
     raise ModelError("models.txt is missing from this installation of kvtool; install it again")
 
 
-def parse(text: str) -> dict[str, Model]:
-    """Raises ModelError that names the line and says what is wrong with it."""
-    models: dict[str, Model] = {}
+def parse(text: str) -> dict[str, Entry]:
+    """The entries in the text of a models.txt. Raises ModelError with the line and what is wrong there."""
+    entries: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
-            model = _model([column.strip() for column in line.split("|")])
-            if model.name in models:
-                raise ValueError(f"the name {model.name!r} is taken")
-            if taken := [m.name for m in models.values() if m.path == model.path]:
-                raise ValueError(f"the file {model.file!r} is that of {taken[0]}")
+            entry = _entry([column.strip() for column in line.split("|")])
+            if entry.name in entries:
+                raise ValueError(f"the name {entry.name!r} is taken")
+            if taken := [other.name for other in entries.values() if other.path == entry.path]:
+                raise ValueError(f"the file {entry.file!r} is taken by {taken[0]}")
         except ValueError as error:
             raise ModelError(f"models.txt, line {number}: {error}") from None
-        models[model.name] = model
-    if not models:
+        entries[entry.name] = entry
+    if not entries:
         raise ModelError("models.txt names no model")
-    return models
+    return entries
 
 
-def _model(columns: list[str]) -> Model:
+def find(name: str) -> Entry:
+    """The entry of that name. Raises ModelError."""
+    entries = registry()
+    if name not in entries:
+        raise ModelError(unknown(name, entries))
+    return entries[name]
+
+
+def unknown(name: str, known: dict[str, Entry], *, or_file: bool = False) -> str:
+    """The message for a name that models.txt does not have. or_file: a file would have done, too."""
+    # imported here: only a failing command needs it
+    from difflib import get_close_matches
+
+    meant = get_close_matches(name, known, n=3)
+    suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    no_file = " (and no such file)" if or_file else ""
+    return f"unknown model {name!r}{no_file}.{suggestion} See `kvtool models list`."
+
+
+def models_dir() -> Path:
+    """The folder of downloaded models."""
+    return cache_dir() / "models"
+
+
+def _entry(columns: list[str]) -> Entry:
     if len(columns) != len(_COLUMNS):
         raise ValueError(f"{len(columns)} columns instead of {len(_COLUMNS)} ({' | '.join(_COLUMNS)})")
     name, source, file, sha256, size, licence, note = columns
     if not _NAME.fullmatch(name):
-        raise ValueError(f"a name is small letters, digits and . _ -, got {name!r}")
+        raise ValueError(f"a name may have lower-case letters, digits and . _ -, got {name!r}")
     kind, _, what = source.partition(":")
     if kind == "pip":
         if not _PIP.fullmatch(what):
@@ -90,16 +132,16 @@ def _model(columns: list[str]) -> Model:
         if not _HF.fullmatch(what):
             raise ValueError(f"an hf source is hf:OWNER/REPO, got {source!r}")
     elif not source.startswith("~") and not Path(source).is_absolute():
-        raise ValueError(f"a source is pip:..., hf:... or a folder from / or ~, got {source!r}")
+        raise ValueError(f"a source is pip:..., hf:... or a folder that starts with / or ~, got {source!r}")
     if not file or Path(file).name != file:
         raise ValueError(f"a file is a name without folders, got {file!r}")
     if sha256 != "-" and not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise ValueError(f"a sha256 is 64 digits of 0-9a-f or a dash, got {sha256!r}")
+        raise ValueError(f"a sha256 is 64 hex digits or a dash, got {sha256!r}")
     if size != "-" and not re.fullmatch("[1-9][0-9]*", size):
         raise ValueError(f"a size is a number of bytes or a dash, got {size!r}")
     if not licence:
         raise ValueError("the licence is missing")
-    return Model(
+    return Entry(
         name=name,
         source=source,
         file=file,
@@ -108,15 +150,3 @@ def _model(columns: list[str]) -> Model:
         licence=licence,
         note=note,
     )
-
-
-def find(name: str) -> Model:
-    """The model of that name. Raises ModelError with the names that there are."""
-    models = registry()
-    if name not in models:
-        raise ModelError(f"no model {name!r}; there are: {', '.join(models)}")
-    return models[name]
-
-
-def models_dir() -> Path:
-    return cache_dir() / "models"

