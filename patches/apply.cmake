@@ -1,10 +1,9 @@
-# Brings kvtool's patch into llama-cpp-python's build. CMake includes this file at the end of
-# project(llama_cpp), in the unpacked source distribution, when it gets
+# Brings kvtool's patch into llama-cpp-python's build. CMake includes this file at the end of project(llama_cpp), in the
+# unpacked source distribution, when it is given
 #   -DCMAKE_PROJECT_llama_cpp_INCLUDE=<absolute path of this file>
-# -DKVTOOL_PATCH=OFF leaves llama.cpp as it is (for comparing with it).
+# -DKVTOOL_PATCH=OFF leaves llama.cpp as it is, for comparisons.
 
 set(kvtool_llama "${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.cpp")
-set(kvtool_files hooks.patch llama-kvtool.h llama-kvtool.cpp)
 
 if(NOT DEFINED KVTOOL_PATCH)
     set(KVTOOL_PATCH ON)
@@ -16,6 +15,11 @@ if(KVTOOL_PATCH)
             "this is not llama-cpp-python's source distribution")
     endif()
 
+    if(NOT EXISTS "${CMAKE_CURRENT_LIST_DIR}/MANIFEST")
+        message(FATAL_ERROR "kvtool: MANIFEST is missing beside apply.cmake in ${CMAKE_CURRENT_LIST_DIR}")
+    endif()
+    file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/MANIFEST" kvtool_files REGEX "^[^#]")
+
     set(kvtool_digest "")
     foreach(file IN LISTS kvtool_files)
         if(NOT EXISTS "${CMAKE_CURRENT_LIST_DIR}/${file}")
@@ -26,7 +30,7 @@ if(KVTOOL_PATCH)
     endforeach()
     string(SHA256 kvtool_digest "${kvtool_digest}")
 
-    # pip's build names its Python in one of these
+    # pip's build names its Python in one of these variables
     set(kvtool_python "")
     foreach(variable Python3_EXECUTABLE Python_EXECUTABLE PYTHON_EXECUTABLE)
         if(NOT kvtool_python AND ${variable})
@@ -41,7 +45,7 @@ if(KVTOOL_PATCH)
         message(FATAL_ERROR "kvtool: no Python to apply hooks.patch with; name one with -DPython3_EXECUTABLE=")
     endif()
 
-    # the second call must find the patch applied: a patch that did nothing must not go unnoticed
+    # the second call must find the patch applied, so that a patch that did nothing is noticed
     foreach(expected applied before)
         execute_process(
             COMMAND "${kvtool_python}" "${CMAKE_CURRENT_LIST_DIR}/apply.py"
@@ -56,21 +60,24 @@ if(KVTOOL_PATCH)
         endif()
     endforeach()
 
-    foreach(file llama-kvtool.h llama-kvtool.cpp)
-        configure_file("${CMAKE_CURRENT_LIST_DIR}/${file}" "${kvtool_llama}/src/${file}" COPYONLY)
+    # src/sources.cmake reads the copy of MANIFEST
+    list(FILTER kvtool_files INCLUDE REGEX "^src/")
+    foreach(file MANIFEST ${kvtool_files})
+        get_filename_component(kvtool_name "${file}" NAME)
+        configure_file("${CMAKE_CURRENT_LIST_DIR}/${file}" "${kvtool_llama}/src/kvtool/${kvtool_name}" COPYONLY)
     endforeach()
-    file(CONFIGURE OUTPUT "${kvtool_llama}/src/llama-kvtool-digest.h" @ONLY
+    file(CONFIGURE OUTPUT "${kvtool_llama}/src/kvtool/digest.h" @ONLY
         CONTENT "#define LLAMA_KVTOOL_DIGEST \"@kvtool_digest@\"\n")
     message(STATUS "kvtool: patched, digest ${kvtool_digest}")
 endif()
 
-# Only mtmd's programs need llama.cpp's common library, and it is a good part of the build. llama-cpp-python forces
-# its cache entry ON; a plain variable hides that (policy CMP0126).
+# llama.cpp's common library is a good part of the build, and only mtmd's programs need it. llama-cpp-python forces the
+# cache entry ON; a plain variable hides it (policy CMP0126).
 if(DEFINED LLAVA_BUILD AND NOT LLAVA_BUILD)
     set(LLAMA_BUILD_COMMON OFF)
 endif()
 
-# what a compiler and old headers lack: amx-gcc.h and vulkan-old.h say it
+# what GCC's and Vulkan's old headers lack
 set(kvtool_amx "${CMAKE_CURRENT_LIST_DIR}/amx-gcc.h")
 set(kvtool_vulkan "${CMAKE_CURRENT_LIST_DIR}/vulkan-old.h")
 function(kvtool_put_before target compilers file)

@@ -26,7 +26,8 @@ from kvtool.system.paths import cache_dir  # noqa: E402
 
 PATCH = HERE / "hooks.patch"
 FIELDS = ("Subject:", "Why:", "Remove-when:", "Touches:")
-OURS = ("llama-kvtool.h", "llama-kvtool.cpp", "llama-kvtool-digest.h")
+OURS = "src/kvtool"
+"""Where in llama.cpp's tree our own C++ files lie."""
 
 
 def header(patch: str) -> str:
@@ -77,7 +78,7 @@ def commit(tree: Path) -> None:
     _git(tree, "init", "-q")
     exclude = tree / ".git" / "info" / "exclude"
     exclude.parent.mkdir(exist_ok=True)
-    exclude.write_text("".join(f"/src/{name}\n" for name in OURS))
+    exclude.write_text(f"/{OURS}/\n")
     _git(tree, "add", "-A", "-f")
     _git(tree, "commit", "-q", "-m", "upstream")
 
@@ -102,12 +103,15 @@ def import_(tree: Path) -> str:
     tree.mkdir(parents=True, exist_ok=True)
     unpack(_source(), tree)
     commit(tree)
-    for name in OURS[:2]:
-        (tree / "src" / name).symlink_to(HERE / name)
-    (tree / "src" / OURS[2]).write_text('#define LLAMA_KVTOOL_DIGEST "work tree"\n')
+    ours = tree / OURS
+    ours.mkdir(parents=True)
+    for name in ("MANIFEST", *sources.manifest(HERE)):
+        if name != PATCH.name:
+            (ours / Path(name).name).symlink_to(HERE / name)
+    (ours / "digest.h").write_text('#define LLAMA_KVTOOL_DIGEST "work tree"\n')
     # last, so that what does not fit a new version can be applied there by hand
     apply.apply(PATCH.read_bytes(), tree)
-    return f"{tree}: edit, build, then export; src/llama-kvtool.* are links to {HERE}"
+    return f"{tree}: edit, build, then export; {OURS}/ has links to {HERE}"
 
 
 def export(tree: Path) -> str:

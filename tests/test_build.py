@@ -28,6 +28,7 @@ from kvtool.kernels import ahead
 from kvtool.system import paths
 
 PATCHES = Path(__file__).parent.parent / "patches"
+DIGESTED = ("hooks.patch", "src/a.h", "src/b.cpp")
 ARCHIVE = b"the source distribution"
 CHECK_TOOLS = needs.check_tools
 
@@ -62,8 +63,9 @@ def place(tmp_path, monkeypatch):
     pip.write_text(PIP)
     monkeypatch.setattr(process, "pip", lambda *arguments: [sys.executable, str(pip), *arguments])
     folder = tmp_path / "checkout with spaces" / "patches"
-    folder.mkdir(parents=True)
-    for name in (*sources.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
+    (folder / "src").mkdir(parents=True)
+    (folder / "MANIFEST").write_text("".join(f"{name}\n" for name in DIGESTED))
+    for name in (*DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
         (folder / name).write_text(name)
     sha256 = hashlib.sha256(ARCHIVE).hexdigest()
     (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
@@ -91,7 +93,7 @@ def test_another_build_downloads_nothing_again(place, tmp_path):
     assert calls(tmp_path) == ["download", "wheel", "wheel", "wheel"]
 
 
-@pytest.mark.parametrize("name", [*sources.DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
+@pytest.mark.parametrize("name", [*DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h", "UPSTREAM"])
 def test_key_changes_with_each_patch_file(place, name):
     before = build.wheel_key(place, "")
     with (place / name).open("a") as file:

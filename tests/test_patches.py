@@ -16,6 +16,7 @@ from kvtool.errors import LibraryError
 
 ROOT = Path(__file__).parent.parent
 PATCHES = ROOT / "patches"
+MANIFEST = sources.manifest(PATCHES)
 sys.path.insert(0, str(PATCHES))
 apply = importlib.import_module("apply")
 sync = importlib.import_module("sync")
@@ -75,9 +76,24 @@ def test_hooks_are_call_sites_only():
     assert 0 < len(changed) < 100
 
 
-@pytest.mark.parametrize("name", sources.DIGESTED)
+@pytest.mark.parametrize("name", MANIFEST)
 def test_patch_files_are_ascii(name):
     assert (PATCHES / name).read_bytes().isascii()
+
+
+def test_the_manifest_names_every_file_of_ours_once():
+    ours = [f"src/{path.name}" for path in (PATCHES / "src").iterdir()]
+    assert sorted(MANIFEST) == sorted(["hooks.patch", *ours])
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFEST if name.endswith((".cpp", ".h"))])
+def test_no_file_of_ours_is_too_long(name):
+    assert len((PATCHES / name).read_text().splitlines()) <= 500
+
+
+def test_a_manifest_that_is_missing_is_named(tmp_path):
+    with pytest.raises(LibraryError, match=r"MANIFEST is missing; install kvtool again"):
+        sources.manifest(tmp_path)
 
 
 def test_what_kvtool_depends_on_is_what_the_patch_is_for():
@@ -209,6 +225,10 @@ def test_check_without_git_says_what_it_left_out(archive, monkeypatch):
     assert "no git" in sync.check()
 
 
+OURS = ("src/sources.cmake", "src/a.h", "src/a.cpp", "src/b.cpp")
+"""The files of ours in the project below."""
+
+
 def project(folder: Path, patch: bytes = PATCH) -> Path:
     """A source distribution as CMake sees it, and patch files, in `folder`."""
     patches = folder / "patches"
@@ -216,7 +236,10 @@ def project(folder: Path, patch: bytes = PATCH) -> Path:
     for name in ("apply.cmake", "apply.py"):
         shutil.copy(PATCHES / name, patches)
     (patches / "hooks.patch").write_bytes(patch)
-    for name in ("llama-kvtool.h", "llama-kvtool.cpp"):
+    (patches / "MANIFEST").write_text("".join(f"{name}\n" for name in ("# files", "hooks.patch", *OURS)))
+    (patches / "src").mkdir()
+    shutil.copy(PATCHES / "src" / "sources.cmake", patches / "src")
+    for name in OURS[1:]:
         (patches / name).write_text(f"// {name}\n")
     source = folder / "source distribution"
     (source / "vendor/llama.cpp/src").mkdir(parents=True)
@@ -232,6 +255,11 @@ def project(folder: Path, patch: bytes = PATCH) -> Path:
         'project("llama.cpp" LANGUAGES NONE)\n'
         'option(LLAMA_BUILD_COMMON "as llama.cpp does it" OFF)\n'
         'message(STATUS "common: ${LLAMA_BUILD_COMMON}")\n'
+        "set(LLAMA_CORE_SOURCES llama.cpp)\n"
+        "if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/src/kvtool)\n"
+        "    include(src/kvtool/sources.cmake)\n"
+        "endif()\n"
+        'message(STATUS "sources: ${LLAMA_CORE_SOURCES}")\n'
     )
     return source
 
@@ -258,9 +286,10 @@ def test_cmake_patches_and_computes_the_digest_that_python_does(tmp_path):
         assert done.returncode == 0, done.stderr
         llama = source / "vendor/llama.cpp"
         assert read(llama) == AFTER
-        assert (llama / "src/llama-kvtool.cpp").read_text() == "// llama-kvtool.cpp\n"
+        assert (llama / "src/kvtool/a.h").read_text() == "// src/a.h\n"
+        assert "sources: llama.cpp;kvtool/a.cpp;kvtool/b.cpp\n" in done.stdout
         define = f'#define LLAMA_KVTOOL_DIGEST "{sources.patch_digest(tmp_path / "patches")}"\n'
-        assert (llama / "src/llama-kvtool-digest.h").read_text() == define
+        assert (llama / "src/kvtool/digest.h").read_text() == define
 
 
 @needs_cmake
@@ -274,7 +303,7 @@ def test_cmake_stops_when_the_patch_does_not_apply(tmp_path):
 
 
 @needs_cmake
-@pytest.mark.parametrize("name", sources.DIGESTED)
+@pytest.mark.parametrize("name", ["MANIFEST", "hooks.patch", *OURS])
 def test_cmake_stops_when_a_patch_file_is_missing(tmp_path, name):
     source = project(tmp_path)
     (tmp_path / "patches" / name).unlink()

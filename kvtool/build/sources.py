@@ -13,9 +13,6 @@ from kvtool.build import process
 from kvtool.errors import LibraryError
 from kvtool.system.paths import cache_dir, checkout
 
-DIGESTED = ("hooks.patch", "llama-kvtool.h", "llama-kvtool.cpp")
-"""The files that the patch's digest covers, in this order; apply.cmake has the same list."""
-
 
 @dataclass(frozen=True)
 class Upstream:
@@ -60,10 +57,23 @@ def patches_dir() -> Path:
     raise LibraryError(f"the patch files are missing from {folder}; install kvtool again")
 
 
+def manifest(folder: Path) -> tuple[str, ...]:
+    """The files that the patch consists of, as paths below `folder`, in the order of its digest.
+
+    apply.cmake and sync.py read the same patches/MANIFEST. Raises LibraryError.
+    """
+    path = folder / "MANIFEST"
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        raise LibraryError(f"{path} is missing; install kvtool again") from None
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
 def patch_digest(folder: Path) -> str:
     """The digest that a patched library reports when it was built from these files. Raises LibraryError."""
     try:
-        hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in DIGESTED]
+        hexes = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in manifest(folder)]
     except FileNotFoundError as error:
         raise LibraryError(f"{error.filename} is missing; install kvtool again") from None
     return hashlib.sha256("".join(hexes).encode()).hexdigest()

@@ -1,0 +1,232 @@
+// The C API: checks what a caller hands over, and passes it on.
+
+#include "digest.h"
+#include "edit.h"
+#include "error.h"
+#include "llama-kvtool.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+
+static thread_local std::string g_error;
+
+int32_t kvtool::fail(const std::string & why) {
+    g_error = why;
+    return -1;
+}
+
+using namespace kvtool;
+
+int32_t llama_kvtool_abi(void) {
+    return LLAMA_KVTOOL_ABI;
+}
+
+const char * llama_kvtool_digest(void) {
+    return LLAMA_KVTOOL_DIGEST;
+}
+
+const char * llama_kvtool_error(void) {
+    return g_error.c_str();
+}
+
+int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {
+    if (!ctx || !params) {
+        return fail("no context or no parameters");
+    }
+    return guarded([&] { return llama_kvtool::enable(*ctx, *params); });
+}
+
+int32_t llama_kvtool_row_layers(const llama_context * ctx, int32_t * layers, int32_t n_row) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!layers || n_row != kvtool->n_row) {
+        return fail(format("there are %d rows, not %d", kvtool->n_row, n_row));
+    }
+    std::copy(kvtool->layer_of_row.begin(), kvtool->layer_of_row.end(), layers);
+    return n_row;
+}
+
+int32_t llama_kvtool_n_dim(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->n_dim() : -1;
+}
+
+int64_t llama_kvtool_cache_bytes(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->n_bytes() : -1;
+}
+
+int32_t llama_kvtool_seen(llama_context * ctx, int32_t n_seen) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n_seen < 0) {
+        return fail(format("n_seen = %d must not be negative", n_seen));
+    }
+    kvtool->n_seen = n_seen;
+    return 0;
+}
+
+int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t n_layer) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!n_cell || n_layer != (int32_t) kvtool->layers.size()) {
+        return fail(format("there are %d layers, not %d", (int) kvtool->layers.size(), n_layer));
+    }
+    return guarded([&] { return kvtool->resize(*ctx, n_cell); });
+}
+
+//
+// copies
+//
+
+static int64_t copy_cells(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int32_t n_layer = kvtool->layers.size();
+    if (layer < 0 || layer >= n_layer) {
+        return fail(format("layer %d of %d", layer, n_layer));
+    }
+    if (n_cell < 0 || n_cell > kvtool->layers[layer].n_cell) {
+        return fail(format("layer %d: %d cells of %d", layer, n_cell, kvtool->layers[layer].n_cell));
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_cells(*ctx, kvtool->layers[layer], out, in, n_cell); });
+}
+
+int64_t llama_kvtool_get_cells(llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell) {
+    return copy_cells(ctx, layer, out, nullptr, n_cell);
+}
+
+int64_t llama_kvtool_set_cells(llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell) {
+    return copy_cells(ctx, layer, nullptr, in, n_cell);
+}
+
+int32_t llama_kvtool_n_window(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->n_window() : -1;
+}
+
+int64_t llama_kvtool_get_window(llama_context * ctx, int32_t * table, uint8_t * out) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_window(*ctx, table, out, nullptr, nullptr); });
+}
+
+int64_t llama_kvtool_set_window(llama_context * ctx, const int32_t * table, const uint8_t * in) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int32_t n = kvtool->n_window();
+    if (!table || !in || table[0] < 0 || table[0] > n) {
+        return fail(format("no table, or a next cell that is not in 0..%d", n));
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_window(*ctx, nullptr, nullptr, table, in); });
+}
+
+//
+// signals
+//
+
+// the index of a signal that can be read or written; negative: it cannot
+static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const float * data, int32_t n_row, int32_t n_cell) {
+    if (!data || n_row != kvtool.n_row || n_cell < 0 || n_cell > kvtool.most_cells()) {
+        return fail(format("there are %d rows of %d cells, not %d of %d", kvtool.n_row, kvtool.most_cells(), n_row, n_cell));
+    }
+    int s = 0;
+    while (s < llama_kvtool_graph::n_signal && signal != 1u << s) {
+        ++s;
+    }
+    if (s == llama_kvtool_graph::n_signal || !kvtool.signals.has(s)) {
+        return fail(format("signal %u is not enabled", signal));
+    }
+    return s;
+}
+
+int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int s = signal_index(*kvtool, signal, out, n_row, n_cell);
+    if (s < 0) {
+        return s;
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->signals.collect(*ctx);
+        for (int32_t row = 0; row < n_row; ++row) {
+            const auto & src = kvtool->signals.values(s)[row];
+            float * dst = out + (size_t) row*n_cell;
+
+            const size_t n = std::min<size_t>(n_cell, src.size());
+            std::copy(src.begin(), src.begin() + n, dst);
+            std::fill(dst + n, dst + n_cell, 0.0f);
+        }
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int s = signal_index(*kvtool, signal, in, n_row, n_cell);
+    if (s < 0) {
+        return s;
+    }
+    if (n_query < 0) {
+        return fail(format("n_query = %d must not be negative", n_query));
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->signals.collect(*ctx);
+        kvtool->signals.n_done = n_query;
+        for (int32_t row = 0; row < n_row; ++row) {
+            auto & dst = kvtool->signals.values(s)[row];
+
+            const float * src = in + (size_t) row*n_cell;
+            std::copy(src, src + std::min<size_t>(n_cell, dst.size()), dst.begin());
+        }
+        return 0;
+    });
+}
+
+//
+// keys and edits
+//
+
+int32_t llama_kvtool_read_keys(
+        llama_context * ctx, const int32_t * first, const int32_t * delta, float * out, int32_t n_row, int32_t n_cell, int32_t n_dim) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!first || !delta || !out || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->most_cells() || n_dim != kvtool->n_dim()) {
+        return fail(format("there are %d rows of %d cells of %d, not %d of %d of %d",
+                kvtool->n_row, kvtool->most_cells(), kvtool->n_dim(), n_row, n_cell, n_dim));
+    }
+    return guarded([&] { return read_keys(*kvtool, *ctx, first, delta, out, n_cell, n_dim); });
+}
+
+int32_t llama_kvtool_apply(llama_context * ctx, const llama_kvtool_edit * edit) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!edit) {
+        return fail("no edit");
+    }
+    return guarded([&] { return kvtool::apply(*kvtool, *ctx, *edit); });
+}

@@ -1,0 +1,219 @@
+#include "edit.h"
+
+#include "error.h"
+#include "graphs.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+namespace kvtool {
+
+std::vector<llama_kvtool_move> values_moved(const layer_edit & edit) {
+    auto res = edit.moves;
+    std::copy_if(edit.turns.begin(), edit.turns.end(), std::back_inserter(res),
+            [](const llama_kvtool_move & m) { return m.src != m.dst; });
+    return res;
+}
+
+bool is_rotary(const llama_hparams & hparams, const layer & l) {
+    return hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.has_rope(l.il);
+}
+
+// the cells that an edit writes to
+struct writes {
+    writes(int n_row, int n_cell) : n_cell(n_cell), seen((size_t) n_row*n_cell) {}
+
+    // whether this is the first write to the cell
+    bool first(int row, int cell) {
+        auto ref = seen[(size_t) row*n_cell + cell];
+        if (ref) {
+            return false;
+        }
+        ref = true;
+        return true;
+    }
+
+    int n_cell;
+    std::vector<bool> seen;
+};
+
+// why an edit cannot be done; empty: it can
+static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit & edit) {
+    const int  n_row  = kvtool.n_row;
+    const bool ragged = kvtool.params.ragged;
+
+    if (edit.n_move < 0 || (edit.n_move > 0 && !edit.moves) || edit.n_term < 0 || (edit.n_term > 0 && !edit.terms)) {
+        return "missing moves or terms";
+    }
+    const int n_most = kvtool.most_cells();
+
+    if (edit.n_keep < 0 || edit.n_keep > n_most) {
+        return format("n_keep = %d is not in 0..%d", edit.n_keep, n_most);
+    }
+    if (edit.pos_0 < 0 || edit.pos_0 > INT32_MAX - n_most) {
+        return format("pos_0 = %d is not in 0..%d", edit.pos_0, INT32_MAX - n_most);
+    }
+    if (ragged != (edit.n_keep_row != nullptr)) {
+        return ragged ? "ragged rows need n_keep_row" : "n_keep_row is for ragged rows only";
+    }
+    if (edit.n_hidden < 0 || edit.n_hidden > (ragged ? 0 : edit.n_keep)) {
+        return format("n_hidden = %d is not in 0..%d", edit.n_hidden, ragged ? 0 : edit.n_keep);
+    }
+
+    const auto n_cell = kvtool.row_cells();
+
+    for (int row = 0; ragged && row < n_row; ++row) {
+        const int n = std::min(edit.n_keep, n_cell[row]);
+        if (edit.n_keep_row[row] < 0 || edit.n_keep_row[row] > n) {
+            return format("row %d: n_keep = %d is not in 0..%d", row, edit.n_keep_row[row], n);
+        }
+    }
+
+    const auto inside = [&](int row, int dst, int src) {
+        return row >= 0 && row < n_row && dst >= 0 && dst < n_cell[row] && src >= 0 && src < n_cell[row];
+    };
+
+    writes moved(n_row, n_most);
+
+    for (int i = 0; i < edit.n_move; ++i) {
+        const auto & m = edit.moves[i];
+        if (!inside(m.row, m.dst, m.src)) {
+            return format("move %d: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_most);
+        }
+        if (!moved.first(m.row, m.dst)) {
+            return format("move %d: cell %d of row %d is written twice", i, m.dst, m.row);
+        }
+    }
+
+    writes merged(n_row, n_most);
+
+    for (int i = 0; i < edit.n_term; ++i) {
+        const auto & t = edit.terms[i];
+        if (!inside(t.row, t.dst, t.src) || !std::isfinite(t.weight)) {
+            return format("term %d: row %d of %d, cells %d <- %d of %d, weight %f", i, t.row, n_row, t.dst, t.src, n_most, t.weight);
+        }
+        const bool goes_on = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
+        if (!goes_on && !merged.first(t.row, t.dst)) {
+            return format("term %d: the terms of row %d, cell %d are not neighbours", i, t.row, t.dst);
+        }
+    }
+
+    return {};
+}
+
+static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama_hparams & hparams, const llama_kvtool_edit & edit) {
+    const auto & layers = kvtool.layers;
+
+    std::vector<layer_edit> res(layers.size());
+    std::vector<int>        index(kvtool.n_row);
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        std::fill_n(index.begin() + layers[i].row_0, layers[i].n_head, (int) i);
+    }
+
+    for (int i = 0; i < edit.n_move; ++i) {
+        const auto & m = edit.moves[i];
+
+        const int at = index[m.row];
+
+        if (m.delta != 0 && is_rotary(hparams, layers[at])) {
+            res[at].turns.push_back(m);
+        } else if (m.src != m.dst) {
+            res[at].moves.push_back(m);
+        }
+    }
+    for (int i = 0; i < edit.n_term; ++i) {
+        res[index[edit.terms[i].row]].terms.push_back(edit.terms[i]);
+    }
+
+    return res;
+}
+
+// a token has one position in all layers: where the edit makes the newest token's jump, the tokens of sliding layers
+// follow. false: a device has failed
+static bool slide(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
+    auto * kv = llama_kvtool::sliding_cache(lctx);
+
+    if (!kv) {
+        return true;
+    }
+    if (edit.n_keep == edit.n_hidden) {
+        kv->clear(false);
+        return true;
+    }
+
+    const auto & hparams = lctx.get_model().hparams;
+    const auto & layers  = kvtool.sliding;
+
+    const int delta = edit.pos_0 + edit.n_keep - 1 - kv->seq_pos_max(0);
+
+    std::vector<layer_edit> edits(layers.size());
+
+    for (const int c : llama_kvtool::shift_window(*kv, delta)) {
+        for (size_t i = 0; i < layers.size(); ++i) {
+            for (int head = 0; head < layers[i].n_head && is_rotary(hparams, layers[i]); ++head) {
+                edits[i].turns.push_back({ head, c, c, delta });
+            }
+        }
+    }
+
+    return edit_graph(kvtool, lctx, *kv, layers, all_of(layers), edits, true, false);
+}
+
+int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
+    const auto why = invalid(kvtool, edit);
+    if (!why.empty()) {
+        return fail(why);
+    }
+
+    const auto & hparams = lctx.get_model().hparams;
+    const auto & layers  = kvtool.layers;
+
+    auto * kv = llama_kvtool::cache(lctx);
+
+    lctx.synchronize();
+
+    const auto edits = by_layer(kvtool, hparams, edit);
+
+    bool host  = !edit.force_graph;
+    bool turns = false;
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        host  = host && ggml_backend_buffer_is_host(layers[i].k->buffer) && ggml_backend_buffer_is_host(layers[i].v->buffer);
+        turns = turns || !edits[i].turns.empty();
+    }
+
+    const bool k_host = host && !turns;
+
+    for (const auto & p : k_host ? std::vector<part>() : kvtool.graphs.parts(layers, KEPT_EDITS)) {
+        if (!edit_graph(kvtool, lctx, *kv, layers, p, edits, true, !host)) {
+            return fail("the device failed to edit the cache");
+        }
+    }
+    if (!slide(kvtool, lctx, edit)) {
+        return fail("the device failed to turn the keys of sliding layers");
+    }
+
+    edit_host(kvtool, hparams, edits, k_host, host);
+
+    if (kvtool.params.ragged) {
+        std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
+        // llama.cpp's table holds the newest token alone: rows have masks of their own
+        llama_kvtool::fill_table(*kv, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
+    } else {
+        llama_kvtool::fill_table(*kv, edit.n_keep, edit.pos_0, edit.n_hidden);
+    }
+
+    kvtool.signals.clear(lctx);
+
+    return 0;
+}
+
+} // namespace kvtool

@@ -1,0 +1,52 @@
+// Sums and maxima over a tensor's middle dimension.
+
+#pragma once
+
+#include "ggml.h"
+
+namespace kvtool {
+
+// [n, r, h] -> [n, 1, h]: joins halves of the middle dimension until one is left
+// (ggml_sum_rows needs a transpose, which goes through the tensor element by element; ggml_out_prod is missing on some
+// devices)
+template <typename F>
+ggml_tensor * reduce_middle(ggml_context * ctx, ggml_tensor * t, F && join) {
+    ggml_tensor * rest = nullptr;
+
+    const auto part = [ctx](ggml_tensor * a, int64_t i, int64_t r) {
+        return ggml_view_3d(ctx, a, a->ne[0], r, a->ne[2], a->nb[1], a->nb[2], i*a->nb[1]);
+    };
+
+    int64_t r = t->ne[1];
+
+    if (r == 1) {
+        return ggml_cont(ctx, t);
+    }
+
+    while (r > 1) {
+        const int64_t half = r/2;
+
+        if (r % 2 == 1) {
+            ggml_tensor * odd = part(t, r - 1, 1);
+            rest = rest ? join(rest, odd) : odd;
+        }
+
+        t = join(part(t, 0, half), part(t, half, half));
+        r = half;
+    }
+
+    return rest ? join(t, rest) : t;
+}
+
+inline ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
+    return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) { return ggml_add(ctx, a, b); });
+}
+
+// for values that are not negative
+inline ggml_tensor * max_middle(ggml_context * ctx, ggml_tensor * t) {
+    return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) {
+        return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
+    });
+}
+
+} // namespace kvtool

@@ -1,0 +1,66 @@
+// What hooks.patch calls from llama.cpp's own files.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+class  llama_kvtool_input;
+class  llm_graph_result;
+struct ggml_tensor;
+struct llama_context;
+struct llama_hparams;
+struct llama_kvtool;
+struct llm_graph_context;
+
+// what kvtool has added to a graph
+struct llama_kvtool_graph {
+    static constexpr int n_signal = 6;
+
+    // the signals of one layer that the host adds up
+    struct probe {
+        int il;
+
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]; null where the device adds up
+    };
+
+    std::vector<probe> probes;
+
+    llama_kvtool_input * input = nullptr;
+};
+
+// ragged rows: stores the new keys and values at each row's own end and sets k and v to views of the layer's cells;
+// returns false, and does nothing, where rows are not ragged
+bool llama_kvtool_store(
+        const llm_graph_context & graph,
+        ggml_tensor * k_cur,
+        ggml_tensor * v_cur,
+        ggml_tensor * & k,
+        ggml_tensor * & v,
+                int   il);
+
+// ragged rows: a mask with each row's own length; else kq_mask
+ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
+
+// log n: the queries scaled by log_512(t); else q
+ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
+
+// adds one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
+void llama_kvtool_build(
+        const llm_graph_context & graph,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * p,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+              float   kq_scale,
+                int   il);
+
+// whether every row has cells for n_tokens more; llama.cpp's own table does not know the lengths of ragged rows
+bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
+
+// counts the queries of a computed graph, and starts to copy the signals that the host adds up
+void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens);
+
+// the most nodes that kvtool adds to a graph
+uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool * kvtool, uint32_t n_tokens);

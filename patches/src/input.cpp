@@ -1,0 +1,84 @@
+#include "input.h"
+
+#include "state.h"
+
+#include <cmath>
+
+void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
+    const int64_t n_tokens = ubatch->n_tokens;
+
+    std::vector<float> f(n_tokens);
+
+    if (seen && seen->buffer) {
+        for (int64_t t = 0; t < n_tokens; ++t) {
+            f[t] = kvtool.n_seen + t + 1;
+        }
+        ggml_backend_tensor_set(seen, f.data(), 0, ggml_nbytes(seen));
+    }
+    if (scale && scale->buffer) {
+        for (int64_t t = 0; t < n_tokens; ++t) {
+            f[t] = logf(kvtool.n_seen + t + 1)/logf(512.0f);
+        }
+        ggml_backend_tensor_set(scale, f.data(), 0, ggml_nbytes(scale));
+    }
+
+    std::vector<int64_t> idx;
+
+    for (const auto & r : ragged) {
+        const auto & l = kvtool.layers[r.i];
+
+        const auto cell = [&](int64_t t, int head) { return kvtool.live[l.row_0 + head] + t; };
+
+        idx.clear();
+        for (int64_t t = 0; t < n_tokens; ++t) {
+            for (int head = 0; head < l.n_head; ++head) {
+                idx.push_back(cell(t, head)*l.n_head + head);
+            }
+        }
+        ggml_backend_tensor_set(r.k_idx, idx.data(), 0, ggml_nbytes(r.k_idx));
+
+        if (r.v_idx) {
+            const int64_t n_embd = r.v_idx->ne[0]/(n_tokens*l.n_head);
+
+            idx.clear();
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                for (int head = 0; head < l.n_head; ++head) {
+                    for (int64_t j = 0; j < n_embd; ++j) {
+                        idx.push_back((head*n_embd + j)*l.n_cell + cell(t, head));
+                    }
+                }
+            }
+            ggml_backend_tensor_set(r.v_idx, idx.data(), 0, ggml_nbytes(r.v_idx));
+        }
+
+        f.clear();
+        for (int head = 0; head < l.n_head; ++head) {
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                f.push_back(cell(t, head));
+            }
+        }
+        ggml_backend_tensor_set(r.limit, f.data(), 0, ggml_nbytes(r.limit));
+    }
+}
+
+namespace kvtool {
+
+llama_kvtool_input & graph_input(const llm_graph_context & graph) {
+    auto & input = graph.res->kvtool.input;
+
+    if (!input) {
+        auto mine = std::make_unique<llama_kvtool_input>(*graph.cparams.kvtool);
+        input = mine.get();
+        graph.res->add_input(std::move(mine));
+    }
+
+    return *input;
+}
+
+ggml_tensor * new_input(ggml_context * ctx, ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2) {
+    ggml_tensor * t = ggml_new_tensor_3d(ctx, type, ne0, ne1, ne2);
+    ggml_set_input(t);
+    return t;
+}
+
+} // namespace kvtool

@@ -1,0 +1,46 @@
+// The inputs that kvtool adds to the decode's graph: they change from batch to batch, so that the graph need not.
+
+#pragma once
+
+#include "hooks.h"
+
+#include "llama-graph.h"
+
+#include <vector>
+
+class llama_kvtool_input : public llm_graph_input_i {
+public:
+    llama_kvtool_input(const llama_kvtool & kvtool) : kvtool(kvtool) {}
+
+    // of one layer, where rows are ragged
+    struct rows {
+        int i; // the layer's index in the cache
+
+        ggml_tensor * k_idx; // I64 [n_head*n_tokens]
+        ggml_tensor * v_idx; // I64 [n_embd*n_head*n_tokens], null unless V is transposed
+        ggml_tensor * limit; // F32 [1, n_tokens, n_head]: the last cell that a query sees
+    };
+
+    void set_input(const llama_ubatch * ubatch) override;
+
+    // a batch or a cache of another size makes llama.cpp build the graph anew
+    bool can_reuse(const llm_graph_params &) override {
+        return true;
+    }
+
+    const llama_kvtool & kvtool;
+
+    ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: the tokens that each query has seen, itself included
+    ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the same
+
+    std::vector<rows> ragged;
+};
+
+namespace kvtool {
+
+// the graph's inputs of ours, made at the first call
+llama_kvtool_input & graph_input(const llm_graph_context & graph);
+
+ggml_tensor * new_input(ggml_context * ctx, ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2);
+
+} // namespace kvtool

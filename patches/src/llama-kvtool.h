@@ -1,0 +1,156 @@
+// What kvtool needs of llama.cpp beyond its public API. It is for a context with one sequence (id 0) whose layers attend
+// to everything, or some of them through a sliding window: those have no rows, and llama.cpp keeps their cache itself.
+//
+// - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
+// - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
+// - sizes:   each layer's cache made longer or shorter
+// - copies:  cells and signals out of the cache and back in again
+// - ragged:  rows that hold different numbers of cells, each with an attention mask of its own length
+//
+// A row is one (layer, KV head) pair, layer by layer. With nothing enabled, llama.cpp computes what it always does.
+//
+// Every function that can fail returns a negative number, and llama_kvtool_error says why. The cache is then as it was,
+// unless the device itself failed in the middle of an edit.
+
+#pragma once
+
+#include "llama.h"
+
+#define LLAMA_KVTOOL_ABI 3
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit. The query heads of
+// one KV head are its group, which `group` reduces to one value. A cell is important to a query that has seen t tokens,
+// itself included, where A >= 1/t.
+enum llama_kvtool_signal {
+    LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // the sum over the queries
+    LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // the last query's
+    LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // sum over the last n_query queries of a batch; shorter batches after it are added
+    LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // the sum of squares over the queries
+    LLAMA_KVTOOL_SIGNAL_HITS      = 16, // how many (query, head) pairs it was important to
+    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // 1 + the index of the latest query that it was important to, for any head; 0: none
+};
+
+enum llama_kvtool_group {
+    LLAMA_KVTOOL_GROUP_SUM   = 0,
+    LLAMA_KVTOOL_GROUP_MAX   = 1,
+    LLAMA_KVTOOL_GROUP_FIRST = 2, // the group's first head
+};
+
+struct llama_kvtool_params {
+    uint32_t signals; // those that every later decode computes
+    uint32_t group;
+    int32_t  n_query; // of the recent signal, at least 1
+
+    bool log_n;  // scale attention logits by log_512(t)
+    bool ragged; // rows may hold different numbers of cells
+};
+
+// K[row, dst] = rotate(K[row, src], delta) and V[row, dst] = V[row, src]
+// All sources are read before anything is written. No two moves of a row may have the same dst.
+struct llama_kvtool_move {
+    int32_t row;
+    int32_t dst;
+    int32_t src;
+    int32_t delta; // positions to rotate the key by; 0 keeps its bytes
+};
+
+// V[row, dst] = the sum of weight * V[row, src] over all terms with this (row, dst), which must be neighbours
+// All sources are read before anything is written. Merges come before moves.
+struct llama_kvtool_term {
+    int32_t row;
+    int32_t dst;
+    int32_t src;
+    float   weight;
+};
+
+struct llama_kvtool_edit {
+    const struct llama_kvtool_move * moves;
+    const struct llama_kvtool_term * terms;
+
+    int32_t n_move;
+    int32_t n_term;
+
+    int32_t   n_keep; // cells 0 .. n_keep - 1 are in use afterwards, the others are free
+    llama_pos pos_0;  // the last of them gets position pos_0 + n_keep - 1 and the others come before it; the next token
+                      // comes at pos_0 + n_keep. Sliding layers follow where that is a jump, and forget everything where
+                      // later queries see no cell
+
+    const int32_t * n_keep_row; // ragged: the same for each row, at most n_keep; else null
+
+    int32_t n_hidden; // the first cells, which no later query sees; 0 if ragged
+
+    bool force_graph; // compute a graph even where the cache is in host memory
+};
+
+LLAMA_API int32_t      llama_kvtool_abi(void);
+LLAMA_API const char * llama_kvtool_digest(void); // of the patch files that the library was built from
+LLAMA_API const char * llama_kvtool_error(void);  // why the last call on this thread failed
+
+// From now on a crash (an abort of ggml, an uncaught exception, a bad access) writes this message to stderr and ends the
+// process with exit_code, without a core dump. verbose: what ggml and C++ say comes first. A null message undoes this.
+LLAMA_API int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose);
+
+// from now on a device reports at most this much memory, used or free
+LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
+
+// the memory that a spare reports, none of it free
+#define LLAMA_KVTOOL_SPARE_BYTES 1
+
+// a spare: the same device once more, for a worker to serve beside it; null: it failed
+LLAMA_API ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev);
+
+// From now on edits of a cache on a worker's device are computed on one of its spares, and keys are read on another. A
+// worker keeps one graph for each device that it serves: so it keeps these two and the decode's.
+LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t keys);
+
+// start anew with these parameters, on an empty cache; returns the number of rows
+LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
+
+// the layer of each row; returns the number of rows
+LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int32_t * layers, int32_t n_row);
+
+// the length of the longest key
+LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
+
+// bytes of the K and V tensors, those of sliding layers included
+LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
+
+// how many tokens the first query of the next decode has seen before it; t counts from there
+LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
+
+// give each layer n_cell[layer] cells, enough for its live ones; the same number for all unless ragged
+LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
+
+// out[n_row][n_cell]: a signal's first n_cell cells, 0 beyond a layer's own
+LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell);
+
+// let a signal go on from in[n_row][n_cell], which is what it was n_query queries after the last edit
+LLAMA_API int32_t llama_kvtool_write(
+        struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query);
+
+// Copy a layer's first n_cell cells as they are stored, keys and then values, each cell by cell, between the cache and a
+// buffer that has room for them. Both return how many bytes these are; with a null buffer they do nothing else.
+LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
+LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
+
+// The same for the layers with a sliding window: all of their n_window cells, layer by layer.
+// table[1 + n_window]: where the next token goes, then each cell's position, -1 if it is empty
+LLAMA_API int32_t llama_kvtool_n_window  (const struct llama_context * ctx);
+LLAMA_API int64_t llama_kvtool_get_window(struct llama_context * ctx, int32_t * table, uint8_t * out);
+LLAMA_API int64_t llama_kvtool_set_window(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
+
+// out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
+// positions on the way, 0 beyond a layer's own length of a key
+LLAMA_API int32_t llama_kvtool_read_keys(
+        struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out, int32_t n_row, int32_t n_cell, int32_t n_dim);
+
+// apply an edit and clear the signals; returns when it is done
+LLAMA_API int32_t llama_kvtool_apply(struct llama_context * ctx, const struct llama_kvtool_edit * edit);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,182 @@
+// The signals in the decode's graph: each layer's attention probabilities reduced to a few floats per row and cell.
+
+#include "halving.h"
+#include "hooks.h"
+#include "input.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-hparams.h"
+
+#include <algorithm>
+#include <cmath>
+
+using namespace kvtool;
+
+ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->params.log_n || !kvtool->has_keys(k)) {
+        return q;
+    }
+
+    auto & scale = graph_input(graph).scale;
+    if (!scale) {
+        scale = new_input(graph.ctx0, GGML_TYPE_F32, 1, 1, q->ne[2]);
+    }
+
+    return ggml_mul(graph.ctx0, q, scale);
+}
+
+void llama_kvtool_build(
+        const llm_graph_context & graph,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * p,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+              float   kq_scale,
+                int   il) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || kvtool->params.signals == 0 || !kvtool->has_keys(k)) {
+        return;
+    }
+
+    const auto & params = kvtool->params;
+
+    ggml_context * ctx = graph.ctx0;
+
+    if (!p) {
+        p = ggml_mul_mat(ctx, k, q);
+        ggml_prec_set_acc(p, GGML_PREC_F32);
+
+        if (graph.hparams.attn_soft_cap) {
+            const float cap = graph.hparams.f_attn_logit_softcapping;
+            p = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, p, 1.0f/cap)), cap);
+        }
+
+        p = ggml_soft_max_ext(ctx, p, kq_mask, kq_scale, graph.hparams.f_max_alibi_bias);
+        ggml_soft_max_add_sinks(p, sinks);
+    }
+
+    const int64_t n_kv      = p->ne[0];
+    const int64_t n_tokens  = p->ne[1];
+    const int64_t n_head_kv = k->ne[2];
+    const int64_t n_gqa     = p->ne[2]/n_head_kv;
+
+    const size_t i_layer = kvtool->find(il) - kvtool->layers.data();
+
+    const auto has = [&](uint32_t signal) { return (params.signals & signal) != 0; };
+
+    // the last r queries as [n, r*h, n_head_kv]; h: the heads of the group, 1 if it is reduced
+    const auto queries = [&](ggml_tensor * t, int64_t r) {
+        const int64_t h = t->ne[2]/n_head_kv;
+        if (r == n_tokens) {
+            return ggml_reshape_3d(ctx, t, n_kv, n_tokens*h, n_head_kv);
+        }
+        t = ggml_cont(ctx, ggml_view_3d(ctx, t, n_kv, r, t->ne[2], t->nb[1], t->nb[2], (n_tokens - r)*t->nb[1]));
+        return ggml_reshape_3d(ctx, t, n_kv, r*h, n_head_kv);
+    };
+
+    // [n_kv*n_tokens, n_gqa, n_head_kv] -> [n_kv, n_tokens, n_head_kv]
+    const auto reduce_group = [&](uint32_t group) {
+        ggml_tensor * t = ggml_reshape_3d(ctx, p, n_kv*n_tokens, n_gqa, n_head_kv);
+        switch (group) {
+            case LLAMA_KVTOOL_GROUP_MAX:   t = max_middle(ctx, t); break;
+            case LLAMA_KVTOOL_GROUP_FIRST: t = ggml_cont(ctx, ggml_view_3d(ctx, t, t->ne[0], 1, n_head_kv, t->nb[1], t->nb[2], 0)); break;
+            default:                       t = sum_middle(ctx, t); break;
+        }
+        return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
+    };
+
+    llama_kvtool_graph::probe probe = { il, {} };
+
+    const auto put = [&](uint32_t signal, ggml_tensor * t) {
+        int s = 0;
+        while (signal >> (s + 1)) {
+            ++s;
+        }
+        // expanded at once, so that one layer's probabilities are freed before the next layer's are made
+        if (ggml_tensor * sum = kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
+            ggml_build_forward_expand(graph.gf, sum);
+            return;
+        }
+        ggml_set_output(t);
+        ggml_build_forward_expand(graph.gf, t);
+        probe.t[s] = t;
+    };
+
+    const bool summed = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1;
+
+    // a sum over the group is taken together with that over queries
+    ggml_tensor * a = summed ? p : reduce_group(params.group);
+
+    if (has(LLAMA_KVTOOL_SIGNAL_ATTENTION)) {
+        put(LLAMA_KVTOOL_SIGNAL_ATTENTION, sum_middle(ctx, queries(a, n_tokens)));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_LAST)) {
+        put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, 1)));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_RECENT)) {
+        put(LLAMA_KVTOOL_SIGNAL_RECENT, sum_middle(ctx, queries(a, std::min<int64_t>(params.n_query, n_tokens))));
+    }
+    if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
+        ggml_tensor * one = summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a;
+        put(LLAMA_KVTOOL_SIGNAL_SQUARES, sum_middle(ctx, ggml_sqr(ctx, one)));
+    }
+
+    if (has(LLAMA_KVTOOL_SIGNAL_HITS) || has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+        auto & seen = graph_input(graph).seen;
+        if (!seen) {
+            seen = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+        }
+
+        // 1 where p*t >= 1
+        ggml_tensor * hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
+
+        if (has(LLAMA_KVTOOL_SIGNAL_HITS)) {
+            put(LLAMA_KVTOOL_SIGNAL_HITS, sum_middle(ctx, queries(hit, n_tokens)));
+        }
+        if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+            ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
+            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
+        }
+    }
+
+    graph.res->kvtool.probes.push_back(probe);
+}
+
+void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens) {
+    if (lctx.kvtool) {
+        lctx.kvtool->decoded(lctx, res.kvtool, n_tokens);
+    }
+}
+
+uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool * kvtool, uint32_t n_tokens) {
+    if (!kvtool) {
+        return 0;
+    }
+
+    const auto & params = kvtool->params;
+
+    const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
+
+    // counted closely: ggml and its scheduler keep about a kilobyte for each node that there could be
+    uint32_t res = 0;
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        const uint32_t n_halving = std::log2(std::max(1u, n_tokens*hparams.n_gqa(il)));
+
+        // the probabilities where flash attention leaves none, and the scaled queries; ragged rows' stores, views and masks
+        res += 8 + (params.ragged ? 24 : 0) + (hits ? 8 : 0);
+        for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
+            // a halving is two views and a sum, and a view and a sum for an odd one; a maximum is three operations
+            const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT;
+
+            res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving : 8 + 5*n_halving) : 0;
+        }
+    }
+
+    return res;
+}

@@ -1,0 +1,115 @@
+// Rows that hold different numbers of cells: where each stores new keys and values, and what it sees.
+
+#include "hooks.h"
+#include "input.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+
+using namespace kvtool;
+
+bool llama_kvtool_store(
+        const llm_graph_context & graph,
+        ggml_tensor * k_cur,
+        ggml_tensor * v_cur,
+        ggml_tensor * & k,
+        ggml_tensor * & v,
+                int   il) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->params.ragged || !kvtool->find(il)) {
+        return false;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & l = *kvtool->find(il);
+
+    const bool v_trans = kvtool->v_trans;
+
+    const int64_t n_tokens = k_cur->ne[2];
+    const int64_t n_head   = l.n_head;
+    const int64_t n_embd_k = k_cur->ne[0];
+    const int64_t n_embd_v = v_cur->ne[0];
+
+    llama_kvtool_input::rows rows;
+
+    rows.i     = &l - kvtool->layers.data();
+    rows.k_idx = new_input(ctx, GGML_TYPE_I64, n_head*n_tokens, 1, 1);
+    rows.v_idx = v_trans ? new_input(ctx, GGML_TYPE_I64, n_embd_v*n_head*n_tokens, 1, 1) : nullptr;
+    rows.limit = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, n_head);
+
+    graph_input(graph).ragged.push_back(rows);
+
+    const auto write = [&](ggml_tensor * cache, ggml_tensor * cur, int64_t n_embd, ggml_tensor * idx) {
+        cache = ggml_reshape_2d(ctx, cache, n_embd, ggml_nelements(cache)/n_embd);
+        cur   = ggml_reshape_2d(ctx, ggml_cont(ctx, cur), n_embd, ggml_nelements(cur)/n_embd);
+        ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, cache, cur, idx));
+    };
+
+    write(l.k, k_cur, n_embd_k, rows.k_idx);
+    write(l.v, v_cur, v_trans ? 1 : n_embd_v, v_trans ? rows.v_idx : rows.k_idx);
+
+    const auto view = [&](ggml_tensor * t, int64_t n_embd) {
+        const size_t size = ggml_row_size(t->type, n_embd);
+        return ggml_view_4d(ctx, t, n_embd, n_head, l.n_cell, 1, size, t->nb[1], t->nb[2], 0);
+    };
+
+    k = view(l.k, n_embd_k);
+    if (v_trans) {
+        const size_t size = ggml_row_size(l.v->type, l.n_cell);
+        v = ggml_view_4d(ctx, l.v, l.n_cell, n_head, n_embd_v, 1, size*n_embd_v, size, l.v->nb[2], 0);
+    } else {
+        v = view(l.v, n_embd_v);
+    }
+
+    return true;
+}
+
+ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
+    const auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->params.ragged || !kvtool->find(il)) {
+        return kq_mask;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & rows = graph_input(graph).ragged.back();
+    const auto & l    = kvtool->layers[rows.i];
+    GGML_ASSERT(l.il == il);
+
+    const int64_t n_tokens = rows.limit->ne[1];
+    const int64_t n_gqa    = graph.hparams.n_head(il)/l.n_head;
+
+    // made on the device: the host would have to fill and send a mask for every head and layer
+    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, n_tokens, l.n_head, 1);
+    x = ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows.limit)), -1e30f);
+    if (n_gqa > 1) {
+        x = ggml_reshape_4d(ctx, x, l.n_cell, n_tokens, 1, l.n_head);
+        x = ggml_repeat_4d(ctx, x, l.n_cell, n_tokens, n_gqa, l.n_head);
+        x = ggml_reshape_3d(ctx, x, l.n_cell, n_tokens, n_gqa*l.n_head);
+    }
+
+    return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;
+}
+
+bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
+    const auto * kvtool = lctx.kvtool.get();
+
+    if (!kvtool || !kvtool->params.ragged) {
+        return true;
+    }
+
+    for (const auto & l : kvtool->layers) {
+        const int n_live = kvtool->most_live(l);
+        if (n_tokens > (uint32_t) (l.n_cell - n_live)) {
+            LLAMA_LOG_ERROR("layer %d: %d cells hold no %d + %u tokens\n", l.il, l.n_cell, n_live, n_tokens);
+            return false;
+        }
+    }
+
+    return true;
+}

@@ -1,0 +1,126 @@
+#include "shapes.h"
+
+#include "edit.h"
+
+#include <algorithm>
+
+namespace kvtool {
+
+std::vector<merge> merges_of(const std::vector<llama_kvtool_term> & terms) {
+    std::vector<merge> res;
+    for (size_t t = 0; t < terms.size(); ++t) {
+        if (t > 0 && terms[t - 1].row == terms[t].row && terms[t - 1].dst == terms[t].dst) {
+            ++res.back().n_term;
+        } else {
+            res.push_back({ t, 1 });
+        }
+    }
+    std::stable_sort(res.begin(), res.end(), [](const merge & a, const merge & b) { return a.n_term > b.n_term; });
+    return res;
+}
+
+layer_shape shape_of(const layer_edit & e, bool with_k, bool with_v, bool v_trans) {
+    layer_shape res;
+
+    if (with_k) {
+        res.n_moves = e.moves.size();
+        res.n_turns = e.turns.size();
+    }
+    if (with_v) {
+        res.n_moved = values_moved(e).size();
+        for (const auto & m : merges_of(e.terms)) {
+            for (int i = 0; i < n_level && m.n_term > level_first(i); ++i) {
+                ++res.n_merged[i];
+            }
+        }
+    }
+    // transposed values lie in another order than keys do
+    res.shared = with_k && with_v && !v_trans && res.n_turns == 0;
+
+    return res;
+}
+
+// lists that are one entry longer the next time must not need another graph for it
+static int64_t rounded_up(int64_t n) {
+    int64_t step = 16;
+    while (step*16 <= n) {
+        step *= 2;
+    }
+    return GGML_PAD(n, step);
+}
+
+int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
+    const int64_t n_part = v_trans ? l.v->ne[0]/l.n_head : 1;
+
+    int64_t res = 8*s.n_moves + 12*s.n_turns + (s.shared ? 0 : 8*n_part*s.n_moved) + 4*n_part*s.n_merged[0];
+    for (int i = 0; i < n_level; ++i) {
+        res += (4*n_part + 4)*level_width(i)*s.n_merged[i];
+    }
+    return res;
+}
+
+static constexpr int64_t layer_shape::* list_lengths[] = { &layer_shape::n_moves, &layer_shape::n_turns, &layer_shape::n_moved };
+
+// the last entry fills up what is left; an empty list has none to repeat
+static bool holds(int64_t room, int64_t n) {
+    return n == 0 ? room == 0 : n <= room;
+}
+
+// n_all merges, some of them repeated: how many have terms on this level. The last one is repeated, so where all have
+// terms the repeated ones have them too
+static int64_t merged_on(const layer_shape & s, int level, int64_t n_all) {
+    return s.n_merged[level] == s.n_merged[0] ? n_all : s.n_merged[level];
+}
+
+bool holds(const layer_shape & room, const layer_shape & s) {
+    bool res = holds(room.n_merged[0], s.n_merged[0]);
+    for (const auto n : list_lengths) {
+        res = res && holds(room.*n, s.*n);
+    }
+    for (int i = 1; i < n_level; ++i) {
+        res = res && merged_on(s, i, room.n_merged[0]) <= room.n_merged[i];
+    }
+    return res;
+}
+
+// long merges are few, now two and then five
+static int64_t room_for_merges(int64_t n) {
+    int64_t res = n > 0 ? 4 : 0;
+    while (res < n) {
+        res *= 2;
+    }
+    return res;
+}
+
+std::vector<layer_shape> rooms(std::vector<layer_shape> shapes, const std::vector<layer_shape> * before) {
+    std::array<int64_t, n_level> n_merged = {};
+
+    for (size_t i = 0; i < shapes.size(); ++i) {
+        auto & s = shapes[i];
+
+        const layer_shape old = before ? (*before)[i] : layer_shape();
+
+        for (const auto n : list_lengths) {
+            s.*n = s.*n == 0 ? 0 : std::max(rounded_up(s.*n), old.*n);
+        }
+        if (s.shared) {
+            s.n_moved = s.n_moves;
+        }
+
+        const int64_t n_all = s.n_merged[0] == 0 ? 0 : std::max(rounded_up(s.n_merged[0]), old.n_merged[0]);
+        for (int j = n_level - 1; j >= 0; --j) {
+            s.n_merged[j] = merged_on(s, j, n_all);
+            n_merged[j] = std::max({ n_merged[j], s.n_merged[j], old.n_merged[j] });
+        }
+    }
+    // the long merges of one layer will be another layer's next time
+    for (auto & s : shapes) {
+        for (int j = 1; j < n_level; ++j) {
+            s.n_merged[j] = std::min(s.n_merged[0], room_for_merges(n_merged[j]));
+        }
+    }
+
+    return shapes;
+}
+
+} // namespace kvtool

@@ -1,0 +1,256 @@
+#include "signals.h"
+
+#include "llama-context.h"
+
+#include <algorithm>
+
+namespace kvtool {
+
+// four of these bytes make a float of -1.3e20, which a batch's n_tokens taken off does not change
+static constexpr uint8_t never_byte = 0xE0;
+
+void signals::device_sums::clear() const {
+    for (int s = 0; s < n_signal; ++s) {
+        if (buf[s]) {
+            ggml_backend_buffer_clear(buf[s].get(), 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT ? never_byte : 0);
+        }
+    }
+}
+
+void signals::resize() {
+    for (int s = 0; s < n_signal; ++s) {
+        staging[s].resize(layers.size());
+        if (has(s)) {
+            sums[s].resize(layers.back().row_0 + layers.back().n_head);
+            for (const auto & l : layers) {
+                for (int row = l.row_0; row < l.row_0 + l.n_head; ++row) {
+                    sums[s][row].resize(l.n_cell);
+                }
+            }
+        }
+    }
+
+    places.assign(layers.size(), {});
+    devices.clear();
+    if (params.signals && !make_device_sums()) {
+        // the device has no memory for them: the host adds up
+        places.assign(layers.size(), {});
+        devices.clear();
+    }
+}
+
+bool signals::make_device_sums() {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & l = layers[i];
+
+        if (ggml_backend_buffer_is_host(l.k->buffer)) {
+            continue;
+        }
+        const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
+
+        auto it = std::find_if(devices.begin(), devices.end(), [&](const device_sums & d) { return d.buft == buft; });
+        if (it == devices.end()) {
+            it = devices.emplace(it);
+            it->buft = buft;
+        }
+        places[i] = { (int) (it - devices.begin()), it->n };
+        it->n += (size_t) l.n_head*l.n_cell;
+    }
+
+    for (auto & d : devices) {
+        d.ctx.reset(ggml_init({ n_signal*ggml_tensor_overhead(), nullptr, true }));
+        for (int s = 0; s < n_signal; ++s) {
+            if (!has(s)) {
+                continue;
+            }
+            d.t[s] = ggml_new_tensor_1d(d.ctx.get(), GGML_TYPE_F32, d.n);
+            ggml_format_name(d.t[s], "kvtool_sums_%d", s);
+            d.buf[s].reset(ggml_backend_alloc_ctx_tensors_from_buft(d.ctx.get(), d.buft));
+            if (!d.buf[s]) {
+                return false;
+            }
+        }
+        d.clear();
+    }
+
+    return true;
+}
+
+ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const {
+    const auto & l     = layers[i];
+    const auto & place = places[i];
+
+    if (place.device < 0) {
+        return nullptr;
+    }
+    GGML_ASSERT(t->ne[0] <= l.n_cell);
+
+    const size_t stride = l.n_cell*sizeof(float);
+
+    ggml_tensor * sum = ggml_view_3d(ctx, devices[place.device].t[s], t->ne[0], 1, l.n_head, stride, stride, place.first*sizeof(float));
+
+    switch (1u << s) {
+        case LLAMA_KVTOOL_SIGNAL_LAST:
+            return ggml_cpy(ctx, t, sum);
+        case LLAMA_KVTOOL_SIGNAL_RECENT:
+            return n_tokens >= params.n_query ? ggml_cpy(ctx, t, sum) : ggml_add_inplace(ctx, sum, t);
+        case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
+            // counted back from the batch's end, so that the graph is the same for every batch
+            ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
+            return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
+        }
+        default:
+            return ggml_add_inplace(ctx, sum, t);
+    }
+}
+
+void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
+    fold(lctx);
+
+    bool staged = false;
+
+    for (const auto & probe : graph.probes) {
+        const auto l = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == probe.il; });
+        GGML_ASSERT(l != layers.end());
+
+        for (int s = 0; s < n_signal; ++s) {
+            if (ggml_tensor * t = probe.t[s]) {
+                auto & dst = staging[s][l - layers.begin()];
+                dst.resize(ggml_nelements(t));
+                staged = true;
+
+                ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(lctx.get_sched(), t);
+                ggml_backend_tensor_get_async(backend, t, dst.data(), 0, ggml_nbytes(t));
+            }
+        }
+    }
+
+    // there is nothing to wait for where no signal is under way
+    (staged ? n_query_staged : n_done) += n_tokens;
+
+    if (!graph.probes.empty() && !devices.empty()) {
+        n_query_device += n_tokens;
+        recent_anew = recent_anew || n_tokens >= params.n_query;
+    }
+}
+
+// adds the last batch's signals, which were under way, to the host's sums
+void signals::fold(llama_context & lctx) {
+    if (n_query_staged == 0) {
+        return;
+    }
+
+    lctx.synchronize();
+
+    for (int s = 0; s < n_signal; ++s) {
+        for (size_t i = 0; has(s) && i < layers.size(); ++i) {
+            const auto & l = layers[i];
+
+            if (places[i].device >= 0) {
+                continue;
+            }
+
+            const size_t n_kv = staging[s][i].size()/l.n_head;
+
+            for (int head = 0; head < l.n_head; ++head) {
+                fold(s, staging[s][i].data() + head*n_kv, sums[s][l.row_0 + head].data(), std::min<size_t>(n_kv, l.n_cell));
+            }
+        }
+    }
+
+    n_done += n_query_staged;
+    n_query_staged = 0;
+}
+
+void signals::fold(int s, const float * src, float * dst, size_t n) const {
+    const uint32_t signal = 1u << s;
+
+    const bool newest =
+        signal == LLAMA_KVTOOL_SIGNAL_LAST || (signal == LLAMA_KVTOOL_SIGNAL_RECENT && n_query_staged >= params.n_query);
+
+    if (newest) {
+        std::copy(src, src + n, dst);
+    } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
+        for (size_t i = 0; i < n; ++i) {
+            dst[i] = src[i] > 0.0f ? n_done + src[i] : dst[i];
+        }
+    } else {
+        for (size_t i = 0; i < n; ++i) {
+            dst[i] += src[i];
+        }
+    }
+}
+
+void signals::collect(llama_context & lctx) {
+    fold(lctx);
+
+    if (n_query_device == 0) {
+        return;
+    }
+
+    lctx.synchronize();
+
+    const int n_before = n_done - n_query_device;
+
+    std::vector<float> tmp;
+
+    for (size_t d = 0; d < devices.size(); ++d) {
+        for (int s = 0; s < n_signal; ++s) {
+            if (!has(s)) {
+                continue;
+            }
+            tmp.resize(devices[d].n);
+            ggml_backend_tensor_get(devices[d].t[s], tmp.data(), 0, tmp.size()*sizeof(float));
+
+            for (size_t i = 0; i < layers.size(); ++i) {
+                const auto & l = layers[i];
+                for (int head = 0; head < l.n_head && places[i].device == (int) d; ++head) {
+                    collect(s, tmp.data() + places[i].first + (size_t) head*l.n_cell, sums[s][l.row_0 + head], n_before);
+                }
+            }
+        }
+    }
+
+    clear_devices();
+}
+
+void signals::collect(int s, const float * src, std::vector<float> & dst, int n_before) const {
+    const uint32_t signal = 1u << s;
+
+    for (size_t i = 0; i < dst.size(); ++i) {
+        if (signal == LLAMA_KVTOOL_SIGNAL_LAST || (signal == LLAMA_KVTOOL_SIGNAL_RECENT && recent_anew)) {
+            dst[i] = src[i];
+        } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
+            const float at = src[i] + n_query_device;
+            dst[i] = at > 0.0f ? n_before + at : dst[i];
+        } else {
+            dst[i] += src[i];
+        }
+    }
+}
+
+void signals::clear_devices() {
+    if (n_query_device > 0) {
+        for (const auto & d : devices) {
+            d.clear();
+        }
+    }
+    n_query_device = 0;
+    recent_anew    = false;
+}
+
+void signals::clear(llama_context & lctx) {
+    if (n_query_staged > 0 || n_query_device > 0) {
+        lctx.synchronize();
+        n_query_staged = 0;
+    }
+    clear_devices();
+    n_done = 0;
+    for (auto & rows : sums) {
+        for (auto & row : rows) {
+            std::fill(row.begin(), row.end(), 0.0f);
+        }
+    }
+}
+
+} // namespace kvtool

@@ -1,0 +1,93 @@
+// What the signals have added up to since the last edit, on the host and on devices.
+
+#pragma once
+
+#include "hooks.h"
+#include "layer.h"
+#include "llama-kvtool.h"
+
+#include "ggml-cpp.h"
+
+#include <vector>
+
+namespace kvtool {
+
+class signals {
+public:
+    static constexpr int n_signal = llama_kvtool_graph::n_signal;
+
+    // both outlive this
+    signals(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
+
+    bool has(int s) const {
+        return params.signals >> s & 1;
+    }
+
+    // makes room for as many cells as the layers have; what devices hold must have been collected
+    void resize();
+
+    // adds a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; null: the host does it
+    ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
+
+    // starts to copy what a computed graph leaves for the host
+    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
+
+    // brings all sums to the host, so that values() is complete
+    void collect(llama_context & lctx);
+
+    void clear(llama_context & lctx);
+
+    // the sums of signal s after collect: [n_row][n_cell of the row's layer]
+    std::vector<std::vector<float>> & values(int s) { return sums[s]; }
+
+    int n_done = 0; // queries since the last edit, those under way not counted
+
+private:
+    // the sums of all layers whose cache lies on one device, beside that cache. They are copied only when somebody
+    // reads them: copying after every batch would be most of what goes to another machine
+    struct device_sums {
+        ggml_backend_buffer_type_t buft;
+
+        size_t n = 0; // floats of one signal
+
+        ggml_context_ptr ctx;
+
+        ggml_tensor *           t  [n_signal] = {};
+        ggml_backend_buffer_ptr buf[n_signal];
+
+        void clear() const;
+    };
+
+    // where a layer's sums lie
+    struct place {
+        int    device = -1; // -1: on the host
+        size_t first  = 0;  // in the device's sums: the first of [n_head][n_cell]
+    };
+
+    const std::vector<layer>  & layers;
+    const llama_kvtool_params & params;
+
+    std::vector<std::vector<float>> sums[n_signal];
+
+    // copies of the last batch's signals that are under way to the host: [n_layer][n_head*n_kv]
+    std::vector<std::vector<float>> staging[n_signal];
+
+    int n_query_staged = 0;
+
+    std::vector<device_sums> devices;
+    std::vector<place>       places; // one a layer
+
+    int  n_query_device = 0;     // queries since the devices' sums were cleared
+    bool recent_anew    = false; // one of their batches had n_query queries or more
+
+    bool make_device_sums();
+
+    void fold(llama_context & lctx);
+    void fold(int s, const float * src, float * dst, size_t n) const;
+
+    void collect(int s, const float * src, std::vector<float> & dst, int n_before) const;
+
+    void clear_devices();
+};
+
+} // namespace kvtool

@@ -1,0 +1,157 @@
+// A cache whose layers become longer or shorter: part of the state, as it replaces llama.cpp's tensors.
+
+#include "error.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+
+#include <algorithm>
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+using namespace kvtool;
+
+int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
+    auto * kv = cache(lctx);
+
+    lctx.synchronize();
+
+    const int n_used = kv->v_cells[0].used_max_p1();
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & l = layers[i];
+
+        const int n_live = params.ragged ? most_live(l) : n_used;
+        if (n_cell[i] < std::max(n_live, 1)) {
+            return fail(format("layer %d: %d cells hold no %d tokens", l.il, n_cell[i], n_live));
+        }
+        if (!params.ragged && n_cell[i] != n_cell[0]) {
+            return fail(format("layer %d: %d cells, layer %d: %d, and rows are not ragged", l.il, n_cell[i], layers[0].il, n_cell[0]));
+        }
+    }
+
+    signals.collect(lctx);
+
+    const int64_t n_before = n_bytes();
+
+    std::vector<int> before;
+    for (const auto & l : layers) {
+        before.push_back(l.n_cell);
+    }
+
+    // one layer after the other, so that only one is there twice
+    bool ok = true;
+    for (size_t i = 0; ok && i < layers.size(); ++i) {
+        ok = n_cell[i] == layers[i].n_cell || resize(lctx, *kv, i, n_cell[i]);
+    }
+    for (size_t i = 0; !ok && i < layers.size(); ++i) {
+        if (before[i] != layers[i].n_cell) {
+            resize(lctx, *kv, i, before[i]);
+        }
+    }
+    signals.resize();
+
+    if (ok && !params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
+        auto & cells = kv->v_cells[0];
+
+        const auto old = cells;
+        cells.resize(n_cell[0]);
+        for (int i = 0; i < n_used; ++i) {
+            cells.pos_set(i, old.pos_get(i));
+            cells.seq_add(i, !old.seq_has(i, 0));
+        }
+        kv->v_heads[0] = n_used;
+    }
+
+#if defined(__GLIBC__)
+    // glibc keeps what is freed in pieces
+    if (n_before - n_bytes() > (16 << 20)) {
+        malloc_trim(0);
+    }
+#else
+    GGML_UNUSED(n_before);
+#endif
+
+    // the graphs that were made have views of the old tensors
+    for (auto & res : lctx.gf_res_prev) {
+        res.reset();
+    }
+    lctx.gf_res_prev_active = nullptr;
+
+    // the compute buffers follow the cache; ragged layers change too often for that, and by little
+    lctx.sched_need_reserve = lctx.sched_need_reserve || !params.ragged;
+
+    return ok ? 0 : fail("no memory for the cache");
+}
+
+// gives layer i of the cache n cells; false, with all as it was: there is no memory, or a device has failed
+bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n) {
+    auto & l = layers[i];
+
+    ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }) };
+
+    const auto create = [&](const ggml_tensor * old) {
+        ggml_tensor * t = ggml_new_tensor_3d(ctx.get(), old->type, old->ne[0], n, old->ne[2]);
+        ggml_set_name(t, old->name);
+        return t;
+    };
+
+    ggml_tensor * k = create(l.k);
+    ggml_tensor * v = create(l.v);
+
+    ggml_tensor * k_stream = ggml_view_2d(ctx.get(), k, k->ne[0], n, k->nb[1], 0);
+    ggml_tensor * v_stream = ggml_view_2d(ctx.get(), v, v->ne[0], n, v->nb[1], 0);
+
+    ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_buffer_get_type(l.k->buffer)) };
+    if (!buf) {
+        return false;
+    }
+    ggml_backend_buffer_clear(buf.get(), 0);
+
+    const int64_t n_copy = std::min(n, l.n_cell);
+
+    // the cells that both have; transposed, a row of the tensor is one element of all values
+    const auto live = [&](ggml_context * c, ggml_tensor * t, bool trans) {
+        const int64_t n_embd = t->ne[0];
+        return trans ?
+            ggml_view_2d(c, t, n_copy, n_embd, ggml_row_size(t->type, t->ne[1]), 0) :
+            ggml_view_2d(c, t, n_embd, n_copy, t->nb[1], 0);
+    };
+
+    const auto build = [&](ggml_context * c, ggml_cgraph * gf, size_t, ggml_tensor *) -> ggml_tensor * {
+        ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.k, false),   live(c, k, false)));
+        ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.v, v_trans), live(c, v, v_trans)));
+        return nullptr;
+    };
+    if (!graphs.compute(lctx, kv, layers, { { i }, nullptr }, 64, {}, build)) {
+        return false;
+    }
+
+    l.k = k;
+    l.v = v;
+    l.n_cell = n;
+
+    graphs.clear();
+
+    auto & theirs = kv.layers[i];
+
+    theirs.k = k;
+    theirs.v = v;
+    theirs.k_stream = { k_stream };
+    theirs.v_stream = { v_stream };
+
+    auto & bufs = kv.ctxs_bufs;
+
+    bufs.emplace_back(std::move(ctx), std::move(buf));
+    bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
+        return std::none_of(layers.begin(), layers.end(), [&](const layer & l) {
+            return l.k->buffer == b.second.get() || l.v->buffer == b.second.get();
+        });
+    }), bufs.end());
+
+    return true;
+}

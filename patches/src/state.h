@@ -1,0 +1,113 @@
+// What kvtool keeps of a context. Its functions alone touch the private members of llama.cpp's context and cache.
+
+#pragma once
+
+#include "graphs.h"
+#include "layer.h"
+#include "llama-kvtool.h"
+#include "signals.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+class  llama_kv_cache;
+struct llama_context;
+
+struct llama_kvtool {
+    llama_kvtool_params params;
+
+    std::vector<kvtool::layer> layers;  // those with rows
+    std::vector<kvtool::layer> sliding; // those with a sliding window: llama.cpp keeps their cache, and they have no rows
+
+    std::vector<int> layer_of_row;
+
+    int  n_row   = 0;
+    bool v_trans = false; // V is stored transposed
+
+    int64_t n_seen = 0; // tokens that the next query has seen before itself
+
+    std::vector<int32_t> live; // ragged: how many cells of each row are in use
+
+    kvtool::signals signals { layers, params };
+    kvtool::graphs  graphs;
+
+    explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
+
+    llama_kvtool(const llama_kvtool &) = delete;
+
+    // see llama_kvtool_enable
+    static int32_t enable(llama_context & lctx, const llama_kvtool_params & params);
+
+    // null, with the error set, where kvtool is not enabled
+    static llama_kvtool * get(const llama_context * ctx);
+
+    //
+    // counts
+    //
+
+    // null for a layer without rows
+    const kvtool::layer * find(int il) const;
+
+    // whether k is a view of the cache; other keys belong to an encoder or to cross-attention
+    bool has_keys(const ggml_tensor * k) const;
+
+    int most_cells() const;
+    int most_live(const kvtool::layer & l) const;
+
+    std::vector<int> row_cells() const;
+
+    int64_t n_bytes()  const;
+    int32_t n_dim()    const;
+    int32_t n_window() const;
+
+    // a batch has been computed
+    void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
+
+    //
+    // sizes
+    //
+
+    // see llama_kvtool_resize
+    int32_t resize(llama_context & lctx, const int32_t * n_cell);
+
+    //
+    // copies
+    //
+
+    // a layer's first n cells as bytes, keys and then values, each cell by cell: copies to out or from in, or nothing
+    // where both are null; returns how many bytes these are
+    int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
+
+    // all cells of the sliding layers; the tables are [where the next token goes, each cell's position or -1]
+    int64_t copy_window(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
+
+    //
+    // llama.cpp's own
+    //
+
+    // the cache of the layers with rows
+    static llama_kv_cache * cache(const llama_context & lctx);
+
+    // the cache of the sliding layers, null if there are none
+    static llama_kv_cache * sliding_cache(const llama_context & lctx);
+
+    static std::vector<ggml_backend_t>             & backends     (llama_context & lctx);
+    static std::vector<ggml_backend_buffer_type_t> & backend_bufts(llama_context & lctx);
+
+    // the matrix [n, n] that quantized keys are stored under
+    static const std::vector<float> & key_rotation(const llama_kv_cache & kv, int64_t n);
+
+    // sets the table of cells: n in use, the last at position pos_0 + n - 1 and the others before it; the first n_hidden
+    // of them belong to a sequence without queries
+    static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0);
+
+    // moves the tokens of the table by delta positions, and forgets those that would come before 0; returns the cells
+    // whose keys have to turn
+    static std::vector<int> shift_window(llama_kv_cache & kv, int delta);
+
+private:
+    static std::string unsupported(const llama_context & lctx);
+
+    bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n);
+};
