@@ -12,6 +12,8 @@ PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
 # the contract is about policies; their kernels are held against the definitions in these
 KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam divergence h2o keys roco \
 	scissorhands snapkv weightedkv))
+# a stage of their own, first: what fails here fails everywhere
+PATCH_TESTS := tests/test_patches.py tests/test_build.py
 SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
 # Mesa's Vulkan on the CPU: what it takes, and the Debian package that has it
 MESA := /usr/share/vulkan/icd.d/lvp_icd.*.json:mesa-vulkan-drivers /usr/include/vulkan/vulkan.h:libvulkan-dev \
@@ -83,16 +85,16 @@ lint: $(READY)
 
 test-patches: $(READY)
 	@$(PY) patches/sync.py check
-	@$(PYTEST) tests/test_patches.py tests/test_build.py
+	@$(PYTEST) $(PATCH_TESTS)
 
 test-unjitted: $(READY)
-	@NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS)
+	@NUMBA_DISABLE_JIT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
 test-bounds: $(READY)
-	@NUMBA_BOUNDSCHECK=1 $(PYTEST) $(KERNEL_TESTS)
+	@NUMBA_BOUNDSCHECK=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
 test-plain: $(READY)
-	@$(PYTEST)
+	@$(PYTEST) $(addprefix --ignore=,$(PATCH_TESTS))
 
 stock: $(PY)
 	@$(PY) -m kvtool.build --stock

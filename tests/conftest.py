@@ -11,6 +11,31 @@ import pytest  # noqa: E402
 
 import tests.tiny as tiny  # noqa: E402
 
+SIZES = ("budget", "evict_every", "seed", "pinned", "shape", "group", "held", "n_value")
+"""Parameters that give a test another size of the same case."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--small",
+        action="store_true",
+        help="run each case once, at its first size, and no test marked large: for slow kernels",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--small"):
+        return
+    seen, small, rest = set(), [], []
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        case = (item.path, item.originalname, *(str(v) for k, v in params.items() if k not in SIZES))
+        is_small = case not in seen and not item.get_closest_marker("large")
+        (small if is_small else rest).append(item)
+        seen.add(case)
+    items[:] = small
+    config.hook.pytest_deselected(items=rest)
+
 
 @pytest.fixture(scope="session")
 def smollm2():

@@ -134,6 +134,7 @@ def draws(seed, step, row):
     return draw
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("seed", [0, 1, -7])
 def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
     n, n_keep, n_row = 80, 40, 3
@@ -159,6 +160,7 @@ def test_stochastic_greedy_looks_at_a_sample_drawn_by_hash(seed):
     assert got != kept(view, fit(n_keep + 1, 1).compress(view))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_the_order_of_cells_means_nothing_to_a_summary(greedy):
     policy = fit(41, 1, greedy=greedy)
@@ -213,6 +215,7 @@ def stream(mode, seed=4, n_plan=14, **params):
         cache.apply(plan.keep)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("params", [{}, {"mixture": 0.9, "phi": "power"}], ids=str)
 def test_every_way_to_hold_similarities_gives_the_same_plans(params):
     plans = {mode: [kept(view, plan) for _, view, plan in stream(mode, **params)] for mode in MODES}
@@ -250,6 +253,7 @@ def test_the_state_stays_what_one_made_anew_would_be(mode):
     assert n_bound > 20
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", MODES)
 def test_similarities_are_the_cosines_of_keys_that_were_rounded_once(mode):
     rng = np.random.default_rng(2)
@@ -336,6 +340,7 @@ def test_a_stream_goes_on_after_a_prompt_that_was_decoded_whole(mode):
         cache.apply(plan.keep)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("phi", ["log", "power"])
 def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_attention(mode, phi):

@@ -180,6 +180,7 @@ def _hold(path, entered, seconds):
             scores.score(*draw(0, 8)[::2])
 
 
+@pytest.mark.large
 def test_who_wants_the_same_waits():
     path, context = divergence.path_of({}), multiprocessing.get_context("spawn")
     entered = context.Event()

@@ -77,11 +77,13 @@ def test_keeps_the_same_tokens_as_the_definition(name, options, budget, evict_ev
     stream(name, options, budget, evict_every, seed=budget)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_keeps_the_same_tokens_where_hardly_any_scores_are_equal(name, options):
     stream(name, options, 30, 4, seed=1, n_value=4096)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_keeps_the_same_tokens_where_all_scores_are_equal(name, options):
     stream(name, options, 30, 4, seed=2, n_value=1)
@@ -146,6 +148,7 @@ def test_random_hashes_with_splitmix64():
     assert splitmix64(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4
 
 
+@pytest.mark.large
 def test_random_keeps_every_token_about_as_often_and_rows_draw_on_their_own():
     n_row, n = 400, 24
     policy = policies.fit("random", 24, 12, ["window=0"])
