@@ -302,7 +302,8 @@ def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray,
     start = time.perf_counter()
     nll = perplexity.stream(engine, tokens)
     live = slice(0, engine.n_kv)
-    middle = (engine.pos[:, live] >= policy.sinks) & (engine.pos[:, live] < engine.n_past - policy.window)
+    pos = engine.rows.pos[:, live]
+    middle = (pos >= policy.sinks) & (pos < engine.n_past - policy.window)
     own = float(np.median(1 - engine.state[3][:, live][middle]))
     engine.close()
     note(f"{name}: {nll[args.budget - 1 :].mean():.4f}, {time.perf_counter() - start:.0f} s")

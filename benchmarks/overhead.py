@@ -110,8 +110,9 @@ class Kvtool:
         self.n_token = self.n_eviction = 0
         self._warm_up()
         self.engine.context.decode = self._timed("decode", self.engine.context.decode)
-        self.engine._apply = self._timed("apply", self.engine._apply)
-        self.engine._evict = self._timed("evict", self.engine._evict)
+        eviction = self.engine.eviction
+        eviction.apply = self._timed("apply", eviction.apply)
+        eviction.evict = self._timed("evict", eviction.evict)
 
     def _warm_up(self) -> None:
         """Two evictions, then up to the next one: what follows is as it will always be."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.engine.cells import fill_holes
+from kvtool.engine.rows import fill_holes
 from kvtool.errors import LibraryError
 from kvtool.kernels import ahead
 from kvtool.kernels import link as warm
@@ -22,7 +22,7 @@ MODULES = [
     "kvtool.kernels.selection",
     "kvtool.kernels.norm",
     "kvtool.kernels.likelihood",
-    "kvtool.engine.cells",
+    "kvtool.engine.rows",
     *(f"kvtool.policies.{name}" for name in policies.names()),
 ]
 
@@ -142,7 +142,7 @@ def test_a_stream_is_without_numba(policy, tiny_model):
         "from kvtool import Engine, load_model, load_policy\n"
         f"engine = Engine(load_model({str(tiny_model())!r}), load_policy({policy!r}, budget=64))\n"
         "engine.read(np.arange(200, dtype=np.int32) % 90 + 3)\n"
-        "assert engine.n_evicted, engine.live\n"
+        "assert engine.n_evicted, engine.rows.live\n"
         "print([name for name in ('numba', 'llvmlite') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -76,7 +76,7 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     assert len(said) == 1 + (left["cells"].layer == 5).sum() == 4
     run(code[2])
     mass, tokens = left["mass"], left["tokens"]
-    positions = engine.pos[0, : engine.live[0]].tolist()
+    positions = engine.rows.pos[0, : engine.rows.live[0]].tolist()
     raw = {pos: engine.state[0][0, i] for i, pos in enumerate(positions)}
     assert sorted(mass[0].tolist(), reverse=True)[:3] == [raw[pos] for pos in tokens.tolist()]
     capsys.readouterr()
@@ -130,12 +130,11 @@ def test_cells_are_those_of_a_plain_count(tiny_model, name, positions):
             assert cells.n_past == engine.n_past
             assert cells.layer.tolist() == [0, 0, 1, 1]
             assert cells.head.tolist() == [0, 1, 0, 1]
-            assert cells.live.tolist() == engine.live.tolist()
-            for row, n in enumerate(engine.live.tolist()):
+            assert cells.live.tolist() == engine.rows.live.tolist()
+            for row, n in enumerate(engine.rows.live.tolist()):
                 # (position in the stream, rotation, cell), the oldest first
-                want = sorted(
-                    (int(engine.pos[row, cell]), int(engine.rot[row, cell]), cell) for cell in range(n)
-                )
+                pos, rot = engine.rows.pos[row].tolist(), engine.rows.rot[row].tolist()
+                want = sorted((pos[cell], rot[cell], cell) for cell in range(n))
                 arrays = (cells.pos, cells.rot, cells.cell)
                 assert [tuple(int(array[row, i]) for array in arrays) for i in range(n)] == want
                 assert (cells.pos[row, n:] == -1).all()

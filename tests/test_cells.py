@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtool.engine.cells import append, fill_holes, rank_by_pos
+from kvtool.engine.rows import Rows, fill_holes, rank_by_pos
 
 
 def plain_fill(keep, n_keep):
@@ -85,12 +85,27 @@ def test_keeping_one_cell_brings_it_to_the_front():
 
 
 def test_new_tokens_come_to_the_end_of_every_row():
-    pos, rot = np.full((2, 6), -1, np.int32), np.full((2, 6), -1, np.int32)
-    live = np.array([1, 3], np.int32)
-    append(10, 20, 2, pos, rot, live)
-    assert pos.tolist() == [[-1, 10, 11, -1, -1, -1], [-1, -1, -1, 10, 11, -1]]
-    assert rot.tolist() == [[-1, 20, 21, -1, -1, -1], [-1, -1, -1, 20, 21, -1]]
-    assert live.tolist() == [3, 5]
+    rows = Rows(np.zeros(2, np.int32), 6, ragged=True)
+    rows.append(3)
+    # one row keeps a token, the other all three
+    rows.move(np.empty((0, 4), np.int32), np.array([1, 3], np.int32), next_rot=20)
+    rows.append(2)
+    assert (rows.n_past, rows.n_kv, rows.next_rot) == (5, 5, 22)
+    assert (rows.pos[0, :3].tolist(), rows.pos[1, :5].tolist()) == ([0, 3, 4], [0, 1, 2, 3, 4])
+    assert (rows.rot[0, :3].tolist(), rows.rot[1, :5].tolist()) == ([0, 20, 21], [0, 1, 2, 20, 21])
+    assert rows.live.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_rows_of_one_length_take_new_tokens_as_ragged_ones_do(n):
+    tables = []
+    for ragged in (False, True):
+        rows = Rows(np.zeros(3, np.int32), 8, ragged=ragged)
+        for _ in range(2):
+            rows.append(n)
+        tables.append((rows.pos.tolist(), rows.rot.tolist(), rows.live.tolist(), rows.n_kv, rows.n_past))
+    assert tables[0] == tables[1]
+    assert tables[0][0] == [[*range(2 * n), *[0] * (8 - 2 * n)]] * 3
 
 
 @pytest.mark.parametrize("seed", range(10))

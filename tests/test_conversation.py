@@ -129,7 +129,7 @@ def test_the_system_prompt_is_never_evicted(chat):
         "".join(talk.reply(text, 60))
     engine = talk.writer.engine
     assert engine.n_evicted > 0
-    live = engine.pos[:, : engine.n_kv]
+    live = engine.rows.pos[:, : engine.n_kv]
     assert engine.n_pinned > 8
     assert all((live == pos).any(axis=1).all() for pos in range(engine.n_pinned))
 
@@ -285,7 +285,7 @@ def test_the_words_before_a_reply_are_whole_whatever_is_evicted(chat, model, pol
     next(pieces, None)
     engine = talk.writer.engine
     marker = model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)
-    live = engine.pos[:, : engine.n_kv]
+    live = engine.rows.pos[:, : engine.n_kv]
     assert engine.n_evicted > 0
     assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
 

@@ -159,7 +159,7 @@ def test_a_view_says_which_token_each_cell_holds(tiny_model):
     path, tokens = tiny_model(n_layer=1), text(90)
     with open_engine(path, Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))) as engine:
         perplexity.stream(engine, tokens)
-        n, pos = engine.n_kv, engine.pos[:, : engine.n_kv]
+        n, pos = engine.n_kv, engine.rows.pos[:, : engine.n_kv]
         state = _saved(engine)
         got = state.values(0, 2).swapaxes(0, 1)
     # values of the only layer depend on the token alone
@@ -178,7 +178,7 @@ def _saved(engine):
 def in_order(engine):
     """rot i32[row, n_kv], oldest token first."""
     n = engine.n_kv
-    return np.take_along_axis(engine.rot[:, :n], engine.pos[:, :n].argsort(axis=1), axis=1)
+    return np.take_along_axis(engine.rows.rot[:, :n], engine.rows.pos[:, :n].argsort(axis=1), axis=1)
 
 
 def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
@@ -297,8 +297,8 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, a
             engine.context.state(),
             engine.n_kv,
             engine.n_evicted,
-            engine.pos.tobytes(),
-            engine.rot.tobytes(),
+            engine.rows.pos.tobytes(),
+            engine.rows.rot.tobytes(),
         )
 
     def sometimes(policy, view, state):
@@ -329,7 +329,7 @@ def test_pinned_tokens_stay(tiny_model, name):
         engine.read(text(300))
         engine.room()
         assert engine.n_evicted > 200
-        for row in engine.pos[:, : engine.n_kv]:
+        for row in engine.rows.pos[:, : engine.n_kv]:
             assert set(range(20)) <= set(row.tolist())
 
 
@@ -402,7 +402,7 @@ def test_original_positions_end_where_the_trained_context_ends(tiny_model):
         with pytest.raises(StreamEnd, match="context of 130 tokens; go on with --positions auto"):
             engine.step(text(1))
         assert engine.n_past == 130
-        assert engine.rot[:, : engine.n_kv].max() == 129
+        assert engine.rows.rot[:, : engine.n_kv].max() == 129
         assert len(_saved(engine).pos) == engine.n_kv
 
 
@@ -423,7 +423,7 @@ def test_other_positions_pass_the_trained_context(tiny_model, name, positions):
         engine.read(text(1000))
         assert engine.n_past == 1000
         assert engine.n_restart > 0
-        assert engine.rot[:, : engine.n_kv].max() < 130
+        assert engine.rows.rot[:, : engine.n_kv].max() < 130
         assert np.isfinite(engine.context.logits()).all()
 
 

@@ -133,7 +133,7 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
     with open_engine(path, policy, positions=positions) as engine:
         got = perplexity.stream(engine, tokens)
         engine.room()
-        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.pos, engine.live, strict=True)]
+        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
     assert np.abs(got - want.nll).max() < TOLERANCE
     assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
     assert len({len(row) for row in live}) > 1
@@ -244,5 +244,5 @@ def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, na
             assert np.abs(engine.context.logits() - want).max() < LOGITS
             at += len(part)
             rows = [row.pos.tolist() for rows in stream.rows for row in rows]
-            assert np.sort(engine.pos[:, : engine.n_kv], axis=1).tolist() == rows
+            assert np.sort(engine.rows.pos[:, : engine.n_kv], axis=1).tolist() == rows
         assert engine.n_evicted > 200

@@ -13,13 +13,13 @@ from tests.test_cli import kvtool
 
 def spy(engine):
     """How many tokens there were at each plan."""
-    seen, checked = [], engine._checked
+    seen, checked = [], engine.eviction.check
 
     def check(view, plan):
         seen.append(engine.n_past)
         return checked(view, plan)
 
-    engine._checked = check
+    engine.eviction.check = check
     return seen
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 def rows_of(engine):
     """The tokens that each row holds, one by one."""
     return [
-        {int(engine.pos[row, cell]) for cell in range(engine.live[row])} for row in range(len(engine.live))
+        set(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)
     ]
 
 

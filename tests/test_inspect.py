@@ -108,7 +108,7 @@ def watched(tiny_model):
     seen = {}
 
     def record(n):
-        seen[n] = [set(pos[:k].tolist()) for pos, k in zip(engine.pos, engine.live, strict=True)]
+        seen[n] = [set(pos[:k].tolist()) for pos, k in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
     tokens = text(180)
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:

@@ -43,7 +43,7 @@ def score(path, name, positions, flash, n_gpu_layers):
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
-            return [nll.tolist(), engine.live.tolist()]
+            return [nll.tolist(), engine.rows.live.tolist()]
         state = saved.parse(engine.context.state())
         ends = [take(layer, 2).tolist() for layer in (0, N_LAYER - 1) for take in (state.keys, state.values)]
         return [nll.tolist(), *ends]

@@ -26,7 +26,7 @@ def positions_of(stream):
 
 
 def live(engine):
-    return [sorted(pos[:n].tolist()) for pos, n in zip(engine.pos, engine.live, strict=True)]
+    return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
@@ -135,7 +135,7 @@ def test_a_prompt_read_whole_can_be_stopped_and_read_again(tiny_model):
         assert (engine.n_past, engine.n_kv, engine.n_pinned) == (0, 0, 5)
         assert engine.read(tokens) == 300
         again = engine.context.logits().copy()
-        assert (np.sort(engine.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
+        assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :5] == np.arange(5)).all()
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill="whole") as engine:
         engine.read(tokens)
         assert np.array_equal(engine.context.logits(), again)

@@ -70,7 +70,7 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
         nll = perplexity.stream(engine, text(N_TOKENS))
         assert engine.n_evicted > 80
         if engine.policy.ragged:
-            return nll.tolist(), engine.live.tolist(), [0]
+            return nll.tolist(), engine.rows.live.tolist(), [0]
         # of the sliding layers, where there are some
         state = saved.parse_all(engine.context.state())[-1]
         return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()

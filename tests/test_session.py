@@ -55,7 +55,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         with (tmp_path / "saved").open("w+b") as file:
             session.dump(file, {"n": n_read}, engine.save())
         expected = scores(engine, tokens[n_read:])
-        live = engine.live.copy()
+        live = engine.rows.live.copy()
     with open_engine(path, policy, **settings) as engine:
         # something else is in it before
         engine.read(tokens[:13])
@@ -64,7 +64,7 @@ def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, option
         engine.restore(saved)
         assert engine.n_past == n_read
         np.testing.assert_array_equal(scores(engine, tokens[n_read:]), expected)
-        np.testing.assert_array_equal(engine.live, live)
+        np.testing.assert_array_equal(engine.rows.live, live)
 
 
 def test_a_file_that_is_not_whole_is_refused(tmp_path):
@@ -114,4 +114,4 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
                     engine.restore(wrong)
             assert engine.n_past == 20
             engine.read(tokens[20:])
-            np.testing.assert_array_equal(engine.pos[:, : engine.n_kv], saved["pos"])
+            np.testing.assert_array_equal(engine.rows.pos[:, : engine.n_kv], saved["pos"])

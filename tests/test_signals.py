@@ -62,7 +62,7 @@ def run(path, policy, sizes, **settings):
                 now = [[token | {"seen": list(token["seen"])} for token in row.records()] for row in rows]
                 want.append((now, since, stream.next))
                 since = stream.next
-                for row, pos, live in zip(rows, engine.pos, engine.live, strict=True):
+                for row, pos, live in zip(rows, engine.rows.pos, engine.rows.live, strict=True):
                     row.keep(sorted(pos[:live].tolist()))
                 stream._close_gaps(stream.counter)
             part = tokens[at : at + n]

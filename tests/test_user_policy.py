@@ -35,7 +35,7 @@ def test_the_documents_policy_runs(tiny_model, written):
     with open_engine(tiny_model(), policy) as engine:
         engine.read(text(200))
         assert engine.n_evicted == 200 - engine.n_kv > 100
-        assert (np.sort(engine.pos[:, : engine.n_kv], axis=1)[:, :4] == np.arange(4)).all()
+        assert (np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)[:, :4] == np.arange(4)).all()
 
 
 def test_the_documents_policy_keeps_the_highest_average(written):
@@ -91,11 +91,11 @@ def fill_and_evict(engine):
     engine.pin(6)
     for token in text(48):
         engine.step(np.array([token]))
-    before = (engine.pos.copy(), engine.n_kv, engine.context.state())
+    before = (engine.rows.pos.copy(), engine.n_kv, engine.context.state())
     try:
         engine.room()
     finally:
-        assert (engine.pos == before[0]).all()
+        assert (engine.rows.pos == before[0]).all()
         assert (engine.n_kv, engine.context.state()) == before[1:]
 
 

@@ -44,7 +44,7 @@ def compile_all() -> None:
     from kvtool.kernels.link import link
 
     modules = [f"kvtool.kernels.{name}" for name in ("selection", "norm", "likelihood")]
-    modules += ["kvtool.engine.cells", *(f"kvtool.policies.{name}" for name in policies.names())]
+    modules += ["kvtool.engine.rows", *(f"kvtool.policies.{name}" for name in policies.names())]
     found = {kernel.name: kernel for module in modules for kernel in of_module(import_module(module))}
     for n_done, kernel in enumerate(found.values()):
         _say(n_done, len(found) + 1)

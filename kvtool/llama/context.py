@@ -59,8 +59,8 @@ class Decoder:
         self.n_batch = n_batch
         self.ragged = ragged
         params = api.llama_context_default_params()
-        # the sliding layers' cache is never longer than this, and must hold the window and a step
-        params.n_ctx = max(n_cell, self.model.window and self.model.window + n_batch)
+        # the sliding layers' cache is never longer than this, and must hold what they see and a step
+        params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
@@ -91,6 +91,11 @@ class Decoder:
         self._n_output = 0
         self._logits_where = (0, 0)
         self._has_decoded = False
+
+    @property
+    def handle(self) -> object:
+        """llama.cpp's own context."""
+        return self._context
 
     def close(self) -> None:
         if self._context:
@@ -158,7 +163,7 @@ class Decoder:
 class Context(Decoder):
     """A cache whose cells each row has of its own, which needs the patched library.
 
-    Layers that slide, if the model has some, have no rows: llama.cpp keeps their window beside the cells.
+    Layers that slide, if the model has some, have no rows: llama.cpp keeps what they see beside the cells.
     signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
     logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
     how: as Decoder has it. Raises what Decoder does, and ModelError for a model that has no rows.
@@ -189,7 +194,7 @@ class Context(Decoder):
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
         n_layer = np.count_nonzero(np.diff(self.row_layers)) + 1
         self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
-        if model.window and model.window + n_batch > n_cell:
+        if model.n_swa and model.n_swa + n_batch > n_cell:
             self.resize(np.full(n_layer, n_cell))
 
     @property
@@ -260,25 +265,25 @@ class Context(Decoder):
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     @property
-    def n_window(self) -> int:
-        """Cells of the layers that attend through a sliding window; 0 where there are none."""
+    def n_swa(self) -> int:
+        """Cells of the sliding layers; 0 if none slide."""
         return int(lib.llama_kvtool_n_window(self._context))
 
-    def window(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of sliding layers: i32[1 + n_window], the next cell and each one's position; their u1[bytes]."""
-        table, data = (np.empty(*own) for own in zip(self.window_shapes, (np.int32, np.uint8), strict=True))
+    def swa(self) -> tuple[np.ndarray, np.ndarray]:
+        """What sliding layers hold: i32[1 + n_swa], the next cell and each cell's position; u1[bytes]."""
+        table, data = (np.empty(*own) for own in zip(self.swa_shapes, (np.int32, np.uint8), strict=True))
         check(lib.llama_kvtool_get_window(self._context, table.ctypes.data, data.ctypes.data))
         return table, data
 
-    def set_window(self, table: np.ndarray, data: np.ndarray) -> None:
-        """Writes what `window` returned."""
-        assert [table.shape, data.shape] == self.window_shapes
+    def set_swa(self, table: np.ndarray, data: np.ndarray) -> None:
+        """Writes what `swa` returned."""
+        assert [table.shape, data.shape] == self.swa_shapes
         check(lib.llama_kvtool_set_window(self._context, table.ctypes.data, data.ctypes.data))
 
     @property
-    def window_shapes(self) -> list[tuple[int]]:
-        """Those of the two arrays that `window` returns."""
-        return [(1 + self.n_window,), (lib.llama_kvtool_get_window(self._context, None, None),)]
+    def swa_shapes(self) -> list[tuple[int]]:
+        """The shapes of the two arrays that `swa` returns."""
+        return [(1 + self.n_swa,), (lib.llama_kvtool_get_window(self._context, None, None),)]
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that a cell takes in a layer, one of those with a cache."""

@@ -40,8 +40,8 @@ class Model:
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
-        # tokens that sliding layers see, 0 where there are none
-        self.window: int = api.llama_model_n_swa(self._model)
+        # tokens that sliding layers see, 0 if none slide
+        self.n_swa: int = api.llama_model_n_swa(self._model)
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)

@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 
 from kvtool.errors import UsageError
-from kvtool.llama.context import Decoder
+from kvtool.llama.cache import Cache
 from kvtool.llama.library import api
 
 _N_PENALTY = 64
@@ -64,9 +64,9 @@ class Sampler:
         for token in self.recent:
             api.llama_sampler_accept(chain, token)
 
-    def sample(self, context: Decoder) -> int:
-        """The next token, from the last logits of the context."""
-        token: int = api.llama_sampler_sample(self._chain, context._context, -1)
+    def sample(self, cache: Cache) -> int:
+        """The next token, from the logits of the cache's last decode."""
+        token: int = api.llama_sampler_sample(self._chain, cache.handle, -1)
         self.recent.append(token)
         return token
 

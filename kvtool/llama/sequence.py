@@ -6,12 +6,13 @@ It removes and shifts whole tokens, in all layers and heads alike: to a policy t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from kvtool.errors import LibraryError
 from kvtool.llama.context import Decoder
+from kvtool.llama.library import HOW_TO_BUILD
 from kvtool.llama.model import Model
 from kvtool.models.header import read
 from kvtool.policy import Merge
@@ -27,7 +28,7 @@ class SequenceContext(Decoder):
     n_row = 1
     # nobody reads keys
     n_dim = 0
-    n_window = 0
+    n_swa = 0
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)
@@ -72,6 +73,13 @@ class SequenceContext(Decoder):
             self.remove(*run)
         self._pos_of = self._pos_of[source] + turn
         self._at = self._at[source]
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        """What an unpatched llama.cpp cannot do. The engine asks for none of it after `needs_patch`."""
+        raise LibraryError(f"this needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}")
+
+    see = read = write = read_keys = hide = resize = swa = set_swa = _refuse
+    swa_shapes: list[tuple[int]] = []
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that a cell takes in all layers."""

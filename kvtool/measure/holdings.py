@@ -97,5 +97,5 @@ def texts(model: Model, tokens: np.ndarray) -> list[str]:
 
 def _held(engine: Engine) -> tuple[np.ndarray, np.ndarray]:
     """Row and position of every live cell."""
-    row, cell = np.nonzero(np.arange(engine.n_kv) < engine.live[:, None])
-    return row, engine.pos[row, cell]
+    row, cell = np.nonzero(np.arange(engine.n_kv) < engine.rows.live[:, None])
+    return row, engine.rows.pos[row, cell]

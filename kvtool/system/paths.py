@@ -40,7 +40,7 @@ def kernel_dir() -> Path:
     for path in sorted(
         [
             *(_PACKAGE / "kernels").glob("*.py"),
-            _PACKAGE / "engine" / "cells.py",
+            _PACKAGE / "engine" / "rows.py",
             *(_PACKAGE / "policies").glob("*.py"),
         ]
     ):

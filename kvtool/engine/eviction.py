@@ -1,0 +1,250 @@
+"""An eviction: the policy is asked, its plan is checked, the plan is applied."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kvtool.engine.rows import Rows, sources
+from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
+from kvtool.llama.cache import Cache
+from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View, true_cells
+
+
+class Eviction:
+    """A policy at work on a cache: what it sees, what it remembers, and what it plans.
+
+    Attributes
+    ----------
+    state
+        What the policy remembers of each cell: arrays [row, cell, ...].
+    n_pinned, n_held
+        First and newest tokens that are never evicted.
+    n_planned
+        The clock at the last plan: `Rows.n_past` then.
+    n_cleared
+        The clock when the signals were last cleared: they are of the tokens after that.
+    n_evicted
+        Cells evicted so far, of all rows together.
+    n_restart
+        How often positions have started over behind the live cells.
+    plan_s, edit_s
+        Seconds spent on plans, with the signals read for them, and on edits of the cache.
+    """
+
+    state: State
+    n_pinned: int
+    n_held: int
+    n_planned: int
+    n_cleared: int
+    n_evicted: int
+    n_restart: int
+    plan_s: float
+    edit_s: float
+
+    def __init__(self, policy: Policy, cache: Cache, rows: Rows, n_ctx: int, *, in_cache: bool) -> None:
+        self.policy = policy
+        self.cache = cache
+        self.rows = rows
+        self.n_ctx = n_ctx
+        self.in_cache = in_cache
+        self.signals = {name: signal for signal, name in SIGNALS.items() if signal in policy.reads}
+        """The signals that the policy reads, by their fields in a view."""
+        self._reads_keys = Signal.KEYS in policy.reads
+        self._name = type(policy).__name__
+
+    def reset(self) -> None:
+        """Frees all cells of the cache."""
+        self.n_pinned = self.n_held = self.n_planned = self.n_cleared = self.n_evicted = self.n_restart = 0
+        self.plan_s = self.edit_s = 0.0
+        self.edit(np.empty((0, 4), np.int32), np.zeros(self.cache.n_row, np.int32), 0)
+
+    def start(self) -> None:
+        """Lets the policy make the state for the rows' cells. Raises PlanError for what is none."""
+        shape = self.rows.pos.shape
+        state = self.ask("start", *shape, self.cache.n_dim)
+        if not (isinstance(state, tuple) and all(np.shape(array)[:2] == shape for array in state)):
+            raise PlanError(f"{self._name}: start must return a tuple of arrays {shape}")
+        self.state = state
+
+    def resize(self) -> None:
+        """Gives the state as many cells as the rows have."""
+        old = self.state
+        self.start()
+        for source, target in zip(old, self.state, strict=False):
+            common = tuple(map(slice, map(min, source.shape, target.shape)))
+            target[common] = source[common]
+
+    def ask(self, what: str, *args: object) -> Any:
+        """Calls the policy, which may be anybody's. Raises PlanError for whatever goes wrong in it."""
+        try:
+            return getattr(self.policy, what)(*args)
+        except KvtoolError:
+            raise
+        except Exception as error:
+            raise PlanError(f"{self._name}.{what}: {where(error)}") from error
+
+    @property
+    def n_new(self) -> int:
+        """Tokens that the signals are of; they are in the last live cells."""
+        return self.rows.n_past - self.n_cleared
+
+    def read_signals(self) -> dict[str, np.ndarray]:
+        """Each signal since it was cleared, by its field in a view. Raises PlanError if one is not finite."""
+        values = {name: self.cache.read(signal, self.rows.n_kv) for name, signal in self.signals.items()}
+        if any(not np.isfinite(array).all() for array in values.values()):
+            raise PlanError("the model's attention is not finite; the model file may be damaged")
+        return values
+
+    def read_keys(self) -> dict[str, np.ndarray]:
+        """The view's keys: those of new cells, as before RoPE; nothing if the policy reads none."""
+        if not self._reads_keys:
+            return {}
+        n = self.n_new
+        return {"keys": self.cache.read_keys(self.rows.live - n, -self.rows.new_rot(n))}
+
+    def view(self, signals: dict[str, np.ndarray]) -> View:
+        """What the policy sees now, with these signals and keys by their fields' names."""
+        rows = self.rows
+        if rows.ragged:
+            signals = signals | {"live": rows.live.copy()}
+        if "important" in signals:
+            # the library counts queries since the last edit
+            steps = signals["important"].astype(np.int32)
+            signals = signals | {"important": np.where(steps > 0, steps + self.n_cleared, 0)}
+        return View(
+            pos=rows.view_pos(),
+            layer=rows.layer,
+            next=rows.n_past,
+            pinned=self.n_pinned,
+            held=self.n_held,
+            n_ctx=self.n_ctx,
+            n_new=self.n_new,
+            **signals,
+        )
+
+    def observe(self) -> View:
+        """Shows the policy what came since the last edit. Returns what it saw."""
+        view = self.view(self.read_signals() | self.read_keys())
+        self.ask("observe", view, self.state)
+        return view
+
+    def evict(self) -> None:
+        """Asks for a plan, and applies it.
+
+        Raises PlanError, with the cache as it was, for a plan that breaks a rule, and StreamEnd if the cache
+        is full and the policy keeps everything.
+        """
+        start = time.perf_counter()
+        view = self.observe()
+        plan = self.ask("plan", view, self.state)
+        self.plan_s += time.perf_counter() - start
+        self.apply(plan, self.check(view, plan), self.rows.next_rot)
+        self.n_planned = self.rows.n_past
+
+    def close_gaps(self, next_rot: int) -> None:
+        """Evicts nothing, and turns all keys so that no gap is before the next token, at next_rot."""
+        # the edit clears the signals: what they say so far must not be lost
+        self.observe()
+        self.n_restart += 1
+        self.apply(Plan(self.rows.is_live()), self.rows.live.copy(), next_rot, close=True)
+
+    def check(self, view: View, plan: Plan) -> np.ndarray:
+        """i32[row]: how many cells the plan keeps. Raises StreamEnd or PlanError if it cannot be."""
+        name, n_kv, budget = self._name, self.rows.n_kv, self.policy.budget
+        if not isinstance(plan, Plan):
+            raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
+        keep = plan.keep
+        kind = f"{getattr(keep, 'dtype', type(keep).__name__)}{getattr(keep, 'shape', '')}"
+        if kind != f"bool{view.pos.shape}" or not keep.flags.c_contiguous:
+            raise PlanError(f"{name}: keep must be a C-contiguous bool{view.pos.shape}, got {kind}")
+        counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
+        if n_kv >= budget and counts.min() == n_kv:
+            raise StreamEnd(
+                f"all {n_kv} cells are taken and nothing may be evicted; "
+                "choose a policy with a budget, or more cells with -c"
+            )
+        if self.rows.ragged:
+            dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))
+            if len(dead):
+                raise PlanError(f"{name}: row {int(dead[0])} keeps a cell that holds no token")
+        elif len(uneven := np.flatnonzero(counts != counts[0])):
+            row = int(uneven[0])
+            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells, row 0 keeps {counts[0]}")
+        wrong = np.flatnonzero((counts < 1) | (counts >= budget))
+        if len(wrong):
+            row = int(wrong[0])
+            raise PlanError(f"{name}: row {row} keeps {counts[row]} cells of a budget of {budget}")
+        if view.pinned:
+            lost = np.flatnonzero(((view.pos >= 0) & (view.pos < view.pinned) & ~keep).any(axis=1))
+            if len(lost):
+                raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
+        if plan.merge is not None:
+            check_merge(name, plan.merge, keep)
+        return counts
+
+    def apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
+        """Fills the holes of evicted cells, closes gaps by rotating keys, and moves the state along.
+
+        n_keep i32[row]
+            How many cells the plan keeps.
+        next_rot
+            The position that the next token's key will be rotated to.
+        close
+            Whether gaps are closed even if positions are original.
+
+        Returns i32[row, most]: where each of the first cells has come from.
+        """
+        rows, n = self.rows, self.rows.n_kv
+        source = sources(plan.keep, n_keep)
+        moved = source != np.arange(source.shape[1], dtype=np.int32)
+        turn = rows.turns(source, n_keep, next_rot) if close or self.in_cache else None
+        if turn is not None:
+            moved |= turn != 0
+        row, cell = true_cells(moved)
+        moves = np.zeros((len(row), 4), np.int32)
+        moves[:, 0], moves[:, 1], moves[:, 2] = row, cell, source[row, cell]
+        if turn is not None:
+            moves[:, 3] = turn[row, cell]
+        self.edit(moves, n_keep, next_rot, plan.merge)
+        self.n_evicted += int((rows.live - n_keep).sum())
+        rows.move(moves, n_keep, next_rot)
+        if self.state:
+            self.ask("move", self.state, source)
+        most = rows.n_kv
+        for array in self.state:
+            if rows.ragged:
+                array[:, :n][np.arange(n) >= n_keep[:, None]] = 0
+            else:
+                array[:, most:n] = 0
+        return source
+
+    def edit(
+        self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int, merge: Merge | None = None
+    ) -> None:
+        """Edits the cache, which clears the signals; the rows' table is the caller's."""
+        most = int(n_keep.max())
+        start = time.perf_counter()
+        self.cache.apply(
+            moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None
+        )
+        self.edit_s += time.perf_counter() - start
+        self.n_cleared = self.rows.n_past
+
+
+def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
+    """Raises PlanError if a term is not in the cache, or gives a value to a cell that does not stay."""
+    parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
+    if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
+        raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
+    row, dst, src, _ = parts
+    n_row, n_kv = keep.shape
+    outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
+    if outside.any():
+        i = int(np.argmax(outside))
+        raise PlanError(f"{name}: merge {i} is row {row[i]} of {n_row}, cells {dst[i]} <- {src[i]} of {n_kv}")
+    if not (into := keep[row, dst]).all():
+        i = int(np.argmin(into))
+        raise PlanError(f"{name}: row {row[i]} merges a value into cell {dst[i]}, which it evicts")

@@ -1,0 +1,138 @@
+"""What the engine asks of a cache, whichever llama.cpp is behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvtool.policy import Merge, Signal
+
+
+class Cache(Protocol):
+    """One sequence in llama.cpp: cells with keys and values, the decode that fills them, edits and copies.
+
+    `Context` has all of it, from the patched library. `SequenceContext` does what an unpatched one can: to it
+    all rows are one, and it raises LibraryError for the rest.
+
+    Attributes
+    ----------
+    handle
+        llama.cpp's own context, for its own functions.
+    n_row
+        Rows that are evicted on their own.
+    n_dim
+        The length of a key; the longest if layers differ.
+    n_swa
+        Cells of the sliding layers, which have no rows and stay as llama.cpp keeps them; 0 if none slide.
+    n_cell
+        Cells of the longest layer.
+    row_layers
+        i32[row]: the layer of each row, counted among all layers of the model.
+    layer_cells
+        i32[layer]: the cells of each layer that has rows.
+    cache_bytes
+        Bytes of the K and V tensors, those of sliding layers included.
+    """
+
+    @property
+    def handle(self) -> object: ...
+    @property
+    def n_row(self) -> int: ...
+    @property
+    def n_dim(self) -> int: ...
+    @property
+    def n_swa(self) -> int: ...
+    @property
+    def n_cell(self) -> int: ...
+    @property
+    def row_layers(self) -> np.ndarray: ...
+    @property
+    def layer_cells(self) -> np.ndarray: ...
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Frees the cache. A second call does nothing."""
+
+    def see(self, n_seen: int) -> None:
+        """The first query of the next decode has seen n_seen tokens before: what 1 / t and log t count."""
+
+    def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+
+    def logits(self) -> np.ndarray:
+        """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
+
+    def read(self, signal: Signal, n_kv: int) -> np.ndarray:
+        """f32[row, n_kv]: one signal of the queries since the last edit."""
+
+    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
+        """Continues a signal from f32[row, n_kv], as it was n_query queries after the last edit."""
+
+    def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
+        """f32[row, n, n_dim]: the keys of cells first i32[row] .. of each row, rotated by delta i32[row, n].
+
+        A quantized K is stored under one orthogonal map of llama.cpp's; its keys come under that map.
+        """
+
+    def apply(
+        self,
+        moves: np.ndarray,
+        n_keep: int,
+        pos_0: int,
+        merge: Merge | None = None,
+        *,
+        n_keep_row: np.ndarray | None = None,
+    ) -> None:
+        """Edits the cache and clears the signals: merges first, then moves; cells 0 .. n_keep - 1 stay live.
+
+        Parameters
+        ----------
+        moves
+            i32[n, 4]: (row, dst, src, delta). Cell dst takes what cell src holds, its key rotated by delta.
+        n_keep, pos_0
+            The last live cell counts as position pos_0 + n_keep - 1, the others come before it, and the next
+            token must come at pos_0 + n_keep. Where that is another position than it was, sliding layers
+            move along; what would come before position 0 they lose.
+        merge
+            New values for cells that stay.
+        n_keep_row
+            i32[row]: n_keep of each row, at most n_keep, if rows are ragged.
+
+        Raises
+        ------
+        LibraryError
+            For an index or a pair of moves that cannot be. The cache is then unchanged.
+        """
+
+    def hide(self, n: int) -> None:
+        """Keeps the first n cells out of sight of later queries, and clears the signals.
+
+        The next token may have any position. Sliding layers forget everything.
+        """
+
+    def resize(self, n_cell: np.ndarray) -> None:
+        """Gives each layer i32[layer] that many cells. The live ones keep what they hold."""
+
+    def cell_bytes(self, layer: int) -> int:
+        """Bytes of K and V that one cell takes in a layer."""
+
+    def cells(self, layer: int, n: int) -> np.ndarray:
+        """u1[bytes]: the first n cells of a layer, as they are stored."""
+
+    def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
+        """Whether `cells` may have returned this for n cells of the layer."""
+
+    def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
+        """Writes what `cells` returned."""
+
+    def swa(self) -> tuple[np.ndarray, np.ndarray]:
+        """What sliding layers hold: i32[1 + n_swa], the next cell and each cell's position; u1[bytes]."""
+
+    def set_swa(self, table: np.ndarray, data: np.ndarray) -> None:
+        """Writes what `swa` returned."""
+
+    @property
+    def swa_shapes(self) -> list[tuple[int]]:
+        """The shapes of the two arrays that `swa` returns."""
