@@ -35,7 +35,7 @@ from common import (
 )
 
 from kvtool.llama.model import Model
-from kvtool.measure.cell import Job, measure
+from kvtool.measure.run import Job, measure
 
 N_CHUNK, N_CELL = 64, 512
 

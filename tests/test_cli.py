@@ -110,14 +110,22 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "smallest budget that works"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "window must be a whole number"),
-        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m?"),
+        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m "),
         (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
         (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
         (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
-        (["perplexity", "TEXT", "--policy", "full", "-c", "64"], 5, "64 cells"),
-        (["perplexity", "TEXT", "--positions", "original", "-c", "300", "--budget", "256"], 5, "end at 300"),
+        (
+            ["perplexity", "TEXT", "--policy", "full", "-c", "64"],
+            5,
+            "does not fit in the cache (64)",
+        ),
+        (
+            ["perplexity", "TEXT", "--positions", "original", "-c", "300", "--budget", "256"],
+            5,
+            "positions end at 300",
+        ),
         (["perplexity", "TEXT", "--stride", "4"], 2, "--windows"),
-        (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "4096 are needed"),
+        (["perplexity", "TEXT", "--windows", "4096", "--policy", "full"], 5, "at least 4096 needed"),
         (["generate"], 5, "nothing to read"),
         (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream or whole"),
         (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
@@ -169,7 +177,7 @@ def test_a_policy_shows_what_is_given_by_hand():
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
     }
     table = kvtool("policies", "buzz", *given, env={**os.environ, "COLUMNS": "200"}).stdout
-    assert "parameters at 512 cells" in table
+    assert "parameters at budget 512" in table
     assert "sinks=2" in table
 
 

@@ -18,8 +18,9 @@ from rich.console import Console
 from kvtool.cli import compare_plot, compare_table, output
 from kvtool.cli.compare import _run
 from kvtool.errors import UsageError
-from kvtool.measure import grid
-from kvtool.measure.grid import Cell
+from kvtool.measure import grid, runner
+from kvtool.measure.grid import Run
+from kvtool.measure.results import Results
 from kvtool.system.paths import cache_dir
 from tests.test_cli import KVTOOL, TEXT, kvtool
 from tests.test_grid import TIMES
@@ -98,7 +99,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert found[2]["params"]["window"] == 20
     assert [one["best_other"] for one in found[2:]] == ["local", "h2o:window=20"]
     assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
-    # one plain line a cell, and nothing else
+    # one plain line a run, and nothing else
     lines = stderr.splitlines()
     assert len(lines) == 4
     assert all(
@@ -152,25 +153,25 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
         def __exit__(self, *_):
             pass
 
-        def run(self, cells, jobs=1, against=None, writes=False):
-            asked.append(([each.label for each in cells], against is not None))
-            for each in cells:
+        def run(self, runs, jobs=1, against=None, writes=False):
+            asked.append(([each.label for each in runs], against is not None))
+            for each in runs:
                 done = {"perplexity": 1.0, "tokens_per_s": 1.0, "kl": 0.5 if against else None}
-                yield grid.Event(each, record={"error": "no"} if writes and fails else done)
+                yield runner.Event(each, record={"error": "no"} if writes and fails else done)
 
-    monkeypatch.setattr(grid, "Runner", Runner)
+    monkeypatch.setattr(runner, "Runner", Runner)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
     common = grid.Common({}, tmp_path, 100, 512, 64, "auto", "auto", 1)
-    results = grid.Results(common, [cell("local", "64")])
+    results = Results(common, [run("local", "64")])
     for _ in range(2):
         _run(results, None, True, 1, None)
-        assert [one["kl"] for one in results.of_cell.values()] == [None]
+        assert [one["kl"] for one in results.of_run.values()] == [None]
     # the second time full alone was tried
     assert asked == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
     assert asked == [(["full"], True), (["local"], True)]
-    assert [one["kl"] for one in results.of_cell.values()] == [0.5]
+    assert [one["kl"] for one in results.of_run.values()] == [0.5]
 
 
 MEANWHILE = """
@@ -191,7 +192,7 @@ POLICY = Meanwhile
 
 
 @pytest.mark.engine
-def test_a_cell_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
+def test_a_run_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, environment):
     found = read(whole)[2]
     options = ("--policy", "h2o", "--budget", 64, "-o", "window=20", "-m", model, "-t", 1)
     options += ("--max-tokens", 200, "--json")
@@ -204,7 +205,10 @@ def test_a_cell_has_the_perplexity_of_kvtool_perplexity(whole, model, folder, en
 @pytest.mark.engine
 def test_a_text_longer_than_the_context_has_no_full_to_compare_with(compare):
     done = compare("-c", "128", "--policies", "full,local", "--budgets", "64")
-    assert "no full, and so no KL" in done.stderr
+    assert (
+        "does not fit in the full cache (128), so KL, top-1 and differences to `full` are missing"
+        in done.stderr
+    )
     assert re.search(r"local +\d+ .* - +- +- +- +\d+ *\n", done.stdout)
     assert "full " not in done.stdout.split("scored")[1].split("to full,")[0].replace("to full", "")
 
@@ -223,18 +227,18 @@ POLICY = Breaks
 
 
 @pytest.mark.engine
-def test_a_cell_that_fails_is_tried_again(compare, folder):
+def test_a_run_that_fails_is_tried_again(compare, folder):
     (folder / "mine.py").write_text(BREAKS)
     arguments = ("--policies", "mine.py,local", "--budgets", "64", "--json", "failed.jsonl", "--jobs", 2)
     done = compare(*arguments, check=False)
     assert done.returncode == 1
     assert "mine.py 64: failed: Breaks.plan: ValueError: no luck" in done.stderr
-    assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 cells failed; --resume tries them again"
+    assert done.stderr.splitlines()[-1] == "kvtool: 1 of 2 runs failed; --resume tries them again"
     assert ["error" in one for one in read(folder / "failed.jsonl")] == [True, False]
     assert re.search(r"mine.py +- .*\n", done.stdout)
     again = compare(*arguments, "--resume", check=False)
     assert again.returncode == 1
-    assert "1 of 2 cells are there" in again.stderr
+    assert "1 of 2 runs are done already" in again.stderr
     assert len(read(folder / "failed.jsonl")) == 2
 
 
@@ -245,11 +249,11 @@ def test_a_cell_that_fails_is_tried_again(compare, folder):
         (["--policies", "h2o,nope"], 2, "no policy 'nope'"),
         (["--types", "f16,q9"], 2, "--types takes some of"),
         (["--resume"], 2, "--json FILE"),
-        (["--json", "tide.txt"], 2, "tide.txt exists; --resume goes on with it"),
-        (["--plot", "nowhere/out.png"], 2, "a folder that exists"),
+        (["--json", "tide.txt"], 2, "tide.txt exists; go on with it by --resume"),
+        (["--plot", "nowhere/out.png"], 2, "an existing folder"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
         (["--policies", "local", "--budgets", ""], 2, "nothing to compare"),
-        (["--policies", "full", "-c", "100"], 2, "the full cache 100 cells"),
+        (["--policies", "full", "-c", "100"], 2, "does not fit in the full cache (100)"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words):
@@ -281,7 +285,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().splitlines()
         assert process.wait(30) == 130
-    assert said[-1] == f"kvtool: stopped; 0 of 3 cells are in {out}; --resume goes on from there"
+    assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
     # one that was just being started ends by itself, as it has nothing to do
     deadline = time.monotonic() + 20
@@ -293,8 +297,8 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
 # the table and the picture
 
 
-def cell(label, asked=None, kind="f16"):
-    return Cell(label, label, (), {}, asked, 64, 16, 64, "auto", kind, kind)
+def run(label, asked=None, kind="f16"):
+    return Run(label, label, (), {}, asked, 64, 16, 64, "auto", kind, kind)
 
 
 def row(label, asked=None, kind="f16", **values):
@@ -313,7 +317,7 @@ def row(label, asked=None, kind="f16", **values):
     }
     for name in ("nll_minus_full", "nll_minus_best"):
         record |= {name: 0.25, f"{name}_stderr": 0.05}
-    return cell(label, asked, kind), record | values
+    return run(label, asked, kind), record | values
 
 
 ROWS = [
@@ -324,7 +328,7 @@ ROWS = [
         "h2o:decay=0.999", "64", perplexity=25.0, top1=0.8, nll_minus_full=0.251, nll_minus_full_stderr=0.125
     ),
     row("h2o", "128", tokens_per_s=50.0, budget_bytes=2**21),
-    (cell("buzz", "128"), {"error": "no"}),
+    (run("buzz", "128"), {"error": "no"}),
 ]
 
 
@@ -411,7 +415,7 @@ def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path
     (tmp_path / "out.jsonl").write_text("")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
     assert output.records_path(str(tmp_path / "link.jsonl"), False) == tmp_path / "out.jsonl"
-    with pytest.raises(UsageError, match="no ordinary file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         output.records_path(os.devnull, True)
     for locked in (tmp_path / "out.jsonl", tmp_path):
         monkeypatch.setattr(os, "access", lambda path, mode, locked=locked: path != locked)

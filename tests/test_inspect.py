@@ -261,7 +261,7 @@ def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
         (
             ["x", "--html", "/nowhere/x.html"],
             2,
-            "cannot write /nowhere/x.html: it must be a file in a folder",
+            "cannot write /nowhere/x.html: it must be a file in an existing folder",
         ),
         (["x", "--png", "/"], 2, "cannot write /"),
     ],
@@ -278,7 +278,7 @@ def test_bad_input_gets_one_line(arguments, code, words):
 def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
     done = kvtool("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
     assert done.returncode == 5
-    assert "the full cache 16 cells" in done.stderr
+    assert "does not fit in the cache (16)" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -292,5 +292,5 @@ def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("kvtool: --png needs matplotlib, not installed: pip install")
+    assert done.stderr.startswith("kvtool: --png needs matplotlib, which is not installed: pip install")
     assert done.stderr.count("\n") == 1

@@ -190,8 +190,8 @@ def kvtool(*arguments, stdin=""):
 
 
 NOTE = (
-    "this llama.cpp has not kvtool's patch: only full, local, random, streamingllm run, and all rows hold "
-    "the same tokens; for the others build the one that has it: make setup\n"
+    "this llama.cpp was built without kvtool's patch: only full, local, random, streamingllm run, and all "
+    "KV heads keep the same tokens; for the rest build the one that has it: make setup\n"
 )
 
 
@@ -219,8 +219,8 @@ def test_other_policies_are_refused_before_the_model_is_loaded(chatting, tmp_pat
         done = kvtool(*command, "-m", chatting)
         assert (done.returncode, done.stdout) == (4, "")
         assert done.stderr == (
-            "kvtool: this llama.cpp has not kvtool's patch, which h2o needs; build the one that has it: make "
-            "setup, or choose one of full, local, random, streamingllm\n"
+            "kvtool: this llama.cpp was built without kvtool's patch, which h2o needs; build the one that "
+            "has it: make setup, or choose one of full, local, random, streamingllm\n"
         )
 
 

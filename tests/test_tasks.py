@@ -472,7 +472,7 @@ def test_a_run_is_gone_on_with(tiny_model, tmp_path):
     assert kvtool(*command, "--limit", 1).returncode == 0
     done = kvtool(*command)
     assert done.returncode == 2
-    assert "--resume goes on with it" in done.stderr
+    assert "go on with it by --resume" in done.stderr
     first = out.read_bytes()
     assert kvtool(*command, "--resume").returncode == 0
     assert out.read_bytes().startswith(first)
@@ -518,7 +518,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
         (["needle"], 2, "needle reads files"),
         (["needle", "missing"], 5, "no file missing"),
         (["passkey", "--json", "-", "--resume"], 2, "needs the file"),
-        (["passkey", "--plot", "missing/x.png"], 2, "a folder that exists"),
+        (["passkey", "--plot", "missing/x.png"], 2, "an existing folder"),
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
         (["passkey", "--budget", "0%"], 2, "above 0% and at most 100%"),
         (["passkey", "-o", "x=1"], 2, "no parameter 'x'"),
@@ -548,7 +548,7 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     n = len(records.read(out))
     assert 0 < n < 100
     # the last one may not have been counted yet
-    kept = [f"{i} of 100 items are in {out}; --resume goes on from there" for i in (n - 1, n)]
+    kept = [f"{i} of 100 items are in {out}; --resume does the rest" for i in (n - 1, n)]
     assert said in [f"kvtool: stopped; {each}\n" for each in kept]
 
 

@@ -233,7 +233,7 @@ def rpc_of(workers):
 def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
     (line,) = workers[0].said
     assert re.fullmatch(
-        rf"kvtool: serving CPU \(.+, 64\.0 MiB\) at {workers[0].endpoint}, .* Ctrl-C ends it", line
+        rf"kvtool: serving CPU \(.+, 64\.0 MiB\) on {workers[0].endpoint}, .* Ctrl-C ends it", line
     )
 
 
@@ -268,7 +268,7 @@ def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
 @pytest.mark.engine
 def test_a_port_that_is_taken_is_one_line(workers):
     done = kvtool("worker", "--port", workers[0].port)
-    said = f"kvtool: cannot listen at {workers[0].endpoint}: it is taken, by another worker perhaps;"
+    said = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another worker;"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{said} choose another --port\n"
 
@@ -279,7 +279,7 @@ def test_a_port_that_is_taken_is_one_line(workers):
         (["--host", "203.0.113.1"], "this machine has no such address"),
         (["--host", "no-such-host.invalid"], "is no name or IPv4 address"),
         (["--mem", "much"], "a size is a number"),
-        (["--mem", "0"], "must be more than nothing"),
+        (["--mem", "0"], "must be above 0"),
     ],
 )
 def test_what_a_worker_cannot_do_is_one_line(options, words):

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from kvtool.measure.grid import Cell
+    from kvtool.measure.grid import Run
 
-Row = tuple["Cell", dict[str, Any]]
+Line = tuple["Run", dict[str, Any]]
+"""A run and its record."""
 
 WIDE = 100
-"""Columns of a terminal from which on there are cells, intervals and speeds."""
+"""From this terminal width on the table has cells, intervals and speeds."""
 
 BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "kv_bytes": min,
@@ -25,11 +26,13 @@ BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "top1": max,
     "tokens_per_s": max,
 }
-"""What is best in a column."""
+"""Which value of a column is the best."""
+
+LEGEND = 'to full, to best (other run of a budget): nll +- two standard errors; "=" means within two standard errors'
 
 
-def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
-    """Prints the rows, budget by budget; a pipe or a file takes 110 columns."""
+def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
+    """Print a line per run, budget by budget. In a pipe or a file the table has 110 columns."""
     from rich.console import Console as Rich
     from rich.table import Table
     from rich.text import Text
@@ -47,16 +50,16 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
     )
     for column in names:
         table.add_column(column, justify="right", no_wrap=True)
-    n_scored = next((record["n_scored"] for _, record in rows if "n_scored" in record), 0)
-    for asked in dict.fromkeys(cell.asked for cell, _ in rows):
-        group = [(cell, record) for cell, record in rows if cell.asked == asked]
+    n_scored = next((record["n_scored"] for _, record in lines if "n_scored" in record), 0)
+    for asked in dict.fromkeys(run.asked for run, _ in lines):
+        group = [(run, record) for run, record in lines if run.asked == asked]
         best = _best(group)
         if table.row_count:
             table.add_row()
         table.add_row(Text(f"budget {asked}" if asked else "no budget", "italic"))
-        for cell, record in group:
+        for run, record in group:
             if "error" in record:
-                table.add_row(Text(cell.row), *["-"] * (len(table.columns) - 1))
+                table.add_row(Text(run.title), *["-"] * (len(table.columns) - 1))
                 continue
 
             def one(
@@ -67,7 +70,7 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
 
             between = f" ({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})" if wide else ""
             parts = [
-                Text(cell.row),
+                Text(run.title),
                 *[Text(f"{record['cells']:,.0f}")] * wide,
                 one("kv_bytes", format_bytes(record["kv_bytes"])),
                 one("perplexity", f"{record['perplexity']:.2f}{between}"),
@@ -80,12 +83,11 @@ def show(console: Console, rows: Sequence[Row], text: str, model: str) -> None:
             table.add_row(*parts)
     console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
     console.print(table)
-    legend = "to full, to the best other row of a budget: nll, +- two standard errors; =: no more than them"
-    console.print(Text(f"\n{legend}", "dim"))
+    console.print(Text(f"\n{LEGEND}", "dim"))
 
 
 def difference(record: dict[str, Any], name: str) -> Text:
-    """A difference beyond two standard errors with its sign and them, any other as none."""
+    """A difference with its two standard errors; "=" in its place if it is within them."""
     from rich.text import Text
 
     value, error = record[name], record[f"{name}_stderr"]
@@ -98,8 +100,8 @@ def difference(record: dict[str, Any], name: str) -> Text:
     return Text(f"= +-{2 * error:.3f}", "dim")
 
 
-def _best(group: Sequence[Row]) -> dict[str, float]:
-    """The best value of each column, where there are two or more different ones."""
+def _best(group: Sequence[Line]) -> dict[str, float]:
+    """The best value of each column that has at least two different values."""
     found = {}
     for name, choose in BEST.items():
         values = {record[name] for _, record in group if record.get(name) is not None}

@@ -1,57 +1,74 @@
-"""The options that several commands share."""
+"""The options that several commands share. Where the default is None, show_default says what that means."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    pass
-
-
 N_BATCH = 256
-"""Tokens a step of a chat unless -b is given."""
+"""Default of --batch-size in a chat and wherever a prompt is read."""
+
+N_TEXT_BATCH = 64
+"""Default of --batch-size of the commands that stream a text: no batch goes over the budget there."""
 
 POLICY = "h2o"
-"""Unless --policy is given: the best or next to it on three texts with 512 and 1,024 cells, and endless."""
+"""Default of --policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "-m", "--model", help="A name (kvtool models list) or a GGUF file.", show_default="$KVTOOL_MODEL"
-    ),
-]
+# which tokens stay
 
 Policy = Annotated[
     str,
-    typer.Option("--policy", help="Which cells stay: a name (kvtool policies) or a Python file of yours."),
-]
-
-Budget = Annotated[
-    str | None,
     typer.Option(
-        "--budget",
-        help="Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
-        "or bytes (64MiB).",
+        "--policy",
+        metavar="NAME",
+        help="Eviction policy: which tokens stay in the cache. A name (kvtool policies) or a Python file.",
     ),
 ]
 
+
+def _budget(default: str) -> Any:
+    return typer.Option(
+        "--budget",
+        help="Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
+        "or bytes (64MiB).",
+        show_default=default,
+    )
+
+
+Budget = Annotated[str | None, _budget("1024")]
+
+TextBudget = Annotated[str | None, _budget("512")]
+"""--budget of the commands that stream a text."""
+
 Options = Annotated[
     list[str] | None,
-    typer.Option("-o", metavar="NAME=VALUE", help="A parameter of the policy.", show_default=False),
+    typer.Option(
+        "-o",
+        metavar="NAME=VALUE",
+        help="Set a parameter of the policy (kvtool policies lists them). Repeatable.",
+        show_default=False,
+    ),
 ]
 
 EvictEvery = Annotated[
     int | None,
-    typer.Option("--evict-every", min=1, help="Tokens from one eviction to the next.", show_default="16"),
+    typer.Option(
+        "--evict-every",
+        min=1,
+        metavar="N",
+        help="Tokens from one eviction to the next.",
+        show_default="16, fewer for budgets below 128",
+    ),
 ]
 
 Positions = Annotated[
     str,
     typer.Option(
         "--positions",
-        help="original; in-cache; auto: original, and when the context is full gaps are closed.",
+        metavar="MODE",
+        help="Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
+        "renumbered whenever the trained context is full).",
     ),
 ]
 
@@ -59,8 +76,22 @@ Prefill = Annotated[
     str | None,
     typer.Option(
         "--prefill",
-        help="How a long prompt is read: stream, evicting on the way; whole, then compressed once.",
-        show_default="the policy's",
+        metavar="MODE",
+        help="How to read a prompt longer than the budget: stream (evict after each batch) or whole (decode "
+        "all of it, then evict once).",
+        show_default="the policy's own",
+    ),
+]
+
+# the model, and how it runs
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--model",
+        help="A name (kvtool models list) or a GGUF file.",
+        show_default="$KVTOOL_MODEL, or the first name listed",
     ),
 ]
 
@@ -70,19 +101,37 @@ Context = Annotated[
         "-c",
         "--ctx-size",
         min=1,
-        help="Positions there are; with policy full the cells.",
-        show_default="trained",
+        metavar="N",
+        help="Context length; with `full`, also the cache size.",
+        show_default="trained length",
     ),
 ]
 
-Batch = Annotated[int | None, typer.Option("-b", "--batch-size", min=1, help="The most tokens of a step.")]
+
+def _batch(default: int) -> Any:
+    return typer.Option(
+        "-b",
+        "--batch-size",
+        min=1,
+        metavar="N",
+        help="Maximum tokens decoded per batch.",
+        show_default=str(default),
+    )
+
+
+Batch = Annotated[int | None, _batch(N_BATCH)]
+
+TextBatch = Annotated[int | None, _batch(N_TEXT_BATCH)]
+"""--batch-size of the commands that stream a text."""
 
 Threads = Annotated[
-    int | None, typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="one a core")
+    int | None,
+    typer.Option("-t", "--threads", min=1, metavar="N", help="CPU threads.", show_default="one per core"),
 ]
 
 GpuLayers = Annotated[
-    int | None, typer.Option("-ngl", "--gpu-layers", min=0, help="Layers on the GPU.", show_default="all")
+    int | None,
+    typer.Option("-ngl", "--gpu-layers", min=0, metavar="N", help="Layers on the GPU.", show_default="all"),
 ]
 
 Rpc = Annotated[
@@ -90,41 +139,70 @@ Rpc = Annotated[
     typer.Option(
         "--rpc",
         metavar="HOST:PORT,...",
-        help="Spread layers and cache over these machines, on which kvtool worker runs.",
+        help="Spread layers and cache over these machines, which run kvtool worker.",
     ),
 ]
 
 TypeK = Annotated[
-    str, typer.Option("-ctk", "--cache-type-k", help="Type of the cached keys: f32, f16, q8_0, ...")
-]
-
-TypeV = Annotated[str, typer.Option("-ctv", "--cache-type-v", help="Type of the cached values.")]
-
-Flash = Annotated[str, typer.Option("-fa", "--flash-attn", help="Flash attention: on, off or auto.")]
-
-Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="llama.cpp's own log and statistics on stderr.")
-]
-
-Explain = Annotated[
-    bool,
+    str,
     typer.Option(
-        "--explain", help="Before starting say on stderr what the budget is for, and what will happen."
+        "-ctk",
+        "--cache-type-k",
+        metavar="TYPE",
+        help="Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
     ),
 ]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TypeV = Annotated[
+    str,
+    typer.Option("-ctv", "--cache-type-v", metavar="TYPE", help="Type of the cached values, as for keys."),
+]
 
-Temp = Annotated[float, typer.Option("--temp", help="Temperature; 0 always takes the likeliest token.")]
+Flash = Annotated[
+    str, typer.Option("-fa", "--flash-attn", metavar="MODE", help="Flash attention: on, off or auto.")
+]
 
-TopK = Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens; 0: all.")]
+# how tokens are drawn
 
-TopP = Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens up to this probability.")]
+Temp = Annotated[
+    float, typer.Option("--temp", metavar="T", help="Temperature; 0 always takes the likeliest token.")
+]
 
-MinP = Annotated[float, typer.Option("--min-p", help="Only tokens this likely against the likeliest.")]
+TopK = Annotated[
+    int, typer.Option("--top-k", metavar="K", help="Draw from the K likeliest tokens; 0 means from all.")
+]
 
-RepeatPenalty = Annotated[float, typer.Option("--repeat-penalty", help="Against repetition; 1: none.")]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p", metavar="P", help="Draw from the likeliest tokens whose probabilities add up to P."
+    ),
+]
+
+MinP = Annotated[
+    float,
+    typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the likeliest."),
+]
+
+RepeatPenalty = Annotated[
+    float,
+    typer.Option("--repeat-penalty", metavar="X", help="Make recently used tokens less likely; 1 means off."),
+]
 
 Seed = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Seed of the sampler.", show_default="random")
+    int | None,
+    typer.Option("--seed", min=0, metavar="N", help="Seed for drawing tokens.", show_default="random"),
 ]
+
+# what is said
+
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="First say on stderr how the budget is split and what will happen."),
+]
+
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Show llama.cpp's log, and statistics, on stderr.")
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -17,8 +17,8 @@ from kvtool.cli import flags as opt
 from kvtool.cli import output
 from kvtool.cli.explain import explain_run
 from kvtool.cli.opening import EngineOptions, open_engine
-from kvtool.cli.perplexity import check_length, read_text
 from kvtool.cli.progress import tokens_progress
+from kvtool.cli.texts import check_length, read_text
 from kvtool.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def inspect(
     context: typer.Context,
     file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
     policy: opt.Policy = opt.POLICY,
-    budget: opt.Budget = None,
+    budget: opt.TextBudget = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
@@ -82,7 +82,7 @@ def inspect(
     ] = None,
     model: opt.Model = None,
     n_ctx: opt.Context = None,
-    n_batch: opt.Batch = None,
+    n_batch: opt.TextBatch = None,
     threads: opt.Threads = None,
     gpu_layers: opt.GpuLayers = None,
     rpc: opt.Rpc = None,

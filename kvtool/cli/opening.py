@@ -1,4 +1,4 @@
-"""What the shared options open: a model, a policy, an engine, a sampler."""
+"""From options to what runs: a checked model, a fitted policy, an engine, a sampler."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy as FittedPolicy
 
+SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
+"""The sampler's options except the seed."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the shared options say, as typed; the fields are named like the commands' parameters."""
+    """The shared options as they were typed. Each field has the name of a command's parameter."""
 
     model: str | None
     policy: str
@@ -46,175 +49,28 @@ class EngineOptions:
 
     @classmethod
     def of(cls, context: typer.Context) -> EngineOptions:
-        """Those of the command that is running."""
+        """The options of the running command."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in context.params.items() if name in names})
 
 
-SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-"""The sampler's options but the seed."""
-
-
-def sampler(context: typer.Context, engine: Engine) -> Sampler:
-    """The sampler that the running command's options ask for. Raises UsageError."""
-    from kvtool.llama.sampler import Sampler
-
-    params = context.params
-    return Sampler(engine.model.n_vocab, seed=params["seed"], **{name: params[name] for name in SAMPLING})
-
-
-def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
-    """Lets a session's options stand for those that were not typed."""
-    for name, value in saved.items():
-        source = context.get_parameter_source(name)
-        if source and source.name != "COMMANDLINE":
-            context.params[name] = value
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine that is ready, and the header of its model."""
+    """What `open_engine` gives.
+
+    Attributes
+    ----------
+    engine
+        Ready to read.
+    info
+        The header of its model.
+    """
 
     engine: Engine
     info: ModelInfo
 
 
-def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
-    """The model's file, downloaded where it is not there, and its header; types and policy are looked at.
-
-    Raises KvtoolError.
-    """
-    from kvtool.models.header import CACHE_TYPES
-
-    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
-        if kind not in CACHE_TYPES:
-            raise UsageError(f"{flag} takes one of {', '.join(CACHE_TYPES)}, got {kind!r}")
-    check_flash(wanted.flash)
-    if wanted.policy == "full" and wanted.budget:
-        raise UsageError("policy full keeps everything and takes no --budget; -c sets its cells")
-
-    from kvtool import policies
-
-    policies.parse_options(policies.load(wanted.policy), wanted.options or [])
-    workers_of(wanted.rpc, wanted.gpu_layers)
-    return resolved(wanted.model)
-
-
-def check_flash(flash: str) -> None:
-    """Raises UsageError for what -fa does not take."""
-    if flash not in ("on", "off", "auto"):
-        raise UsageError(f"-fa takes on, off or auto, got {flash!r}")
-
-
-def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
-    """The workers that --rpc names. Raises UsageError."""
-    if rpc is None:
-        return ()
-
-    from kvtool.llama.rpc import endpoints
-
-    if gpu_layers == 0:
-        raise UsageError("-ngl 0 leaves no layer to the workers of --rpc; leave one of them out")
-    return tuple(endpoints(rpc))
-
-
-def resolved(model: str | None) -> tuple[Path, ModelInfo]:
-    """The file of a name or a path, downloaded where it is not there, and its header. Raises KvtoolError."""
-    from kvtool.models.resolve import check, resolve
-
-    with bytes_progress(f"downloading {model or 'the model'}") as progress:
-        path = resolve(model, progress)
-    return path, check(path)
-
-
-def check_patch(names: Sequence[str]) -> None:
-    """Where llama.cpp is not patched, says what that means. Raises LibraryError for policies that need it."""
-    from kvtool import policies
-    from kvtool.llama.library import HOW_TO_BUILD, is_patched
-
-    if is_patched():
-        return
-    needing = [name for name in names if policies.load(name).needs_patch()]
-    plain = ", ".join(runnable())
-    if needing:
-        raise LibraryError(
-            f"this llama.cpp has not kvtool's patch, which {', '.join(needing)} needs; {HOW_TO_BUILD}, "
-            f"or choose one of {plain}"
-        )
-    sys.stderr.write(
-        f"this llama.cpp has not kvtool's patch: only {plain} run, and all rows hold the same tokens; "
-        f"for the others {HOW_TO_BUILD}\n"
-    )
-
-
-def runnable() -> list[str]:
-    """The policies that run on the llama.cpp that there is."""
-    from kvtool import policies
-    from kvtool.llama.library import is_patched
-
-    return [name for name in policies.names() if is_patched() or not policies.load(name).needs_patch()]
-
-
-def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
-    """The positions there are: the trained context, or fewer if fewer are asked for."""
-    return min(asked or info.n_ctx_train, info.n_ctx_train)
-
-
-@contextmanager
-def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
-    """The model in memory. Raises KvtoolError."""
-    from kvtool.llama.log import guard, set_verbose
-    from kvtool.llama.model import Model
-    from kvtool.llama.workers import add_rpc
-
-    set_verbose(wanted.verbose)
-    guard()
-    check_patch([wanted.policy])
-    if workers := workers_of(wanted.rpc, wanted.gpu_layers):
-        add_rpc(*workers)
-    model = Model(path, n_gpu_layers=wanted.gpu_layers)
-    try:
-        yield model
-    finally:
-        model.close()
-
-
-def fitted(
-    wanted: EngineOptions, info: ModelInfo, budget_text: str, n_batch: int, *, over_budget: bool
-) -> tuple[FittedPolicy, int]:
-    """The policy with the budget that was typed, and the batch that goes with it. Raises UsageError.
-
-    over_budget: whether a step may go over the budget, which bytes have to have room for.
-    """
-    from kvtool import policies
-    from kvtool.models import budget
-
-    n, is_bound = budget.parse(budget_text, info, n_batch, wanted.type_k, wanted.type_v)
-    slack = wanted.evict_every or policies.default_slack(n)
-    if is_bound:
-        n_batch = budget.batch_within(n, n_batch)
-        n -= max(n_batch - slack, 0) if over_budget else 0
-    return policies.fit(wanted.policy, n, wanted.evict_every, wanted.options), n_batch
-
-
-def settings_of(
-    wanted: EngineOptions, n_ctx: int, n_batch: int, n_output: int, over_budget: bool
-) -> Settings:
-    """An engine's settings. Raises UsageError."""
-    from kvtool.engine.settings import Settings
-
-    return Settings(
-        positions=wanted.positions,
-        prefill=wanted.prefill,
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_output=n_output,
-        over_budget=over_budget,
-        type_k=wanted.type_k,
-        type_v=wanted.type_v,
-        flash=wanted.flash,
-        n_threads=wanted.threads,
-    )
+# the whole way
 
 
 @contextmanager
@@ -226,12 +82,11 @@ def open_engine(
     length: Callable[[Any], int] | None = None,
     scoring: bool = False,
 ) -> Iterator[Opened]:
-    """Loads the model, makes the cache and the policy, and closes all of it at the end.
+    """Load the model, fit the policy and make the engine; close them at the end. Raises KvtoolError.
 
-    default_budget: cells unless --budget is given. n_batch: tokens a step unless -b is given.
-    length: called with the loaded model, says how many tokens there will be; policy full needs no more cells.
-    scoring: logits of every token are wanted, and no step over the budget.
-    Raises KvtoolError.
+    default_budget: cells of a row unless --budget is given. n_batch: unless -b is given. length: given the
+    loaded model, returns how many tokens there will be; `full` allocates no more cells. scoring: the logits
+    of every token are needed, and no batch may go over the budget.
     """
     from kvtool import policies
 
@@ -241,7 +96,7 @@ def open_engine(
     policy: FittedPolicy | None = None
     if wanted.policy != "full":
         kind = policies.load(wanted.policy)
-        # rows that differ take what they need, and the budget is only a cap
+        # rows that may differ keep what they need; the budget is only a cap
         text = wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx))
         policy, n_batch = fitted(wanted, info, text, n_batch, over_budget=not scoring)
 
@@ -258,3 +113,159 @@ def open_engine(
             yield Opened(engine, info)
         finally:
             engine.close()
+
+
+def sampler(context: typer.Context, engine: Engine) -> Sampler:
+    """The sampler that the running command's options ask for. Raises UsageError."""
+    from kvtool.llama.sampler import Sampler
+
+    params = context.params
+    return Sampler(engine.model.n_vocab, seed=params["seed"], **{name: params[name] for name in SAMPLING})
+
+
+def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
+    """Use a session's options for those that were not typed."""
+    for name, value in saved.items():
+        source = context.get_parameter_source(name)
+        if source and source.name != "COMMANDLINE":
+            context.params[name] = value
+
+
+# step by step
+
+
+def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
+    """The model's file, downloaded if need be, and its header. Raises KvtoolError.
+
+    Options that cannot work are refused first, before a download.
+    """
+    from kvtool.models.header import CACHE_TYPES
+
+    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
+        if kind not in CACHE_TYPES:
+            raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
+    check_flash(wanted.flash)
+    if wanted.policy == "full" and wanted.budget:
+        raise UsageError("`full` keeps every token and takes no --budget; -c sets its cache size")
+
+    from kvtool import policies
+
+    policies.parse_options(policies.load(wanted.policy), wanted.options or [])
+    workers_of(wanted.rpc, wanted.gpu_layers)
+    return resolved(wanted.model)
+
+
+def check_flash(flash: str) -> None:
+    """Raise UsageError for a value that -fa does not take."""
+    if flash not in ("on", "off", "auto"):
+        raise UsageError(f"-fa must be on, off or auto, got {flash!r}")
+
+
+def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
+    """The workers that --rpc names, "HOST:PORT" each. Raises UsageError."""
+    if rpc is None:
+        return ()
+
+    from kvtool.llama.rpc import endpoints
+
+    if gpu_layers == 0:
+        raise UsageError("-ngl 0 leaves no layer for the workers of --rpc; leave out one of the two")
+    return tuple(endpoints(rpc))
+
+
+def resolved(model: str | None) -> tuple[Path, ModelInfo]:
+    """The file of a name or path, downloaded if need be, and its header. Raises KvtoolError."""
+    from kvtool.models.resolve import check, resolve
+
+    with bytes_progress(f"downloading {model or 'the model'}") as progress:
+        path = resolve(model, progress)
+    return path, check(path)
+
+
+@contextmanager
+def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
+    """The model in memory; freed at the end. Raises KvtoolError."""
+    from kvtool.llama.log import guard, set_verbose
+    from kvtool.llama.model import Model
+    from kvtool.llama.workers import add_rpc
+
+    set_verbose(wanted.verbose)
+    guard()
+    check_patch([wanted.policy])
+    if workers := workers_of(wanted.rpc, wanted.gpu_layers):
+        add_rpc(*workers)
+    model = Model(path, n_gpu_layers=wanted.gpu_layers)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def check_patch(names: Sequence[str]) -> None:
+    """Warn on stderr if llama.cpp is not patched. Raises LibraryError if one of the policies needs it."""
+    from kvtool import policies
+    from kvtool.llama.library import HOW_TO_BUILD, is_patched
+
+    if is_patched():
+        return
+    needing = [name for name in names if policies.load(name).needs_patch()]
+    plain = ", ".join(runnable())
+    without = "this llama.cpp was built without kvtool's patch"
+    if needing:
+        raise LibraryError(
+            f"{without}, which {', '.join(needing)} needs; {HOW_TO_BUILD}, or choose one of {plain}"
+        )
+    sys.stderr.write(
+        f"{without}: only {plain} run, and all KV heads keep the same tokens; for the rest {HOW_TO_BUILD}\n"
+    )
+
+
+def runnable() -> list[str]:
+    """The policies that run on this llama.cpp, patched or not."""
+    from kvtool import policies
+    from kvtool.llama.library import is_patched
+
+    return [name for name in policies.names() if is_patched() or not policies.load(name).needs_patch()]
+
+
+def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
+    """The context length: the trained one, or less if less is asked for."""
+    return min(asked or info.n_ctx_train, info.n_ctx_train)
+
+
+def fitted(
+    wanted: EngineOptions, info: ModelInfo, budget_text: str, n_batch: int, *, over_budget: bool
+) -> tuple[FittedPolicy, int]:
+    """The policy for a budget as it was typed, and the batch size that goes with it. Raises UsageError.
+
+    over_budget: whether a batch may go over the budget; a budget in bytes then has to hold the batch, too.
+    """
+    from kvtool import policies
+    from kvtool.models import budget
+
+    n, is_bound = budget.parse(budget_text, info, n_batch, wanted.type_k, wanted.type_v)
+    slack = wanted.evict_every or policies.default_slack(n)
+    if is_bound:
+        n_batch = budget.batch_within(n, n_batch)
+        n -= max(n_batch - slack, 0) if over_budget else 0
+    return policies.fit(wanted.policy, n, wanted.evict_every, wanted.options), n_batch
+
+
+def settings_of(
+    wanted: EngineOptions, n_ctx: int, n_batch: int, n_output: int, over_budget: bool
+) -> Settings:
+    """The engine's settings. Raises UsageError."""
+    from kvtool.engine.settings import Settings
+
+    return Settings(
+        positions=wanted.positions,
+        prefill=wanted.prefill,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_output=n_output,
+        over_budget=over_budget,
+        type_k=wanted.type_k,
+        type_v=wanted.type_v,
+        flash=wanted.flash,
+        n_threads=wanted.threads,
+    )

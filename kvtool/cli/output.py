@@ -1,4 +1,4 @@
-"""Files that a command writes, looked at before it starts."""
+"""Files that a command writes: checked before it starts, written at its end."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raises UsageError for what could not be written in the end, before any work is done."""
+    """Raise UsageError for a file that cannot be written. Call it before the work starts."""
     if path is None:
         return
     real = path.expanduser()
     if real.is_dir() or not real.parent.is_dir():
-        raise UsageError(f"cannot write {path}: it must be a file in a folder that exists")
+        raise UsageError(f"cannot write {path}: it must be a file in an existing folder")
     if not os.access(real if real.exists() else real.parent, os.W_OK):
         raise UsageError(f"cannot write {path}: no permission; choose another file")
 
 
 def records_path(json_to: str | None, resume: bool) -> Path | None:
-    """The file that --json names; None without one, or for stdout's -. Raises UsageError."""
+    """The file that --json names; None if it names none, or - for stdout. Raises UsageError."""
     if json_to in (None, "-"):
         if resume:
-            raise UsageError("--resume needs the file of the run that it goes on with: --json FILE")
+            raise UsageError("--resume needs the file to go on with: --json FILE")
         return None
     path = Path(json_to).expanduser()
     check_writable(path)
-    # a device or a pipe would be replaced by a file; of a link its target is
+    # the file is replaced in the end: of a link the target, and never a device or a pipe
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
-        raise UsageError(f"{path} is no ordinary file; choose another one, or - for stdout")
-    # the lock and what takes the file's place lie beside it
+        raise UsageError(f"{path} is not a regular file; choose another one, or - for stdout")
+    # the lock and the new version of the file are made beside it
     check_writable(path.parent / f"{path.name}.lock")
     if path.exists() and path.stat().st_size and not resume:
-        raise UsageError(f"{path} exists; --resume goes on with it, or choose another file")
+        raise UsageError(f"{path} exists; go on with it by --resume, or choose another file")
     return path
 
 
 def stopped(path: Path | None, n_done: int, n: int, what: str) -> str:
-    """What Ctrl-C has left of n things."""
+    """The message after Ctrl-C. path: the file of records. n_done: how many of n there are. what: "runs"."""
     if path is None:
-        return "stopped; nothing is kept without --json FILE"
-    return f"stopped; {n_done} of {n} {what} are in {path}; --resume goes on from there"
+        return "stopped; nothing was kept (--json FILE would keep what is done)"
+    return f"stopped; {n_done} of {n} {what} are in {path}; --resume does the rest"
 
 
 def check_picture(flag: str, path: Path | None) -> None:
-    """The same for a picture, which matplotlib draws."""
+    """Raise UsageError for a picture that cannot be drawn or written. flag: the option that asks for it."""
     check_writable(path)
     if path:
         check_packages(flag, ("matplotlib",), "plot")
 
 
 def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
-    """Raises UsageError for one that is not installed, before any work is done."""
+    """Raise UsageError for packages that are not installed. extra: the extra of kvtool that has them."""
     from importlib.util import find_spec
 
     if missing := [package for package in packages if find_spec(package) is None]:
         raise UsageError(
-            f"{what} needs {', '.join(missing)}, not installed: pip install 'kvtool[{extra}]' "
+            f"{what} needs {', '.join(missing)}, which is not installed: pip install 'kvtool[{extra}]' "
             f"(in a clone of kvtool: pip install -e '.[{extra}]')"
         )
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG."""
+    """The figure as a PNG file."""
     import io
 
     out = io.BytesIO()
@@ -79,7 +79,7 @@ def png(figure: Figure) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Writes it, and says so. Raises UsageError."""
+    """Write a file and say so on stderr. Raises UsageError."""
     from kvtool.units import format_bytes
 
     try:

@@ -1,4 +1,4 @@
-"""kvtool perplexity: how well a model under a policy foretells a text."""
+"""`kvtool perplexity`: how well a model under a policy predicts a text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,37 +16,48 @@ from kvtool.cli import flags as opt
 from kvtool.cli.explain import Notice, explain_run
 from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.progress import tokens_progress
-from kvtool.errors import InputError, UsageError
+from kvtool.cli.texts import check_length, read_text, too_short
+from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from kvtool.engine.loop import Engine
 
 
 def perplexity(
     context: typer.Context,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
     policy: opt.Policy = opt.POLICY,
-    budget: opt.Budget = None,
+    budget: opt.TextBudget = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=2, help="Only the text's first tokens.")
+        int | None,
+        typer.Option(
+            "--max-tokens", min=2, metavar="N", help="Read the text's first N tokens.", show_default="all"
+        ),
     ] = None,
     windows: Annotated[
         int | None,
         typer.Option(
-            "--windows", min=2, help="Independent windows of this many tokens, as llama-perplexity -c."
+            "--windows",
+            min=2,
+            metavar="N",
+            help="Score pieces of N tokens, each in an empty cache, as llama-perplexity -c N does.",
         ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", min=1, help="How far apart the windows start.")
+        int | None,
+        typer.Option(
+            "--stride",
+            min=1,
+            metavar="N",
+            help="With --windows: start a piece every N tokens, and score its last N.",
+        ),
     ] = None,
     model: opt.Model = None,
     n_ctx: opt.Context = None,
-    n_batch: opt.Batch = None,
+    n_batch: opt.TextBatch = None,
     threads: opt.Threads = None,
     gpu_layers: opt.GpuLayers = None,
     rpc: opt.Rpc = None,
@@ -58,10 +68,13 @@ def perplexity(
     verbose: opt.Verbose = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Stream a text through the cache and score every token after the first."""
+    """Stream a text through the cache and print its perplexity; lower is better.
+
+    Every token after the first is scored. Details go to stderr.
+    """
     text = read_text(file)
     if stride is not None and (windows is None or stride >= windows):
-        raise UsageError("--stride goes with --windows and must be smaller than it")
+        raise UsageError("--stride needs --windows, and must be smaller")
     wanted = EngineOptions.of(context)
 
     from kvtool import policies
@@ -75,7 +88,7 @@ def perplexity(
         nonlocal tokens
         tokens = loaded.tokenize(text, start=windows is None)[:max_tokens]
         if len(tokens) < (windows or 2):
-            raise InputError(f"{file} has {len(tokens)} tokens, {windows or 2} are needed")
+            raise too_short(file, len(tokens), windows or 2)
         return windows or len(tokens)
 
     with open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
@@ -118,38 +131,6 @@ def perplexity(
         _summary(result)
 
 
-def read_text(file: str) -> str:
-    """The text of a file or of stdin. Raises InputError where it is none."""
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
-    name = "stdin" if file == "-" else file
-    if not data.strip():
-        raise InputError(f"{name} is empty; give it a text")
-    if b"\0" in data:
-        raise InputError(f"{name} is binary, not a text")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8 (byte {error.start}); convert it first, with iconv for example"
-        ) from None
-
-
-def check_length(engine: Engine, n_tokens: int) -> None:
-    if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
-        raise InputError(
-            f"the text has {n_tokens} tokens and the full cache {engine.policy.budget} cells; "
-            "choose a policy that evicts, --windows, or --max-tokens"
-        )
-    if engine.settings.positions == "original" and n_tokens > engine.n_ctx:
-        raise InputError(
-            f"the text has {n_tokens} tokens, original positions end at {engine.n_ctx}; "
-            "choose --positions auto or in-cache, or --max-tokens"
-        )
-
-
 def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
     if windows is None:
         return n_tokens - 1
@@ -160,7 +141,7 @@ def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
 
 @contextmanager
 def _progress(n_scored: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """Measure's callback: a bar with the running perplexity, on a terminal."""
+    """A callback for `measure`: on a terminal it draws a bar with the perplexity so far."""
     total, n = 0.0, 0
     with tokens_progress("perplexity", n_scored) as step:
 
@@ -177,6 +158,6 @@ def _summary(result: dict[str, Any]) -> None:
 
     sys.stderr.write(
         f"{result['tokens']} tokens scored, policy {result['policy']}, {result['cells']:.0f} of "
-        f"{result['budget']} cells a row, cache {format_bytes(result['kv_bytes'])}, "
+        f"{result['budget']} tokens kept per KV head, cache {format_bytes(result['kv_bytes'])}, "
         f"policy state {format_bytes(result['state_bytes'])}, {result['tokens_per_s']:.1f} tokens/s\n"
     )

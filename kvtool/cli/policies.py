@@ -1,4 +1,4 @@
-"""kvtool policies: what decides which cells stay."""
+"""`kvtool policies`: the policies, their parameters and papers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from kvtool.errors import UsageError
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="Only this policy.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this policy alone.", show_default="all")] = None,
     budget: Annotated[
-        int | None, typer.Option("--budget", help="Show what parameters this many cells give.")
+        int | None,
+        typer.Option(
+            "--budget", metavar="N", help="Show the parameters for a budget of N tokens per KV head."
+        ),
     ] = None,
     evict_every: EvictEvery = None,
     options: Options = None,
     as_json: Json = False,
 ) -> None:
-    """The policies with their parameters, defaults and papers."""
+    """List the policies with their parameters, defaults and papers."""
     from kvtool import policies as known
 
     if budget is None and (options or evict_every):
-        raise UsageError("-o and --evict-every need a --budget, or they change nothing")
+        raise UsageError("-o and --evict-every need a --budget; without one they change nothing")
     if options and not name:
         raise UsageError(f"-o needs the name of a policy, one of: {', '.join(known.names())}")
     listed = []
@@ -48,12 +51,12 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("policy", style="bold")
-    table.add_column(f"parameters at {budget} cells" if budget else "parameters (-o name=value)")
+    table.add_column(f"parameters at budget {budget}" if budget else "parameters (-o name=value)")
     table.add_column("paper")
-    table.add_column("what stays")
+    table.add_column("what it keeps")
     for policy in listed:
         params = " ".join(
-            f"{key}={'(budget)' if value is None else value}" for key, value in policy["params"].items()
+            f"{key}={'(by budget)' if value is None else value}" for key, value in policy["params"].items()
         )
         table.add_row(policy["name"], params, policy["paper"], policy["what"])
     Console().print(table)

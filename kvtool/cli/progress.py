@@ -1,4 +1,4 @@
-"""Bars on stderr for work that takes its time; without a terminal hardly a word."""
+"""Progress bars on stderr; in a pipe at most one line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, int | None], None]]:
-    """A callback for functions of models that draws on stderr once there is something to draw.
+    """A callback for downloads and hashes: it draws a bar once there is something to draw.
 
-    piped: where stderr is no terminal, one line says what is done.
+    what: the text beside the bar. piped: print it as a line if stderr is no terminal.
     """
     bar: Progress | None = None
 
@@ -40,7 +40,7 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
 
 
 def _bytes_bar() -> Progress:
-    # rich takes its time to be imported, and mostly there is nothing to draw
+    # imported here: rich takes long to import, and mostly there is nothing to draw
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -50,7 +50,10 @@ def _bytes_bar() -> Progress:
 
 @contextmanager
 def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
-    """A callback that is told how many of n tokens are done, and what to call it if that changes."""
+    """A callback that takes the number of tokens done, of n, and optionally a new text for the bar.
+
+    what: the text beside the bar.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""kvtool worker: this machine's devices, for the --rpc of others."""
+"""`kvtool worker`: lend this machine's devices to another machine's --rpc."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ from kvtool.llama import rpc
 from kvtool.system import interrupt
 
 _SHORT_S = 1.0
-"""A client looks at a worker in connections shorter than this, of which nobody need hear."""
+"""Connections shorter than this are not reported: a client makes some to look at the worker."""
 
 
 def worker(
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen at: a name or IPv4 address of this machine.")
+        str, typer.Option("--host", help="Address to listen on: a name or IPv4 address of this machine.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port to listen at.")] = rpc.PORT,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen on.")
+    ] = rpc.PORT,
     mem: Annotated[
         str | None,
         typer.Option(
             "--mem",
             metavar="BYTES",
-            help="The memory that the devices say to have, 8GiB for example: layers are spread by it.",
+            help="Memory to offer, for example 8GiB. Clients spread layers in proportion to it.",
             show_default="all there is",
         ),
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option("-t", "--threads", min=1, help="CPU threads.", show_default="one a core"),
+        typer.Option("-t", "--threads", min=1, metavar="N", help="CPU threads.", show_default="one per core"),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="llama.cpp's own log on stderr, and each connection.")
+        bool, typer.Option("-v", "--verbose", help="Show llama.cpp's log, and each connection, on stderr.")
     ] = False,
 ) -> None:
-    """Serve this machine's GPUs, or its CPU, to kvtool --rpc elsewhere.
+    """Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.
 
-    The protocol has no authentication and no encryption: whoever reaches the port can use the devices, read
-    and change what they hold, and may be able to take over the process. Keep it to networks that you trust.
+    There is no authentication and no encryption: whoever reaches the port can use the devices, read and
+    change what they hold, and may be able to take over the process. Use it only in networks that you trust.
     """
     address = rpc.address(host)
     n_bytes = _bytes(mem)
@@ -66,7 +68,7 @@ def worker(
     interrupt.ends()
     if not rpc.is_loopback(address):
         log.say(
-            "there is no authentication: whoever reaches this port can do with the devices what they like"
+            "there is no authentication: whoever reaches the port can use the devices and read what they hold"
         )
     lines = _stdout_lines()
 
@@ -74,18 +76,18 @@ def worker(
         try:
             start()
         finally:
-            # the end of what there is to read
+            # ends the loop that reads our stdout
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    # a thread of its own: signals wait for Python to have its turn, which ggml would never give
+    # in a thread: Python handles signals between its own steps, and ggml never returns
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     if _listens(thread, address, port):
-        log.say(f"serving {_names(devices)} at {address}:{port}, to one client at a time; Ctrl-C ends it")
+        log.say(f"serving {_names(devices)} on {address}:{port}, one client at a time; Ctrl-C ends it")
     with lines:
         for line in lines:
             log.take(line)
-    raise LibraryError(f"ggml cannot serve at {address}:{port}; -v shows more")
+    raise LibraryError(f"ggml cannot serve on {address}:{port}; -v shows more")
 
 
 def _bytes(mem: str | None) -> int | None:
@@ -96,15 +98,15 @@ def _bytes(mem: str | None) -> int | None:
 
     n_bytes = parse_bytes(mem)
     if n_bytes == 0:
-        raise UsageError("--mem must be more than nothing; leave it out for all there is")
+        raise UsageError("--mem must be above 0; leave it out to offer all memory")
     return n_bytes
 
 
 def _check_free(address: str, port: int) -> None:
-    """Raises UsageError where nobody can listen: ggml's own words would not say why."""
+    """Raise UsageError if nobody can listen there: ggml would not say why."""
     with socket.socket() as probe:
         if os.name == "posix":
-            # as ggml does: a port of a process that has just ended is free
+            # as ggml does: the port of a process that has just ended counts as free
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
@@ -112,14 +114,14 @@ def _check_free(address: str, port: int) -> None:
         except OSError as error:
             why = error.strerror or error
             if error.errno == errno.EADDRINUSE:
-                why = "it is taken, by another worker perhaps; choose another --port"
+                why = "the port is in use, maybe by another worker; choose another --port"
             elif error.errno == errno.EADDRNOTAVAIL:
-                why = "this machine has no such address; choose another --host, 0.0.0.0 for all it has"
-            raise UsageError(f"cannot listen at {address}:{port}: {why}") from None
+                why = "this machine has no such address; choose another --host (0.0.0.0 means all)"
+            raise UsageError(f"cannot listen on {address}:{port}: {why}") from None
 
 
 def _listens(thread: threading.Thread, address: str, port: int) -> bool:
-    """Waits until the thread that serves can be reached. False: it has ended."""
+    """Wait until the serving thread can be reached. False if it has ended instead."""
     reached_at = "127.0.0.1" if address == "0.0.0.0" else address
     while thread.is_alive():
         try:
@@ -141,9 +143,9 @@ def _names(devices: list[dict[str, object]]) -> str:
 
 
 def _stdout_lines() -> TextIO:
-    """What is written to stdout from now on, by C too, line by line."""
+    """The lines that anything, C code too, writes to stdout from now on."""
     if sys.stdout is None:
-        # closed: the pipe must not take its place
+        # stdout is closed: the pipe must not get its number
         os.open(os.devnull, os.O_WRONLY)
     else:
         sys.stdout.flush()
@@ -154,7 +156,7 @@ def _stdout_lines() -> TextIO:
 
 
 class _Log:
-    """What a worker says on stderr. verbose: of every connection."""
+    """A worker's messages on stderr. verbose: report every connection."""
 
     def __init__(self, verbose: bool) -> None:
         self.verbose = verbose
@@ -163,13 +165,13 @@ class _Log:
         self._is_told = False
 
     def say(self, line: str) -> None:
-        # a terminal that is gone is no reason to stop serving
+        # go on serving when the terminal is gone
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"kvtool: {line}\n")
             sys.stderr.flush()
 
     def take(self, line: str) -> None:
-        """A line of ggml's."""
+        """Handle a line of ggml's output."""
         if line.startswith("Accepted client"):
             self._timer = threading.Timer(0 if self.verbose else _SHORT_S, self._tell)
             self._timer.daemon = True
@@ -180,11 +182,11 @@ class _Log:
             with self._lock:
                 told, self._is_told = self._is_told, False
             if told:
-                self.say("the client has left")
+                self.say("the client has disconnected")
         elif self.verbose:
             sys.stderr.write(line)
 
     def _tell(self) -> None:
         with self._lock:
             self._is_told = True
-        self.say("a client is here")
+        self.say("a client has connected")

@@ -1,1 +1,1 @@
-"""What kvtool measures: perplexity, divergence, grids of cells, memory, which tokens the rows hold."""
+"""What kvtool measures: perplexity, divergence, grids of runs, memory, which tokens the rows hold."""

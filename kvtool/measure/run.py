@@ -1,7 +1,7 @@
-"""One cell of a grid: a text streamed through one cache under one policy, with all that is measured of it.
+"""One run: a text streamed through one cache under one policy, and everything that is measured of it.
 
-`main` is a process of its own for it, so that its memory can be told, and a crash is its own: a `Job` as JSON
-on stdin, then a line of JSON on stdout after each step, and at last a record or an error.
+`main` does it in a process of its own, so that its memory can be measured and a crash ends no other run. It
+reads a `Job` as JSON from stdin, and writes a line of JSON after each batch, then a record or an error.
 """
 
 from __future__ import annotations
@@ -27,16 +27,51 @@ if TYPE_CHECKING:
     from kvtool.measure.divergence import Scores
 
 Report = Callable[[int, float], None]
-"""Called after each step with the number of tokens scored so far and the sum of their nll."""
+"""Called after each batch with the number of tokens scored so far and the sum of their nll."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a cell is made of.
+    """Everything that a process needs for one run.
 
-    tokens: a file of NumPy's with the text i32[n]. options: parameters of the policy as `-o` has them.
-    budget: in cells. reference: where the full cache's predictions are, if there are any; writes: whether
-    this run, of the full cache, makes them.
+    Attributes
+    ----------
+    model
+        Path of the model file.
+    tokens
+        Path of a .npy file with the text, i32[n].
+    policy
+        Name of the policy, or path of a policy file.
+    options
+        Its parameters, as `-o` takes them.
+    budget
+        Cells of a row.
+    evict_every
+        Tokens from one eviction to the next; None for the default.
+    type_k
+        Type of the cached keys.
+    type_v
+        Type of the cached values.
+    positions
+        "original", "in-cache" or "auto".
+    n_ctx
+        Context length in tokens.
+    n_batch
+        The most tokens of a batch.
+    flash
+        Flash attention: "on", "off" or "auto".
+    threads
+        CPU threads.
+    gpu_layers
+        Layers on the GPU; None for all.
+    rpc
+        Workers, "HOST:PORT" each.
+    reference
+        File with the full cache's predictions; None if there is nothing to compare with.
+    writes
+        Whether this run, of the full cache, writes that file.
+    verbose
+        Whether llama.cpp's log goes to stderr.
     """
 
     model: str
@@ -60,7 +95,7 @@ class Job:
 
 
 def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
-    """Runs the cell, in this process. Raises KvtoolError."""
+    """Do the run in this process, and return its record. Raises KvtoolError."""
     import numpy as np
 
     from kvtool import policies
@@ -121,7 +156,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
             finally:
                 engine.close()
             if not math.isfinite(total):
-                # before a reference takes its place
+                # raised here, before the reference gets its name
                 raise ModelError("the model's logits are not finite; the model file may be damaged")
     finally:
         model.close()
@@ -129,9 +164,9 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
 
 
 def _budget_bytes(engine: Engine) -> int:
-    """Bytes of K and V that the budget's cells take: the cache without what pads it to 256 cells.
+    """Bytes of the keys and values in the budget's cells: the cache without its padding to 256 cells.
 
-    Where rows differ, those of the live cells.
+    Where rows keep different numbers of cells, bytes of the live cells.
     """
     context = engine.context
     cell_bytes = [context.cell_bytes(layer) for layer in range(len(context.layer_cells))]
@@ -140,7 +175,10 @@ def _budget_bytes(engine: Engine) -> int:
 
 
 def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
-    """What nll f64[n] and scores, where there are any, say of a cell."""
+    """The part of a record that says how good the predictions are.
+
+    nll: f64[n], of each scored token in nats. scores: the comparison with the full cache, if there is one.
+    """
     import numpy as np
 
     from kvtool.measure.statistics import block_counts, block_sums, interval, mean_error
@@ -172,21 +210,23 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
 
 
 def encode(job: Job) -> bytes:
+    """The job as JSON."""
     return json.dumps(asdict(job)).encode()
 
 
 def decode(data: Mapping[str, Any]) -> Job:
+    """The job of a decoded JSON object."""
     return Job(**{**data, **{name: tuple(data[name]) for name in ("options", "rpc")}})
 
 
 def main() -> None:
-    """The process of its own. Ctrl-C is its parent's matter."""
+    """The process of one run. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (said := sys.stdin.read()):
-        # the parent was stopped before it could say what to do
+        # the parent was stopped before it could send a job
         return
     job = decode(json.loads(said))
-    # what a policy of somebody's prints must not come between the lines
+    # stdout becomes stderr: what a user's policy prints must not mix with our lines
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -195,7 +235,7 @@ def main() -> None:
             out.write(json.dumps(event) + "\n")
             out.flush()
         except OSError:
-            # nobody is left to work for
+            # the parent is gone
             os._exit(1)
 
     try:
@@ -210,5 +250,5 @@ def main() -> None:
     except OSError as error:
         what = f" {error.filename}" if error.filename else ""
         send(error=f"cannot write{what}: {error.strerror or error}", exit_code=KvtoolError.exit_code)
-    except Exception as error:  # noqa: BLE001  (the other cells go on)
+    except Exception as error:  # noqa: BLE001  (the other runs go on)
         send(error=where(error), exit_code=KvtoolError.exit_code)

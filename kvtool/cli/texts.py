@@ -1,0 +1,51 @@
+"""Text files as input: read, and refused if they are no text, too short or too long."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.errors import InputError
+
+if TYPE_CHECKING:
+    from kvtool.engine.loop import Engine
+
+
+def read_text(file: str) -> str:
+    """The text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    name = "stdin" if file == "-" else file
+    if not data.strip():
+        raise InputError(f"{name} is empty; it must be a text")
+    if b"\0" in data:
+        raise InputError(f"{name} is binary; it must be a text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it first, for example with iconv"
+        ) from None
+
+
+def too_short(file: str, n: int, n_needed: int) -> InputError:
+    """The error for a text of n tokens."""
+    name = "stdin" if file == "-" else file
+    return InputError(f"{name} is too short: {n} token{'s' * (n != 1)}, at least {n_needed} needed")
+
+
+def check_length(engine: Engine, n_tokens: int) -> None:
+    """Raise InputError for a text that the engine cannot stream to its end."""
+    if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
+        raise InputError(
+            f"the text ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and `full` "
+            "never evicts; use --policy h2o or --max-tokens"
+        )
+    if engine.settings.positions == "original" and n_tokens > engine.n_ctx:
+        raise InputError(
+            f"the text has {n_tokens:,} tokens, and original positions end at {engine.n_ctx:,}; "
+            "choose --positions auto or in-cache, or --max-tokens"
+        )

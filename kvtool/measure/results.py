@@ -1,0 +1,91 @@
+"""The records of a grid's runs, and what follows from all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvtool.measure import records
+from kvtool.measure.grid import KEY, Common, Run, identity
+from kvtool.measure.statistics import block_counts, mean_error
+
+
+@dataclass(slots=True)
+class Results:
+    """The records of a grid.
+
+    Attributes
+    ----------
+    common
+        What all runs share.
+    grid
+        The runs in their order.
+    of_run
+        The record of each run that has one.
+    others
+        Records of other grids in the same file.
+    """
+
+    common: Common
+    grid: Sequence[Run]
+    of_run: dict[Run, dict[str, Any]] = field(default_factory=dict)
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, there: Iterable[dict[str, Any]]) -> None:
+        """Sort the records of a file. Of several records of one run, the first that says most counts."""
+        by_key = {records.key(identity(self.common, run), KEY): run for run in self.grid}
+        self.others = []
+        for record in there:
+            run = by_key.get(records.key(record, KEY))
+            if run is None:
+                self.others.append(record)
+            elif _rank(record) > _rank(self.of_run.get(run)):
+                self.of_run[run] = record
+
+    def missing(self, kl: bool = False) -> list[Run]:
+        """The runs without a record, or with an error; with kl also those without a divergence."""
+        return [run for run in self.grid if _rank(self.of_run.get(run)) < (3 if kl else 2)]
+
+    def failed(self) -> list[Run]:
+        """The runs whose record is an error."""
+        return [run for run in self.grid if _rank(self.of_run.get(run)) == 1]
+
+    def finished(self) -> list[dict[str, Any]]:
+        """All records: the grid's in its order, each with its difference to the best, then the others."""
+        found = []
+        for run in self.grid:
+            if record := self.of_run.get(run):
+                found.append(record if "error" in record else record | self._against_best(run))
+        return found + self.others
+
+    def _against_best(self, run: Run) -> dict[str, Any]:
+        """The difference in nll to the best other run of the same budget and types, by blocks of tokens."""
+        others = [
+            (self.of_run[other]["nll"], i)
+            for i, other in enumerate(self.grid)
+            if other.group == run.group
+            and other != run
+            and run.asked is not None
+            and "nll" in self.of_run.get(other, {})
+        ]
+        if not others:
+            return {"best_other": None, "nll_minus_best": None, "nll_minus_best_stderr": None}
+        best = self.grid[min(others)[1]]
+        record, other = self.of_run[run], self.of_run[best]
+        difference = np.subtract(record["nll_blocks"], other["nll_blocks"])
+        mean, error = mean_error(difference, block_counts(record["n_scored"]))
+        return {
+            "best_other": best.label,
+            "nll_minus_best": mean,
+            "nll_minus_best_stderr": None if np.isnan(error) else error,
+        }
+
+
+def _rank(record: Mapping[str, Any] | None) -> int:
+    """How much a record says: 0 nothing, 1 an error, 2 no divergence because `full` failed, 3 everything."""
+    if record is None or "error" in record:
+        return int(record is not None)
+    return 2 if record.get("kl") is None else 3

@@ -1,0 +1,158 @@
+"""Runs of a grid, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtool.errors import KvtoolError
+from kvtool.measure.grid import Common, Run, identity
+from kvtool.measure.run import Job, encode
+
+_KILLED = 9
+
+# -m would look for modules in the user's folder
+_CHILD = "import sys; sys.path[:] = {!r}; from kvtool.measure.run import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a run reports: its progress, or at its end its record.
+
+    Attributes
+    ----------
+    run
+        The run.
+    n
+        Tokens scored so far.
+    nll
+        Their mean nll in nats.
+    record
+        The record, maybe of an error; None while the run goes on.
+    """
+
+    run: Run
+    n: int = 0
+    nll: float = 0.0
+    record: dict[str, Any] | None = None
+
+
+class Runner:
+    """Starts the processes and collects what they report.
+
+    It is a context manager; when the context ends, no process is left.
+    """
+
+    def __init__(self, common: Common, tokens: np.ndarray) -> None:
+        self.common = common
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtool-")
+        self._tokens = Path(self._folder.name) / "tokens.npy"
+        np.save(self._tokens, tokens)
+        self._running: dict[Run, subprocess.Popen[bytes]] = {}
+        self._said: queue.SimpleQueue[tuple[Run, dict[str, Any] | None]] = queue.SimpleQueue()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            process.kill()
+        for process in self._running.values():
+            process.wait()
+        self._folder.cleanup()
+
+    def run(
+        self, grid: Sequence[Run], *, jobs: int = 1, against: Path | None = None, writes: bool = False
+    ) -> Iterator[Event]:
+        """Do the runs, `jobs` at once. The last event of each has its record.
+
+        against: the file with the full cache's predictions. writes: the only run makes it.
+        """
+        waiting = list(grid)
+        ends: dict[Run, dict[str, Any]] = {}
+        while waiting or self._running:
+            while waiting and len(self._running) < jobs:
+                self._start(waiting.pop(0), against, writes)
+            run, said = self._said.get()
+            if said is None:
+                yield Event(run, record=self._record(run, ends.get(run)))
+            elif "n" in said:
+                yield Event(run, said["n"], said["nll"] / max(said["n"], 1))
+            else:
+                ends[run] = said
+
+    def _start(self, run: Run, against: Path | None, writes: bool) -> None:
+        common = self.common
+        job = Job(
+            model=str(common.model),
+            tokens=str(self._tokens),
+            policy=run.policy,
+            options=run.options,
+            budget=run.budget,
+            evict_every=run.evict_every,
+            type_k=run.type_k,
+            type_v=run.type_v,
+            positions=run.positions,
+            n_ctx=common.n_ctx,
+            n_batch=run.n_batch,
+            flash=common.flash,
+            threads=common.threads,
+            gpu_layers=common.gpu_layers,
+            rpc=common.rpc,
+            reference=str(against) if against else None,
+            writes=writes,
+            verbose=common.verbose,
+        )
+        with self._log(run).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD.format(sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if common.verbose else log,
+                # Ctrl-C on the terminal goes to the parent alone
+                start_new_session=True,
+            )
+        self._running[run] = process
+        assert process.stdin  # a pipe
+        with suppress(OSError), process.stdin:
+            process.stdin.write(encode(job))
+        threading.Thread(target=self._listen, args=(run, process), daemon=True).start()
+
+    def _listen(self, run: Run, process: subprocess.Popen[bytes]) -> None:
+        with process:
+            for line in process.stdout or ():
+                # the last line of a killed process may be incomplete
+                with suppress(ValueError):
+                    self._said.put((run, json.loads(line)))
+        self._said.put((run, None))
+
+    def _log(self, run: Run) -> Path:
+        return Path(self._folder.name) / f"{id(run)}.log"
+
+    def _record(self, run: Run, end: dict[str, Any] | None) -> dict[str, Any]:
+        """The record of a process that has ended."""
+        status = self._running.pop(run).returncode
+        what = identity(self.common, run)
+        if end and "record" in end:
+            return {**what, **end["record"]}
+        if end:
+            return what | end
+        # a line of the guard, which ends a process that llama.cpp would abort
+        said = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        if said.startswith("kvtool: "):
+            return what | {"error": said.removeprefix("kvtool: "), "exit_code": status}
+        error = f"the process was ended by signal {-status}" if status < 0 else f"exit status {status}"
+        if status == -_KILLED:
+            error += "; the system may be out of memory"
+        return what | {"error": error, "exit_code": KvtoolError.exit_code}
