@@ -28,7 +28,10 @@ BEST: dict[str, Callable[[Iterable[float]], float]] = {
 }
 """Which value of a column is the best."""
 
-LEGEND = 'to full, to best (other run of a budget): nll +- two standard errors; "=" means within two standard errors'
+LEGEND = (
+    "to full, to best (other run of a budget): nll +- two standard errors; "
+    '"=" means within two standard errors'
+)
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:

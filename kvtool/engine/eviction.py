@@ -221,15 +221,11 @@ class Eviction:
                 array[:, most:n] = 0
         return source
 
-    def edit(
-        self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int, merge: Merge | None = None
-    ) -> None:
+    def edit(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int, merge: Merge | None = None) -> None:
         """Edits the cache, which clears the signals; the rows' table is the caller's."""
         most = int(n_keep.max())
         start = time.perf_counter()
-        self.cache.apply(
-            moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None
-        )
+        self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None)
         self.edit_s += time.perf_counter() - start
         self.n_cleared = self.rows.n_past
 
