@@ -1,4 +1,4 @@
-"""The words that the engine and the policies share: Signal, View, Merge, Plan, Policy.
+"""The words that the engine and the policies share: Signal, Request, View, Merge, Plan, Policy.
 
 A row is one (layer, KV head) pair, layer by layer; every row evicts on its own. Cells of a row are
 in no order: `View.pos[row, cell]` says which token of the stream a cell holds.
@@ -40,6 +40,36 @@ class Signal(IntFlag):
     """Last important step: how much of the stream the latest query it was important to had seen; 0: none."""
     KEYS = 64
     """Keys: of the cells that are new since the last plan, as they were before RoPE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine asks of llama.cpp for a policy: how to reduce each step's attention, and to scale it.
+
+    Attributes
+    ----------
+    signals
+        What is read after a step.
+    n_query
+        The queries of `Signal.RECENT`.
+    group
+        How the attention of a group of query heads becomes one: "sum", "max" or "first".
+    t
+        What t counts in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
+    log_n
+        Whether attention logits are multiplied by log_512(t).
+    """
+
+    signals: Signal = Signal.NONE
+    n_query: int = 0
+    group: str = "sum"
+    t: str = "stream"
+    log_n: bool = False
+
+    @property
+    def needs_t(self) -> bool:
+        """Whether llama.cpp has to be told t before each step."""
+        return self.log_n or bool(self.signals & (Signal.HITS | Signal.IMPORTANT))
 
 
 SIGNALS = {
@@ -176,6 +206,10 @@ class Policy:
     @property
     def t(self) -> str:
         return "stream"
+
+    def request(self) -> Request:
+        """What llama.cpp computes for this policy, as one object."""
+        return Request(self.reads, self.n_query, self.group, self.t, self.logn)
 
     @classmethod
     def needs_patch(cls) -> bool:

@@ -67,7 +67,8 @@ CRASHES = {
 GUARDED = """
 import ctypes, os, signal, sys, threading
 from kvtool.llama.library import lib
-from kvtool.llama.log import crash_means, damaged, guard, set_verbose
+from kvtool.llama.crash import crash_means, damaged, guard
+from kvtool.llama.log import set_verbose
 
 def in_thread(what):
     thread = threading.Thread(target=what)
@@ -106,7 +107,7 @@ DYING_SERVER = """
 import os, signal, sys
 import numpy as np
 from kvtool.llama.context import Context
-from kvtool.llama.log import guard
+from kvtool.llama.crash import guard
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
 

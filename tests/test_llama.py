@@ -13,7 +13,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu, library_info
 from kvtool.llama.library import ABI, api, check_library
 from kvtool.llama.model import Model
-from kvtool.policy import Merge, Signal
+from kvtool.policy import Merge, Request, Signal
 from tests import saved
 from tests.reference import transformer
 from tests.running import TOLERANCE
@@ -44,7 +44,7 @@ def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, **options):
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 1}
     context = None
     try:
-        context = Context(model, n_cell, n_batch, signals, **(exact | options))
+        context = Context(model, n_cell, n_batch, Request(signals), **(exact | options))
         yield context
     finally:
         if context:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import rpc
+from kvtool.llama import endpoints
 from tests.test_chat_session import TEMPLATE
 from tests.test_cli import KVTOOL, TEXT, kvtool
 
@@ -63,7 +63,7 @@ def hello(major, minor):
 
 
 def test_a_worker_that_greets_is_reached():
-    with answering(hello(*rpc.PROTOCOL)) as endpoint, rpc.reached([endpoint]) as addresses:
+    with answering(hello(*endpoints.PROTOCOL)) as endpoint, endpoints.reached([endpoint]) as addresses:
         assert addresses == [endpoint]
 
 
@@ -79,9 +79,9 @@ def test_a_worker_that_greets_is_reached():
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
-    monkeypatch.setattr(rpc, "ANSWER_S", 0.3)
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.3)
     with answering(answer) as endpoint:
-        with pytest.raises(LibraryError, match=words) as raised, rpc.reached([endpoint]):
+        with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
             pass
         assert endpoint in str(raised.value)
 
@@ -90,7 +90,7 @@ def test_where_nobody_listens_it_says_how_to_start_one():
     endpoint = f"127.0.0.1:{free_port()}"
     host, port = endpoint.split(":")
     words = f"kvtool worker --host {host} --port {port}"
-    with pytest.raises(LibraryError, match=words), rpc.reached([endpoint]):
+    with pytest.raises(LibraryError, match=words), endpoints.reached([endpoint]):
         pass
 
 
@@ -111,23 +111,23 @@ def test_where_nobody_listens_it_says_how_to_start_one():
 )
 def test_what_is_no_endpoint_is_refused(text, words):
     with pytest.raises(UsageError, match=words):
-        rpc.endpoints(text)
+        endpoints.parse(text)
 
 
 def test_endpoints_come_with_commas():
-    assert rpc.endpoints("a:1, 10.0.0.2:50052,") == ["a:1", "10.0.0.2:50052"]
+    assert endpoints.parse("a:1, 10.0.0.2:50052,") == ["a:1", "10.0.0.2:50052"]
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "words"),
+    ("named", "words"),
     [
         (["127.0.0.1:1", "127.0.0.1:1"], "127.0.0.1:1 names a worker a second time"),
         (["127.0.0.1:1", "localhost:1"], "localhost:1 names a worker a second time"),
         (["no-such-host.invalid:1"], "no-such-host.invalid is no name"),
     ],
 )
-def test_names_that_cannot_be_are_refused_before_anybody_is_asked(endpoints, words):
-    with pytest.raises(UsageError, match=words), rpc.reached(endpoints):
+def test_names_that_cannot_be_are_refused_before_anybody_is_asked(named, words):
+    with pytest.raises(UsageError, match=words), endpoints.reached(named):
         pass
 
 
@@ -241,7 +241,7 @@ def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
 def test_the_protocol_is_the_librarys(workers):
     host, port = workers[0].endpoint.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        assert rpc._greet(connection) == rpc.PROTOCOL
+        assert endpoints._greet(connection) == endpoints.PROTOCOL
 
 
 @pytest.mark.engine
@@ -249,19 +249,19 @@ def test_mem_is_what_the_worker_tells_its_clients(workers):
     get_device_memory = 11
     host, port = workers[0].endpoint.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        rpc._greet(connection)
+        endpoints._greet(connection)
         connection.sendall(struct.pack("<BQI", get_device_memory, 4, 0))
-        size, free, total = struct.unpack("<QQQ", rpc._receive(connection, 24))
+        size, free, total = struct.unpack("<QQQ", endpoints._receive(connection, 24))
     assert (size, free, total) == (16, 64 * 2**20, 64 * 2**20)
 
 
 @pytest.mark.engine
 def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
-    monkeypatch.setattr(rpc, "ANSWER_S", 0.5)
-    endpoints = [workers[0].endpoint]
-    with socket.create_connection(endpoints[0].split(":"), timeout=20) as connection:
-        rpc._greet(connection)
-        with pytest.raises(LibraryError, match="may be serving another"), rpc.reached(endpoints):
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
+    named = [workers[0].endpoint]
+    with socket.create_connection(named[0].split(":"), timeout=20) as connection:
+        endpoints._greet(connection)
+        with pytest.raises(LibraryError, match="may be serving another"), endpoints.reached(named):
             pass
 
 

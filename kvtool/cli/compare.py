@@ -124,8 +124,9 @@ def compare(
         raise UsageError("--types names no cache type")
     model_path, info = resolved(model)
 
+    from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
-    from kvtool.llama.log import guard, set_verbose
+    from kvtool.llama.log import set_verbose
     from kvtool.measure import grid, records
     from kvtool.measure.results import Results
 

@@ -166,11 +166,11 @@ def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
     if rpc is None:
         return ()
 
-    from kvtool.llama.rpc import endpoints
+    from kvtool.llama import endpoints
 
     if gpu_layers == 0:
         raise UsageError("-ngl 0 leaves no layer for the workers of --rpc; leave out one of the two")
-    return tuple(endpoints(rpc))
+    return tuple(endpoints.parse(rpc))
 
 
 def resolved(model: str | None) -> tuple[Path, ModelInfo]:
@@ -185,7 +185,8 @@ def resolved(model: str | None) -> tuple[Path, ModelInfo]:
 @contextmanager
 def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
     """The model in memory; freed at the end. Raises KvtoolError."""
-    from kvtool.llama.log import guard, set_verbose
+    from kvtool.llama.crash import guard
+    from kvtool.llama.log import set_verbose
     from kvtool.llama.model import Model
     from kvtool.llama.workers import add_rpc
 

@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 import typer
 
 from kvtool.errors import LibraryError, UsageError
-from kvtool.llama import rpc
+from kvtool.llama import endpoints
 from kvtool.system import interrupt
 
 _SHORT_S = 1.0
@@ -28,7 +28,7 @@ def worker(
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen on.")
-    ] = rpc.PORT,
+    ] = endpoints.PORT,
     mem: Annotated[
         str | None,
         typer.Option(
@@ -51,12 +51,13 @@ def worker(
     There is no authentication and no encryption: whoever reaches the port can use the devices, read and
     change what they hold, and may be able to take over the process. Use it only in networks that you trust.
     """
-    address = rpc.address(host)
+    address = endpoints.address(host)
     n_bytes = _bytes(mem)
     _check_free(address, port)
 
+    from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
-    from kvtool.llama.log import guard, set_verbose
+    from kvtool.llama.log import set_verbose
     from kvtool.llama.workers import served, server
 
     set_verbose(verbose)
@@ -66,7 +67,7 @@ def worker(
     log = _Log(verbose)
     signal.signal(signal.SIGTERM, lambda *_: interrupt.end(exit_code=0))
     interrupt.ends()
-    if not rpc.is_loopback(address):
+    if not endpoints.is_loopback(address):
         log.say(
             "there is no authentication: whoever reaches the port can use the devices and read what they hold"
         )

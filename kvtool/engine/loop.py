@@ -17,7 +17,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.library import HOW_TO_BUILD, is_patched
 from kvtool.llama.model import Model
 from kvtool.llama.sequence import SequenceContext
-from kvtool.policy import Policy, Signal, State
+from kvtool.policy import Policy, Request, State
 
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
@@ -60,13 +60,12 @@ class Engine:
         elif policy.slack and settings.over_budget:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
-        self.context = _cache(model, policy, settings, prefill.pad(n_start))
+        self._request = policy.request()
+        self.context = _cache(model, policy, self._request, settings, prefill.pad(n_start))
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
         in_cache = settings.positions == "in-cache"
         self.eviction = Eviction(policy, self.context, self.rows, self.n_ctx, in_cache=in_cache)
-        # who asks what 1 / t or log t is
-        self._counts_seen = policy.logn or bool(policy.reads & (Signal.HITS | Signal.IMPORTANT))
         self.reset()
 
     def reset(self) -> None:
@@ -239,8 +238,8 @@ class Engine:
 
     def decode(self, tokens: np.ndarray, n_output: int) -> None:
         """Decodes i32[n] tokens behind what is there, whatever the budget says; `step` asks for that."""
-        if self._counts_seen:
-            self.context.see(self.n_past if self.policy.t == "stream" else self.n_kv)
+        if self._request.needs_t:
+            self.context.see(self.n_past if self._request.t == "stream" else self.n_kv)
         self.context.decode(tokens, self.rows.next_rot, n_output)
         self.rows.append(len(tokens))
 
@@ -299,7 +298,7 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
         raise UsageError("with this policy a prompt cannot be read whole; leave out --prefill whole")
 
 
-def _cache(model: Model, policy: Policy, settings: Settings, n_cell: int) -> Cache:
+def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n_cell: int) -> Cache:
     """The cache. Raises LibraryError for what needs the patch if the library is without it."""
     how = {
         "n_output": settings.n_output,
@@ -309,17 +308,7 @@ def _cache(model: Model, policy: Policy, settings: Settings, n_cell: int) -> Cac
         "n_threads": settings.n_threads,
     }
     if is_patched():
-        return Context(
-            model,
-            n_cell,
-            settings.n_batch,
-            policy.reads,
-            n_query=policy.n_query,
-            group=policy.group,
-            log_n=policy.logn,
-            ragged=policy.ragged,
-            **how,
-        )
+        return Context(model, n_cell, settings.n_batch, request, ragged=policy.ragged, **how)
     lacking = (
         (policy.needs_patch(), f"the policy {type(policy).__name__}"),
         (settings.prefill == "whole", "a prompt read whole"),

@@ -1,1 +1,1 @@
-"""The only importer of llama_cpp."""
+"""llama.cpp behind plain classes: the only importer of llama_cpp."""

@@ -1,4 +1,4 @@
-"""A cache of cells and the decode that fills it."""
+"""A cache of cells and the decode that fills it: what any llama.cpp has, and what the patch adds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.devices import default_threads, has_gpu
 from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, api, check, error_text, lib
-from kvtool.llama.log import because, crash_means, damaged, log_tail, no_memory
+from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.llama.model import Model
-from kvtool.policy import Merge, Signal
+from kvtool.policy import Merge, Request, Signal
 
 CACHE_TYPES = {
     "f32": 0,
@@ -25,21 +26,43 @@ CACHE_TYPES = {
     "q4_1": 3,
     "q4_0": 2,
 }
-"""The names of -ctk and -ctv, and ggml's numbers for them."""
+"""ggml's numbers for the types that -ctk and -ctv name."""
 
 FLASH = {"auto": -1, "off": 0, "on": 1}
+"""llama.cpp's numbers for what -fa says."""
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
+"""The C API's numbers for `Request.group`."""
 
 _QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
 
 
 class Decoder:
-    """A cache of n_cell cells and the decode that fills it, for one sequence: what any llama.cpp has of both.
+    """One sequence in a cache of n_cell cells, and the decode that fills it: what any llama.cpp has.
 
-    n_output: the most tokens of a step whose logits are wanted. ragged: see Context.
-    Raises UsageError for cache types that cannot go together, OutOfMemory, and LibraryError for what
-    llama.cpp refuses.
+    Parameters
+    ----------
+    n_cell
+        Cells of the cache.
+    n_batch
+        Maximum tokens decoded at once.
+    n_output
+        Maximum tokens of a decode that give logits.
+    type_k, type_v
+        Types of keys and values, by their names in `CACHE_TYPES`.
+    flash
+        Flash attention: "on", "off" or "auto".
+    n_threads
+        Threads; one per core if not given.
+    ragged
+        Whether rows may hold different numbers of cells, which only a `Context` can do.
+
+    Raises
+    ------
+    UsageError
+        For cache types that cannot go together.
+    OutOfMemory, LibraryError
+        If llama.cpp makes no such cache.
     """
 
     def __init__(
@@ -92,18 +115,19 @@ class Decoder:
         self._logits_where = (0, 0)
         self._has_decoded = False
 
-    @property
-    def handle(self) -> object:
-        """llama.cpp's own context."""
-        return self._context
-
     def close(self) -> None:
+        """Frees the cache. A second call does nothing."""
         if self._context:
             api.llama_free(self._context)
             self._context = None
             if self._batch:
                 api.llama_batch_free(self._batch)
                 self._batch = None
+
+    @property
+    def handle(self) -> object:
+        """llama.cpp's own context."""
+        return self._context
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
@@ -114,7 +138,7 @@ class Decoder:
         self._wants[: n - n_output] = False
         self._wants[n - n_output : n] = True
         log_tail.clear()
-        # what is damaged shows in the first step
+        # a damaged file shows in the first decode
         with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
             status = api.llama_decode(self._context, self._batch)
         self._has_decoded = True
@@ -127,7 +151,7 @@ class Decoder:
         pointer = api.llama_get_logits(self._context)
         where = ctypes.addressof(pointer.contents), self._n_output
         if where != self._logits_where:
-            # NumPy makes a type of its own for each, which takes longer than all else of a step here
+            # NumPy makes a new ctypes type for each view, which takes longer than all else here
             self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
             self._logits_where = where
         return self._logits
@@ -138,15 +162,11 @@ class Decoder:
             raise LibraryError(f"llama.cpp cannot remove positions {first} to {end - 1} of its cache")
 
     def shift(self, first: int, end: int, delta: int) -> None:
-        """The tokens at positions first .. end - 1 come delta later; keys turn before the next decode."""
+        """Moves positions first .. end - 1 by delta; their keys are rotated before the next decode."""
         api.llama_memory_seq_add(self._memory, 0, first, end, delta)
 
-    @property
-    def _memory(self) -> object:
-        return api.llama_get_memory(self._context)
-
     def state(self) -> bytes:
-        """The raw bytes of all live cells, as llama.cpp saves a sequence; not of ragged rows."""
+        """The live cells as llama.cpp saves a sequence. Raises LibraryError for ragged rows."""
         if self.ragged:
             raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
         n = api.llama_state_seq_get_size(self._context, 0)
@@ -159,14 +179,29 @@ class Decoder:
         if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
             raise LibraryError(f"llama.cpp cannot take back the cells that it saved{because()}")
 
+    @property
+    def _memory(self) -> object:
+        return api.llama_get_memory(self._context)
+
 
 class Context(Decoder):
-    """A cache whose cells each row has of its own, which needs the patched library.
+    """A `Cache` each of whose rows is evicted on its own, from the patched library.
 
-    Layers that slide, if the model has some, have no rows: llama.cpp keeps what they see beside the cells.
-    signals, n_query, group: what `read` can be asked for, as a Policy has them. log_n: whether attention
-    logits are scaled by log_512 of the tokens seen. ragged: whether rows may hold different numbers of cells.
-    how: as Decoder has it. Raises what Decoder does, and ModelError for a model that has no rows.
+    Sliding layers, if the model has some, have no rows: llama.cpp keeps what they see beside the cells.
+
+    Parameters
+    ----------
+    request
+        What a policy needs of the attention.
+    ragged
+        Whether rows may hold different numbers of cells.
+    how
+        As in `Decoder`.
+
+    Raises
+    ------
+    ModelError
+        For a model whose layers have no rows.
     """
 
     def __init__(
@@ -174,16 +209,16 @@ class Context(Decoder):
         model: Model,
         n_cell: int,
         n_batch: int,
-        signals: Signal = Signal.NONE,
+        request: Request | None = None,
         *,
-        n_query: int = 0,
-        group: str = "sum",
-        log_n: bool = False,
         ragged: bool = False,
         **how: Any,
     ) -> None:
         super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
-        wanted = EnableParams(int(signals & ~Signal.KEYS), GROUPS[group], max(n_query, 1), log_n, ragged)
+        ask = request or Request()
+        # keys are no signal of the graph's: they are read from the cache
+        signals = int(ask.signals & ~Signal.KEYS)
+        wanted = EnableParams(signals, GROUPS[ask.group], max(ask.n_query, 1), ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = error_text()
@@ -204,31 +239,27 @@ class Context(Decoder):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the K and V tensors, those of sliding layers among them."""
+        """Bytes of the K and V tensors, those of sliding layers included."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
-    def hide(self, n: int) -> None:
-        """The first n cells stay, but no later query sees them; the next token may have any position.
-
-        Sliding layers forget everything.
-        """
-        self._apply(Edit(n_keep=n, n_hidden=n))
-
     def see(self, n_seen: int) -> None:
-        """The first query of the next decode has seen n_seen tokens before itself."""
+        """The first query of the next decode has seen n_seen tokens before."""
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
-    def resize(self, n_cell: np.ndarray) -> None:
-        """Gives each layer i32[layer] that many cells, the live ones with what they hold."""
-        n_cell = np.ascontiguousarray(n_cell, np.int32)
-        check(lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
-        self.layer_cells = n_cell
+    def read(self, signal: Signal, n_kv: int) -> np.ndarray:
+        """f32[row, n_kv]: one signal of the queries since the last edit."""
+        out = np.empty((self.n_row, n_kv), np.float32)
+        check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
+        return out
+
+    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
+        """Continues a signal from f32[row, n_kv], as it was n_query queries after the last edit."""
+        values = np.ascontiguousarray(values, np.float32)
+        shape = values.shape
+        check(lib.llama_kvtool_write(self._context, int(signal), values.ctypes.data, *shape, n_query))
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """f32[row, n, n_dim]: the keys of each row's cells first i32[row] .., rotated by delta i32[row, n].
-
-        With a quantized K all of them are turned by one orthogonal map that llama.cpp stores them under.
-        """
+        """f32[row, n, n_dim]: keys of cells first i32[row] .. of each row, rotated by delta i32[row, n]."""
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
         first, delta = (np.ascontiguousarray(array, np.int32) for array in (first, delta))
@@ -236,17 +267,56 @@ class Context(Decoder):
         check(lib.llama_kvtool_read_keys(self._context, *pointers, n_row, n, self.n_dim))
         return out
 
-    def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """One signal since the last edit, f32[row, n_kv]."""
-        out = np.empty((self.n_row, n_kv), np.float32)
-        check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
-        return out
+    def apply(
+        self,
+        moves: np.ndarray,
+        n_keep: int,
+        pos_0: int,
+        merge: Merge | None = None,
+        *,
+        n_keep_row: np.ndarray | None = None,
+        force_graph: bool = False,
+    ) -> None:
+        """Edits the cache and clears the signals, as `Cache.apply` says.
 
-    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
-        """Lets a signal go on from f32[row, n_kv], as it was n_query queries after the last edit."""
-        values = np.ascontiguousarray(values, np.float32)
-        shape = values.shape
-        check(lib.llama_kvtool_write(self._context, int(signal), values.ctypes.data, *shape, n_query))
+        force_graph: never take the short cut through host memory.
+        """
+        moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
+        edit = Edit(
+            moves=moves.ctypes.data_as(ctypes.POINTER(Move)),
+            n_move=len(moves),
+            n_keep=n_keep,
+            pos_0=pos_0,
+            force_graph=force_graph,
+        )
+        if n_keep_row is not None:
+            n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
+            edit.n_keep_row = n_keep_row.ctypes.data
+        terms = np.empty(0, TERM)
+        if merge is not None:
+            terms = np.empty(len(merge.row), TERM)
+            for name in TERM.names or ():
+                terms[name] = getattr(merge, name)
+            edit.terms = terms.ctypes.data_as(ctypes.POINTER(Term))
+            edit.n_term = len(terms)
+        check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+
+    def hide(self, n: int) -> None:
+        """Keeps the first n cells out of sight of later queries, and clears the signals."""
+        edit = Edit(n_keep=n, n_hidden=n)
+        check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+
+    def resize(self, n_cell: np.ndarray) -> None:
+        """Gives each layer i32[layer] that many cells. The live ones keep what they hold."""
+        n_cell = np.ascontiguousarray(n_cell, np.int32)
+        check(lib.llama_kvtool_resize(self._context, n_cell.ctypes.data, len(n_cell)))
+        self.layer_cells = n_cell
+
+    def cell_bytes(self, layer: int) -> int:
+        """Bytes of K and V that one cell takes in a layer."""
+        n_bytes: int = lib.llama_kvtool_get_cells(self._context, layer, None, 1)
+        check(n_bytes)
+        return n_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
         """u1[bytes]: the first n cells of a layer as they are stored, keys and then values, cell by cell."""
@@ -255,7 +325,7 @@ class Context(Decoder):
         return out
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """Whether that may be what `cells` returned of n cells of such a layer."""
+        """Whether `cells` may have returned this for n cells of the layer."""
         return data.nbytes == n * self.cell_bytes(layer)
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
@@ -285,56 +355,9 @@ class Context(Decoder):
         """The shapes of the two arrays that `swa` returns."""
         return [(1 + self.n_swa,), (lib.llama_kvtool_get_window(self._context, None, None),)]
 
-    def cell_bytes(self, layer: int) -> int:
-        """Bytes of K and V that a cell takes in a layer, one of those with a cache."""
-        n_bytes: int = lib.llama_kvtool_get_cells(self._context, layer, None, 1)
-        check(n_bytes)
-        return n_bytes
-
-    def apply(
-        self,
-        moves: np.ndarray,
-        n_keep: int,
-        pos_0: int,
-        merge: Merge | None = None,
-        *,
-        n_keep_row: np.ndarray | None = None,
-        force_graph: bool = False,
-    ) -> None:
-        """Edits the cache: i32[n, 4] moves (row, dst, src, delta) after the merge; cells 0..n_keep-1 live.
-
-        n_keep_row i32[row]: the same for each row, at most n_keep, where rows are ragged.
-        The last counts as position pos_0 + n_keep - 1, the others come before it, and the next token must
-        come at pos_0 + n_keep. Sliding layers move along where that is another position than it was, and lose
-        what would come before position 0.
-        Raises LibraryError, with the cache unchanged, for an index or a pair of moves that cannot be.
-        """
-        moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
-        edit = Edit(
-            moves=moves.ctypes.data_as(ctypes.POINTER(Move)),
-            n_move=len(moves),
-            n_keep=n_keep,
-            pos_0=pos_0,
-            force_graph=force_graph,
-        )
-        if n_keep_row is not None:
-            n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
-            edit.n_keep_row = n_keep_row.ctypes.data
-        terms = np.empty(0, TERM)
-        if merge is not None:
-            terms = np.empty(len(merge.row), TERM)
-            for name in TERM.names or ():
-                terms[name] = getattr(merge, name)
-            edit.terms = terms.ctypes.data_as(ctypes.POINTER(Term))
-            edit.n_term = len(terms)
-        self._apply(edit)
-
-    def _apply(self, edit: Edit) -> None:
-        check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
-
 
 def choose_flash(flash: str, type_v: str, ragged: bool) -> str:
-    """What -fa comes to with that type of V. Raises UsageError where the two cannot go together."""
+    """What -fa "auto" means for this type of V. Raises UsageError if the two cannot go together."""
     if ragged:
         # flash attention takes no mask of each head's own on most devices
         if type_v in _QUANTIZED and has_gpu():

@@ -1,4 +1,4 @@
-"""The devices of ggml, and how many threads a CPU takes."""
+"""The devices of ggml, how many threads a CPU takes, and what the library is."""
 
 from __future__ import annotations
 
@@ -10,28 +10,8 @@ from typing import Any
 from kvtool.llama.library import ABI, api, bind, is_patched, lib, library_path
 from kvtool.llama.log import start_backends
 
-
-def library_info() -> dict[str, Any]:
-    """What is built: version, path, patched, abi, abi_wanted, digest, devices, system_info."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        package = version("llama-cpp-python")
-    except PackageNotFoundError:
-        package = "unknown"
-    return {
-        "version": package,
-        "path": str(library_path()),
-        "patched": is_patched(),
-        "abi": lib.llama_kvtool_abi() if is_patched() else None,
-        "abi_wanted": ABI,
-        "digest": lib.llama_kvtool_digest().decode() if is_patched() else None,
-        "devices": devices(),
-        "system_info": api.llama_print_system_info().decode().strip(),
-    }
-
-
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
+"""ggml's types of devices, by their numbers."""
 
 
 def devices() -> list[dict[str, Any]]:
@@ -60,7 +40,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def memory_of(device: int) -> tuple[int, int]:
-    """(free, total) in bytes."""
+    """(free, total) of a device in bytes."""
     size = ctypes.POINTER(ctypes.c_size_t)
     bind("ggml_backend_dev_memory", None, ctypes.c_void_p, size, size)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -69,15 +49,35 @@ def memory_of(device: int) -> tuple[int, int]:
 
 
 def has_gpu() -> bool:
-    """Whether any device is not the CPU (RPC devices count)."""
+    """Whether any device is a GPU; a worker's count."""
     return any(device["type"] in ("gpu", "igpu") for device in devices())
 
 
 def default_threads() -> int:
-    """A thread for each core that this process may use; two on one core are slower than one."""
+    """One thread per core that this process may use: two on one core are slower than one."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         shared = Path("/sys/devices/system/cpu/smt/active").read_text().strip() == "1"
     except OSError:
         shared = False
     return max(n // 2, 1) if shared else n
+
+
+def library_info() -> dict[str, Any]:
+    """What is built: version, path, patched, abi, abi_wanted, digest, devices, system_info."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        package = version("llama-cpp-python")
+    except PackageNotFoundError:
+        package = "unknown"
+    return {
+        "version": package,
+        "path": str(library_path()),
+        "patched": is_patched(),
+        "abi": lib.llama_kvtool_abi() if is_patched() else None,
+        "abi_wanted": ABI,
+        "digest": lib.llama_kvtool_digest().decode() if is_patched() else None,
+        "devices": devices(),
+        "system_info": api.llama_print_system_info().decode().strip(),
+    }

@@ -1,4 +1,4 @@
-"""The shared library: loaded, its patched calls bound, and what is known of it."""
+"""llama.cpp's shared library: loaded, the patch's C API bound, its version checked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from kvtool.system.paths import build_command
 
 try:
     import llama_cpp.llama_cpp as llama_cpp_api
-except (
-    ImportError,
-    OSError,
-    RuntimeError,
-) as error:  # no package, no library in it, or one that does not load
+except (ImportError, OSError, RuntimeError) as error:
+    # no package, no library in it, or one that does not load
     if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp":
         raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}") from None
     # ggml's CUDA part is linked to the driver
@@ -24,9 +21,10 @@ except (
     raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
 
 ABI = 3
+"""The version of the patch's C API that this kvtool speaks."""
 
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"
-"""The end of what is said where the patch is missing."""
+"""The end of every message about a missing patch."""
 
 api = llama_cpp_api
 lib = api._lib
@@ -68,13 +66,14 @@ TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4
 
 
 def bind(name: str, result: type | None, *arguments: object) -> None:
+    """Declares a function's types to ctypes."""
     function = getattr(lib, name)
     function.restype = result
     function.argtypes = list(arguments)
 
 
 def is_patched() -> bool:
-    """Whether the library has our patch."""
+    """Whether the library has kvtool's patch."""
     return hasattr(lib, "llama_kvtool_abi")
 
 
@@ -83,7 +82,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_abi", i32)
     bind("llama_kvtool_digest", ctypes.c_char_p)
     if lib.llama_kvtool_abi() != ABI:
-        # what else it has is another kvtool's: check_library says so
+        # the rest of it belongs to another kvtool: check_library says so
         return
     bind("llama_kvtool_error", ctypes.c_char_p)
     bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
@@ -109,12 +108,12 @@ if is_patched():
 
 
 def library_path() -> Path:
-    """The shared library that is loaded."""
+    """Where the loaded library lies."""
     return Path(lib._name)
 
 
 def check_library() -> None:
-    """Raises LibraryError for a library with our patch of another ABI than this kvtool speaks."""
+    """Raises LibraryError if the library has kvtool's patch in another version than this kvtool speaks."""
     if is_patched() and (abi := lib.llama_kvtool_abi()) != ABI:
         raise LibraryError(
             f"the llama.cpp in {library_path().parent} speaks kvtool's ABI {abi}, "
@@ -123,10 +122,12 @@ def check_library() -> None:
 
 
 def error_text() -> str:
+    """Why the last call of the C API failed."""
     message: bytes = lib.llama_kvtool_error()
     return message.decode()
 
 
 def check(status: int) -> None:
+    """Raises LibraryError if a call of the C API has failed."""
     if status < 0:
         raise LibraryError(f"llama.cpp refused: {error_text()}")

@@ -9,14 +9,40 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.errors import ModelError, OutOfMemory
+from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.library import api, check_library
-from kvtool.llama.log import because, crash_means, damaged, log_tail, no_memory, start_backends
+from kvtool.llama.log import because, log_tail, no_memory, start_backends
 
 
 class Model:
-    """A GGUF model and its vocabulary. Raises ModelError when llama.cpp cannot load it, or OutOfMemory.
+    """A GGUF model and its vocabulary.
 
-    vocab_only: just to tokenize; no weights are loaded.
+    Parameters
+    ----------
+    path
+        The GGUF file.
+    n_gpu_layers
+        How many layers go to a GPU; all if not given.
+    vocab_only
+        Loads no weights: enough to tokenize.
+
+    Attributes
+    ----------
+    n_vocab
+        Tokens in the vocabulary: a token is 0 .. n_vocab - 1.
+    n_ctx_train
+        The context length that the model was trained on.
+    n_swa
+        Tokens that sliding layers see; 0 if none slide.
+    bos, eos
+        The tokens that begin and end a text; negative if there is none.
+    adds_bos
+        Whether the model wants its BOS token before a text.
+
+    Raises
+    ------
+    ModelError, OutOfMemory
+        If llama.cpp cannot load it.
     """
 
     def __init__(
@@ -40,24 +66,28 @@ class Model:
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
-        # tokens that sliding layers see, 0 if none slide
         self.n_swa: int = api.llama_model_n_swa(self._model)
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
 
     def close(self) -> None:
+        """Frees the model. A second call does nothing."""
         if self._model:
             api.llama_model_free(self._model)
             self._model = None
 
     def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
-        """Tokens i32[n]. special: markers as <|im_end|> become tokens. start: BOS if the model has it so."""
+        """The tokens i32[n] of a text.
+
+        special: markers such as <|im_end|> become their tokens. start: a BOS token comes first, if the model
+        wants one.
+        """
         data = text.encode()
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
-            # a vocabulary is not looked into before
+            # llama.cpp looks into the vocabulary only here
             with crash_means(damaged(self.path)):
                 n = api.llama_tokenize(self._vocab, data, len(data), tokens, room, start, special)
             if n >= 0:
@@ -65,7 +95,7 @@ class Model:
             room = -n
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of a token, perhaps a part of a character. special: markers are written out."""
+        """A token's bytes, which may be part of a character. special: markers are written out."""
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
@@ -75,7 +105,7 @@ class Model:
             room = -n
 
     def marker(self, token: int) -> str:
-        """A special token written out; empty where the model has none."""
+        """A special token, written out; empty if the model has none."""
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def ends_turn(self, token: int) -> bool:
@@ -83,6 +113,6 @@ class Model:
         return bool(api.llama_vocab_is_eog(self._vocab, int(token)))
 
     def chat_template(self) -> str | None:
-        """The Jinja template in the model's header."""
+        """The Jinja template in the model's header; None if it has none."""
         text = api.llama_model_chat_template(self._model, None)
         return text.decode("utf-8", "replace") if text else None

@@ -10,14 +10,32 @@ from kvtool.llama.cache import Cache
 from kvtool.llama.library import api
 
 _N_PENALTY = 64
-"""Tokens that the repeat penalty looks back at, llama.cpp's own default."""
+"""Tokens that the repeat penalty looks back at: llama.cpp's default."""
 
 
 class Sampler:
-    """llama.cpp's own chain of samplers, in its own order. temp <= 0 is greedy. seed: drawn unless given.
+    """llama.cpp's own chain of samplers, in its own order.
 
-    recent: the last tokens sampled, which the repeat penalty looks back at. Raises UsageError for a penalty
-    that is none.
+    Parameters
+    ----------
+    temp
+        Temperature; 0 or less takes the likeliest token.
+    top_k, top_p, min_p
+        As llama.cpp has them; 0, 1 and 0 are off.
+    repeat_penalty
+        1 is off.
+    seed
+        Drawn if not given.
+
+    Attributes
+    ----------
+    recent
+        The last tokens sampled, which the repeat penalty looks back at.
+
+    Raises
+    ------
+    UsageError
+        For a penalty that is not above 0.
     """
 
     def __init__(
@@ -42,7 +60,7 @@ class Sampler:
         self.start(0)
 
     def start(self, n: int) -> None:
-        """Before the nth text: its draws depend on seed and n alone, not on how many there were before."""
+        """Begins the nth text: its draws depend on the seed and n alone."""
         self.close()
         add = api.llama_sampler_chain_add
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
@@ -59,7 +77,7 @@ class Sampler:
             if self.min_p > 0:
                 add(chain, api.llama_sampler_init_min_p(self.min_p, 1))
             add(chain, api.llama_sampler_init_temp(self.temp))
-            # the greatest seed would be a random one
+            # llama.cpp takes the greatest seed for a random one
             add(chain, api.llama_sampler_init_dist((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF))
         for token in self.recent:
             api.llama_sampler_accept(chain, token)
@@ -71,6 +89,7 @@ class Sampler:
         return token
 
     def close(self) -> None:
+        """Frees the chain."""
         if self._chain:
             api.llama_sampler_free(self._chain)
             self._chain = None

@@ -1,6 +1,6 @@
 """A cache under llama.cpp's own sequence calls: what an unpatched library can do for a policy.
 
-It removes and shifts whole tokens, in all layers and heads alike: to a policy the cache is one row.
+They remove and shift whole tokens, in all layers and heads alike: to a policy the cache is one row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from kvtool.llama.model import Model
 from kvtool.models.header import read
 from kvtool.policy import Merge
 
+_NEEDS = f"needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}"
+
 
 class SequenceContext(Decoder):
-    """What the engine needs of a Context, for a policy that reads no signal and whose rows are not ragged.
+    """A `Cache` of one row, for a policy that reads no signal and whose rows are not ragged.
 
-    Cell i is the i-th of a table on the host, wherever llama.cpp has it: a cell is found by its position.
-    how: as Decoder has it. Raises what Decoder does.
+    llama.cpp finds a cell by its position. Cell i is therefore the ith of a table kept here.
+
+    Parameters
+    ----------
+    how
+        As in `Decoder`.
     """
 
     n_row = 1
-    # nobody reads keys
+    # no policy that reads keys runs here
     n_dim = 0
     n_swa = 0
 
@@ -39,12 +45,12 @@ class SequenceContext(Decoder):
         self.row_layers = np.zeros(1, np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
-        # of each cell the position that llama.cpp has it at, and the one it is to have at the next decode
+        # each cell's position in llama.cpp now, and the one it must have at the next decode
         self._at = self._pos_of = np.empty(0, np.int32)
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
-        # not before: llama.cpp saves keys without a rotation that it still owes them
+        # not earlier: llama.cpp saves keys without the rotations that it has put off
         for shift in shifts(self._at, self._pos_of):
             self.shift(*shift)
         super().decode(tokens, pos_0, n_output)
@@ -60,12 +66,12 @@ class SequenceContext(Decoder):
         *,
         n_keep_row: np.ndarray | None = None,
     ) -> None:
-        """As Context.apply, of one row: cells that stay and move from one to another are not touched.
+        """Edits the cache, as `Cache.apply` says. Cells that only move within the table cost nothing.
 
         Raises LibraryError for a merge.
         """
         if merge is not None:
-            raise LibraryError("an unpatched llama.cpp cannot merge values")
+            raise LibraryError(f"merging values {_NEEDS}")
         _, dst, src, delta = np.reshape(moves, (-1, 4)).T
         source, turn = np.arange(n_keep), np.zeros(n_keep, np.int32)
         source[dst], turn[dst] = src, delta
@@ -75,14 +81,14 @@ class SequenceContext(Decoder):
         self._at = self._at[source]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """What an unpatched llama.cpp cannot do. The engine asks for none of it after `needs_patch`."""
-        raise LibraryError(f"this needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}")
+        """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
+        raise LibraryError(f"this step {_NEEDS}")
 
     see = read = write = read_keys = hide = resize = swa = set_swa = _refuse
     swa_shapes: list[tuple[int]] = []
 
     def cell_bytes(self, layer: int) -> int:
-        """Bytes of K and V that a cell takes in all layers."""
+        """Bytes of K and V that one cell takes in all layers."""
         return self._cell_bytes
 
     def cells(self, layer: int, n: int) -> np.ndarray:
@@ -91,7 +97,7 @@ class SequenceContext(Decoder):
         return np.frombuffer(table.tobytes() + self.state(), np.uint8)
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
-        """Whether that may be what `cells` returned of n cells; llama.cpp looks at the rest."""
+        """Whether `cells` may have returned this for n cells; llama.cpp checks the rest."""
         return data.dtype == np.uint8 and data.nbytes > 8 * n
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
@@ -102,7 +108,7 @@ class SequenceContext(Decoder):
 
 
 def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges (first, end) of positions that hold the cells gone i64[n] of those at i32[cell] alone."""
+    """Ranges (first, end) of positions that hold cells gone i64[n], of those at i32[cell], and no other."""
     if not len(gone):
         return
     order = np.argsort(at)
@@ -114,9 +120,9 @@ def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Shifts (first, end, delta) that bring cells at i32[cell] to positions i32[cell], in the same order.
+    """The shifts (first, end, delta) that bring cells at i32[cell] to positions i32[cell], in the same order.
 
-    One after the other: none touches a token that another has moved.
+    Done one after the other, none touches a token that another has moved.
     """
     order = np.argsort(at)
     at, delta = at[order], (to - at)[order]

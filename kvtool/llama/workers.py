@@ -1,4 +1,7 @@
-"""Workers: a model's layers on other machines, by ggml's RPC."""
+"""Workers: machines whose devices hold layers of a model, through ggml's RPC.
+
+Both sides are here: `add_rpc` uses the devices of others, `server` serves this machine's.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,25 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtool.errors import LibraryError
-from kvtool.llama import rpc
+from kvtool.llama.crash import add_workers
 from kvtool.llama.devices import devices, memory_of
+from kvtool.llama.endpoints import reached
 from kvtool.llama.library import bind, check, lib
-from kvtool.llama.log import add_workers, start_backends
+from kvtool.llama.log import start_backends
 from kvtool.system.paths import build_command
+
+_SPARE_BYTES = 1
+"""What a worker's spare reports as its memory, as in llama-kvtool.h: with 0 it would be given layers."""
 
 
 def add_rpc(*endpoints: str) -> None:
-    """Adds the devices of the workers at host:port, ...; models loaded later use them before any other.
+    """Adds the devices of the workers at host:port, ...; models that are loaded later use them first.
 
-    Raises UsageError for what is no endpoint or named twice, LibraryError for a worker that does not answer.
+    Raises UsageError for an endpoint that is none or named twice, and LibraryError for a worker that does not
+    answer.
     """
-    with rpc.reached(endpoints) as addresses:
-        # llama.cpp itself would wait without an end, or end the process
+    with reached(endpoints) as addresses:
+        # llama.cpp itself would wait forever, or end the process
         add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
     add_workers(endpoints)
     for endpoint, address in zip(endpoints, addresses, strict=True):
@@ -30,12 +38,8 @@ def add_rpc(*endpoints: str) -> None:
         _register(server)
 
 
-_SPARE_BYTES = 1
-"""What a worker's spare says to have of memory, as in llama-kvtool.h: with none it would get layers."""
-
-
 def _register(server: int) -> None:
-    """Makes a worker's devices known, but for its spares: those are for edits of what lies on the others."""
+    """Makes a worker's devices known, all but its spares: those are for edits of what lies on the others."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     bind("ggml_backend_reg_dev_count", size, pointer)
     bind("ggml_backend_reg_dev_get", pointer, pointer, size)
@@ -51,24 +55,10 @@ def _register(server: int) -> None:
             check(lib.llama_kvtool_use_spares(*own))
 
 
-def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
-    """A function of ggml's RPC. Raises LibraryError where the library is built without."""
-    start_backends()
-    bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
-    bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-    registry = lib.ggml_backend_reg_by_name(b"RPC")
-    address = registry and lib.ggml_backend_reg_get_proc_address(registry, name.encode())
-    if not address:
-        raise LibraryError(
-            f"llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON {build_command()}"
-        )
-    return ctypes.CFUNCTYPE(result, *arguments)(address)
-
-
 def served(memory: int | None = None) -> list[dict[str, object]]:
-    """The devices that `server` serves, as `devices` tells them: GPUs, or the CPU where there is none.
+    """The devices that `server` serves, as `devices` lists them: the GPUs, or the CPU if there is none.
 
-    memory: the most bytes that they say to have, all together. Raises LibraryError where that needs a patch.
+    memory: the most bytes that all of them together report. Raises LibraryError if that needs the patch.
     """
     found = _served()
     if memory is not None:
@@ -83,17 +73,11 @@ def served(memory: int | None = None) -> list[dict[str, object]]:
     return [device for _, device in found]
 
 
-def _served() -> list[tuple[int, dict[str, object]]]:
-    local = list(enumerate(devices()))
-    gpus = [(i, device) for i, device in local if device["type"] in ("gpu", "igpu")]
-    return gpus or [(i, device) for i, device in local if device["type"] == "cpu"][:1]
-
-
 def server(address: str, n_threads: int) -> Callable[[], None]:
-    """What serves this machine's devices at "1.2.3.4:50052" to one client after the other, when it is called.
+    """A function that serves this machine's devices at "1.2.3.4:50052", to one client after the other.
 
-    It returns only where it cannot listen there, and writes to C's stdout what it does.
-    Raises LibraryError where the library is built without RPC.
+    It returns only if it cannot listen there, and writes to C's stdout what it does. Raises LibraryError if
+    the library is built without RPC.
     """
     text, size, pointer = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p
     arguments = (text, text, size, size, ctypes.POINTER(pointer))
@@ -105,3 +89,24 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
         handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
     return lambda: start(address.encode(), None, n_threads, len(handles), array)
+
+
+def _served() -> list[tuple[int, dict[str, object]]]:
+    """(ggml's index, the device) of each device that is served."""
+    local = list(enumerate(devices()))
+    gpus = [(i, device) for i, device in local if device["type"] in ("gpu", "igpu")]
+    return gpus or [(i, device) for i, device in local if device["type"] == "cpu"][:1]
+
+
+def _rpc_function(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    """A function of ggml's RPC. Raises LibraryError if the library is built without."""
+    start_backends()
+    bind("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    bind("ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+    registry = lib.ggml_backend_reg_by_name(b"RPC")
+    address = registry and lib.ggml_backend_reg_get_proc_address(registry, name.encode())
+    if not address:
+        raise LibraryError(
+            f"llama.cpp is built without RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON {build_command()}"
+        )
+    return ctypes.CFUNCTYPE(result, *arguments)(address)

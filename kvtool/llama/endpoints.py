@@ -1,6 +1,7 @@
-"""Workers: machines whose devices hold layers of a model, reached by ggml's RPC protocol.
+"""Endpoints: where workers listen, and whether one answers there.
 
-What is looked at here, before llama.cpp connects: it would wait without an end, or end the process.
+Each is asked before llama.cpp connects, which would otherwise wait forever or end the process. The command
+line imports this file: it needs the standard library only. `workers.py` is what llama.cpp does with workers.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from contextlib import ExitStack, contextmanager
 from kvtool.errors import LibraryError, UsageError
 
 PORT = 50052
-"""Where a worker listens unless told otherwise, as llama.cpp's rpc-server does."""
+"""Where a worker listens by default, as llama.cpp's rpc-server does."""
 
 PROTOCOL = (7, 0)
 """Major and minor version of the protocol that the llama.cpp of patches/UPSTREAM speaks."""
 
 ANSWER_S = 5.0
-"""Seconds that a worker has to take a connection, and again to answer."""
+"""How long a worker may take to accept a connection, and again to answer: seconds."""
 
 _HELLO, _N_CAPS = 14, 24
 
 
-def endpoints(text: str) -> list[str]:
-    """The workers that "host:port,host:port" names. Raises UsageError."""
+def parse(text: str) -> list[str]:
+    """The endpoints in "host:port,host:port". Raises UsageError for what is none."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise UsageError("--rpc names no worker; give host:port, several with commas")
@@ -38,13 +39,14 @@ def _split(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if host.startswith("[") or ":" in host:
         raise UsageError(f"workers are reached over IPv4 only, got {endpoint!r}")
-    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+    is_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16
+    if not (host and is_port):
         raise UsageError(f"a worker is host:port, {host or 'host'}:{PORT} for example, got {endpoint!r}")
     return host, int(port)
 
 
 def address(host: str) -> str:
-    """The IPv4 address of a name, in numbers. Raises UsageError where it has none."""
+    """The IPv4 address of a host name, as "1.2.3.4". Raises UsageError if it has none."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -53,16 +55,17 @@ def address(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IPv4 address in numbers is reached from this machine alone."""
+    """Whether an IPv4 address such as "127.0.0.1" can be reached from this machine only."""
     return address.startswith("127.")
 
 
 @contextmanager
 def reached(endpoints: Sequence[str]) -> Iterator[list[str]]:
-    """The workers' addresses, "1.2.3.4:50052", once each has said that it is free and speaks our protocol.
+    """The workers' addresses, "1.2.3.4:50052", once each has answered in our version of the protocol.
 
-    Inside, they are still held: a worker serves one client at a time. Raises UsageError for what is no
-    endpoint or named twice, LibraryError for a worker that is not there, is busy or speaks another version.
+    Inside this block the connections stay open: a worker serves one client at a time, so nobody else gets in
+    between. Raises UsageError for an endpoint that is none or named twice, and LibraryError for a worker that
+    is not there, is busy, or speaks another version.
     """
     with ExitStack() as stack:
         addresses: list[str] = []
@@ -109,7 +112,7 @@ def _greeted(endpoint: str, address: str) -> socket.socket:
 
 
 def _greet(connection: socket.socket) -> tuple[int, int]:
-    """The version of a worker. Raises OSError where nothing comes, or nothing that could be one."""
+    """A worker's version of the protocol. Raises OSError if no answer comes, or none that could be one."""
     connection.sendall(struct.pack("<BQ", _HELLO, _N_CAPS) + bytes(_N_CAPS))
     (size,) = struct.unpack("<Q", _receive(connection, 8))
     if not 3 <= size <= 256:
