@@ -41,17 +41,17 @@ def test_half_a_character_is_one_that_can_be_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"a": 1}\n{"a": ', "line 2 is no JSON"),
-        ("a.jsonl", b'{"a":' * 100_000, "line 1 is no JSON"),
-        ("a.jsonl", b"[" * 100_000, "is no JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ', "line 2 is not JSON"),
+        ("a.jsonl", b'{"a":' * 100_000, "line 1 is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "is not JSON"),
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"caf\xe9", "not UTF-8"),
-        ("a.jsonl.gz", b"no gzip", "no whole gzip file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}')[:-9], "no whole gzip file"),
-        ("a.jsonl", b'{"a": 1}\n', "record 1, has no layout that qa reads"),
-        ("a.jsonl", b"[1, 2]", "record 1, has no layout"),
-        ("a.jsonl", b'{"question": "?", "answers": [], "ctxs": []}', "record 1, has no layout"),
-        ("a.jsonl", b'{"question": 3, "answers": ["x"], "ctxs": []}', "a text is wanted, not 3"),
+        ("a.jsonl.gz", b"no gzip", "not a complete gzip file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}')[:-9], "not a complete gzip file"),
+        ("a.jsonl", b'{"a": 1}\n', "record 1, has a layout that qa does not know"),
+        ("a.jsonl", b"[1, 2]", "record 1, has a layout"),
+        ("a.jsonl", b'{"question": "?", "answers": [], "ctxs": []}', "record 1, has a layout"),
+        ("a.jsonl", b'{"question": 3, "answers": ["x"], "ctxs": []}', "expected a text, got 3"),
     ],
 )
 def test_a_file_that_is_none_is_said_with_its_place(tmp_path, name, content, words):
@@ -253,7 +253,7 @@ def test_shots_of_choices_are_solved():
 def test_a_choice_without_a_right_answer_is_refused(tmp_path, record):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(InputError, match="record 1, has no layout that choice reads"):
+    with pytest.raises(InputError, match="record 1, has a layout that choice does not know"):
         items("choice", path)
 
 
@@ -308,7 +308,7 @@ def test_longbenchs_parts_have_its_lengths_and_metrics():
 def test_what_longbench_does_not_have_is_refused(tmp_path):
     with pytest.raises(UsageError, match="narrativeqa"):
         tasks.make("longbench", ["only=nope"])
-    with pytest.raises(InputError, match="nothing of vcsum"):
+    with pytest.raises(InputError, match="no records of vcsum"):
         items("longbench", "longbench.jsonl", only=("vcsum",))
     path = tmp_path / "a.jsonl"
     path.write_text('{"task": "trec", "prompt": "x", "answers": ["y"], "all_classes": null}\n')

@@ -23,7 +23,8 @@ from kvtool.errors import InputError, StreamEnd, UsageError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity, records
-from kvtool.tasks import haystack, run
+from kvtool.tasks import haystack
+from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 from tests.test_cli import KVTOOL, kvtool
@@ -314,7 +315,7 @@ ABOUT = {"task": "length", "policy": "h2o"}
 
 def measured(items, path=None, about=ABOUT, n=None):
     Length.asked.clear()
-    results = run.Results(about, items, path)
+    results = of_items.Results(about, items, path)
     steps = results.measure(Length(), Nothing())
     for _ in range(len(items) if n is None else n):
         next(steps, None)
@@ -354,20 +355,20 @@ def test_what_does_not_fit_is_said_and_scores_nothing(tmp_path):
     items = [ITEMS[0], Item("long", "too long"), ITEMS[1]]
     results = measured(items)
     assert results.records[1]["error"] == "no more room"
-    assert run.means(results.records)["length"].mean == 1.5
+    assert of_items.means(results.records)["length"].mean == 1.5
 
 
 def test_items_that_are_the_same_are_refused():
     with pytest.raises(InputError, match="the same"):
-        run.Results(ABOUT, [ITEMS[0], ITEMS[0]])
+        of_items.Results(ABOUT, [ITEMS[0], ITEMS[0]])
 
 
 def test_means_are_by_score_and_by_what_items_share():
     results = measured(ITEMS)
-    means = run.means(results.records)
+    means = of_items.means(results.records)
     assert (means["length"].mean, means["length"].n) == (3, 5)
     assert means["length"].low < 3 < means["length"].high
-    groups = run.broken_down(results.records, ["kind"])
+    groups = of_items.broken_down(results.records, ["kind"])
     assert {kind: means["length"].mean for kind, means in groups.items()} == {(0,): 3, (1,): 3}
     assert [means["length"].n for means in groups.values()] == [2, 3]
 
@@ -419,7 +420,7 @@ def test_every_task_is_found_and_says_what_it_is():
     ("given", "words"),
     [
         ("depths=2", "depths must be in 0..1"),
-        ("lengths=0", "lengths must be tokens"),
+        ("lengths=0", "lengths must be numbers of tokens"),
         ("lengths=1k", "lengths must be a whole number"),
         ("repeats=0", "at least 1"),
         ("digits=0", "1..12"),
@@ -515,8 +516,8 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     ("arguments", "code", "words"),
     [
         (["nope"], 2, "needle"),
-        (["needle"], 2, "needle reads files"),
-        (["needle", "missing"], 5, "no file missing"),
+        (["needle"], 2, "needle needs files"),
+        (["needle", "missing"], 5, "no such file: missing"),
         (["passkey", "--json", "-", "--resume"], 2, "needs the file"),
         (["passkey", "--plot", "missing/x.png"], 2, "an existing folder"),
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),

@@ -124,7 +124,7 @@ def test_a_package_that_is_not_there_is_named_before_any_work(tiny_chat, monkeyp
     missing = lambda name, *rest: None if name == "rouge_score" else real(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     done = evaluate("no-such-model", "summarize", code=2)
-    assert "summarize needs rouge_score, not installed: pip install 'kvtool[eval]'" in done.stderr
+    assert "summarize needs rouge_score, which is not installed: pip install 'kvtool[eval]'" in done.stderr
     assert done.stdout == ""
 
 
@@ -457,7 +457,7 @@ def test_beyond_the_context_a_key_stays_in_its_prompt(tiny_model, tmp_path):
     done = evaluate(
         short, "passkey", "--policy", "full", *small[:4], "--set", "lengths=600", files=[], code=5
     )
-    assert "1 of 1 items do not fit: the prompt has" in done.stderr
+    assert "1 of 1 items failed: the prompt (" in done.stderr
 
 
 @pytest.mark.engine
@@ -469,7 +469,7 @@ def test_turns_past_the_context_are_said_and_not_scored(tiny_model, tmp_path):
     last = records_of(out)[-1]
     assert last["scores"] == {}
     assert "128" in last["error"]
-    assert "items do not fit" in done.stderr
+    assert "items failed" in done.stderr
 
 
 def test_quarters_and_slope_are_those_of_the_scored_turns():

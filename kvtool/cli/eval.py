@@ -1,4 +1,4 @@
-"""kvtool eval: what a model under a policy can still do."""
+"""`kvtool eval`: tasks that measure what a model can still do under a policy."""
 
 from __future__ import annotations
 
@@ -27,28 +27,42 @@ if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
-    from kvtool.tasks.run import Groups, Mean, Results
+    from kvtool.tasks.results import Groups, Mean, Results
     from kvtool.tasks.task import Task
 
     PolicyFor = Callable[[int, int], Policy]
 
 _STEP = 1024
-"""`full` has cells in steps of this, so that few caches serve prompts of all lengths."""
+"""The cache of `full` grows in steps of this many cells, so that few caches serve all prompts."""
 
 
 def evaluate(
     context: typer.Context,
-    task: Annotated[str | None, typer.Argument(help="A task; without one, what there is.")] = None,
-    files: Annotated[list[Path] | None, typer.Argument(help="What the task reads.")] = None,
+    task: Annotated[
+        str | None, typer.Argument(help="A task. Without one, all tasks are listed.", show_default=False)
+    ] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
+    ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the task.", show_default=False),
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a parameter of the task (kvtool eval lists them). Repeatable.",
+            show_default=False,
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first items.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, metavar="N", help="Ask the first N items.", show_default="all"),
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
-            "--chat/--raw", help="Ask in the chat template, or as a plain text.", show_default="task's"
+            "--chat/--raw",
+            help="Ask in the chat template, or as plain text.",
+            show_default="the task's own",
         ),
     ] = None,
     max_prompt: Annotated[
@@ -56,7 +70,8 @@ def evaluate(
         typer.Option(
             "--max-prompt",
             min=16,
-            help="Of a longer prompt the middle is left out: tokens.",
+            metavar="N",
+            help="Cut the middle out of prompts of more than N tokens.",
             show_default="trained context",
         ),
     ] = None,
@@ -88,17 +103,22 @@ def evaluate(
         typer.Option(
             "--json",
             metavar="FILE",
-            help="Add a line an item as they come; -: print them, then the summary, instead.",
+            help="Append each item's record to this file, a JSON line each; - prints records and summary.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Only the items that FILE does not have.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the file of --json: ask only the missing items.")
+    ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="PNG", help="Write a picture of the summary, a heat map."),
+        typer.Option("--plot", metavar="PNG", help="Draw the summary as a heat map into this file."),
     ] = None,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Ask a task's items under a policy and score the answers."""
+    """Ask a task's questions under a policy, and score the answers.
+
+    Without a task, it lists all tasks with their parameters.
+    """
     from kvtool import tasks
 
     if task is None:
@@ -107,21 +127,21 @@ def evaluate(
     chosen = tasks.make(task, settings or [])
     output.check_packages(task, chosen.packages, "eval")
     if chosen.needs_files and not files:
-        raise UsageError(f"{task} reads files; name them after it")
+        raise UsageError(f"{task} needs files; name them after it")
     for file in files or []:
         if not file.exists():
-            raise InputError(f"no file {file}")
+            raise InputError(f"no such file: {file}")
     records_path = output.records_path(json_to, resume)
     to_stdout = json_to == "-"
     if plot and len(chosen.by) != 2:
-        raise UsageError(f"{task} has nothing for a heat map; leave --plot out")
+        raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", plot)
     wanted = EngineOptions.of(context)
     path, info = checked_model(wanted)
-    # what cannot be is said before the model is loaded
+    # refuses what cannot work before the model is loaded
     _policy_for(wanted, info)
 
-    from kvtool.tasks import run
+    from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if chat is None else chat
     with (
@@ -136,10 +156,10 @@ def evaluate(
             "max_prompt": reader.n_prompt,
             **_about(wanted, path),
         }
-        results = run.Results(about, items, records_path, one_stream=chosen.one_stream)
+        results = of_items.Results(about, items, records_path, one_stream=chosen.one_stream)
 
         def stopped() -> str:
-            # half a stream is as good as none
+            # an incomplete stream counts as none
             in_part = not (to_stdout or chosen.one_stream)
             return output.stopped(records_path, len(results), len(items), "items") if in_part else "stopped"
 
@@ -154,9 +174,9 @@ def evaluate(
 
 
 def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
-    """What serves a prompt of so many tokens, and so many more of the answer; and the tokens of a step.
+    """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
-    n_held: cells that are never free. Raises UsageError.
+    n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool import policies
     from kvtool.models import budget
@@ -203,7 +223,7 @@ def _reader(
 
 
 def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
-    """Of what a record is the result besides the task."""
+    """The fields of a record that say what it is a result of, besides the task."""
     from kvtool import policies
     from kvtool.measure import records
     from kvtool.models.download import sha256
@@ -236,7 +256,7 @@ def _list() -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("task", style="bold")
-    table.add_column("what is asked")
+    table.add_column("what it asks")
     table.add_column("parameters (--set name=value)")
     for name in tasks.names():
         kind = tasks.load(name)
@@ -252,25 +272,27 @@ def _shown(value: object) -> str:
 
 
 def _in_short(found: Sequence[Record]) -> str:
-    """The means so far, without intervals: those take longer than a short answer does."""
-    from kvtool.tasks import run
+    """The means so far, without intervals: computing those takes longer than a short answer."""
+    from kvtool.tasks import results as of_items
 
-    return ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in run.scores(found).items())
+    return ", ".join(
+        f"{name} {sum(values) / len(values):.3f}" for name, values in of_items.scores(found).items()
+    )
 
 
 def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) -> None:
-    from kvtool.tasks import run
+    from kvtool.tasks import results as of_items
 
-    means = run.means(results.records)
+    means = of_items.means(results.records)
     if failed := [record for record in results.records if "error" in record]:
-        line = f"{len(failed)} of {len(results)} items do not fit: {failed[0]['error']}"
+        line = f"{len(failed)} of {len(results)} items failed: {failed[0]['error']}"
         if len(failed) == len(results):
             raise InputError(line)
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
-        sys.stderr.write(f"of {cut} of {len(results)} prompts the middle is left out\n")
-    # of each an interval by thousands of draws: once
-    groups = run.broken_down(results.records, task.by) if task.by else {}
+        sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
+    # once: each interval takes thousands of draws
+    groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if to_stdout:
         summary = {name: asdict(score) for name, score in means.items()}
         more = task.summary(results.records)
@@ -321,7 +343,7 @@ def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups)
 
 
 def _grid(by: tuple[str, ...], groups: Groups, score: str) -> Table:
-    """The first `by` down, the second across."""
+    """A table with the first name of `by` down and the second across."""
     from rich.table import Table
 
     across = sorted({column for _, column in groups})
@@ -330,8 +352,8 @@ def _grid(by: tuple[str, ...], groups: Groups, score: str) -> Table:
     for column in across:
         table.add_column(str(column), justify="right")
     for row in sorted({row for row, _ in groups}):
-        cells = (groups.get((row, column), {}).get(score) for column in across)
-        table.add_row(str(row), *(f"{cell.mean:.2f}" if cell else "" for cell in cells))
+        means = (groups.get((row, column), {}).get(score) for column in across)
+        table.add_row(str(row), *(f"{mean.mean:.2f}" if mean else "" for mean in means))
     return table
 
 

@@ -1,4 +1,4 @@
-"""The tasks, found by file name: kvtool/tasks/NAME.py with a TASK in it is `kvtool eval NAME`."""
+"""The tasks, found by file name: the TASK in kvtool/tasks/NAME.py is `kvtool eval NAME`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvtool.tasks.task import Task
 
 
-_SHARED = ("__init__", "task", "reader", "run", "haystack", "data", "metrics")
-"""Files that are no task."""
+_SHARED = ("__init__", "task", "reader", "results", "haystack", "data", "metrics")
+"""Files here that are not tasks."""
 
 
 def names() -> list[str]:
@@ -23,9 +23,9 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[Task]:
-    """The task class of that name. Raises UsageError with the names that there are."""
+    """The task class of that name. Raises UsageError."""
     if name not in names():
-        raise UsageError(f"no task {name!r}; there are: {', '.join(names())}")
+        raise UsageError(f"unknown task {name!r}; choose one of {', '.join(names())}")
     task: type[Task] = import_module(f"kvtool.tasks.{name}").TASK
     return task
 
@@ -36,7 +36,7 @@ def params(kind: type[Task]) -> dict[str, object]:
 
 
 def make(name: str, given: list[str]) -> Task:
-    """The task with ["name=value", ...] set. Raises UsageError."""
+    """The task with the parameters ["name=value", ...]. Raises UsageError."""
     kind = load(name)
     try:
         return kind(**parameters.parse(kind, given, "--set"))

@@ -1,11 +1,11 @@
-"""choice: which of some answers is the likeliest; with 0 to 5 solved examples before the question.
+"""choice: multiple choice; the likeliest answer must be the right one. 0 to 5 solved examples come first.
 
 Prompts are those of lm-evaluation-harness (Gao et al. 2023) for OpenBookQA, PIQA, MathQA, COPA, RTE and
-Winogrande, examples parted by an empty line. The prompt is read once, every choice scored from there.
+Winogrande, with an empty line between examples. The prompt is read once; every choice is scored from there.
 
-acc: the choice with the greatest log-probability is the right one. acc_norm: the same by log-probability per
-byte of the choice (UTF-8, without the space before it). The harness counts characters, which are the bytes of
-ASCII texts. Of Winogrande the text behind the blank is scored, which all choices share, so both are the same.
+acc: whether the choice with the highest log-probability is right. acc_norm: the same with the log-probability
+per byte of the choice (UTF-8, without the space before it); the harness counts characters, which is the same
+for ASCII. For Winogrande the text after the blank is scored; all choices share it, so both scores are equal.
 
 Layouts: LLM-Adapters' ({"instruction": "... Answer1: ... Answer2: ...", "answer": "answer2"}; Solution1,
 Option1, "The options: A ) ..."), COPA ({"p", "a1", "a2", "asks-for", "most-plausible-alternative"}), RTE
@@ -42,7 +42,19 @@ _LETTERED = re.compile(r"(?:^|\s*,\s*|\s+)[A-E] \) ")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """prompt: what all choices follow. ending: what follows them all. right: the number of the right one."""
+    """A question with its choices.
+
+    Attributes
+    ----------
+    prompt
+        The text before the choice.
+    choices
+        The possible answers.
+    right
+        Index of the right one.
+    ending
+        The text after the choice.
+    """
 
     prompt: str
     choices: Sequence[str]
@@ -51,14 +63,22 @@ class Question:
 
     @property
     def solved(self) -> str:
-        """The question with its answer, as an example for others."""
+        """The question with its right answer, as an example for others."""
         return f"{self.prompt} {self.choices[self.right]}{self.ending}"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice(Task):
-    """shots: solved examples before each question, drawn anew for each. train: the file they are from, else
-    the question's own, which must have one more record. seed: of the draws.
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    shots
+        Solved examples before each question, 0 to 5; drawn for each question.
+    train
+        The file that the examples come from; the question's own file if empty.
+    seed
+        Seed of the draws.
     """
 
     shots: int = 0
@@ -89,7 +109,7 @@ class Choice(Task):
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         ending = item.about.get("ending", "")
-        # no text has more tokens than bytes, and the space before it
+        # a text has at most as many tokens as bytes; one more for the space before it
         reader.read(
             item.prompt, max(len(choice.encode()) for choice in item.choices) + len(ending.encode()) + 1
         )
@@ -109,7 +129,7 @@ class Choice(Task):
     def _shots(self, name: str, asked: Question, questions: Sequence[Question]) -> Sequence[Question]:
         others = [question for question in questions if question != asked]
         if len(others) < self.shots:
-            raise InputError(f"{self.shots} shots need as many other records; there are {len(others)}")
+            raise InputError(f"{self.shots} shots need {self.shots} other records, there are {len(others)}")
         return random.Random(f"{self.seed} {name}").sample(others, self.shots)
 
 
@@ -130,7 +150,7 @@ def _question(record: Record) -> Question:
     if lettered:
         lettered = lettered.strip()
         if lettered.startswith("["):
-            # some of MathQA's are Python's lists
+            # some records of MathQA have a Python list here
             lettered = " , ".join(ast.literal_eval(lettered))
         choices = _LETTERED.split(lettered)[1:]
         return Question(_as_question(text), choices, _number("ABCDE".index(record["answer"]), choices))
@@ -145,7 +165,7 @@ def _question(record: Record) -> Question:
         if not blank:
             raise ValueError("no blank in the sentence")
         return Question(before.strip(), choices, right, ending.rstrip())
-    # as the harness has it, OpenBookQA's questions are beginnings of sentences
+    # as in the harness: OpenBookQA's questions are beginnings of sentences
     prompt = question.strip() if asked["choices"].startswith("Answer") else _as_question(question)
     return Question(prompt, choices, right)
 

@@ -1,4 +1,4 @@
-"""Files of records: JSON lines or one JSON array, as they are or packed by gzip."""
+"""Files of records: JSON lines or one JSON array, plain or compressed by gzip."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError)
-"""What a record of another layout is met with."""
+"""Errors that a record with an unknown layout causes."""
 
 
 def read(path: Path) -> list[Any]:
-    """All records of a file. Raises InputError for one that cannot be read, or is no JSON."""
+    """All records of a file. Raises InputError unless it is readable JSON."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -28,22 +28,22 @@ def read(path: Path) -> list[Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 (byte {error.start})") from None
     except (EOFError, ZlibError, gzip.BadGzipFile):
-        raise InputError(f"{path} is no whole gzip file") from None
+        raise InputError(f"{path} is not a complete gzip file") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if text.lstrip().startswith("["):
         records: list[Any] = _parsed(text, str(path))
         return records
-    # no splitlines: JSON may have other line breaks inside a string
+    # not splitlines: strings in JSON may contain other line breaks
     lines = enumerate(text.split("\n"), 1)
     return [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iterator[tuple[Path, int, T]]:
-    """Every record of the files, parsed, with its file and its number there, the first is 1.
+    """Every record of the files: its file, its number there from 1 on, and what parse makes of it.
 
-    Raises InputError for files without a record, and where parse says by an ordinary error that the record
-    has another layout.
+    task: its name, for messages. parse: raises an ordinary error (KeyError, ValueError, ...) for a layout
+    that it does not know. Raises InputError for that, and for a file without records.
     """
     for path in files:
         found = read(path)
@@ -54,25 +54,25 @@ def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iter
                 yield path, number, parse(record)
             except _MISFITS as error:
                 raise InputError(
-                    f"{path}, record {number}, has no layout that {task} reads "
+                    f"{path}, record {number}, has a layout that {task} does not know "
                     f"({type(error).__name__}: {error}); docs/tasks.md has them"
                 ) from None
 
 
 def stem(path: Path) -> str:
-    """The file's name without what says that it is packed JSON."""
+    """The file's name without .gz, .jsonl and .json."""
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
 
 
 def text(value: Any) -> str:
-    """A field that must be a text. Raises TypeError."""
+    """The value, which must be a text. Raises TypeError."""
     if not isinstance(value, str):
-        raise TypeError(f"a text is wanted, not {value!r:.40}")
+        raise TypeError(f"expected a text, got {value!r:.40}")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """A field that must be a list of texts, or one. Raises TypeError."""
+    """The value as a list; it must be a text or a list of texts. Raises TypeError."""
     return [text(each) for each in ([value] if isinstance(value, str) else list(value))]
 
 
@@ -80,8 +80,8 @@ def _parsed(line: str, where: str) -> Any:
     try:
         found = json.loads(line)
         if "\\ud" in line.lower():
-            # half a character, which no model reads, becomes a question mark
+            # half of a surrogate pair becomes a question mark: no model reads it
             found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is no JSON: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{where} is not JSON: {str(error).splitlines()[0]}") from None
     return found

@@ -1,12 +1,12 @@
-"""diversity: several samples of each prompt; how alike they are, and how far that is from the full cache's.
+"""diversity: several samples of each prompt; they should be as diverse as with the full cache.
 
-self_bleu: of a prompt's samples (Zhu et al. 2018, arXiv:1802.01886), the mean of each one's BLEU against
-all others, 0 to 100; the higher the more alike. BUZZ (arXiv:2410.23079, section 4.2.3, Figure 7) takes a
-policy to be the better the closer it is to the full cache's: full_self_bleu, of as many samples of the same
-prompt with the same seeds, and distance, what lies between the two. The record holds both.
+self_bleu: mean BLEU of each sample of a prompt against the others (Zhu et al. 2018, arXiv:1802.01886), 0 to
+100; higher means more alike. full_self_bleu: the same for samples from the full cache, with the same seeds.
+distance: the absolute difference of the two. BUZZ (arXiv:2410.23079, section 4.2.3, Figure 7) calls a policy
+better if its distance is smaller.
 
-Layouts: {"prompt"}; MT-Bench's {"turns": [...]}, the first one; a text that asks for a summary of itself, as
-HELM's ({"article"}).
+Layouts: {"prompt"}; MT-Bench's {"turns": [...]}, of which the first counts; a text that asks for its own
+summary, as HELM's ({"article"}).
 """
 
 from __future__ import annotations
@@ -27,8 +27,20 @@ from kvtool.tasks.task import Answer, Item, Task
 
 @dataclass(frozen=True, slots=True)
 class Diversity(Task):
-    """samples: of each prompt. n_max: the most tokens of one. temp, top_p: how they are drawn. seed: of the
-    first, the others' follow.
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    samples
+        Samples of each prompt.
+    n_max
+        The most tokens of a sample.
+    temp
+        Temperature of the sampler.
+    top_p
+        top-p of the sampler.
+    seed
+        Seed of the first sample; the next ones count up from it.
     """
 
     samples: int = 5
@@ -54,7 +66,7 @@ class Diversity(Task):
         ]
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        # the policy's second, so that the record's figures are those of its engine
+        # the full cache first: the record takes its sizes from the reader's last engine
         full = None if reader.full is reader else self._samples(item.prompt, reader.full)
         samples = self._samples(item.prompt, reader)
         full = full or samples

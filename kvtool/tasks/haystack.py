@@ -1,4 +1,4 @@
-"""A fact hidden in filler, at a depth and a length in tokens."""
+"""A fact hidden in filler text, at a given depth of a prompt of a given length."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _END = re.compile(r"(?<=[.!?])\s+")
 
 
 def check(lengths: Sequence[int], depths: Sequence[float], repeats: int) -> None:
-    """Raises ValueError for what is no length, depth or number."""
+    """Raise ValueError for wrong lengths (tokens), depths (0 to 1) or repeats."""
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths must be tokens, such as 1024,2048, got {lengths}")
+        raise ValueError(f"lengths must be numbers of tokens, such as 1024,2048, got {lengths}")
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"depths must be in 0..1, got {depths}")
     if repeats < 1:
@@ -24,14 +24,14 @@ def check(lengths: Sequence[int], depths: Sequence[float], repeats: int) -> None
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
-    """Those of text files, and of the .txt files in folders. Raises InputError where there are none."""
+    """The sentences of text files, and of the .txt files in folders. Raises InputError if there are none."""
     paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
     try:
         texts = [path.read_text(encoding="utf-8-sig") for path in paths]
     except OSError as error:
         raise InputError(f"cannot read {error.filename}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"a haystack's file is not UTF-8 (byte {error.start})") from None
+        raise InputError(f"a file of the filler text is not UTF-8 (byte {error.start})") from None
     found = [sentence for text in texts for sentence in sentences(text)]
     if not found:
         raise InputError(f"no text in {', '.join(map(str, files))}")
@@ -39,7 +39,7 @@ def sentences_of(files: Sequence[Path]) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """What ends in a full stop, question or exclamation mark, each on one line."""
+    """The sentences of a text, each on one line. A sentence ends with . ? or !"""
     parts = (" ".join(part.split()) for part in _END.split(text))
     return [part for part in parts if part]
 
@@ -47,7 +47,7 @@ def sentences(text: str) -> list[str]:
 def places(
     lengths: Sequence[int], depths: Sequence[float], repeats: int, seed: int
 ) -> Iterator[tuple[str, int, float, random.Random]]:
-    """Where something is hidden: an id, length, depth, and draws that are those of this place alone."""
+    """Each length and depth, `repeats` times: its id, length, depth and its own random numbers."""
     for length in lengths:
         for depth in depths:
             for number in range(repeats):
@@ -65,20 +65,21 @@ def hide(
     start: str,
     end: str,
 ) -> str:
-    """A prompt of at most `length` tokens, less than a sentence below it: start, filler with the fact, end.
+    """A prompt of start, filler with the fact in it, and end: at most `length` tokens, as many as fit.
 
-    Filler starts at a drawn sentence and goes round. The fact comes after `depth` of its tokens, between the
-    two sentences nearest to that. Raises InputError where not even the fact fits.
+    The filler begins at a randomly drawn sentence and starts over at its end. The fact stands between two
+    sentences, as near as possible after the share `depth` of the filler's tokens. Raises InputError if not
+    even the fact fits.
     """
     room = length - len(model.tokenize(f"{start}\n {fact}\n{end}", start=True))
     if room < 0:
-        raise InputError(f"no passkey or needle fits into {length} tokens; choose greater lengths")
+        raise InputError(f"the fact does not fit into {length} tokens; choose greater lengths")
     first = draws.randrange(len(filler))
     chosen: list[str] = []
     ends = [0]
     while True:
         sentence = filler[(first + len(chosen)) % len(filler)]
-        # with the space that it has in the text
+        # with the space before it, as in the prompt
         end_of_this = ends[-1] + len(model.tokenize(f" {sentence}"))
         if end_of_this > room:
             break

@@ -1,16 +1,16 @@
-"""longbench: the 21 tasks of LongBench with its metrics.
+"""longbench: the 21 tasks of LongBench with its prompts and metrics.
 
-Bai et al. 2023 (arXiv:2308.14508), code of THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py): the
-prompts, the most tokens of an answer, which tasks are asked as plain text even of a chat model (few-shot
-learning and code), the middle of a longer prompt left out, what is cut off an answer (all but its first line
-for trec, triviaqa, samsum and lsht), the metric, and the best over the right answers. Scores are 0 to 1.
-LongBench's own means are over a task's items, so read them in the table by dataset.
+Bai et al. 2023 (arXiv:2308.14508), code of THUDM/LongBench (config/*.json, pred.py, eval.py, metrics.py).
+From there come the prompts, the most tokens of an answer, the metrics, and these rules: few-shot and code
+tasks are asked as plain text even with a chat model; a prompt that is too long loses its middle; for trec,
+triviaqa, samsum and lsht only the first line of an answer counts; the best score over the right answers
+counts. Scores are 0 to 1. LongBench reports the mean of each task; see the table by dataset.
 
-Differs: of a prompt the middle is left out so that it fits --max-prompt with the chat template, which
-LongBench adds afterwards; the first token of an answer to samsum may be a line break.
+Differs: the chat template counts when a prompt is cut to --max-prompt, while LongBench adds it afterwards;
+the first token of an answer to samsum may be a line break.
 
-Layouts: LongBench's ({"input", "context", "answers", "all_classes", "dataset"}), or with the prompt as it is
-to be asked ({"prompt", "answers", "all_classes", "task"}), as MiniLongBench's.
+Layouts: LongBench's ({"input", "context", "answers", "all_classes", "dataset"}), or with the whole prompt
+({"prompt", "answers", "all_classes", "task"}), as in MiniLongBench.
 """
 
 from __future__ import annotations
@@ -37,8 +37,20 @@ _CODE = "Please complete the code given below. \n{context}{input}Next line of co
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the 21. n_max: the most tokens of an answer. metric: of an output and a reference, and with
-    classification of the classes. as_it_is: never a user's turn. first_line: of an answer only that counts.
+    """One of the 21 tasks.
+
+    Attributes
+    ----------
+    prompt
+        With {context} and {input} to be filled in.
+    n_max
+        The most tokens of an answer.
+    metric
+        Score of an output against a reference; `classification` takes the classes, too.
+    as_it_is
+        Whether the prompt is plain text even with a chat model.
+    first_line
+        Whether only the first line of an answer counts.
     """
 
     prompt: str
@@ -168,7 +180,13 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class LongBench(Task):
-    """only: the names of the tasks that are asked, all in the files unless given."""
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    only
+        Names of the tasks to ask; all in the files if empty.
+    """
 
     only: tuple[str, ...] = ()
 
@@ -179,7 +197,7 @@ class LongBench(Task):
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.only if name not in PARTS]:
-            raise ValueError(f"no LongBench task {', '.join(unknown)}; there are: {', '.join(PARTS)}")
+            raise ValueError(f"unknown LongBench task {', '.join(unknown)}; choose from {', '.join(PARTS)}")
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         found = []
@@ -188,7 +206,7 @@ class LongBench(Task):
                 name = f"{data.stem(path)}-{number}"
                 found.append(Item(name, prompt, answers, classes, {"dataset": dataset}))
         if not found:
-            raise InputError(f"the files have nothing of {', '.join(self.only)}")
+            raise InputError(f"the files have no records of {', '.join(self.only)}")
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
@@ -205,7 +223,7 @@ class LongBench(Task):
 def _parsed(record: data.Record) -> tuple[str, str, list[str], list[str]]:
     dataset = record["task" if "task" in record else "dataset"].removesuffix("_e")
     if dataset not in PARTS:
-        raise ValueError(f"no LongBench task {dataset!r}")
+        raise ValueError(f"unknown LongBench task {dataset!r}")
     if "prompt" in record:
         prompt = data.text(record["prompt"])
     else:

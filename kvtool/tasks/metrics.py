@@ -1,4 +1,4 @@
-"""Scores of what a model wrote against a right answer, by the definitions of those who first used them."""
+"""Scores of a model's output against a right answer, by their original definitions."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ Metric = Callable[[str, str], float]
 
 
 def best(metric: Metric, output: str, references: Sequence[str]) -> float:
-    """The score against the reference that it is highest for; 0 without one."""
+    """The highest score over the references; 0 without one."""
     return max((metric(output, reference) for reference in references), default=0.0)
 
 
 def normalized(text: str) -> str:
-    """As SQuAD's evaluation does: lower case, no punctuation (ASCII), no articles, single spaces."""
+    """The text as SQuAD normalizes it: lower case, no ASCII punctuation, no articles, single spaces."""
     text = "".join(c for c in text.lower() if c not in _PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(output: str, reference: str) -> float:
-    """SQuAD's: 1 where both are the same once normalized."""
+    """SQuAD's exact match: 1 if both are the same after normalization."""
     return float(normalized(output) == normalized(reference))
 
 
 def f1(output: str, reference: str) -> float:
-    """SQuAD's (1.1), of normalized words; 0 where either has none."""
+    """SQuAD's F1 (1.1) of the normalized words; 0 if either has none."""
     return f1_of(normalized(output).split(), normalized(reference).split())
 
 
 def subspan(output: str, reference: str) -> float:
-    """Lost in the Middle's "best subspan EM": 1 where the output has the reference in it, both normalized."""
+    """Lost in the Middle's "best subspan EM": 1 if the output contains the reference, both normalized."""
     return float(normalized(reference) in normalized(output))
 
 
@@ -64,10 +64,10 @@ def rouge(output: str, reference: str) -> dict[str, float]:
 
 
 def self_bleu(texts: Sequence[str]) -> float:
-    """How alike texts are, 0 to 100: the mean of every one's BLEU-4 with all others as its references.
+    """How alike texts are, 0 to 100: the mean BLEU-4 of each text with all others as its references.
 
-    As Zhu et al. define it (2018, arXiv:1802.01886). BLEU is sacrebleu's of sentences: tokenized by 13a,
-    zero counts smoothed exponentially, only the orders that the text is long enough for.
+    Zhu et al. 2018 (arXiv:1802.01886). BLEU is sacrebleu's sentence BLEU: tokenizer 13a, exponential
+    smoothing of zero counts, and only orders that the text is long enough for.
     """
     import sacrebleu
 
@@ -78,31 +78,31 @@ def self_bleu(texts: Sequence[str]) -> float:
 
 
 def f1_zh(output: str, reference: str) -> float:
-    """LongBench's F1 of Chinese texts: of jieba's words without punctuation."""
+    """LongBench's F1 of Chinese texts: words by jieba, without punctuation."""
     return f1_of(_words_zh(output), _words_zh(reference))
 
 
 def rouge_l(output: str, reference: str) -> float:
-    """LongBench's: the f-measure of ROUGE-L by the rouge package, which stems nothing; 0 where it fails."""
+    """LongBench's ROUGE-L: f-measure of the rouge package, without stemming; 0 if the package fails."""
     from rouge import Rouge
 
     try:
         return float(Rouge().get_scores([output], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
-        # an empty text, or a sentence beyond the package's recursion
+        # an empty text, or a sentence too long for the package's recursion
         return 0.0
 
 
 def rouge_l_zh(output: str, reference: str) -> float:
-    """LongBench's of Chinese texts: jieba's words with spaces between them."""
+    """LongBench's ROUGE-L of Chinese texts: words by jieba, with spaces between them."""
     return rouge_l(*(" ".join(_jieba().cut(text, cut_all=False)) for text in (output, reference)))
 
 
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
-    """LongBench's: one by the number of classes that the output names, if the right one is among them.
+    """LongBench's classification score: 1 / (classes named by the output), if the right one is among them.
 
-    A class whose name is a part of the right one's does not count; as in LongBench, of two such in a row only
-    the first is left out.
+    A class whose name is part of the right one's name does not count. As in LongBench, of two such classes in
+    a row only the first is left out.
     """
     named = [name for name in classes if name in output]
     at = 0
@@ -114,22 +114,22 @@ def classification(output: str, reference: str, classes: Sequence[str]) -> float
 
 
 def share_of_numbers(output: str, right: str) -> float:
-    """LongBench's for counts and paragraphs: the share of the output's numbers that are the right one."""
+    """LongBench's score for counts: the share of the numbers in the output that are right."""
     numbers = re.findall(r"\d+", output)
     return numbers.count(right) / len(numbers) if numbers else 0.0
 
 
 def retrieval(output: str, reference: str) -> float:
-    """LongBench's: the share of the output's numbers that are "Paragraph N"'s, or in Chinese 段落N's."""
+    """LongBench's score for "Paragraph N" (Chinese 段落N): the share of the output's numbers that are N."""
     found = re.search(r"(?:Paragraph |段落)(\d+)", reference)
     return share_of_numbers(output, found[1]) if found else 0.0
 
 
 def code_similarity(output: str, reference: str) -> float:
-    """LongBench's: how alike the reference is to the output's first line that is neither comment nor fence.
+    """LongBench's code score: how alike the reference and the output's first line of code are.
 
-    Its number is fuzzywuzzy's ratio, which without python-Levenshtein (LongBench installs none) is
-    difflib's in whole percents.
+    Lines with a comment or a code fence do not count. LongBench uses fuzzywuzzy's ratio, which without
+    python-Levenshtein (LongBench does not install it) is difflib's in whole percents.
     """
     lines = output.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -156,9 +156,9 @@ def _rouge_scorer() -> RougeScorer:
 @cache
 def _jieba() -> ModuleType:
     with warnings.catch_warnings():
-        # its code is older than what Python and setuptools warn of now
+        # its old code makes Python and setuptools warn
         warnings.simplefilter("ignore")
         import jieba
-    # it tells stderr how its dictionary loads
+    # otherwise it reports on stderr how its dictionary loads
     jieba.setLogLevel(60)
     return sys.modules["jieba"]

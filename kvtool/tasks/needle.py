@@ -1,7 +1,7 @@
-"""needle: a sentence hidden in a long text; found where the answer has all the words that matter.
+"""needle: a sentence is hidden in a long text; the answer must contain its keywords.
 
-As Kamradt asks it (2023, "Needle In A Haystack - Pressure Testing LLMs"), needle, question and instruction
-his. Differs: no other model judges the answer, every keyword must be in it.
+From Kamradt 2023, "Needle In A Haystack - Pressure Testing LLMs", with his needle, question and instruction.
+Differs: no second model judges the answer; it must contain every keyword.
 """
 
 from __future__ import annotations
@@ -22,10 +22,24 @@ END = "{question} Don't give information outside the document or repeat your fin
 
 @dataclass(frozen=True, slots=True)
 class Needle(Task):
-    """lengths: of the prompts, in tokens. depths: where the needle is, 0 the start, 1 the end.
+    """Parameters of the task.
 
-    repeats: prompts of each length and depth, with other filler. needle, question: the sentence, and what
-    asks for it. keywords: all of these must be in the answer, whatever their case. seed: of all draws.
+    Attributes
+    ----------
+    lengths
+        Lengths of the prompts in tokens.
+    depths
+        Where the needle is: 0 is the start, 1 the end.
+    repeats
+        Prompts for each length and depth, each with other filler.
+    needle
+        The hidden sentence.
+    question
+        The question that it answers.
+    keywords
+        Words that the answer must contain, in upper or lower case.
+    seed
+        Seed of everything that is drawn.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -55,7 +69,7 @@ class Needle(Task):
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        # its middle is where the fact may be
+        # uncut: the fact may be in the middle
         reader.read(item.prompt, self.n_max, uncut=True)
         output = reader.write(self.n_max)
         return Answer(

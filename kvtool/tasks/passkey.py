@@ -1,7 +1,7 @@
-"""passkey: a number hidden in a long text; found where the answer has it.
+"""passkey: a number is hidden in a long text; the answer must contain it.
 
-As Mohtashami and Jaggi ask it (2023, arXiv:2305.16300, appendix): an instruction, filler, the sentence with
-the key, filler, and the question. Differs: where files are given, the filler is their text.
+From Mohtashami and Jaggi 2023 (arXiv:2305.16300, appendix): an instruction, filler, the sentence with the
+key, filler, and the question. Differs: if files are given, their text is the filler.
 """
 
 from __future__ import annotations
@@ -26,10 +26,20 @@ QUESTION = "What is the pass key? The pass key is"
 
 @dataclass(frozen=True, slots=True)
 class Passkey(Task):
-    """lengths: of the prompts, in tokens. depths: where the key is, 0 the start, 1 the end.
+    """Parameters of the task.
 
-    repeats: prompts of each length and depth, with other keys and other filler. digits: of the key. seed: of
-    all draws.
+    Attributes
+    ----------
+    lengths
+        Lengths of the prompts in tokens.
+    depths
+        Where the key is: 0 is the start, 1 the end.
+    repeats
+        Prompts for each length and depth, each with another key and other filler.
+    digits
+        Digits of the key.
+    seed
+        Seed of everything that is drawn.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -59,7 +69,7 @@ class Passkey(Task):
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        # its middle is where the fact may be
+        # uncut: the fact may be in the middle
         reader.read(item.prompt, self.n_max, uncut=True)
         output = reader.write(self.n_max)
         return Answer(output, {"found": float(item.references[0] in output)})

@@ -1,17 +1,17 @@
-"""qa: documents and a question about them; scored by F1, exact match and the right answer's likelihood.
+"""qa: a question about documents; scored by F1, exact match and the right answer's likelihood.
 
 Prompts have the form of Lost in the Middle (Liu et al. 2023, arXiv:2307.03172): an instruction, numbered
-documents, the question, "Answer:". Of an answer its first line counts, as there.
+documents, the question, "Answer:". As there, only the first line of an answer counts.
 
 f1, em: SQuAD's (Rajpurkar et al. 2016, evaluation script 1.1), the highest over the right answers.
-subspan_em: Lost in the Middle's accuracy: a right answer is in the output, both normalized.
-logp: the right answer's log-probability per token in nats, that of the likeliest right answer.
+subspan_em: Lost in the Middle's accuracy: the output contains a right answer, both normalized.
+logp: log-probability per token of the likeliest right answer, in nats.
 
 Layouts: Lost in the Middle ({"question", "answers", "ctxs": [{"title", "text"}]}); HotpotQA
 ({"question", "answer", "paragraphs": [{"title", "text"}]}, or as published "context": [[title, [sentence,
 ...]], ...]); LongBench ({"input", "context", "answers"}); LoCoMo ({"conversation": {"session_1_date_time",
-"session_1": [{"speaker", "text"}], ...}, "qa": [{"question", "answer", "category"}]}). Questions of LoCoMo
-without an answer (category 5) are left out.
+"session_1": [{"speaker", "text"}], ...}, "qa": [{"question", "answer", "category"}]}). LoCoMo's
+questions without an answer (category 5) are left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,17 @@ _DIALOGUE = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """prompt: with documents and question. about: more for the record."""
+    """A question about documents.
+
+    Attributes
+    ----------
+    prompt
+        Instruction, documents and question.
+    answers
+        Right answers.
+    about
+        More fields for the record.
+    """
 
     prompt: str
     answers: Sequence[str]
@@ -52,7 +62,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QA(Task):
-    """n_max: the most tokens of an answer. likelihood: whether right answers are scored."""
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    n_max
+        The most tokens of an answer.
+    likelihood
+        Whether the likelihood of right answers is scored.
+    """
 
     n_max: int = 48
     likelihood: bool = True
@@ -75,11 +93,11 @@ class QA(Task):
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        # no text has more tokens than bytes, and the space before it
+        # a text has at most as many tokens as bytes; one more for the space before it
         n_right = max(len(reference.encode()) for reference in item.references) + 1
         reader.read(item.prompt, max(self.n_max, n_right if self.likelihood else 0))
         logp = {}
-        # the answer is written before any right one is in the cache
+        # the model writes first, before a right answer is in the cache
         with reader.going_back() as back:
             output = reader.write(self.n_max, stop=["\n"]).strip()
             for reference in item.references if self.likelihood else ():
@@ -119,7 +137,7 @@ def _questions(record: Record) -> list[Question]:
 def _of_dialogue(record: Record) -> Iterator[Question]:
     said = record["conversation"]
     sessions = []
-    # session_1, session_2, ... and the day of each
+    # session_1, session_2, ... and the date of each
     for number in range(1, 1 + sum(name.startswith("session_") for name in said)):
         if turns := said.get(f"session_{number}"):
             lines = [f"{turn['speaker']}: {turn['text']}" for turn in turns]
@@ -129,7 +147,7 @@ def _of_dialogue(record: Record) -> Iterator[Question]:
     for question in record["qa"]:
         if "answer" in question:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
-            # years are numbers there
+            # an answer that is a year is a number in the file
             answers = _answers(str(question["answer"]))
             yield Question(prompt, answers, {"category": question.get("category")})
 

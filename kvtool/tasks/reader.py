@@ -1,4 +1,4 @@
-"""Reads a prompt under a policy and answers: what every task asks of an engine."""
+"""Reads prompts under a policy, and writes or scores answers: what every task needs of an engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,22 @@ from kvtool.llama.sampler import Sampler
 from kvtool.policy import Policy
 
 N_OUTPUT = 64
-"""The most tokens of an answer that one step scores."""
+"""The most tokens of an answer that are scored in one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Of a text of n tokens: the sum of their log-probabilities in nats; greedy: each was the likeliest."""
+    """How likely a text is.
+
+    Attributes
+    ----------
+    logp
+        Sum of the log-probabilities of its tokens, in nats.
+    n
+        Number of its tokens.
+    greedy
+        Whether each token was the likeliest one.
+    """
 
     logp: float
     n: int
@@ -32,18 +42,26 @@ class Likelihood:
 
 
 def n_held(model: Model, template: Template | None) -> int:
-    """How many tokens before an answer stay at every eviction: the words of the template that it follows."""
+    """Tokens before an answer that no eviction removes: the chat template's reply header."""
     return len(model.tokenize(template.reply_start(), special=True)) if template else 0
 
 
 class Reader:
-    """One engine, or one after the other where the budget goes by the prompt.
+    """One engine after the other: a new one whenever the policy changes, as budgets may follow the prompt.
 
-    policy_for: what serves a prompt and an answer of so many tokens. template: for prompts that are a user's
-    turn. n_prompt: of a longer prompt the middle is left out, as LongBench does; the trained context unless
-    given, and at most that where nothing is evicted. full_for: the same as policy_for of a policy that keeps
-    everything, unless policy_for is that one. n_read, is_cut: tokens of the last prompt as it was read, and
-    whether some were left out.
+    policy_for: given the numbers of tokens of a prompt and of its answer, returns the policy. template: the
+    chat template for prompts that are a user's turn; None for plain text. n_prompt: longer prompts lose their
+    middle, as in LongBench; by default the trained context, which is also the most without evictions.
+    full_for: like policy_for, for the policy that keeps everything; None if policy_for gives that.
+
+    Attributes
+    ----------
+    n_read
+        Tokens of the last prompt, as it was read.
+    is_cut
+        Whether its middle was cut out.
+    full
+        A reader with the policy that keeps everything; this one, if it has that.
     """
 
     def __init__(
@@ -70,7 +88,7 @@ class Reader:
 
     @property
     def engine(self) -> Engine:
-        """That of the last prompt."""
+        """The engine of the last prompt."""
         assert self._engine is not None
         return self._engine
 
@@ -82,30 +100,33 @@ class Reader:
             self._engine = None
 
     def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False, uncut: bool = False) -> None:
-        """Reads a prompt into an empty cache; up to n_answer tokens are to follow. Raises as Engine does.
+        """Read a prompt into an empty cache; an answer of up to n_answer tokens is to follow.
 
-        as_it_is: it is no user's turn, whatever others are. uncut: its middle is never left out. Raises
-        InputError for more than a cache that keeps everything has room for.
+        as_it_is: read it as plain text, without the template. uncut: never cut out its middle. Raises
+        InputError if it does not fit in a cache that keeps everything, and what Engine raises.
         """
         template = None if as_it_is else self.template
         self.is_cut = False
         tokens = self._whole(prompt, template) if uncut else self._tokens(prompt, n_answer, template)
         policy = self._policy_for(len(tokens), n_answer)
         if policy.slack == 0 and len(tokens) > policy.budget:
-            raise InputError(f"the prompt has {len(tokens)} tokens and the full cache {policy.budget} cells")
+            raise InputError(
+                f"the prompt ({len(tokens):,} tokens) does not fit in the full cache ({policy.budget:,})"
+            )
         self._empty(policy, template)
         self._read(tokens)
 
     def start(self) -> None:
-        """An empty cache for turns; a share of the prompt is here one of the context."""
+        """Empty the cache for turns. A budget that is a share is one of the context here."""
         n_ctx = min(self.settings.n_ctx or self.model.n_ctx_train, self.model.n_ctx_train)
         self._empty(self._policy_for(n_ctx, 0), self.template)
         self._turns = []
 
     def read_turn(self, text: str) -> None:
-        """Reads what a user says after all there is since `start`; an answer is to follow.
+        """Read a user's turn after everything since `start`; an answer is to follow.
 
-        Without a template as StreamingLLM has it, with USER and ASSISTANT. Raises as Engine does.
+        Without a template the turn is written as StreamingLLM does, with USER and ASSISTANT. Raises what
+        Engine raises.
         """
         is_first = self.engine.n_past == 0
         if self.template is None:
@@ -121,25 +142,25 @@ class Reader:
         self._read(tokens)
 
     def following(self, text: str) -> str:
-        """A text as it is written after a prompt: a space parts it from a plain one."""
+        """A text in the form in which it follows a prompt: after a plain prompt it starts with a space."""
         return text.strip() if self.template else f" {text.strip()}"
 
     def write(self, n_max: int, stop: Sequence[str] = ()) -> str:
-        """The likeliest text after what was read, up to the end of the model's turn or any of the stops.
+        """Write greedily, up to the end of the model's turn, n_max tokens, or one of the stop strings.
 
-        A stop counts behind the white space that a text starts with.
+        A stop string does not count within the white space at the start of the text.
         """
         return self._write(Sampler(self.model.n_vocab), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
-        """A text drawn after what was read."""
+        """Write with random draws, up to the end of the model's turn or n_max tokens."""
         return self._write(Sampler(self.model.n_vocab, temp=temp, top_p=top_p, seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:
-        """Of the text after what was read, each token of it decoded, with the evictions that come."""
+        """How likely the text is as the next one. Its tokens are decoded, with evictions as they fall due."""
         tokens = self._after_text(text)
         if not len(tokens):
-            raise InputError("an answer without a token has no likelihood")
+            raise InputError("an answer without tokens has no likelihood")
         nll, greedy, n = np.empty(len(tokens)), True, 0
         for logits in self._predictions(tokens):
             target = tokens[n : n + len(logits)]
@@ -152,20 +173,20 @@ class Reader:
 
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
-        """What it gives takes all back to where it was, so that several texts are scored after one prompt."""
+        """A function that restores the present state, to score several texts after one prompt."""
         saved = {name: array.copy() for name, array in self.engine.save()}
         logits = self._logits
 
         def back() -> None:
             self.engine.restore(saved)
             self._logits = logits
-            # where a sampler looks
+            # the sampler reads them there
             self.engine.context.logits()[-1:] = logits
 
         yield back
 
     def _predictions(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
-        """Logits f32[n, n_vocab], part by part: what follows the prompt, and what follows each token."""
+        """Logits f32[n, n_vocab], batch by batch: after the prompt, and after each token."""
         yield self._logits
         engine, n = self.engine, 0
         while n < len(tokens):
@@ -190,7 +211,7 @@ class Reader:
         return text
 
     def _empty(self, policy: Policy, template: Template | None) -> None:
-        """Forgets everything; what comes next is under this policy."""
+        """Empty the cache and use this policy from now on."""
         if self._engine is None or self._engine.policy != policy:
             if self._engine:
                 self._engine.close()
@@ -207,14 +228,14 @@ class Reader:
         self._logits = self._last_logits()
 
     def _after_text(self, text: str) -> np.ndarray:
-        """i32[n]: a text that another one is before. One space stays one, whatever the vocabulary adds."""
+        """The tokens i32[n] of a text that follows another; no tokenizer adds a second space."""
         stand_in, whole = self.model.tokenize("."), self.model.tokenize(f".{text}")
         if text.startswith(" ") and np.array_equal(whole[: len(stand_in)], stand_in):
             return whole[len(stand_in) :]
         return self.model.tokenize(text)
 
     def _tokens(self, prompt: str, n_answer: int, template: Template | None) -> np.ndarray:
-        """i32[n]: the prompt as it is read."""
+        """The tokens i32[n] of the prompt; too long a prompt has lost its middle."""
         n_most = self.n_prompt
         if not self._is_beyond:
             n_most = min(n_most, self.model.n_ctx_train - n_answer)
@@ -223,13 +244,15 @@ class Reader:
         if self.is_cut:
             inner = self.model.tokenize(prompt)
             n_kept = len(inner) - (len(whole) - n_most)
-            # what is written out and tokenized again may take more tokens than it was
+            # text that is tokenized again may have more tokens than before
             while len(whole) > n_most and n_kept > 0:
                 ends = inner[: n_kept - n_kept // 2], inner[len(inner) - n_kept // 2 :]
                 whole = self._whole("".join(map(self._text, ends)), template)
                 n_kept -= max(len(whole) - n_most, 1)
         if not 0 < len(whole) <= n_most:
-            raise InputError(f"there is no room for a prompt: {n_most} tokens beside the answer's {n_answer}")
+            raise InputError(
+                f"no room for a prompt: the answer takes {n_answer} tokens, which leaves {n_most}"
+            )
         return whole
 
     def _whole(self, prompt: str, template: Template | None) -> np.ndarray:

@@ -1,13 +1,15 @@
-"""stream: turns of many chats through one cache; the likelihood of right answers, and whether it stays.
+"""stream: the turns of many chats go through one cache; right answers must stay likely.
 
-As StreamingLLM streams MT-Bench (Xiao et al. 2023, arXiv:2309.17453, section 4.3): every user turn is read in
-the chat template after all before it. A turn's right answer is scored, token by token, and stays in the cache
-as the reply; where there is none, the model's own greedy answer does, which is not scored.
+From StreamingLLM's experiment with MT-Bench (Xiao et al. 2023, arXiv:2309.17453, section 4.3). Every user
+turn is read, in the chat template, after all turns before it. A turn's right answer is scored token by token
+and stays in the cache as the reply. A turn without a right answer gets the model's own greedy answer,
+unscored.
 
-nll: a right answer's negative log-likelihood per token, in nats. Besides the mean: those of the quarters of
-the scored turns, and the slope over 1,000 tokens of the stream with its standard error (least squares, turns
-weighted alike). One engine serves all turns, so a share as budget is one of the trained context, and an
-evaluation that was broken off starts over: a turn says nothing without those before it.
+nll: negative log-likelihood of a right answer per token, in nats. Besides the mean, the summary has the means
+of the quarters of the scored turns, and the slope per 1,000 tokens of the stream with its standard error
+(least squares, all turns with the same weight). A budget that is a share is one of the trained context, as
+one engine serves all turns. An interrupted evaluation starts over: a turn means nothing without the turns
+before it.
 
 Layouts, in any order: MT-Bench's questions ({"question_id", "turns": [...]}) and answers
 ({"question_id", "choices": [{"turns": [...]}]}); chats ({"conversations": [{"from": "human", "value"},
@@ -31,12 +33,20 @@ from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 
 Turns = list[tuple[str, str | None]]
-"""What a user says, and the right answer if there is one."""
+"""For each turn what the user says, and the right answer if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream(Task):
-    """n_max: the most tokens of an answer of the model's own. scored: only chats with right answers."""
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    n_max
+        The most tokens of the model's own answers.
+    scored
+        Whether turns without a right answer are left out.
+    """
 
     n_max: int = 128
     scored: bool = False
@@ -65,7 +75,7 @@ class Stream(Task):
                 chat = f"{data.stem(path)}-{about['chat_id']}-{i + 1}"
                 found.append(Item(chat, said, [] if answer is None else [answer], about=about))
         if not found:
-            raise InputError(f"no turns in {', '.join(map(str, files))}")
+            raise InputError(f"there are no turns in {', '.join(map(str, files))}")
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
@@ -94,7 +104,7 @@ class Stream(Task):
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Of the least squares' line through f64[n] points, and its standard error."""
+    """The slope of the least-squares line through points f64[n], and its standard error."""
     x, y = x - x.mean(), y - y.mean()
     slope = (x @ y) / (x @ x)
     residuals = y - slope * x
@@ -102,7 +112,7 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _parsed(record: data.Record) -> tuple[Any, Any, bool]:
-    """A chat's id, its turns, or the answers to those of the chat of that id, and which of both."""
+    """A chat's id, and its turns or the answers to them; True for answers."""
     if "choices" in record:
         return record["question_id"], data.texts(record["choices"][0]["turns"]), True
     if "turns" in record:

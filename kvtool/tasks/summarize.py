@@ -1,17 +1,17 @@
-"""summarize: an article or a meeting; scored by ROUGE-1, ROUGE-2 and ROUGE-L.
+"""summarize: summaries of articles or meetings; scored by ROUGE-1, ROUGE-2 and ROUGE-L.
 
-f-measures (0 to 1) by the rouge-score package with its stemmer, ROUGE-L without splitting into sentences.
-logp, if asked for: the right summary's log-probability per token in nats, which tells policies apart with
-fewer items than what a small model writes.
+Scores are f-measures (0 to 1) of the rouge-score package with its stemmer; ROUGE-L does not split sentences.
+logp, if asked for: log-probability of the right summary per token, in nats. It tells policies apart with
+fewer items than the texts of a small model do.
 
 Layouts: HELM's requests, XSUM and CNN/DailyMail ({"article": "###\\nArticle: ...", "summary_gt"}), which H2O,
-BumbleBee and BUZZ read as well; the data sets' own ({"document", "summary"}, {"article", "highlights"});
+BumbleBee and BUZZ use, too; the data sets' own ({"document", "summary"}, {"article", "highlights"});
 QMSum ({"meeting_transcripts": [{"speaker", "content"}], "specific_query_list": [{"query", "answer",
 "relevant_text_span": [["0", "5"]]}], "general_query_list": [{"query", "answer"}]}).
 
-Articles are asked for as HELM does, as plain text even of a chat model: "###", the article, an instruction,
-the summary, `shots` others before it; where the file has no instruction one is added. The summary ends at
-"###". Queries about meetings are a user's turn, in LongBench's words.
+Articles are asked for as in HELM, as plain text even with a chat model: `shots` solved examples, then "###",
+the article and an instruction; if the file has no instruction, one is added. The summary ends at "###".
+Queries about meetings are a user's turn, in LongBench's words.
 """
 
 from __future__ import annotations
@@ -37,11 +37,25 @@ _ASKED = re.compile(r"\n\s*(Summarize the above article in [^\n]*)\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Summarize(Task):
-    """n_max: the most tokens of a summary. shots: of the file's other articles, with their summaries, before
-    each. sentences: how many an article without an instruction is to be summarized in. spans: of a meeting
-    only what its annotators found relevant, without the queries about all of it; else the whole meeting.
-    plain: articles are asked as plain text, else as a user's turn like meetings. seed: of the shots.
-    likelihood: whether the right summary is scored as well.
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    n_max
+        The most tokens of a summary.
+    shots
+        Other articles of the file, with their summaries, before each article.
+    sentences
+        Length of the summary that the added instruction asks for.
+    spans
+        Whether a meeting's prompt has only the parts that its annotators marked as relevant, and queries
+        about the whole meeting are left out.
+    plain
+        Whether articles are asked as plain text, and not as a user's turn.
+    seed
+        Seed of the shots.
+    likelihood
+        Whether the likelihood of the right summary is scored.
     """
 
     n_max: int = 64
@@ -67,11 +81,11 @@ class Summarize(Task):
     def answer(self, item: Item, reader: Reader) -> Answer:
         as_it_is = self.plain and item.prompt.startswith(_HEAD)
         (right,) = item.references
-        # no text has more tokens than bytes, and the space before it
+        # a text has at most as many tokens as bytes; one more for the space before it
         n_right = len(right.encode()) + 1 if self.likelihood else 0
         reader.read(item.prompt, max(self.n_max, n_right), as_it_is=as_it_is)
         with reader.going_back() as back:
-            # the summary is written before the right one is in the cache
+            # the model writes first, before the right summary is in the cache
             output = reader.write(self.n_max, stop=["###"]).strip()
             scores = metrics.rouge(output, right)
             if self.likelihood:
@@ -97,7 +111,7 @@ class Summarize(Task):
     def _shots(self, name: str, asked: _Article, articles: Sequence[_Article]) -> Sequence[_Article]:
         others = [article for article in articles if article is not asked]
         if len(others) < self.shots:
-            raise InputError(f"{self.shots} shots need as many other articles; there are {len(others)}")
+            raise InputError(f"{self.shots} shots need {self.shots} other articles, there are {len(others)}")
         return random.Random(f"{self.seed} {name}").sample(others, self.shots)
 
     def _parsed(self, record: Record) -> _Article | list[tuple[str, str]]:
@@ -128,7 +142,15 @@ class Summarize(Task):
 
 @dataclass(frozen=True, slots=True)
 class _Article:
-    """asked: the article and the instruction."""
+    """An article with its summary.
+
+    Attributes
+    ----------
+    asked
+        The article and the instruction.
+    summary
+        The right summary.
+    """
 
     asked: str
     summary: str

@@ -1,4 +1,4 @@
-"""What a task is: items to ask, a way to ask one, and what its answer scores."""
+"""What a task is: items, a way to ask one, and scores of its answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ if TYPE_CHECKING:
 class Item:
     """One thing to ask.
 
-    id: unique among the items of the task and its files. prompt: all that the model reads. references: right
-    answers. choices: the answers there are to choose from. about: what the record says of the item besides,
-    and what a summary may be broken down by.
+    Attributes
+    ----------
+    id
+        Unique among the items of the task and its files.
+    prompt
+        Everything that the model reads.
+    references
+        Right answers.
+    choices
+        Answers to choose from.
+    about
+        More fields for the record; a summary may be broken down by them.
     """
 
     id: str
@@ -32,8 +41,17 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """output: what the model wrote, or which choice it took. scores: by name, the higher the better or not,
-    as the task's docstring says; their means are the summary. about: more for the record."""
+    """What came of an item.
+
+    Attributes
+    ----------
+    output
+        What the model wrote, or the choice it took.
+    scores
+        Scores by name; their means are the summary. The task's docstring says what they mean.
+    about
+        More fields for the record.
+    """
 
     output: Any
     scores: dict[str, float]
@@ -41,17 +59,29 @@ class Answer:
 
 
 class Task(ABC):
-    """A dataclass of parameters (`--set name=value`).
+    """The base class of tasks. A task is a dataclass; its fields are the parameters (`--set name=value`).
 
-    source: where the task and its metric are from. needs_files: whether it is nothing without a text. chat:
-    whether the prompt is a user's turn unless asked otherwise. n_max: the most tokens of an answer. by: names
-    in an item's `about` whose values the summary is broken down by. plots: a heat map needs two of them.
-    packages: modules of the extra `eval` that it needs. one_stream: its items share one cache, so that they
-    are asked in order, and all or none of their records count.
+    Attributes
+    ----------
+    source
+        Where the task and its scores come from.
+    needs_files
+        Whether the task reads files that the user names.
+    chat
+        Whether the prompt is a user's turn by default, and not plain text.
+    n_max
+        The most tokens of an answer.
+    by
+        Names in an item's `about` by which the summary is broken down. Two of them make a heat map.
+    packages
+        Modules that the task needs, from the extra `eval`.
+    one_stream
+        Whether its items share one cache. Then they are asked in order, and only a complete set of records
+        counts.
     """
 
     if TYPE_CHECKING:
-        # what its dataclass brings along
+        # every subclass is a dataclass
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     source: ClassVar[str] = ""
@@ -63,17 +93,17 @@ class Task(ABC):
 
     @property
     def n_max(self) -> int:
-        """A property, so that a task may have a constant or a parameter in its place."""
+        """The most tokens of an answer. A task may replace it by a constant or a parameter."""
         return 64
 
     @abstractmethod
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        """All items, in an order that is always the same. Raises InputError for files that hold none."""
+        """All items, always in the same order. Raises InputError if the files have none."""
 
     @abstractmethod
     def answer(self, item: Item, reader: Reader) -> Answer:
-        """Asks one item, from an empty cache unless all share one."""
+        """Ask one item and score the answer. The cache is empty before, unless all items share one."""
 
     def summary(self, records: Sequence[Record]) -> dict[str, float]:
-        """What is said of all records together besides the means of their scores, by name."""
+        """Numbers about all records together, by name, besides the means of their scores."""
         return {}

@@ -1,4 +1,4 @@
-"""Asking all items of a task: one record each, kept as it comes, and the means of their scores."""
+"""The records of a task's items, one each, written at once; and the means of their scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,19 @@ from kvtool.tasks.task import Item, Task
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Of n items' scores, with the interval of 95 %."""
+    """The mean of n items' scores.
+
+    Attributes
+    ----------
+    mean
+        The mean.
+    low
+        Lower end of its 95 % interval.
+    high
+        Upper end.
+    n
+        Number of items.
+    """
 
     mean: float
     low: float
@@ -31,10 +43,12 @@ class Mean:
 
 
 class Results:
-    """The records of a task's items. about: what all of them share, and are found again by.
+    """The records of a task's items.
 
-    path: where each is added as it comes, and which of them are there is read; None keeps them in memory.
-    one_stream: some of them are as good as none, and give way to new ones.
+    about: fields that all records share; they tell records of other evaluations in the same file apart.
+    items: in the task's order. path: the file to which records are added, and whose records are not measured
+    again; None keeps them in memory. one_stream: an incomplete set of records counts as none and is replaced.
+    Raises InputError.
     """
 
     def __init__(
@@ -45,7 +59,7 @@ class Results:
         self._names = (*about, "id", "item_sha256")
         self._items = {_key(about, item): item for item in items}
         if len(self._items) < len(items):
-            raise InputError("two items of the task are the same in id and text; remove one")
+            raise InputError("two items of the task have the same id and text; remove one")
         self._found: dict[str, Record] = {}
         if path:
             there = {records.key(record, self._names): record for record in records.read(path)}
@@ -59,13 +73,13 @@ class Results:
 
     @property
     def records(self) -> list[Record]:
-        """Those that there are, in the task's order."""
+        """The records so far, in the task's order."""
         return [self._found[key] for key in self._items if key in self._found]
 
     def measure(self, task: Task, reader: Reader) -> Iterator[Record]:
-        """Asks what is missing, and gives each record once it is kept. Raises KvtoolError and OSError.
+        """Ask the missing items. Yields each record after it was written. Raises KvtoolError and OSError.
 
-        An item that does not fit is recorded with its error and no scores.
+        The record of an item that does not fit has an error and no scores.
         """
         if self._half_done and self.path:
             records.rewrite(
@@ -99,7 +113,7 @@ class Results:
 
 
 def means(found: Sequence[Record]) -> dict[str, Mean]:
-    """Of each score of these records, in the order in which they have them."""
+    """The mean of each score, by name."""
     return {
         name: Mean(float(np.mean(values)), *statistics.item_interval(np.array(values)), len(values))
         for name, values in scores(found).items()
@@ -107,7 +121,7 @@ def means(found: Sequence[Record]) -> dict[str, Mean]:
 
 
 def scores(found: Sequence[Record]) -> dict[str, list[float]]:
-    """Of all these records, by the score's name."""
+    """All values of each score, by name."""
     values = defaultdict(list)
     for record in found:
         for name, score in record["scores"].items():
@@ -116,11 +130,11 @@ def scores(found: Sequence[Record]) -> dict[str, list[float]]:
 
 
 Groups = dict[tuple[Any, ...], dict[str, Mean]]
-"""Means by what their records share."""
+"""Means of groups of records, by the values that a group shares."""
 
 
 def broken_down(found: Sequence[Record], by: Sequence[str]) -> Groups:
-    """The means of records that share their values under these names, by those values, in rising order."""
+    """The means of each group of records with the same values under these names, sorted by the values."""
     groups = defaultdict(list)
     for record in found:
         groups[tuple(record[name] for name in by)].append(record)
@@ -128,7 +142,7 @@ def broken_down(found: Sequence[Record], by: Sequence[str]) -> Groups:
 
 
 def _digest(item: Item) -> str:
-    """What tells an item from another one of the same id, in other files or under other parameters."""
+    """A hash that tells apart items of the same id, from other files or with other parameters."""
     parts = [item.prompt, list(item.references), list(item.choices)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
