@@ -41,7 +41,7 @@ def test_a_file_that_is_only_half_a_line_starts_over(tmp_path):
 def test_any_other_line_is_refused_by_its_number(tmp_path, line):
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"i": 0}}\n{line}\n{{"i": 1}}\n')
-    with pytest.raises(InputError, match="line 2, is no JSON object"):
+    with pytest.raises(InputError, match="line 2, is not a JSON object"):
         records.read(path)
 
 

@@ -1,9 +1,9 @@
-"""How far a cell's predictions are from those of the full cache on the same tokens.
+"""How far a run's predictions are from those of the full cache on the same tokens.
 
-The full cache's run leaves a reference on the disk: of every scored token the likeliest tokens and their
-log-probabilities. Against it others get KL(full || theirs), where all the other tokens count as one, so that
-it is a lower bound of the whole divergence; `N_TOP` is such that little is missing. References lie in the
-per-user cache, and the oldest go where they become too many.
+The run of the full cache writes a reference to the disk: for every scored token the N_TOP likeliest tokens
+and their log-probabilities. From it other runs compute KL(full || run). All tokens outside the N_TOP count as
+one, so the result is a lower bound; little is missing. References lie in the per-user cache; the least
+recently used are deleted when they become too many.
 """
 
 from __future__ import annotations
@@ -26,28 +26,36 @@ from kvtool.system.files import locked, replacing
 from kvtool.system.paths import cache_dir
 
 N_TOP = 2048
-"""Tokens of each prediction that a reference keeps."""
+"""Tokens that a reference keeps of each prediction."""
 
 MOST_BYTES = 2 * 2**30
-"""What all references together may take."""
+"""The most bytes of all references together."""
 
 
 def path_of(key: Mapping[str, Any]) -> Path:
-    """Where the reference of that model, text and those settings is, or would be."""
+    """The file of the reference with that key (model, text, settings), which may not exist yet."""
     name = hashlib.sha256(json.dumps([N_TOP, key], sort_keys=True).encode()).hexdigest()[:32]
     return _folder() / f"{name}.ref"
 
 
 def fits(n: int, n_vocab: int) -> bool:
-    """Whether a reference of n scored tokens may be kept at all."""
+    """Whether a reference of n scored tokens fits into MOST_BYTES."""
     return n * _row(n_vocab).itemsize <= MOST_BYTES
 
 
 class Scores(ABC):
-    """What became of every token i32[n] but the first, filled step by step by `score`.
+    """The comparison with the full cache for every token of a text of n but the first; `score` fills it.
 
-    nll: by the full cache, f64[n - 1]. kl f64[n - 1], in nats. same b1[n - 1]: whether both have the same
-    likeliest token, among equals the lowest.
+    Attributes
+    ----------
+    n_done
+        Tokens scored so far.
+    nll
+        f64[n - 1], by the full cache, in nats.
+    kl
+        f64[n - 1], KL(full || run) in nats.
+    same
+        b1[n - 1], whether both have the same likeliest token; of several the one with the lowest id.
     """
 
     def __init__(self, n: int) -> None:
@@ -56,13 +64,13 @@ class Scores(ABC):
 
     @abstractmethod
     def score(self, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """perplexity.Score."""
+        """Compare a batch, in the text's order: a perplexity.Score."""
 
     def _add(self, rows: np.ndarray, logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Compares logits with rows of a reference. Returns the nll f64[n] by the logits."""
+        """Compare logits with rows of a reference. Returns the nll f64[n] under the logits."""
         part = slice(self.n_done, self.n_done + len(target))
         nll, top = np.empty(len(target)), np.empty(len(target), np.int32)
-        # copies: a single row is contiguous as it is, but not writable, and kernels take no such arrays
+        # copies: kernels take no read-only arrays, and a single row would stay one
         tokens, log_p = (rows[name].copy() for name in ("tokens", "log_p"))
         divergence(logits, np.ascontiguousarray(target), tokens, log_p, nll, self.kl[part], top)
         self.nll[part] = rows["nll"]
@@ -72,9 +80,9 @@ class Scores(ABC):
 
 
 class Reader(Scores):
-    """Scores against a reference of n - 1 predictions. Raises InputError where there is none of that size.
+    """Scores against a reference of n - 1 predictions. Raises InputError if there is none of that size.
 
-    Not a memory map: its pages would count as this process's memory, which is measured.
+    The file is not mapped into memory: its pages would count as memory of this process, which is measured.
     """
 
     def __init__(self, path: Path, n: int, n_vocab: int) -> None:
@@ -83,7 +91,7 @@ class Reader(Scores):
         try:
             if path.stat().st_size != (n - 1) * self._row.itemsize:
                 raise FileNotFoundError
-            # the least lately used goes first
+            # marks it as recently used
             os.utime(path)
             self._file = path.open("rb")
         except OSError:
@@ -98,7 +106,7 @@ class Reader(Scores):
 
 
 class Writer(Scores):
-    """Writes a reference to an open file, and scores what it was made from against it."""
+    """Writes a reference to an open file, and scores its own predictions against it."""
 
     def __init__(self, file: BinaryIO, n: int, n_vocab: int) -> None:
         super().__init__(n)
@@ -108,7 +116,7 @@ class Writer(Scores):
         rows = np.empty(len(target), self._row)
         n_top = rows["tokens"].shape[1]
         tokens = np.argpartition(logits, logits.shape[1] - n_top, axis=1)[:, -n_top:]
-        # by their numbers: the same ones are then the same sum, and lie side by side
+        # in order of their ids: the same set then gives the same sum, and memory is read in order
         tokens = np.sort(tokens, axis=1).astype(np.int32)
         top, log_p = np.empty(len(target), np.int32), np.empty(tokens.shape, np.float32)
         log_probs(logits, tokens, top, log_p)
@@ -120,7 +128,7 @@ class Writer(Scores):
 
 @contextmanager
 def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
-    """A Writer whose file takes its place at the end, or a Reader where another process was faster.
+    """A Writer; its file appears only when it is complete. A Reader if another process was faster.
 
     Raises OSError.
     """
@@ -146,10 +154,10 @@ def _folder() -> Path:
 
 
 def _make_room(newest: Path) -> None:
-    """Removes the least lately used references until the others fit."""
+    """Delete the least recently used references until the rest fits."""
     found = []
     for path in newest.parent.iterdir():
-        # others may remove them as well; locks are empty
+        # other processes may delete them meanwhile; lock files are empty
         with suppress(OSError):
             found.append((path == newest, path.stat().st_mtime_ns, path.stat().st_size, path))
     total = sum(size for _, _, size, _ in found)

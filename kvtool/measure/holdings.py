@@ -1,6 +1,6 @@
-"""Which tokens of the stream the cache still holds, over time: row by row, and as a share of the rows.
+"""Which tokens of the stream the cache still holds, over time: for each row, and as a share of the rows.
 
-A row holds a token whose key it has. A value that was merged into another token's counts for nothing here.
+A row holds a token if it has its key. A value that was merged into another token's does not count.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from kvtool.engine.loop import Engine
 from kvtool.llama.model import Model
 
 MOST_SNAPSHOTS = 255
-"""A snapshot's number fits into a byte."""
+"""The most snapshots: their numbers must fit into a byte."""
 
 Progress = Callable[[int], None]
-"""Called after each step with the number of tokens read so far."""
+"""Called after each batch with the number of tokens read so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What each row held of a text of n tokens after some of its tokens: the snapshots.
+    """Which tokens of a text of n tokens each row held at some times, the snapshots.
 
-    layer, head i32[row]: the layer and the KV head in it of each row. ends i64[snapshot]: how many tokens
-    each snapshot had seen, rising. until u8[row, n]: the first snapshot at which the row no longer held the
-    token, 0 if it held it at none; what goes never comes back, so that this says all of it.
+    Attributes
+    ----------
+    layer
+        i32[row], the layer of each row.
+    head
+        i32[row], the KV head of each row.
+    ends
+        i64[snapshot], tokens read at each snapshot, rising.
+    until
+        u8[row, n], the first snapshot at which the row no longer held the token; 0 if it held it at none.
+        This says everything, because an evicted token never comes back.
     """
 
     layer: np.ndarray
@@ -36,20 +44,20 @@ class Holdings:
     until: np.ndarray
 
     def held(self, snapshot: int = -1) -> np.ndarray:
-        """b1[row, n]: whether the row holds the token at that snapshot, the last unless given."""
+        """b1[row, n], whether the row holds the token at that snapshot; by default at the last."""
         snapshot %= len(self.ends)
         seen = np.arange(self.until.shape[1]) < self.ends[snapshot]
         held: np.ndarray = (self.until > snapshot) & seen
         return held
 
     def share(self, snapshot: int = -1) -> np.ndarray:
-        """f64[n]: the share of the rows that hold the token at that snapshot."""
+        """f64[n], the share of the rows that hold the token at that snapshot."""
         share: np.ndarray = self.held(snapshot).mean(axis=0)
         return share
 
 
 def n_forgotten(engine: Engine) -> int:
-    """How many tokens of the stream no row holds any more; costs by the cells, not by the stream."""
+    """How many tokens of the stream no row holds any more. The cost grows with the cells, not the stream."""
     held = np.sort(_held(engine)[1])
     return engine.n_past - int(np.count_nonzero(np.diff(held, prepend=-1)))
 
@@ -57,10 +65,10 @@ def n_forgotten(engine: Engine) -> int:
 def watch(
     engine: Engine, tokens: np.ndarray, n_snapshot: int = 1, progress: Progress = lambda n: None
 ) -> Holdings:
-    """Reads a text i32[n] into the engine's empty cache, with snapshots after equal parts of it.
+    """Read a text i32[n] into the engine's empty cache, with snapshots after equal parts of it.
 
-    Streamed as perplexity streams it: no eviction is late. Where the engine reads it whole there is one
-    snapshot, after its compression. Raises as Engine.step and Engine.read do.
+    The text is streamed as in `perplexity`: no eviction is late. If the engine reads it whole, there is one
+    snapshot, after the eviction. Raises what Engine.step and Engine.read raise.
     """
     n = len(tokens)
     whole = engine.reads_whole(n)
@@ -84,9 +92,9 @@ def watch(
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:
-    """The text of each token i32[n]; markers are written out.
+    """The text of each token i32[n], special tokens included.
 
-    A character of several tokens is its last one's text, and the others have none.
+    A character that spans several tokens is the text of the last of them; the others have "".
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found = [decoder.decode(model.piece(token, special=True)) for token in tokens.tolist()]
@@ -96,6 +104,6 @@ def texts(model: Model, tokens: np.ndarray) -> list[str]:
 
 
 def _held(engine: Engine) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of every live cell."""
+    """The row and the position of every live cell."""
     row, cell = np.nonzero(np.arange(engine.n_kv) < engine.rows.live[:, None])
     return row, engine.rows.pos[row, cell]

@@ -1,7 +1,7 @@
-"""How well a model under a policy foretells a text.
+"""How well a model under a policy predicts a text.
 
-Two readings: the text streamed through one cache, every token after the first scored; and
-independent windows, as llama.cpp's own llama-perplexity reads it.
+There are two ways: stream the text through one cache and score every token after the first; or score
+independent pieces, as llama.cpp's llama-perplexity does.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from kvtool.engine.loop import Engine
 from kvtool.kernels.likelihood import token_nll
 
 Progress = Callable[[np.ndarray], None]
-"""Called after each step with the nll f64[n] of the tokens it scored."""
-
+"""Called after each batch with the nll f64[n] of the tokens that it scored."""
 
 Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Logits f32[n, n_vocab] and the tokens that came i32[n] to their nll f64[n]."""
+"""Takes logits f32[n, n_vocab] and the actual next tokens i32[n]; returns their nll f64[n]."""
 
 
 def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The nll f64[n] of the tokens i32[n] that came, in nats, from logits f32[n, n_vocab]."""
+    """The nll f64[n], in nats, of the actual next tokens i32[n] under logits f32[n, n_vocab]."""
     nll = np.empty(len(target))
     token_nll(logits, np.ascontiguousarray(target), nll)
     return nll
@@ -31,9 +30,9 @@ def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
 def stream(
     engine: Engine, tokens: np.ndarray, progress: Progress | None = None, score: Score = nll_of
 ) -> np.ndarray:
-    """The nll f64[n - 1] of every token i32[n] but the first, all through the engine's one cache.
+    """The nll f64[n - 1] of every token i32[n] but the first, streamed through the engine's cache.
 
-    No step goes over the budget, so that no eviction is late: exactly the policy's own schedule.
+    No batch goes over the budget, so evictions come exactly when the policy's schedule says.
     """
     parts = [np.empty(0)]
     for nll in steps(engine, tokens, score):
@@ -44,7 +43,7 @@ def stream(
 
 
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
-    """The same, step by step."""
+    """The same, batch by batch."""
     at = 0
     while at < len(tokens):
         n = min(engine.room(), engine.n_until_plan, len(tokens) - at)
@@ -62,12 +61,12 @@ def windows(
     progress: Progress | None = None,
     score: Score = nll_of,
 ) -> np.ndarray:
-    """The nll of independent windows, one after the other, each in an empty cache.
+    """The nll of independent pieces of n_window tokens, one after the other, each in an empty cache.
 
-    Without a stride windows follow each other and the second half of each is scored, with one they start
-    that far apart and the last `stride` tokens are. Where the model wants a BOS token, it takes the place
-    of each window's first token, but not with a stride. All of this as llama-perplexity does it; an
-    incomplete window at the end is left out.
+    Without a stride, the pieces follow each other and the second half of each is scored. With a stride, they
+    start that many tokens apart and the last `stride` tokens of each are scored. If the model wants a BOS
+    token, it replaces the first token of each piece, but not with a stride. An incomplete piece at the end is
+    left out. All of this is as in llama-perplexity.
     """
     if stride:
         first, starts = n_window - stride - 1, range(0, len(tokens) - n_window, stride)

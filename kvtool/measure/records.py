@@ -1,4 +1,4 @@
-"""Results as JSON lines: appended as they come, and found again by what they are results of."""
+"""Results as JSON lines, appended one by one, and found again by what they are results of."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvtool.errors import InputError
 from kvtool.system.files import locked, replacing
 
 Record = Mapping[str, Any]
+"""One result: a JSON object."""
 
 
 def key(record: Record, names: Iterable[str]) -> str:
-    """The values under these names as one string; a missing one is as null."""
+    """The values under these names as one string. A missing value counts as null."""
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
 def versions() -> dict[str, str | None]:
-    """Of the programs that a result comes from. Raises EngineError where the library is not there."""
+    """The versions of the programs that a result comes from. Raises LibraryError if llama.cpp is missing."""
     from kvtool import __version__
     from kvtool.llama.devices import library_info
 
@@ -29,9 +30,9 @@ def versions() -> dict[str, str | None]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, [] where there is none. Half a last line, of a run that was killed, is left out.
+    """All records of a file; [] if there is no file. An incomplete last line is left out.
 
-    Raises InputError for any other line that is no JSON object.
+    A killed process leaves such a line. Raises InputError for any other line that is not a JSON object.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -46,15 +47,15 @@ def read(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
-            raise InputError(f"{path}, line {number}, is no JSON object; remove it or choose another file")
+            raise InputError(f"{path}, line {number}, is not a JSON object; remove it or choose another file")
         records.append(record)
     return records
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds one record, on the disk when this returns; several processes may do so. Raises OSError."""
+    """Append a record and sync it to the disk. Several processes may append at once. Raises OSError."""
     with locked(path.with_name(path.name + ".lock")), path.open("ab+") as file:
-        # half a line would make this one unreadable as well
+        # an incomplete line would make this one unreadable, too
         file.truncate(_whole_lines(file))
         file.write(json.dumps(record).encode() + b"\n")
         file.flush()
@@ -62,9 +63,9 @@ def append(path: Path, record: Record) -> None:
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record]]) -> None:
-    """What change makes of the file's records in their place, all or nothing. Raises OSError and InputError.
+    """Replace the file's records by what change makes of them, all or nothing.
 
-    No other process adds one in between.
+    No other process can append a record meanwhile. Raises OSError and InputError.
     """
     with locked(path.with_name(path.name + ".lock")):
         records = change(read(path))
@@ -74,7 +75,7 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Record
 
 
 def _whole_lines(file: BinaryIO) -> int:
-    """How many bytes there are up to the last line's end."""
+    """The number of bytes up to the end of the last complete line."""
     at = file.seek(0, os.SEEK_END)
     while at:
         size = min(at, 4096)

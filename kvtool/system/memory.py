@@ -1,4 +1,4 @@
-"""What the process takes, as the operating system counts it."""
+"""Memory of this process, as the operating system counts it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def peak_rss_bytes() -> int | None:
-    """The most resident memory so far; None where the system does not tell."""
+    """The most resident memory so far, in bytes; None if the system does not say."""
     try:
         import resource
     except ImportError:
@@ -16,7 +16,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def rss_bytes() -> int | None:
-    """Resident memory now; None where the system does not tell."""
+    """The resident memory now, in bytes; None if the system does not say."""
     try:
         with open("/proc/self/statm") as file:
             n_page = int(file.read().split()[1])

@@ -1,4 +1,4 @@
-"""Where kvtool lies, and where it keeps what it builds and downloads. Imports the standard library only."""
+"""Where kvtool is, and where it keeps what it builds and downloads. Standard library only."""
 
 import hashlib
 import os
@@ -11,18 +11,21 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def checkout() -> Path | None:
-    """The folder of the checkout that kvtool runs from; None where it was installed from a wheel."""
+    """The checkout that kvtool runs from; None if it was installed from a wheel."""
     root = _PACKAGE.parent
     return root if (root / "patches" / "UPSTREAM").is_file() else None
 
 
 def build_command() -> str:
-    """What a user types to build llama.cpp."""
+    """The command that builds llama.cpp."""
     return "make setup" if checkout() else "kvtool build"
 
 
 def cache_dir() -> Path:
-    """The per-user cache: $KVTOOL_CACHE, or the platform's own place for such files."""
+    """The per-user cache: $KVTOOL_CACHE, or the platform's folder for such files.
+
+    Not by platformdirs: make asks for it before anything is installed, and it is these seven lines.
+    """
     if chosen := os.environ.get("KVTOOL_CACHE"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
@@ -35,7 +38,10 @@ def cache_dir() -> Path:
 
 
 def kernel_dir() -> Path:
-    """Where today's kernels are cached: numba sees changes in a kernel's own file, none in its callees'."""
+    """The folder of the present kernels; its name changes with their sources, the CPU and this checkout.
+
+    numba would notice changes in a kernel's own file, but not in the files of kernels that it calls.
+    """
     digest = hashlib.sha256()
     for path in sorted(
         [
@@ -45,14 +51,14 @@ def kernel_dir() -> Path:
         ]
     ):
         digest.update(path.read_bytes())
-    # numba keeps what it compiles apart by the folder of the source
+    # numba's index has the folder of the sources in it
     digest.update(str(_PACKAGE).encode())
     digest.update(cpu_features().encode())
-    # numba would take kernels without bounds checks from its cache for ones with them
+    # numba does not tell kernels with bounds checks from others
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
     return cache_dir() / "kernels" / digest.hexdigest()[:16]
 
 
 def kernel_library() -> Path:
-    """The shared library of today's kernels, which kvtool/build/kernels.py makes."""
+    """The shared library of the present kernels, made by kvtool/build/kernels.py."""
     return kernel_dir() / "kernels.so"
