@@ -76,8 +76,8 @@ def test_the_bytes_are_numbas(case):
             weightedkv._merge_right,
             (pos, score, keep, *terms, np.zeros(len(terms[0]), np.float32)),
         ),
-        "one of two types": (bumblebee._move_pairs, (source, pairs.astype(np.int32))),
-        "the other": (bumblebee._move_pairs, (source, pairs.astype(np.uint16))),
+        "one of two types": (bumblebee.move_pairs, (source, pairs.astype(np.int32))),
+        "the other": (bumblebee.move_pairs, (source, pairs.astype(np.uint16))),
         "sums in float64": (
             knorm._shortness,
             (keys, 3, np.zeros((3, 32), np.float32)),

@@ -10,7 +10,8 @@ from reference import bumblebee as twin
 from reference.random import splitmix64
 
 from kvtool import policies
-from kvtool.policies.bumblebee import BumbleBee, _phi, _slope
+from kvtool.policies._bumblebee import _phi, _slope
+from kvtool.policies.bumblebee import BumbleBee
 from kvtool.policy import View
 
 MODES = ["f32", "f16", "recompute"]

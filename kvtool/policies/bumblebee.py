@@ -1,19 +1,21 @@
 """BumbleBee: the tokens that sum up the row's keys and its attention best stay (Kumari et al., COLM 2024).
 
 A set A of a row's tokens is worth g(A) = mixture * f(A) + (1 - mixture) * c(A), equation 4. f is facility
-location over ReLU(cosine) of the keys, c is phi of the summed attention of A; both are 0 for no token and 1
-for all of them. The paper's lambda, a word of Python's, is our mixture; its budget tau_s is what is kept.
+location over ReLU(cosine) of the keys. c is phi of the summed attention of A. Both are 0 for no token and 1
+for all tokens. The paper's lambda (a word of Python's) is our mixture; its budget tau_s is what is kept.
 
-Streaming, Algorithm 2: of the tokens in the row the one goes that g loses least by, the oldest among equals.
-All others still stand for themselves, so that f loses 1 - (its nearest neighbour's similarity) over their
-number. Offline, Algorithm 1, for a prompt that was decoded whole: the token comes to the summary that g gains
-most by, the newest among equals, by lazy greedy or by stochastic greedy (Mirzasoleiman et al. 2015).
+Streaming, Algorithm 2: of the tokens in the row the one goes that g loses least by, the oldest among
+equals. All others still stand for themselves, so f loses 1 - (its nearest neighbour's similarity), divided
+by the number of tokens. Offline, Algorithm 1, for a prompt that was decoded whole: the token joins the
+summary that g gains most by, the newest among equals, by lazy greedy or by stochastic greedy (Mirzasoleiman
+et al. 2015).
 
-Differs from the paper: the first tokens and the newest ones are part of every summary; one decision a KV
-head, on the sum over its group of query heads (the paper has no grouped queries); an eviction makes room for
-`slack` tokens, one discard after the other, the paper's for one (--evict-every 1); lazy greedy unless asked,
-the paper's runs were stochastic. Keys are those before RoPE, which the paper leaves open; they are normalised
-and kept in 16 bits, so that a cosine is off by some 0.00002 and does not depend on the order of its sum.
+Differs from the paper: the first tokens and the newest ones are part of every summary. One decision per KV
+head, on the sum over its group of query heads (the paper has no grouped queries). An eviction makes room
+for `slack` tokens, one discard after the other; the paper's for one (--evict-every 1). Greedy is lazy
+unless asked; the paper's runs were stochastic. Keys are those before RoPE, which the paper leaves open.
+They are normalised and kept in 16 bits, so that a cosine is off by about 0.00002 and does not depend on the
+order of its sum.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels.draw import splitmix64
-from kvtool.kernels.kernel import kernel
+from kvtool.policies._bumblebee import discard, measure, move_pairs, seeds, summarize
 from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
 
 _CHOICES = {
@@ -33,27 +34,28 @@ _CHOICES = {
     "similarity": ("f32", "f16", "recompute"),
 }
 
-_EPSILON = 1e-5
-"""Of stochastic greedy: it looks at n / k * ln(1 / epsilon) of n tokens for each of the k that it takes."""
-
-_ALPHA, _BETA = 1 / 25, 1.0
-"""Of phi=power, the inverse of alpha * y**(1 / alpha) + beta * y; these are the paper's."""
-
-_UNIT = 1 << 14
-"""Length of a key in the state."""
-
-_ONE = 1 << 24
-"""Similarities are whole numbers of 1 / _ONE, which a float32 holds exactly."""
-
 
 @dataclass(frozen=True, slots=True)
 class BumbleBee(Policy):
-    """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, too.
+    """The set that is worth most.
 
-    mixture: the weight of the keys' diversity in the objective; the rest is attention's. phi: how attention
-    counts, "log" (1 + x) or the paper's "power" form. greedy: how a prompt decoded whole is summed up, "lazy"
-    or "stochastic". seed: another seed, another choice of the stochastic one. similarity: what the state
-    holds, the matrix of all pairs as "f32" or "f16", or only the keys, to "recompute" what is asked for.
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted. Default: half of what is kept.
+    sinks
+        First tokens, never evicted.
+    mixture
+        Weight of the keys' diversity in the objective, 0 to 1; the rest is attention's.
+    phi
+        How attention counts: "log" (of 1 + x) or the paper's "power" form.
+    greedy
+        How a prompt that was decoded whole is summed up: "lazy" or "stochastic".
+    seed
+        Another seed gives another choice of the stochastic greedy.
+    similarity
+        What the state holds: the matrix of all pairs as "f32" or "f16", or the keys alone, to "recompute" the
+        pairs that are asked for.
     """
 
     budget: int
@@ -82,10 +84,10 @@ class BumbleBee(Policy):
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Keys i16, attention sum f32, and what is known of the nearest neighbour:
+        """Keys i16, attention sum f32, near f32, nearest i32, and the matrix of all pairs, if any.
 
-        near f32: its similarity, or where it has gone an upper bound. nearest i32: its position, -1 where
-        it has gone. Then the matrix of all pairs, if any, zero on its diagonal.
+        near is the similarity of the nearest neighbour, or an upper bound of it if that neighbour has gone.
+        nearest is its position, or -1 if it has gone. The matrix is zero on its diagonal.
         """
         shape = n_row, n_cell
         state = (
@@ -101,460 +103,40 @@ class BumbleBee(Policy):
     def observe(self, view: View, state: State) -> None:
         unit, mass, near, nearest = state[:4]
         mass[:, : view.n_kv] += view.attn
-        _measure(view.pos, view.keys, unit, near, nearest, _bits(state))
+        measure(view.pos, view.keys, unit, near, nearest, _bits(state))
 
     def plan(self, view: View, state: State) -> Plan:
         unit, mass, near, nearest = state[:4]
         keep = np.empty(view.pos.shape, np.bool_)
-        _discard(view.pos, unit, mass, _bits(state), *self._goal(view), near, nearest, keep)
+        discard(view.pos, unit, mass, _bits(state), *self._goal(view), near, nearest, keep)
         return Plan(keep)
 
     def move(self, state: State, source: np.ndarray) -> None:
         Policy.move(self, state[:4], source)
         if len(state) > 4:
-            _move_pairs(np.ascontiguousarray(source, np.int32), _bits(state))
+            move_pairs(np.ascontiguousarray(source, np.int32), _bits(state))
 
     def compress(self, view: View) -> Plan:
         # no two positions of a row are equal: the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         stochastic = self.greedy == "stochastic"
-        seeds = _seeds(self.seed, view.next, len(order))
         keep = np.empty(view.pos.shape, np.bool_)
-        _summarize(view.pos, order, view.keys, view.attn, *self._goal(view), stochastic, seeds, keep)
+        seed = seeds(self.seed, view.next, len(order))
+        summarize(view.pos, order, view.keys, view.attn, *self._goal(view), stochastic, seed, keep)
         return Plan(keep)
 
     def _goal(self, view: View) -> tuple[int, int, int, float, bool]:
-        """What is chosen from, how many are to stay, and the objective."""
-        n_keep = self.budget - self.slack
-        first, recent = protected(view, n_keep, self.sinks, self.window)
-        return first, recent, n_keep, self.mixture, self.phi == "power"
+        """The positions to choose between, how many tokens stay, and the objective."""
+        first, recent = protected(view, self.n_keep, self.sinks, self.window)
+        return first, recent, self.n_keep, self.mixture, self.phi == "power"
 
 
 def _bits(state: State) -> np.ndarray:
-    """The matrix as integers in the same order, i32 or u16[row, cell, cell]; no rows where there is none."""
+    """The matrix as integers in the same order, i32 or u16[row, cell, cell]; no rows if there is none."""
     if len(state) == 4:
         return np.empty((0, 0, 0), np.int32)
     pairs = state[4]
     return pairs.view(np.int32) if pairs.dtype == np.float32 else pairs
-
-
-def _seeds(seed: int, step: int, n_row: int) -> np.ndarray:
-    """i64[row]: whole numbers below 2**31."""
-    hashed = splitmix64(np.array([seed % 2**64], np.uint64))
-    hashed = splitmix64(hashed + np.uint64(step))
-    hashed = splitmix64(hashed + np.arange(n_row, dtype=np.uint64))
-    return (hashed >> np.uint64(33)).astype(np.int64)
-
-
-@kernel("i8(i8, i8, i8)")
-def _hash(seed: int, pick: int, draw: int) -> int:
-    """Three whole numbers below 2**31 -> one below 2**32. No product is over 2**63."""
-    x = seed
-    for part in (pick, draw):
-        x = (x + part * 0x3C6EF372 + 0x1E3779B9) & 0xFFFFFFFF
-        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-        x = ((x ^ (x >> 15)) * 0x35A2D97B) & 0xFFFFFFFF
-        x = x ^ (x >> 16)
-    return x
-
-
-@kernel("f8(f8, b1)")
-def _phi(x: float, power: bool) -> float:
-    """log(1 + x), or the y with alpha * y**(1 / alpha) + beta * y = x; x is 0 or more."""
-    if not power:
-        return float(np.log1p(x))
-    if x <= 0:
-        return 0.0
-    # either term alone needs a larger y; from above, Newton comes down to the root of a convex function
-    y: float = min(x / _BETA, (x / _ALPHA) ** _ALPHA)
-    for _ in range(50):
-        step = (_ALPHA * y**25 + _BETA * y - x) / (y**24 + _BETA)
-        y -= step
-        if step <= 1e-15 * y:
-            break
-    return y
-
-
-@kernel("f8(f8, b1)")
-def _slope(x: float, power: bool) -> float:
-    """The derivative of phi."""
-    if not power:
-        return 1 / (1 + x)
-    return 1 / (_phi(x, True) ** 24 + _BETA)
-
-
-@kernel("void(f4[::1], i2[::1])")
-def _normalize(key: np.ndarray, unit: np.ndarray) -> None:
-    """The key, of length _UNIT and in whole numbers; a zero key stays one."""
-    total = 0.0
-    for x in key:
-        total += np.float64(x) * np.float64(x)
-    scale = _UNIT / np.sqrt(total) if total > 0 else 0.0
-    for dim in range(len(key)):
-        unit[dim] = np.int16(np.floor(key[dim] * scale + 0.5))
-
-
-@kernel("i4(i2[::1], i2[::1])")
-def _similarity(one: np.ndarray, other: np.ndarray) -> np.int32:
-    """ReLU(cosine) of two keys, 0.._ONE. Of a key and itself it is _ONE, even where this says otherwise."""
-    dot = np.int32(0)
-    for dim in range(len(one)):
-        dot = np.int32(dot + np.int32(one[dim]) * np.int32(other[dim]))
-    # _UNIT * _UNIT / _ONE is 2**4
-    return np.int32(min(max(int(dot) + 8, 0) >> 4, _ONE))
-
-
-@kernel("i4(i4[::1], i8)")
-def _lowest(bits: np.ndarray, n: int) -> np.int32:
-    """The least of the first n."""
-    lowest = np.int32(0x7FFFFFFF)
-    for i in range(n):
-        lowest = min(lowest, bits[i])
-    return lowest
-
-
-@kernel("i4(i4[::1], i8)")
-def _highest(bits: np.ndarray, n: int) -> np.int32:
-    """The greatest of the first n."""
-    highest = np.int32(-0x7FFFFFFF)
-    for i in range(n):
-        highest = max(highest, bits[i])
-    return highest
-
-
-_MEASURE = "void(i4[:,::1], f4[:,:,::1], i2[:,:,::1], f4[:,::1], i4[:,::1], {}[:,:,::1])"
-
-
-@kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
-def _measure(
-    pos: np.ndarray,
-    keys: np.ndarray,
-    unit: np.ndarray,
-    near: np.ndarray,
-    nearest: np.ndarray,
-    pairs: np.ndarray,
-) -> None:
-    """Takes in the new keys f32[row, n_new, n_dim]: their lengths, and all pairs with one of them.
-
-    pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more],
-    pairs i32 or u16[row, n or more, n or more], bits of floats, unless it has no rows.
-    """
-    n_row, n = pos.shape
-    n_old = n - keys.shape[1]
-    value = np.empty(n, np.float32)
-    bits = value.view(np.int32)
-    half = pairs.itemsize == 2
-    for row in range(n_row):
-        for i in range(n_old, n):
-            _normalize(keys[row, i - n_old], unit[row, i])
-            for j in range(i):
-                value[j] = np.float32(_similarity(unit[row, i], unit[row, j])) * np.float32(2**-24)
-            if half:
-                # a float32 that is smaller by 2**112 has a float16's bits in front of 13 more
-                for j in range(i):
-                    value[j] *= np.float32(2.0**-112)
-                for j in range(i):
-                    bits[j] = np.int32(bits[j] + 0xFFF + ((bits[j] >> 13) & 1)) >> 13
-            if len(pairs):
-                for j in range(i):
-                    pairs[row, i, j] = bits[j]
-            if half:
-                for j in range(i):
-                    bits[j] = bits[j] << 13
-                for j in range(i):
-                    value[j] *= np.float32(2.0**112)
-            if i:
-                highest = _highest(bits, i)
-                j = 0
-                while bits[j] != highest:
-                    j += 1
-                near[row, i] = value[j]
-                nearest[row, i] = pos[row, j]
-            newest = pos[row, i]
-            for j in range(i):
-                closer = value[j] >= near[row, j]
-                near[row, j] = value[j] if closer else near[row, j]
-                nearest[row, j] = newest if closer else nearest[row, j]
-        if len(pairs):
-            for j in range(n):
-                for i in range(max(j + 1, n_old), n):
-                    pairs[row, j, i] = pairs[row, i, j]
-
-
-_NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i4[::1], i4[::1])"
-
-
-@kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
-def _neighbour(
-    unit: np.ndarray, pairs: np.ndarray, row: int, cell: int, n: int, alive: np.ndarray, bits: np.ndarray
-) -> int:
-    """The nearest neighbour of a cell among the first n with alive i32 = -1 rather than 0.
-
-    bits i32[n] are those of its similarities afterwards, in float16 of float16 pairs.
-    """
-    if len(pairs):
-        for j in range(n):
-            bits[j] = np.int32(pairs[row, cell, j]) & alive[j]
-    else:
-        value = bits.view(np.float32)
-        for j in range(n):
-            value[j] = np.float32(_similarity(unit[row, cell], unit[row, j]) & alive[j]) * np.float32(2**-24)
-        bits[cell] = 0
-    highest = _highest(bits, n)
-    j = 0
-    while bits[j] != highest:
-        j += 1
-    return j
-
-
-@kernel("f8(f8, f8, f8, f8, f8, b1)")
-def _loss(mixture: float, far: float, mass: float, total: float, full: float, power: bool) -> float:
-    """What g loses by a token: far is f's loss, full is phi(total)."""
-    rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
-    return mixture * far + (1 - mixture) * rest
-
-
-_DISCARD = (
-    "void(i4[:,::1], i2[:,:,::1], f4[:,::1], {}[:,:,::1], "
-    "i8, i8, i8, f8, b1, f4[:,::1], i4[:,::1], b1[:,::1])"
-)
-
-
-@kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
-def _discard(
-    pos: np.ndarray,
-    unit: np.ndarray,
-    mass: np.ndarray,
-    pairs: np.ndarray,
-    first: int,
-    recent: int,
-    n_keep: int,
-    mixture: float,
-    power: bool,
-    near: np.ndarray,
-    nearest: np.ndarray,
-    keep: np.ndarray,
-) -> None:
-    """Of the tokens in first <= pos < recent the one goes that g loses least by, until n_keep are left.
-
-    pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Sets near and nearest right for
-    what is left. phi is concave, so that mass times its slope is at most what c loses, and near is at least
-    the similarity of the nearest neighbour: what g loses is worked out where these bounds are too low only.
-    """
-    n_row, n = pos.shape
-    alive = np.empty(n, np.int32)
-    bits = np.empty(n, np.int32)
-    cells = np.empty(n, np.int64)
-    light = np.empty(n, np.float32)
-    far = np.empty(n, np.float32)
-    bound = np.empty(n, np.float32)
-    bound_bits = bound.view(np.int32)
-    one = np.empty(1, np.int32)
-    one_value = one.view(np.float32)
-    half = pairs.itemsize == 2
-    for row in range(n_row):
-        n_open = 0
-        total = 0.0
-        for cell in range(n):
-            keep[row, cell] = True
-            alive[cell] = -1
-            total += np.float64(mass[row, cell])
-            if first <= pos[row, cell] < recent:
-                cells[n_open] = cell
-                light[n_open] = mass[row, cell]
-                far[n_open] = 1 - near[row, cell]
-                n_open += 1
-        for n_live in range(n, max(n_keep, n - n_open), -1):
-            full = _phi(total, power)
-            per_far = np.float32(mixture / n_live)
-            per_mass = np.float32((1 - mixture) * _slope(total, power) / full if full > 0 else 0.0)
-            for i in range(n_open):
-                bound[i] = per_far * far[i] + per_mass * light[i]
-            lightest = 0
-            least = np.inf
-            while True:
-                lowest = _lowest(bound_bits, n_open)
-                i = 0
-                while bound_bits[i] != lowest:
-                    i += 1
-                # the bounds are rounded
-                if bound[i] > least * (1 + 1e-6) + 1e-14:
-                    break
-                cell = cells[i]
-                if nearest[row, cell] < 0 and near[row, cell] > 0:
-                    j = _neighbour(unit, pairs, row, cell, n, alive, bits)
-                    one[0] = bits[j] << 13 if half else bits[j]
-                    near[row, cell] = one_value[0] * (np.float32(2.0**112) if half else np.float32(1))
-                    nearest[row, cell] = pos[row, j]
-                    far[i] = 1 - near[row, cell]
-                    bound[i] = per_far * far[i] + per_mass * light[i]
-                    continue
-                bound[i] = np.inf
-                loss = _loss(mixture, np.float64(far[i]) / n_live, np.float64(light[i]), total, full, power)
-                if loss < least or (loss == least and pos[row, cell] < pos[row, cells[lightest]]):
-                    least = loss
-                    lightest = i
-            gone = cells[lightest]
-            keep[row, gone] = False
-            alive[gone] = 0
-            total = max(total - np.float64(mass[row, gone]), 0.0)
-            for cell in range(n):
-                if nearest[row, cell] == pos[row, gone]:
-                    nearest[row, cell] = -1
-            n_open -= 1
-            cells[lightest] = cells[n_open]
-            light[lightest] = light[n_open]
-            far[lightest] = far[n_open]
-
-
-_MOVE = "void(i4[:,::1], {}[:,:,::1])"
-
-
-@kernel([_MOVE.format("i4"), _MOVE.format("u2")])
-def _move_pairs(source: np.ndarray, pairs: np.ndarray) -> None:
-    """pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
-    n_row, n_keep = source.shape
-    moved = np.empty(n_keep, np.int64)
-    n_most = 0
-    for row in range(n_row):
-        n_moved = 0
-        for i in range(n_keep):
-            n_moved += source[row, i] != i
-        n_most = max(n_most, n_moved)
-    block = np.empty((n_most, n_keep), pairs.dtype)
-    for row in range(n_row):
-        n_moved = 0
-        for i in range(n_keep):
-            if source[row, i] != i:
-                moved[n_moved] = i
-                n_moved += 1
-        for i in range(n_keep):
-            whole = source[row, i]
-            for m in range(n_moved):
-                block[0, m] = pairs[row, whole, source[row, moved[m]]]
-            for m in range(n_moved):
-                pairs[row, whole, moved[m]] = block[0, m]
-        for m in range(n_moved):
-            block[m] = pairs[row, source[row, moved[m]], :n_keep]
-        for m in range(n_moved):
-            pairs[row, moved[m], :n_keep] = block[m]
-
-
-@kernel("i8(i2[:,::1], i8, i4[::1])")
-def _gain(unit: np.ndarray, cell: int, cover: np.ndarray) -> np.int64:
-    """What the sum of cover i32[n], each cell's similarity to the summary, gains by a cell."""
-    gain = np.int64(max(_ONE - cover[cell], 0))
-    for j in range(len(cover)):
-        if j != cell:
-            gain += max(_similarity(unit[cell], unit[j]) - cover[j], 0)
-    return gain
-
-
-@kernel("void(i2[:,::1], i8, i4[::1])")
-def _take(unit: np.ndarray, cell: int, cover: np.ndarray) -> None:
-    """The summary takes a cell."""
-    for j in range(len(cover)):
-        cover[j] = max(cover[j], _similarity(unit[cell], unit[j]))
-    cover[cell] = _ONE
-
-
-@kernel("void(i4[:,::1], i8[:,::1], f4[:,:,::1], f4[:,::1], i8, i8, i8, f8, b1, b1, i8[::1], b1[:,::1])")
-def _summarize(
-    pos: np.ndarray,
-    order: np.ndarray,
-    keys: np.ndarray,
-    mass: np.ndarray,
-    first: int,
-    recent: int,
-    n_keep: int,
-    mixture: float,
-    power: bool,
-    stochastic: bool,
-    seeds: np.ndarray,
-    keep: np.ndarray,
-) -> None:
-    """Tokens before `first` and from `recent` on are in the summary, then what g gains most by, to n_keep.
-
-    pos i32[row, n], order i64[row, n]: cells, oldest first; keys f32[row, n, n_dim], mass f32[row, n], seeds
-    i64[row] -> keep b1[row, n]. What f gains by a token never rises (here not even by rounding, it is a whole
-    number), and mass times phi's slope is at least what c gains: a token is looked at where these bounds
-    are above the best so far only. No pair is remembered, so that memory does not grow with n * n.
-    """
-    n_row, n = pos.shape
-    unit = np.empty((n, keys.shape[2]), np.int16)
-    cover = np.empty(n, np.int32)
-    gain = np.empty(n, np.int64)
-    rest = np.empty(n, np.int64)
-    bound = np.empty(n, np.float32)
-    bound_bits = bound.view(np.int32)
-    for row in range(n_row):
-        total = held = 0.0
-        n_rest = 0
-        cover[:] = 0
-        for cell in range(n):
-            _normalize(keys[row, cell], unit[cell])
-            total += np.float64(mass[row, cell])
-        for i in range(n):
-            cell = order[row, i]
-            keep[row, cell] = not first <= pos[row, cell] < recent
-            if keep[row, cell]:
-                held += np.float64(mass[row, cell])
-                _take(unit, cell, cover)
-            else:
-                rest[n_rest] = cell
-                n_rest += 1
-        n_pick = min(n_keep - (n - n_rest), n_rest)
-        if n_pick <= 0:
-            continue
-        n_look = n_rest
-        if stochastic:
-            n_look = int(np.ceil(n_rest / n_pick * np.log(1 / _EPSILON)))
-        for i in range(n):
-            gain[i] = max(_ONE - cover[i], 0)
-            for j in range(i):
-                pair = _similarity(unit[i], unit[j])
-                gain[i] += max(pair - cover[j], 0)
-                gain[j] += max(pair - cover[i], 0)
-        full = _phi(total, power)
-        per_gain = mixture / (np.float64(n) * _ONE)
-        for pick in range(n_pick):
-            n_seen = min(n_look, n_rest)
-            if stochastic:
-                for i in range(n_seen):
-                    j = i + _hash(seeds[row], pick, i) % (n_rest - i)
-                    rest[i], rest[j] = rest[j], rest[i]
-            have = _phi(held, power)
-            per_mass = (1 - mixture) * _slope(held, power) / full if full > 0 else 0.0
-            for i in range(n_seen):
-                bound[i] = per_gain * gain[rest[i]] + per_mass * mass[row, rest[i]]
-            best = 0
-            most = -1.0
-            while True:
-                highest = _highest(bound_bits, n_seen)
-                i = 0
-                while bound_bits[i] != highest:
-                    i += 1
-                # the bounds are rounded
-                if bound[i] < 0 or bound[i] * (1 + 1e-6) + 1e-14 < most:
-                    break
-                bound[i] = -1
-                cell = rest[i]
-                more = 0.0
-                if full > 0:
-                    more = (1 - mixture) * (_phi(held + np.float64(mass[row, cell]), power) - have) / full
-                if per_gain * gain[cell] + more < most:
-                    continue
-                gain[cell] = _gain(unit, cell, cover)
-                value = per_gain * gain[cell] + more
-                if value > most or (value == most and pos[row, cell] > pos[row, rest[best]]):
-                    most = value
-                    best = i
-            cell = rest[best]
-            keep[row, cell] = True
-            held += np.float64(mass[row, cell])
-            _take(unit, cell, cover)
-            n_rest -= 1
-            rest[best] = rest[n_rest]
 
 
 POLICY = BumbleBee

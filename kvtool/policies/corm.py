@@ -1,18 +1,17 @@
 """CORM: what the newest queries found important stays, however much (Dai et al. 2024, arXiv:2404.15949).
 
-Section 4.2, Algorithm 1. A key is important to a query that has seen t tokens where its attention is at least
-1 / t (definition 3.1). It goes once none of the last `history` queries found it important, the paper's w;
-the newest `window` tokens, the paper's r, always stay. Nothing is evicted before there are `history` queries.
-Rows keep different numbers of tokens.
+Section 4.2, Algorithm 1. A key is important to a query that has seen t tokens where its attention is at
+least 1 / t (definition 3.1). It goes once none of the last `history` queries (the paper's w) found it
+important. The newest `window` tokens (the paper's r) always stay. Nothing is evicted before there are
+`history` queries. Rows keep different numbers of tokens.
 
 Instead of the paper's w x n matrix of marks, each cell remembers the last step at which it was important.
-With grouped queries a key is important to a query if it is to any head of the group (the paper's code has one
-head a row). The budget is a cap that the paper does not have: a row above it keeps those that were important
-last, the newest among equals.
 
-Differs from the paper: it looks every `slack` tokens (--evict-every 1 for the paper's); sinks are an option;
-`-o t=cells` lets t count the tokens that the longest row still has, so that the threshold does not fall in an
-endless stream.
+Differs from the paper: a key is important to a query if it is to any head of the group (the paper's code
+has one head per row). The budget is a cap that the paper does not have: a row above it keeps the tokens
+that were important last, the newest among equals. It looks every `slack` tokens (--evict-every 1 for the
+paper's). Sinks are an option. With `-o t=cells`, t counts the tokens that the longest row still has:
+otherwise the threshold falls without end in an endless stream.
 """
 
 from __future__ import annotations
@@ -31,10 +30,18 @@ _HISTORY = 256
 
 @dataclass(frozen=True, slots=True)
 class CORM(Policy):
-    """history: the queries that count. window: newest tokens, never evicted; the same number unless given,
-    and half of what is kept where the budget is too small for that.
+    """What any of the newest queries found important.
 
-    sinks: first tokens, never evicted. t: what t counts, the tokens of the "stream" or the live "cells".
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted. Default: as many as `history`, or half of what is kept if that is less.
+    history
+        Number of queries that count.
+    sinks
+        First tokens, never evicted.
+    t
+        What t counts: tokens of the "stream" or live "cells".
     """
 
     budget: int
@@ -56,7 +63,7 @@ class CORM(Policy):
         if self.sinks < 0:
             raise ValueError(f"sinks must not be negative, got {self.sinks}")
         check_choice("t", self.t, ("stream", "cells"))
-        if not 1 <= self.window <= (most := self.budget - self.slack - self.sinks):
+        if not 1 <= self.window <= (most := self.n_keep - self.sinks):
             raise ValueError(
                 f"window must be in 1..{max(most, 0)} (the budget of {self.budget} less {self.slack} slack "
                 f"and {self.sinks} sinks), got {self.window}"
@@ -79,16 +86,16 @@ class CORM(Policy):
         (step,) = state
         keep = np.empty(view.pos.shape, np.bool_)
         first = max(self.sinks, view.pinned)
-        # all are important as long as there are fewer queries than count
+        # all tokens are important as long as there are fewer than `history` queries
         oldest = view.next - self.history + 1 if view.next >= self.history else 0
         recent = view.next - max(self.window, view.held)
-        _keep_important(view.pos, view.live, step, first, recent, oldest, self.budget - self.slack, keep)
+        _keep_important(view.pos, view.live, step, first, recent, oldest, self.n_keep, keep)
         return Plan(keep)
 
 
 @kernel("i8(i4, i4, i8, i8)")
 def _rank(pos: int, step: int, first: int, recent: int) -> np.int64:
-    """Orders what may stay: by step, then by position; above them the window, and above that the sinks."""
+    """Orders what may stay: the sinks highest, then the window, then by step, then by position."""
     rank = np.int64(step)
     if pos >= recent:
         rank = np.int64(1) << 30
@@ -110,9 +117,9 @@ def _keep_important(
 ) -> None:
     """pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
-    Stay: positions before `first` and from `recent` on, and those whose step is `oldest` or later; of these
-    last no more than n_max allows, the latest steps, then the newest. Protected ones give way, oldest window
-    first, where they alone are too many.
+    Positions before `first` and from `recent` on stay, and steps from `oldest` on: of these only as many as
+    n_max leaves room for, the latest steps first, then the newest tokens. Where the protected tokens alone
+    are too many, they give way too, the oldest of the window first.
     """
     n_row, n = pos.shape
     keys = np.empty(n, np.int64)

@@ -1,12 +1,12 @@
 """Full: nothing is ever evicted; the text must fit into the budget.
 
-What the other policies are measured against.
+The baseline that the other policies are measured against.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from kvtool.policy import Plan, Policy, State, View
 
 @dataclass(frozen=True, slots=True)
 class Full(Policy):
-    """No parameters. slack is 0: there is never an eviction to make room for."""
+    """No parameters. slack is 0."""
 
     budget: int
     slack: int
+
+    evicts: ClassVar[bool] = False
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Full:

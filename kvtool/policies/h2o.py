@@ -1,16 +1,16 @@
 """H2O: the newest tokens and the heavy hitters stay (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1).
 
-A heavy hitter is a token with a high attention sum since it came. The paper's `recent` is our window; a grace
-period of g steps for new tokens is a window of g - 1.
+A heavy hitter is a token with a high attention sum since it came. The paper's `recent` is our window. A
+grace period of g steps for new tokens is a window of g - 1.
 
-Differs from the paper: one decision a KV head, on the sum over its group of query heads (the paper
-has no grouped queries); the window is exempt from eviction, as in the authors' code. Others do otherwise,
-and the options are theirs: EasyKV divides by the steps a token has lived (`score=mean`) and lets the sums
-fade (`decay`), TOVA has one decision a layer (`per=layer`), llama-recipes looks at the group's first head
+Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
+grouped queries). The window is never evicted, as in the authors' code. Beyond the context, where the paper
+does not go, the sums fade (`decay_beyond=1`: never): otherwise new tokens could no longer overtake old
+ones. docs/streams.md says what that is worth.
+
+Options from others: EasyKV divides by the steps a token has lived (`score=mean`) and lets the sums fade
+(`decay`), TOVA has one decision per layer (`per=layer`), llama-recipes looks at the group's first head
 (`group=first`).
-
-The paper's sums grow with the stream, and beyond the context, where it does not go, old tokens can no longer
-be overtaken: there sums fade (`decay_beyond=1`: never). docs/streams.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -20,19 +20,31 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, keep_ranked, sum_rows
+from kvtool.policy import Ranked, Signal, State, View, check_choice, sum_rows
 
 
 @dataclass(frozen=True, slots=True)
-class H2O(Policy):
-    """window: newest tokens, never evicted; half of what is kept unless given. sinks: first tokens, too.
+class H2O(Ranked):
+    """The highest attention sums.
 
-    score: "sum" of a token's attention, or "mean": the sum divided by the steps that it has lived.
-    per: "row", or one decision on the sum over a "layer"'s rows, or over "all"; their rows then keep the
-    same tokens. group: how the attention of a group's heads becomes one, "sum", "mean" (ranks as the sum does
-    and becomes that), "max" or "first". decay: what the sums are multiplied by for every token that has come
-    since the last plan, before the attention since then is added. decay_beyond: the same once the stream is
-    longer than the context, if it is less; not for means.
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted. Default: half of what is kept.
+    sinks
+        First tokens, never evicted.
+    score
+        "sum" of a token's attention, or "mean": the sum divided by the steps that the token has lived.
+    per
+        What decides as one: "row", "layer" or "all". Rows that decide as one add up their scores and keep
+        the same tokens.
+    group
+        How the attention of a group's heads becomes one: "sum", "mean" (the same order, and stored as "sum"),
+        "max" or "first".
+    decay
+        Factor of the sums for every token since the last plan, applied before the new attention is added.
+    decay_beyond
+        The same once the stream is longer than the context, if it is less than `decay`. Not for means.
     """
 
     budget: int
@@ -49,7 +61,7 @@ class H2O(Policy):
     paper: ClassVar[str] = "arXiv:2306.14048"
 
     def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack, self.sinks, self.window)
+        Ranked.__post_init__(self)
         check_choice("score", self.score, ("sum", "mean"))
         check_choice("per", self.per, ("row", "layer", "all"))
         check_choice("group", self.group, ("sum", "mean", "max", "first"))
@@ -65,23 +77,21 @@ class H2O(Policy):
         return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """Attention sum f32."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        (mass,) = state
+        mass = state[0][:, : view.n_kv]
         decay = self.decay
         if self.score == "sum" and 0 < view.n_ctx < view.next:
             decay = min(decay, self.decay_beyond)
         if decay < 1:
-            mass[:, : view.n_kv] *= np.float32(decay**view.n_new)
-        mass[:, : view.n_kv] += view.attn
+            mass *= np.float32(decay**view.n_new)
+        mass += view.attn
 
-    def plan(self, view: View, state: State) -> Plan:
-        score = sum_rows(view, state[0], self.per)
-        if self.score == "mean":
-            score = score[:, : view.n_kv] / (view.next - view.pos).astype(np.float32)
-        n_keep = self.budget - self.slack
-        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
+    def scores(self, view: View, state: State) -> np.ndarray:
+        total = sum_rows(view, state[0], self.per)
+        return total if self.score == "sum" else total[:, : view.n_kv] / view.lived
 
 
 POLICY = H2O

@@ -1,11 +1,10 @@
 """KeyDiff: the tokens whose keys differ most from the average stay (Park et al. 2025, arXiv:2504.15364).
 
-The score is -cos(k, mean of k' / ||k'||) over the live cells of the row; the length of the mean, the same for
-all of them, is left out.
+The score is -cos(k, mean of k' / ||k'||) over the live cells k' of the row. The length of the mean is left
+out: it is the same for all cells.
 
-Differs from the paper: keys are compared as they are before RoPE, where the paper's (and kvpress's) have gone
-through it; here keys that are equal are alike wherever they stand. The newest tokens always stay, and the
-sinks.
+Differs from the paper: keys are compared before RoPE; the paper (and kvpress) compares them after it. So
+equal keys are alike wherever they stand. The newest tokens and the sinks always stay.
 """
 
 from __future__ import annotations
@@ -17,12 +16,20 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import square_norm
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, keep_ranked
+from kvtool.policy import Ranked, Signal, State, View
 
 
 @dataclass(frozen=True, slots=True)
-class KeyDiff(Policy):
-    """sinks: first tokens, never evicted. window: newest tokens, likewise; 1 or more."""
+class KeyDiff(Ranked):
+    """The keys least like the average.
+
+    Attributes
+    ----------
+    sinks
+        First tokens, never evicted.
+    window
+        Newest tokens, never evicted; 1 or more.
+    """
 
     budget: int
     slack: int
@@ -31,9 +38,7 @@ class KeyDiff(Policy):
 
     reads: ClassVar[Signal] = Signal.KEYS
     paper: ClassVar[str] = "arXiv:2504.15364"
-
-    def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
+    least_window: ClassVar[int] = 1
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Keys of length 127 i8[row, n_cell, n_dim], half the bytes that a key takes in an f16 cache.
@@ -43,15 +48,12 @@ class KeyDiff(Policy):
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
-        (unit,) = state
-        _normalise(view.keys, view.n_kv - view.keys.shape[1], unit)
+        _normalise(view.keys, view.n_kv - view.keys.shape[1], state[0])
 
-    def plan(self, view: View, state: State) -> Plan:
-        (unit,) = state
+    def scores(self, view: View, state: State) -> np.ndarray:
         score = np.empty(view.pos.shape, np.float32)
-        _difference(unit, score)
-        n_keep = self.budget - self.slack
-        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
+        _difference(state[0], score)
+        return score
 
 
 @kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")

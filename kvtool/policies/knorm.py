@@ -1,10 +1,10 @@
 """Knorm: the tokens whose keys are short stay (Devoto et al. 2024, arXiv:2406.11430).
 
-The score is -||k||: keys of a low L2 norm are those that are attended to. Keys are read before RoPE, which
-turns them and leaves their norms alone.
+The score is -||k||: keys of a low L2 norm are the ones that are attended to. Keys are read before RoPE,
+which does not change their norm.
 
-Differs from the paper: the newest tokens always stay, and the sinks. The paper compresses a prompt once; here
-the same is done whenever the cache is full.
+Differs from the paper: the newest tokens and the sinks always stay. The paper compresses a prompt once;
+here the same is done whenever the cache is full.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import square_norm
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, keep_ranked
+from kvtool.policy import Ranked, Signal, State, View
 
 
 @dataclass(frozen=True, slots=True)
-class Knorm(Policy):
-    """sinks: first tokens, never evicted. window: newest tokens, likewise; 1 or more."""
+class Knorm(Ranked):
+    """The shortest keys.
+
+    Attributes
+    ----------
+    sinks
+        First tokens, never evicted.
+    window
+        Newest tokens, never evicted; 1 or more.
+    """
 
     budget: int
     slack: int
@@ -30,22 +38,17 @@ class Knorm(Policy):
 
     reads: ClassVar[Signal] = Signal.KEYS
     paper: ClassVar[str] = "arXiv:2406.11430"
-
-    def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
+    least_window: ClassVar[int] = 1
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """-||k||^2 f32, which ranks as -||k|| does."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        (score,) = state
-        _shortness(view.keys, view.n_kv - view.keys.shape[1], score)
+        _shortness(view.keys, view.n_kv - view.keys.shape[1], state[0])
 
-    def plan(self, view: View, state: State) -> Plan:
-        (score,) = state
-        n_keep = self.budget - self.slack
-        return Plan(keep_ranked(view, score, n_keep, self.sinks, self.window))
+    def scores(self, view: View, state: State) -> np.ndarray:
+        return state[0]
 
 
 @kernel("void(f4[:,:,::1], i8, f4[:,::1])")

@@ -1,6 +1,6 @@
 """Local: the newest tokens stay, and nothing else.
 
-The baseline that forgets everything outside its window, the first tokens too.
+The baseline that forgets everything outside its window, even the first tokens.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
+from kvtool.policy import Ranked, State, View
 
 
 @dataclass(frozen=True, slots=True)
-class Local(Policy):
+class Local(Ranked):
     """No parameters: the window is all that is kept."""
 
     budget: int
     slack: int
 
-    def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack)
-
-    def plan(self, view: View, state: State) -> Plan:
+    def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays
-        equal = np.zeros(view.pos.shape, np.float32)
-        return Plan(keep_ranked(view, equal, self.budget - self.slack, sinks=0, window=0))
+        return np.zeros(view.pos.shape, np.float32)
 
 
 POLICY = Local

@@ -1,12 +1,12 @@
 """RoCo: tokens of high or unsteady attention stay, and the newest (Ren & Zhu 2024, arXiv:2402.06262).
 
-What counts is a token's mean attention over the steps that it has lived. Those whose attention has the
-highest standard deviation are left out of the eviction scope, and stay; of the rest those with the lowest
-mean go.
+The score is a token's mean attention over the steps that it has lived. The tokens whose attention has the
+highest standard deviation are not evicted; of the rest those with the lowest mean go.
 
-Differs from the paper: one decision a KV head, on the sum over its group of query heads (EasyKV, the authors'
-code, takes the group's mean: the same order). How many stay for their deviation is what EasyKV has when it
-generates, three tenths of what is kept, less the window; it never evicts from the prompt then, we do.
+Differs from the paper: one decision per KV head, on the sum over its group of query heads (EasyKV, the
+authors' code, takes the group's mean: the same order). The number that stay for their deviation is EasyKV's
+while it generates: three tenths of what is kept, less the window. EasyKV does not evict from the prompt
+then; we do.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.kernels.selection import keep_highest
-from kvtool.policy import Plan, Policy, Signal, State, View, check_kept, protected
+from kvtool.policy import Ranked, Signal, State, View, protected
 
 _SINKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RoCo(Policy):
-    """window: newest tokens, never evicted; 10, less for a small budget. sinks: first tokens, too.
+class RoCo(Ranked):
+    """The highest deviations, then the highest means.
 
-    keep_std: how many of the others stay for the standard deviation of their attention; unless given, as many
-    as make three tenths of what is kept together with the window.
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted. Default: 10, or half of what is kept besides the sinks if that is less.
+    keep_std
+        How many of the other tokens stay for the standard deviation of their attention. Default: three tenths
+        of what is kept, less the window.
+    sinks
+        First tokens, never evicted.
     """
 
     budget: int
@@ -40,8 +47,8 @@ class RoCo(Policy):
     paper: ClassVar[str] = "arXiv:2402.06262"
 
     def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack, self.sinks, self.window)
-        room = self.budget - self.slack - self.sinks - self.window
+        Ranked.__post_init__(self)
+        room = self.n_keep - self.sinks - self.window
         if not 0 <= self.keep_std <= room:
             raise ValueError(
                 f"keep_std must be in 0..{room} (the budget of {self.budget} less {self.slack} slack, "
@@ -75,20 +82,17 @@ class RoCo(Policy):
         mass[:, : view.n_kv] += view.attn
         squares[:, : view.n_kv] += view.squares
 
-    def plan(self, view: View, state: State) -> Plan:
+    def scores(self, view: View, state: State) -> np.ndarray:
         mass, squares = (array[:, : view.n_kv] for array in state)
         # in float64: a variance is the small difference of two numbers
-        lived = (view.next - view.pos).astype(np.float64)
+        lived = view.lived.astype(np.float64)
         mean = mass / lived
         variance = (squares / lived - mean * mean).astype(np.float32)
-        n_keep = self.budget - self.slack
-        first, recent = protected(view, n_keep, self.sinks, self.window)
-        keep = np.empty(view.pos.shape, np.bool_)
-        n_stay = min(first + view.next - recent + self.keep_std, n_keep)
-        keep_highest(view.pos, variance, first, recent, n_stay, keep)
-        score = np.where(keep, np.float32(np.inf), mean.astype(np.float32))
-        keep_highest(view.pos, score, first, recent, n_keep, keep)
-        return Plan(keep)
+        first, recent = protected(view, self.n_keep, self.sinks, self.window)
+        stays = np.empty(view.pos.shape, np.bool_)
+        n_stay = min(first + view.next - recent + self.keep_std, self.n_keep)
+        keep_highest(view.pos, variance, first, recent, n_stay, stays)
+        return np.where(stays, np.float32(np.inf), mean.astype(np.float32))
 
 
 POLICY = RoCo

@@ -1,13 +1,13 @@
 """SnapKV: the newest tokens and what they attend to stay, in clusters (Li et al. 2024, arXiv:2404.14469).
 
-Algorithm 1. The window's queries vote with their attention, summed, for the tokens before the window; the
-votes are pooled over `kernel` neighbours in the order of the stream, so that what stays comes with what is
-around it. As in the authors' code the tokens of the window are nobody's neighbours, and an average counts
-neighbours that are not there as zero.
+Algorithm 1. The window's queries vote with their attention for the tokens before the window. The votes are
+summed, then pooled over `kernel` neighbours in the order of the stream, so that a token stays together with
+its neighbours. As in the authors' code, tokens of the window are no neighbours, and an average counts
+missing neighbours as zero.
 
-Differs from the paper: one decision a KV head, on the sum over its group of query heads (the authors' code
-keeps a cache for every query head). The paper compresses a prompt once; here the same is done again whenever
-the cache is full, with the votes of the queries since the last time, at most as many as the window has.
+Differs from the paper: one decision per KV head, on the sum over its group of query heads (the authors'
+code keeps a cache for every query head). The paper compresses a prompt once; here the same is done whenever
+the cache is full.
 """
 
 from __future__ import annotations
@@ -18,16 +18,24 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.kernels.selection import keep_highest
-from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
+from kvtool.policy import Ranked, Signal, State, View, check_choice, protected
 
 
 @dataclass(frozen=True, slots=True)
-class SnapKV(Policy):
-    """window: newest tokens, never evicted, whose queries vote; 32, less for a small budget.
+class SnapKV(Ranked):
+    """The highest pooled votes.
 
-    kernel: how many tokens are pooled into one, an odd number, 1 for none. pool: "avg" or "max".
-    sinks: first tokens, never evicted either.
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted; their queries vote. Default: 32, or half of what is kept if that is
+        less.
+    kernel
+        Tokens that are pooled into one: an odd number, 1 for no pooling.
+    pool
+        "avg" or "max".
+    sinks
+        First tokens, never evicted.
     """
 
     budget: int
@@ -40,9 +48,10 @@ class SnapKV(Policy):
     reads: ClassVar[Signal] = Signal.RECENT
     paper: ClassVar[str] = "arXiv:2404.14469"
     prefill: ClassVar[str] = "whole"
+    least_window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
+        Ranked.__post_init__(self)
         check_choice("pool", self.pool, ("avg", "max"))
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, 1 or more, got {self.kernel}")
@@ -55,16 +64,13 @@ class SnapKV(Policy):
     def n_query(self) -> int:
         return self.window
 
-    def plan(self, view: View, state: State) -> Plan:
-        n_keep = self.budget - self.slack
-        first, recent = protected(view, n_keep, self.sinks, self.window)
+    def scores(self, view: View, state: State) -> np.ndarray:
+        _, recent = protected(view, self.n_keep, self.sinks, self.window)
         # no two positions of a row are equal: the sort need not be stable
         order = np.argsort(view.pos, axis=1)
         pooled = np.zeros(view.pos.shape, np.float32)
         _pool(order, view.pos, view.recent, recent, self.kernel // 2, self.pool == "max", pooled)
-        keep = np.empty(view.pos.shape, np.bool_)
-        keep_highest(view.pos, pooled, first, recent, n_keep, keep)
-        return Plan(keep)
+        return pooled
 
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, b1, f4[:,::1])")

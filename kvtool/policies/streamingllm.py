@@ -1,7 +1,7 @@
 """StreamingLLM: the first tokens and the newest ones stay (Xiao et al. 2023, arXiv:2309.17453, section 3.2).
 
 The paper's attention sinks are our sinks, its rolling KV cache is our window. Its positions within the
-cache are not a policy's matter.
+cache are a setting of the engine (`--positions in-cache`).
 
 Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
 """
@@ -13,12 +13,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.policy import Plan, Policy, State, View, check_kept, keep_ranked
+from kvtool.policy import Ranked, State, View, check_kept
 
 
 @dataclass(frozen=True, slots=True)
-class StreamingLLM(Policy):
-    """sinks: first tokens, never evicted; the window is all the rest."""
+class StreamingLLM(Ranked):
+    """The window is all that is kept besides the sinks.
+
+    Attributes
+    ----------
+    sinks
+        First tokens, never evicted.
+    """
 
     budget: int
     slack: int
@@ -27,12 +33,12 @@ class StreamingLLM(Policy):
     paper: ClassVar[str] = "arXiv:2309.17453"
 
     def __post_init__(self) -> None:
+        # at least the newest token stays beside the sinks
         check_kept(self.budget, self.slack, self.sinks, window=1)
 
-    def plan(self, view: View, state: State) -> Plan:
+    def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays
-        equal = np.zeros(view.pos.shape, np.float32)
-        return Plan(keep_ranked(view, equal, self.budget - self.slack, self.sinks, window=0))
+        return np.zeros(view.pos.shape, np.float32)
 
 
 POLICY = StreamingLLM

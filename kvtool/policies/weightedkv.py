@@ -1,12 +1,12 @@
 """WeightedKV: keys of low average attention go, their values merge (Yuan et al. 2025, arXiv:2503.01330).
 
-Algorithm 1. A token's average is its attention sum divided by the steps that it has lived (the paper's
-a / n). The token with the smallest average loses its key; its value goes into the next token that the row
-still holds, the two weighted by their averages. The merged token keeps its own average.
+Algorithm 1. A token's average is its attention sum divided by the steps that it has lived (the paper's a /
+n). The token with the smallest average loses its key. Its value goes into the next token that the row still
+holds, the two weighted by their averages. The merged token keeps its own average.
 
-Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). The
-averages of that moment then serve for all of them, which go one after the other, the smallest first; each
-merge sees those before it. One decision a KV head, on the sum over its group of query heads.
+Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
+The averages of that moment serve for all tokens that go. They go one after the other, the smallest first,
+and each merge sees those before it. One decision per KV head, on the sum over its group of query heads.
 
 On a model with grouped queries merging was found to lose: docs/weightedkv.md.
 """
@@ -20,19 +20,25 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.selection import score_key
-from kvtool.policy import Merge, Plan, Policy, Signal, State, View, check_kept, keep_ranked
+from kvtool.policy import Merge, Plan, Ranked, Signal, State, View
 
 _SINKS = 4
 _FEW = 32
-"""So many that go each look at all cells for their neighbour: in vectors, which is faster than a sort."""
+"""Up to so many that go each look at all cells for their neighbour: in vectors, faster than a sort."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedKV(Policy):
-    """window: newest tokens, never evicted; half of what is kept, sinks included, unless given.
+class WeightedKV(Ranked):
+    """The highest average attention.
 
-    sinks: first tokens, never evicted. merge: whether a value outlives its key; false is the evicting variant
-    of the paper's Figure 4.
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted; 1 or more. Default: half of what is kept, less the sinks.
+    sinks
+        First tokens, never evicted.
+    merge
+        Whether a value outlives its key. False is the evicting variant of the paper's Figure 4.
     """
 
     budget: int
@@ -43,12 +49,8 @@ class WeightedKV(Policy):
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     paper: ClassVar[str] = "arXiv:2503.01330"
-
-    def __post_init__(self) -> None:
-        # the newest token has no right neighbour
-        if self.window < 1:
-            raise ValueError(f"window must be 1 or more, got {self.window}")
-        check_kept(self.budget, self.slack, self.sinks, self.window)
+    # the newest token has no right neighbour
+    least_window: ClassVar[int] = 1
 
     @classmethod
     def fit(cls, budget: int, slack: int, *, sinks: int = _SINKS, **params: Any) -> WeightedKV:
@@ -56,17 +58,19 @@ class WeightedKV(Policy):
         return cls(budget, slack, **{"window": window, "sinks": sinks, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """Attention sum f32."""
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        (mass,) = state
-        mass[:, : view.n_kv] += view.attn
+        state[0][:, : view.n_kv] += view.attn
+
+    def scores(self, view: View, state: State) -> np.ndarray:
+        average: np.ndarray = state[0][:, : view.n_kv] / view.lived
+        return average
 
     def plan(self, view: View, state: State) -> Plan:
-        (mass,) = state
-        average = mass[:, : view.n_kv] / (view.next - view.pos).astype(np.float32)
-        n_keep = self.budget - self.slack
-        keep = keep_ranked(view, average, n_keep, self.sinks, self.window)
+        average = self.scores(view, state)
+        keep = self.highest(view, average)
         return Plan(keep, _merge(view.pos, average, keep) if self.merge else None)
 
 

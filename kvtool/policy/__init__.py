@@ -1,0 +1,30 @@
+"""The words that the engine and the policies share.
+
+A row is one (layer, KV head) pair, layer by layer. Every row evicts on its own. The cells of a row are in no
+order: `View.pos[row, cell]` says which token of the stream a cell holds.
+"""
+
+from kvtool.policy.base import Policy, State, split_budget
+from kvtool.policy.checks import check_choice, check_kept
+from kvtool.policy.plan import Merge, Plan, true_cells
+from kvtool.policy.ranked import Ranked, keep_ranked, protected, sum_rows
+from kvtool.policy.view import SIGNALS, Request, Signal, View
+
+__all__ = [
+    "SIGNALS",
+    "Merge",
+    "Plan",
+    "Policy",
+    "Ranked",
+    "Request",
+    "Signal",
+    "State",
+    "View",
+    "check_choice",
+    "check_kept",
+    "keep_ranked",
+    "protected",
+    "split_budget",
+    "sum_rows",
+    "true_cells",
+]

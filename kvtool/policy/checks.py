@@ -1,0 +1,61 @@
+"""Checks of parameters, and of arrays before a kernel gets them. Each raises one clear line."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import numpy as np
+
+
+def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: int = 0) -> None:
+    """Raises ValueError unless an eviction down to budget - slack cells leaves room for sinks and window.
+
+    least: the smallest window that works.
+    """
+    for name, value in (("budget", budget), ("slack", slack), ("sinks", sinks), ("window", window)):
+        check_whole(name, value, ValueError)
+    if budget < 2:
+        raise ValueError(f"a budget of {budget} is too small")
+    if not 1 <= slack < budget:
+        raise ValueError(f"slack must be in 1..{budget - 1} (below the budget), got {slack}")
+    if sinks < 0:
+        raise ValueError(f"sinks must not be negative, got {sinks}")
+    most = budget - slack - sinks
+    if not least <= window <= most:
+        raise ValueError(
+            f"window must be in {least}..{max(most, least)} (the budget of {budget} less "
+            f"{slack} slack and {sinks} sinks), got {window}"
+        )
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value}")
+
+
+def check_whole(name: str, value: object, error: type[Exception] = TypeError) -> None:
+    """Raises an error unless the value is a whole number."""
+    if type(value) is int:
+        return
+    try:
+        index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error(f"{name} must be a whole number, got {value!r}") from None
+
+
+def check_cells(name: str, array: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raises TypeError or ValueError unless the array is dtype[row, n_cell or more] as kernels read it.
+
+    shape: (rows, n_cell). Kernels check nothing: with fewer columns they would read foreign memory.
+    """
+    n_row, n_cell = shape
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
+    if array.dtype != dtype:
+        raise TypeError(f"{name} must be of type {dtype}, got {array.dtype}; convert it with astype")
+    if array.ndim != 2 or array.shape[0] != n_row or array.shape[1] < n_cell:
+        raise ValueError(f"{name} must be of shape [{n_row}, {n_cell} or more], got {list(array.shape)}")
+    if not array.flags.carray:
+        raise ValueError(f"{name} must be C-contiguous and writeable; copy it with np.array")

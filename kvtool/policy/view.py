@@ -1,0 +1,137 @@
+"""What a policy sees of the cache: the view, the signals in it, and the request for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import cast
+
+import numpy as np
+
+
+class Signal(IntFlag):
+    """A statistic of the step's attention A[head, query, cell], which the engine copies out for each row.
+
+    The group of a row are the query heads that share its KV head. A key is important to a query that has seen
+    t tokens, itself included, where A >= 1 / t. The values are those of the patched library's C API.
+    """
+
+    NONE = 0
+    ATTENTION = 1
+    """Attention sum: over the group and the queries since the last plan."""
+    LAST = 2
+    """Last attention: of the newest query, summed over the group."""
+    RECENT = 4
+    """Recent attention: summed over the group and the last `n_query` queries of the stream."""
+    SQUARES = 8
+    """Squares: each query's attention summed over the group, then squared, summed since the last plan."""
+    HITS = 16
+    """Hits: pairs of a query since the last plan and a head of the group that found the key important."""
+    IMPORTANT = 32
+    """Last important step: tokens seen by the latest query that found the key important; 0: none did."""
+    KEYS = 64
+    """Keys: of the cells that are new since the last plan, as they were before RoPE."""
+
+
+SIGNALS = {
+    Signal.ATTENTION: "attn",
+    Signal.LAST: "last",
+    Signal.RECENT: "recent",
+    Signal.SQUARES: "squares",
+    Signal.HITS: "hits",
+    Signal.IMPORTANT: "important",
+}
+"""The fields of a view that hold one value per cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What llama.cpp computes for a policy: how it reduces each step's attention, and scales it.
+
+    Attributes
+    ----------
+    signals
+        What the engine reads after a step.
+    n_query
+        Number of queries of `Signal.RECENT`.
+    group
+        How the attention of a group of query heads becomes one: "sum", "max" or "first".
+    t
+        What t counts in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
+    log_n
+        Whether attention logits are multiplied by log_512(t).
+    """
+
+    signals: Signal = Signal.NONE
+    n_query: int = 0
+    group: str = "sum"
+    t: str = "stream"
+    log_n: bool = False
+
+    @property
+    def needs_t(self) -> bool:
+        """Whether llama.cpp has to be told t before each step."""
+        return self.log_n or bool(self.signals & (Signal.HITS | Signal.IMPORTANT))
+
+
+_ABSENT = cast("np.ndarray", None)
+"""None, in a view, for what its policy does not read; typed for the policies that do."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a policy sees of the cache. All arrays are C-contiguous. The policy must not write to them.
+
+    A signal that the policy does not read is None.
+
+    Attributes
+    ----------
+    pos
+        i32[row, n_kv]: the position in the stream of each cell's token. No two are equal in a row.
+    layer
+        i32[row]: the layer of each row. Rows of one layer are neighbours.
+    next
+        Position of the next token. The token at position p has lived next - p steps.
+    pinned
+        Tokens with pos < pinned must stay (a chat's system prompt).
+    n_new
+        Tokens since the last plan; they occupy the last live cells.
+    live
+        i32[row]: live cells of each row of a ragged policy, the first ones. None: all n_kv cells live.
+    held
+        The newest tokens that must stay (the chat template's reply header).
+    n_ctx
+        Context length, which original positions cannot exceed; 0: unknown.
+    attn, last, recent, squares, hits
+        f32[row, n_kv]: the signals ATTENTION, LAST, RECENT, SQUARES and HITS.
+    important
+        i32[row, n_kv]: the signal IMPORTANT.
+    keys
+        f32[row, n_new, n_dim]: the signal KEYS. Zero beyond a layer's own head dimension.
+    """
+
+    pos: np.ndarray
+    layer: np.ndarray
+    next: int
+    pinned: int = 0
+    n_new: int = 0
+    live: np.ndarray = _ABSENT
+    held: int = 0
+    n_ctx: int = 0
+    attn: np.ndarray = _ABSENT
+    last: np.ndarray = _ABSENT
+    recent: np.ndarray = _ABSENT
+    squares: np.ndarray = _ABSENT
+    hits: np.ndarray = _ABSENT
+    important: np.ndarray = _ABSENT
+    keys: np.ndarray = _ABSENT
+
+    @property
+    def n_kv(self) -> int:
+        """Live cells of every row; of the longest row if rows are ragged."""
+        return int(self.pos.shape[1])
+
+    @property
+    def lived(self) -> np.ndarray:
+        """f32[row, n_kv]: steps that each cell's token has lived, 1 for the newest."""
+        return (self.next - self.pos).astype(np.float32)
