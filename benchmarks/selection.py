@@ -109,6 +109,8 @@ class Cache:
             chosen = self.rng.integers(len(self.centers), size=(shape[0], n_new))
             signals["keys"] = self.rng.standard_normal((*chosen.shape, self.shape.dim), np.float32)
             signals["keys"] += self.centers[chosen]
+        if Signal.HITS in self.policy.reads:
+            signals["n_head"] = np.full(shape[0], 3, np.int32)
         return View(self.pos.copy(), self.layer, self.next, **signals)
 
 

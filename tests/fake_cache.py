@@ -92,6 +92,8 @@ class Cache:
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
         live = self.live.copy() if self.policy.ragged else None
+        if Signal.HITS in self.policy.reads:
+            signals["n_head"] = np.full(len(self.rows), self.group, np.int32)
         return View(
             self.live_pos(), self.layer, self.next, pinned, self.n_new, live, held, keys=keys, **signals
         )

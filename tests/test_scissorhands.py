@@ -1,4 +1,4 @@
-"""Scissorhands' own: what it forgets, and what it refuses."""
+"""Scissorhands' own: what it counts, what it forgets, and what it refuses."""
 
 import numpy as np
 import pytest
@@ -7,22 +7,41 @@ from kvtool.policies.scissorhands import Scissorhands
 from kvtool.policy import View
 
 
-def counts_after(policy, n_tokens, hit_of):
-    """The counts of the first token after plans that are n_tokens apart; hit_of(step) its hits in each."""
+def counts_after(policy, n_tokens, low_of, n_head=1):
+    """The counts of the first token after plans that are n_tokens apart; low_of(step) its low scores in each."""
     state = policy.start(1, sum(n_tokens), 0)
     counts, next_pos = [], 0
     for step, n_token in enumerate(n_tokens):
         next_pos += n_token
         hits = np.zeros((1, next_pos), np.float32)
-        hits[0, 0] = hit_of(step)
+        hits[0, 0] = n_head * n_token - low_of(step)
         pos = np.arange(next_pos, dtype=np.int32)[None]
-        policy.observe(View(pos, np.zeros(1, np.int32), next_pos, n_new=n_token, hits=hits), state)
+        heads = np.full(1, n_head, np.int32)
+        view = View(pos, np.zeros(1, np.int32), next_pos, n_new=n_token, n_head=heads, hits=hits)
+        policy.observe(view, state)
         counts.append(int(state[0][0, 0].sum()))
     return counts
 
 
-def test_forgets_a_hit_when_its_part_of_the_history_is_over():
-    # 8 parts of 2 queries: a hit in the first query counts until the 16th, the last of the 8th part
+def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
+    # the oldest two were important to 2 of 6 queries and to 1 of 5, the third to none of 4: 4, 4 and 4 low
+    policy = Scissorhands(6, 1, window=1)
+    hits = np.array([[2, 1, 0, 3, 2, 1]], np.float32)
+    pos = np.arange(6, dtype=np.int32)[None]
+    view = View(pos, np.zeros(1, np.int32), 6, n_new=6, n_head=np.ones(1, np.int32), hits=hits)
+    state = policy.start(1, 6, 0)
+    policy.observe(view, state)
+    assert policy.scores(view, state).tolist() == [[-4, -4, -4, 0, 0, 0]]
+    assert policy.plan(view, state).keep.tolist() == [[False, True, True, True, True, True]]
+
+
+def test_every_head_of_the_group_counts_on_its_own():
+    policy = Scissorhands(100, 1, window=1, history=16)
+    assert counts_after(policy, [1, 1], lambda step: 2, n_head=3) == [2, 4]
+
+
+def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
+    # 8 parts of 2 queries: a low score of the first query counts until the 16th, the last of the 8th part
     policy = Scissorhands(100, 1, window=1, history=16)
     assert counts_after(policy, [1] * 20, lambda step: step == 0) == [1] * 16 + [0] * 4
     assert counts_after(policy, [1] * 20, lambda step: step == 1) == [0] + [1] * 15 + [0] * 4
@@ -37,12 +56,18 @@ def test_remembers_no_less_than_seven_eighths_of_the_history():
 
 def test_a_long_batch_forgets_all_before_it():
     policy = Scissorhands(100, 1, window=1, history=16)
-    assert counts_after(policy, [4, 50, 1], lambda step: (5, 9, 1)[step]) == [5, 9, 10]
+    assert counts_after(policy, [4, 50, 1], lambda step: (4, 9, 1)[step]) == [4, 9, 10]
 
 
-def test_counts_do_not_wrap_around():
+def test_counts_stop_where_their_type_ends():
+    policy = Scissorhands(100, 1, window=1, history=1_000_000)
+    assert counts_after(policy, [60_000, 6_000], lambda step: (60_000, 6_000)[step]) == [60_000, 65_535]
+
+
+def test_a_batch_with_more_scores_than_a_count_holds_is_in_proportion():
     policy = Scissorhands(100, 1, window=1, history=16)
-    assert counts_after(policy, [1, 1], lambda step: 60_000) == [60_000, 65_535]
+    assert counts_after(policy, [40_000], lambda step: 120_000, n_head=3) == [65_535]
+    assert counts_after(policy, [40_000], lambda step: 60_000, n_head=3) == [32_767]
 
 
 def test_takes_sixteen_bytes_a_cell_and_less_where_plans_are_rare():

@@ -110,6 +110,8 @@ class Eviction:
         rows = self.rows
         if rows.ragged:
             signals = signals | {"live": rows.live.copy()}
+        if "hits" in signals:
+            signals = signals | {"n_head": self.cache.n_head}
         if "important" in signals:
             # the library counts queries since the last edit
             steps = signals["important"].astype(np.int32)

@@ -29,6 +29,8 @@ class Cache(Protocol):
         Cells of the longest layer.
     row_layers
         i32[row]: the layer of each row, counted among all layers of the model.
+    n_head
+        i32[row]: the query heads that share each row's KV head.
     layer_cells
         i32[layer]: the cells of each layer that has rows.
     cache_bytes
@@ -47,6 +49,8 @@ class Cache(Protocol):
     def n_cell(self) -> int: ...
     @property
     def row_layers(self) -> np.ndarray: ...
+    @property
+    def n_head(self) -> np.ndarray: ...
     @property
     def layer_cells(self) -> np.ndarray: ...
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvtool.llama.devices import default_threads, has_gpu
 from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, api, check, error_text, lib
 from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.llama.model import Model
+from kvtool.models.header import read as read_header
 from kvtool.policy import Merge, Request, Signal
 
 CACHE_TYPES = {
@@ -241,6 +243,13 @@ class Context(Decoder):
     def cache_bytes(self) -> int:
         """Bytes of the K and V tensors, those of sliding layers included."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
+
+    @cached_property
+    def n_head(self) -> np.ndarray:
+        """i32[row]: the query heads that share each row's KV head, by the file's header."""
+        n_head = np.array(read_header(self.model.path).n_head, np.int32)
+        n_head_kv = np.bincount(self.row_layers).astype(np.int32)
+        return n_head[self.row_layers] // n_head_kv[self.row_layers]
 
     def see(self, n_seen: int) -> None:
         """The first query of the next decode has seen n_seen tokens before."""

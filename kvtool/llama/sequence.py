@@ -43,6 +43,7 @@ class SequenceContext(Decoder):
         self._cell_bytes = info.cell_bytes(*types)
         self.cache_bytes = self.n_ctx * self._cell_bytes + info.swa_bytes(n_batch, *types)
         self.row_layers = np.zeros(1, np.int32)
+        self.n_head = np.full(1, sum(info.n_head), np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
         # each cell's position in llama.cpp now, and the one it must have at the next decode

@@ -102,6 +102,8 @@ class View:
         The newest tokens that must stay (the chat template's reply header).
     n_ctx
         Context length, which original positions cannot exceed; 0: unknown.
+    n_head
+        i32[row]: query heads of each row's group, for a policy that reads HITS.
     attn, last, recent, squares, hits
         f32[row, n_kv]: the signals ATTENTION, LAST, RECENT, SQUARES and HITS.
     important
@@ -118,6 +120,7 @@ class View:
     live: np.ndarray = _ABSENT
     held: int = 0
     n_ctx: int = 0
+    n_head: np.ndarray = _ABSENT
     attn: np.ndarray = _ABSENT
     last: np.ndarray = _ABSENT
     recent: np.ndarray = _ABSENT

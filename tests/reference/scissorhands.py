@@ -1,4 +1,4 @@
-"""Scissorhands (arXiv:2305.17118): the token that was important least often of late goes, one at a time."""
+"""Scissorhands (arXiv:2305.17118): the token with the most low scores of late goes, one at a time."""
 
 from . import news
 
@@ -13,13 +13,13 @@ def keep(rows, *, next, pinned, budget, slack, window, history, sinks):
 
 
 def _count(row, next, n_part, n_query):
-    """{pos: pairs of a query and a head that it was important to}, in the last parts of the history."""
+    """{pos: pairs of a query and a head that gave it less than 1 / t}, in the last parts of the history."""
     part = (next - 1) // n_query
     count = {}
     for token, seen in zip(row, news(row), strict=True):
         history = token["notes"].setdefault("history", {})
-        hits = sum(a >= 1 / t for t, heads in seen for a in heads)
-        history[part] = history.get(part, 0) + hits
+        low = sum(a < 1 / t for t, heads in seen for a in heads)
+        history[part] = history.get(part, 0) + low
         count[token["pos"]] = sum(history.get(part - i, 0) for i in range(n_part))
     return count
 
@@ -28,5 +28,5 @@ def _keep(count, next, first, n_keep, window):
     recent = next - min(window, n_keep - first)
     alive = sorted(count)
     while len(alive) > n_keep:
-        alive.remove(min((pos for pos in alive if first <= pos < recent), key=lambda pos: (count[pos], pos)))
+        alive.remove(max((pos for pos in alive if first <= pos < recent), key=lambda pos: (count[pos], -pos)))
     return alive
