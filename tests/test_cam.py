@@ -62,6 +62,15 @@ def test_is_drawn_as_often_as_its_attention_is_to_the_mean_of_the_others(attenti
     assert abs(n_drawn - share * n_row) <= 5 * np.sqrt(share * (1 - share) * n_row)
 
 
+def test_may_compare_with_the_tokens_that_the_value_is_added_to():
+    n_row = 4000
+    # the mean of all tokens after it would be 3, that of the next two is 4
+    policy = CaM(7, 1, sinks=1, merge=2, denominator="targets")
+    found = plan([[9, 1, 8, 0, 0, 4, 3]] * n_row, policy)
+    n_drawn = len(set(found.merge.row.tolist()))
+    assert abs(n_drawn - n_row / 4) <= 5 * np.sqrt(n_row * 3 / 16)
+
+
 def test_may_compare_with_the_largest_of_all_that_stay():
     n_row = 4000
     policy = CaM(4, 1, sinks=1, merge=1, denominator="max")
@@ -100,7 +109,7 @@ def test_reads_no_more_than_its_score_needs(score):
     [
         ({"merge": 0}, "merge must be 1 or more, got 0"),
         ({"score": "mean"}, "score must be one of last, sum, average, got mean"),
-        ({"denominator": "min"}, "denominator must be one of mean, max, got min"),
+        ({"denominator": "min"}, "denominator must be one of mean, targets, max, got min"),
         ({"sinks": 56}, r"window must be in 0..0 \(the budget of 64 less 8 slack and 56 sinks\), got 1"),
     ],
 )

@@ -6,6 +6,7 @@ CASES = [
     [],
     ["merge=3", "sinks=1", "seed=5"],
     ["score=sum", "merge=16"],
+    ["score=sum", "merge=3", "denominator=targets"],
     ["score=average", "denominator=max", "merge=5", "sinks=0"],
 ]
 
@@ -20,8 +21,9 @@ def keep(rows, *, next, pinned, budget, slack, sinks, merge, score, denominator,
         merges.append({})
         for pos in gone:
             after = [other for other in stay if other > pos]
-            compared = [attention[other] for other in (after if denominator == "mean" else stay)]
-            right = sum(compared) / len(compared) if denominator == "mean" else max(compared)
+            compared = {"mean": after, "targets": after[:merge], "max": stay}[denominator]
+            compared = [attention[other] for other in compared]
+            right = max(compared) if denominator == "max" else sum(compared) / len(compared)
             chance = hash_of(seed, next, row[0]["row"], pos) >> 40
             if chance / 2**24 < _probability(attention[pos], right):
                 for other in after[:merge]:
