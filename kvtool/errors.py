@@ -3,7 +3,10 @@
 A message is one line that says what is wrong and what to do about it.
 """
 
+import os
 from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class KvtoolError(Exception):
@@ -70,13 +73,17 @@ class SessionError(KvtoolError):
 
 
 def where(error: BaseException) -> str:
-    """An error in one line, with the innermost place in a file that raised it."""
-    trace, place = error.__traceback__, ""
+    """An error in one line, with the innermost place in a file that raised it.
+
+    A place outside kvtool goes before one in it: what kvtool refuses is the mistake of whoever called it.
+    """
+    trace, place, is_own = error.__traceback__, "", True
     # the message of a SyntaxError names the place; its traceback ends in the import system
     while trace and not isinstance(error, SyntaxError):
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<"):
-            place = f" ({Path(file).name}, line {trace.tb_lineno})"
+        inside = file.startswith(_PACKAGE)
+        if not file.startswith("<") and (is_own or not inside):
+            place, is_own = f" ({Path(file).name}, line {trace.tb_lineno})", inside
         trace = trace.tb_next
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}{place}"

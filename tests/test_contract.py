@@ -15,7 +15,8 @@ BUDGETS = [16, 40, 65]
 
 every_policy = pytest.mark.parametrize("name", policies.names())
 # full promises the opposite of the rest: it never evicts
-every_evicting_policy = pytest.mark.parametrize("name", [name for name in policies.names() if policies.load(name).evicts])
+EVICTING = [name for name in policies.names() if policies.load(name).evicts]
+every_evicting_policy = pytest.mark.parametrize("name", EVICTING)
 every_budget = pytest.mark.parametrize("budget", BUDGETS)
 
 

@@ -8,7 +8,7 @@ from kvtool.policy import View
 
 
 def counts_after(policy, n_tokens, low_of, n_head=1):
-    """The counts of the first token after plans that are n_tokens apart; low_of(step) its low scores in each."""
+    """The first token's counts after plans that are n_tokens apart; low_of(step): its low scores in each."""
     state = policy.start(1, sum(n_tokens), 0)
     counts, next_pos = [], 0
     for step, n_token in enumerate(n_tokens):

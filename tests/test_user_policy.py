@@ -83,7 +83,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         policies.load(str(tmp_path / "nowhere.py"))
 
 
-PLAN = "        return Plan(keep)\n"
+ZEROS = "return (np.zeros((n_row, n_cell), np.float32),)"
+SCORES = "        return state[0][:, : view.n_kv] / view.lived\n"
+
+
+def planned(*lines):
+    """A `plan` of its own, after the document's `scores`."""
+    body = (
+        "from kvtool.policy import Merge, Plan, keep_ranked, sum_rows",
+        "keep = self.highest(view, self.scores(view, state))",
+        *lines,
+    )
+    return f"{SCORES}\n    def plan(self, view, state):\n" + "".join(f"        {line}\n" for line in body)
 
 
 def fill_and_evict(engine):
@@ -103,30 +114,94 @@ def fill_and_evict(engine):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        (PLAN, "        keep[3, 0] = ~keep[3, 0]\n" + PLAN, "Average: row 3 keeps"),
-        (PLAN, "        return Plan(keep[:, :-1])\n", "Average: keep must be a C-contiguous bool"),
-        (PLAN, "        return Plan(keep.astype(int))\n", "Average: keep must be a C-contiguous bool"),
-        (PLAN, "        return Plan(~keep)\n", "Average: row 0 evicts a pinned token|Average: row 0 keeps"),
-        (PLAN, "        return keep\n", "Average: plan must return a Plan, got ndarray"),
+        (SCORES, planned("keep[3, 0] = ~keep[3, 0]", "return Plan(keep)"), "Average: row 3 keeps"),
+        (SCORES, planned("return Plan(keep[:, :-1])"), "Average: keep must be a C-contiguous bool"),
+        (SCORES, planned("return Plan(keep.astype(int))"), "Average: keep must be a C-contiguous bool"),
         (
-            PLAN,
-            "        return [][1]\n",
-            r"Average.plan: IndexError: list index out of range \(mine.py, line",
+            SCORES,
+            planned("return Plan(~keep)"),
+            "Average: row 0 evicts a pinned token|Average: row 0 keeps",
         ),
+        (SCORES, planned("return keep"), "Average: plan must return a Plan, got ndarray"),
+        (SCORES, planned("return [][1]"), r"plan: IndexError: list index out of range \(mine.py, line 3"),
+        (SCORES, planned("keep = 1 / 0"), r"Average.plan: ZeroDivisionError: .* \(mine.py, line 3"),
         ("+= view.attn", "+= view.last", r"Average.observe: .*\(mine.py, line"),
         ("np.zeros((n_row, n_cell)", "np.zeros((n_cell, n_row)", "start must return a tuple of arrays"),
-        (
-            "return (np.zeros((n_row, n_cell), np.float32),)",
-            "return 5",
-            "start must return a tuple of arrays",
-        ),
+        (ZEROS, "return 5", "start must return a tuple of arrays"),
+        (ZEROS, "return (5,)", "start must return a tuple of arrays"),
+        (ZEROS, "return (np.zeros((n_row, n_cell)).tolist(),)", "start must return a tuple of arrays"),
     ],
 )
 def test_a_bad_plan_is_refused_and_the_cache_stays(tiny_model, written, old, new, complaint):
+    refused(tiny_model, written, old, new, complaint)
+
+
+FEW = r"ValueError: the score must be of shape \[\d+, 48 or more\], got"
+TYPE = "TypeError: the score must be of type float32, got"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("score", "complaint"),
+    [
+        ("score[:, :-1].copy()", FEW),
+        ("score[:-1]", FEW),
+        ("score[0]", FEW),
+        ("score[None]", FEW),
+        ("score.astype(np.float64)", TYPE),
+        ("score.astype(int)", TYPE),
+        ("np.asfortranarray(score)", "the score must be C-contiguous"),
+        ("np.broadcast_to(score[:1], score.shape)", "the score must be C-contiguous and writeable"),
+        ("score.tolist()", "the score must be a NumPy array, got list"),
+        ("None", "the score must be a NumPy array, got NoneType"),
+    ],
+)
+def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, score, complaint):
+    new = SCORES.replace("return", "score =") + f"        return {score}\n"
+    refused(tiny_model, written, SCORES, new, f"Average.plan: .*{complaint}")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ("keep_ranked(view, score[:, :-1].copy(), 40, 4, 10)", FEW),
+        ("keep_ranked(view, score, 40.0, 4, 10)", "TypeError: n_keep must be a whole number, got 40.0"),
+        ("keep_ranked(view, score, 40, None, 10)", "TypeError: sinks must be a whole number, got None"),
+        ("keep_ranked(view, score, 40, 4, '10')", "TypeError: window must be a whole number, got '10'"),
+        ("sum_rows(view, score[:, :-1].copy(), 'row')", FEW),
+        ("sum_rows(view, score.astype(np.float64), 'all')", TYPE),
+        ("sum_rows(view, score, 'head')", "ValueError: per must be one of row, layer, all, got head"),
+    ],
+)
+def test_a_helper_refuses_what_it_cannot_take_and_names_the_line(tiny_model, written, call, complaint):
+    new = planned("score = self.scores(view, state)", f"return Plan({call})")
+    refused(tiny_model, written, SCORES, new, rf"Average.plan: .*{complaint}.* \(mine.py, line 3\d\)")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("merge", "complaint"),
+    [
+        ("5", "merge must be a Merge or None, got int"),
+        ("Merge(zero / 1, zero, zero, one)", "row, dst and src must be whole numbers, .* got float64"),
+        ("Merge(zero, zero, zero > 0, one)", "row, dst and src must be whole numbers, .* got bool"),
+        ("Merge(zero, zero, zero, np.array(['a']))", "its weight numbers, got <U1"),
+        ("Merge(zero, zero, zero, one * np.nan)", "merge 0 has a weight that is not finite"),
+        ("Merge(zero, zero, zero, None)", "row, dst, src and weight must be lists of one length"),
+    ],
+)
+def test_a_merge_that_cannot_be_is_refused_in_one_line(tiny_model, written, merge, complaint):
+    new = planned("zero, one = np.zeros(1, int), np.ones(1)", f"return Plan(keep, {merge})")
+    refused(tiny_model, written, SCORES, new, f"Average: .*{complaint}")
+
+
+def refused(tiny_model, written, old, new, complaint):
+    """Sees that the document's policy with this change fails in one line."""
     code = written.read_text(encoding="utf-8")
     assert code.count(old) == 1
     written.write_text(code.replace(old, new), encoding="utf-8")
     policy = policies.fit(str(written), 48, 8, ["window=10"])
-    with pytest.raises(PlanError, match=complaint) as refused, open_engine(tiny_model(), policy) as engine:
+    with pytest.raises(PlanError, match=complaint) as error, open_engine(tiny_model(), policy) as engine:
         fill_and_evict(engine)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)

@@ -65,7 +65,8 @@ class Eviction:
         """Lets the policy make the state for the rows' cells. Raises PlanError for what is none."""
         shape = self.rows.pos.shape
         state = self.ask("start", *shape, self.cache.n_dim)
-        if not (isinstance(state, tuple) and all(np.shape(array)[:2] == shape for array in state)):
+        own = state if isinstance(state, tuple) else (None,)
+        if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in own):
             raise PlanError(f"{self._name}: start must return a tuple of arrays {shape}")
         self.state = state
 
@@ -234,10 +235,26 @@ class Eviction:
 
 def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
     """Raises PlanError if a term is not in the cache, or gives a value to a cell that does not stay."""
+    if not isinstance(merge, Merge):
+        raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
     parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
-    row, dst, src, _ = parts
+    # an empty list has no type of its own
+    wrong = [
+        part.dtype
+        for part, kinds in zip(parts, ("iu", "iu", "iu", "iuf"), strict=True)
+        if part.size and part.dtype.kind not in kinds
+    ]
+    if wrong:
+        raise PlanError(
+            f"{name}: a merge's row, dst and src must be whole numbers, its weight numbers, got {wrong[0]}"
+        )
+    row, dst, src, weight = parts
+    if not np.isfinite(weight).all():
+        raise PlanError(
+            f"{name}: merge {int(np.argmin(np.isfinite(weight)))} has a weight that is not finite"
+        )
     n_row, n_kv = keep.shape
     outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
     if outside.any():

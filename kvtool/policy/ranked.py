@@ -12,7 +12,6 @@ from kvtool.policy.checks import check_cells, check_choice, check_kept, check_wh
 from kvtool.policy.plan import Plan
 from kvtool.policy.view import View
 
-
 _F32 = np.dtype(np.float32)
 
 
