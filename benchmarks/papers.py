@@ -1,12 +1,14 @@
-"""The papers' experiments on whatever model one has: measures them, and writes their tables.
+"""Repeat the papers' experiments with a model of your choice, and write their tables.
 
-    python benchmarks/papers.py run DATA [ID ...]    what is missing of these experiments, or of all
-    python benchmarks/papers.py tables               the tables of the documents from docs/papers/*.jsonl
+    python benchmarks/papers.py run DATA [ID ...]    measure what is missing of these experiments, or of all
+    python benchmarks/papers.py tables               write the tables of the documents from
+    docs/papers/*.jsonl
 
 An experiment is a list of `kvtool compare`, `kvtool eval` and `kvtool inspect` commands, which docs/papers.md
-shows; one that is no paper's is in docs/eval.md. DATA has the texts and data sets in folders as
-benchmarks/experiments.py names them. What was measured is in `--work`, and is not measured again; docs/papers
-has of it what the tables need: scores of items and of blocks of tokens, nothing of the data sets themselves.
+shows; the one in docs/eval.md comes from no paper. DATA is a folder with the texts and data sets, in the
+folders that benchmarks/experiments.py names. Records are kept in `--work` and not measured again. docs/papers
+has the part of them that the tables need: scores of items and of blocks of tokens, and nothing of the data
+sets.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from commands import VERSIONS, Line, shell
 from common import note
-from experiments import EXPERIMENTS, RUNS, VERSIONS, Cell, Line, Table, shell
+from experiments import EXPERIMENTS, RUNS, Place, Table
 
 from kvtool.measure import records, statistics
 
@@ -33,9 +36,20 @@ RESULTS = ROOT / "docs" / "papers"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """title: above the table. lower: whether less is better. scale, digits: of what is printed.
+    """How a score is shown.
 
-    exp: the mean's exponential is printed.
+    Attributes
+    ----------
+    title
+        Heading of the table.
+    lower
+        Whether lower is better.
+    scale
+        Factor of the printed number.
+    digits
+        Its decimal places.
+    exp
+        Whether the exponential of the mean is printed.
     """
 
     title: str
@@ -69,16 +83,21 @@ SCORES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a cell is the mean of: value and weight of each item, or of each block of tokens, by its name.
+    """The numbers of which a place of a table shows the mean.
 
-    score: one of SCORES.
+    Attributes
+    ----------
+    score
+        One of SCORES.
+    values
+        Value and weight of each item, or of each block of tokens, by its name.
     """
 
     score: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def mean(self) -> tuple[float, float]:
-        """And its standard error; nan of a single item's."""
+        """The mean and its standard error; the error is nan for a single item."""
         return self._mean(list(self.values.values()))
 
     def minus(self, other: Sample) -> tuple[float, float]:
@@ -96,11 +115,11 @@ class Sample:
         return statistics.mean_error(value * weight, weight)
 
 
-def samples(lines: Sequence[Line], table: Table) -> dict[Cell, Sample]:
-    """The table's cells. What has no budget is in the column of each."""
+def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
+    """The places of a table. A line without a budget is in the column of every budget."""
     lines = [line for line in lines if not table.rows or line["label"] in table.rows]
     budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
-    cells: dict[Cell, Sample] = {}
+    places: dict[Place, Sample] = {}
     for line in lines:
         score = table.scores.get(line["task"], "") if table.scores else table.score
         if not score:
@@ -110,8 +129,8 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Cell, Sample]:
             shown = line | {"budget": budget}
             column = ", ".join(table.names.get(str(shown[name]), str(shown[name])) for name in table.by)
             for name in dict.fromkeys([column, table.pooled or column]):
-                cells.setdefault((line["label"], name), Sample(score)).values.update(found)
-    return {cell: sample for cell, sample in cells.items() if sample.values}
+                places.setdefault((line["label"], name), Sample(score)).values.update(found)
+    return {place: sample for place, sample in places.items() if sample.values}
 
 
 def _values(line: Line, score: str) -> dict[str, tuple[float, float]]:
@@ -126,8 +145,11 @@ def _values(line: Line, score: str) -> dict[str, tuple[float, float]]:
 
 
 def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    """What each item adds to the geometric mean of three means, to the first order: their mean is that one,
-    and their error its error (the delta method). Where a mean is 0 no error is known: a single 0."""
+    """What each item adds to the geometric mean of three means, to the first order (the delta method).
+
+    The mean of these numbers is that geometric mean, and their error is its error. If one of the means is 0,
+    the result is a single 0: no error is known.
+    """
     items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
     means = np.mean([item for item in items if None not in item], axis=0)
     if not means.all():
@@ -137,7 +159,7 @@ def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
 
 
 def render(name: str, results: Path = RESULTS) -> str:
-    """An experiment's commands and tables: ours, and the paper's in brackets."""
+    """An experiment's commands and tables, with the paper's numbers in brackets."""
     experiment = EXPERIMENTS[name]
     shown = [f"    {line}" for run in experiment.runs for line in RUNS[run].shown().splitlines()]
     if not experiment.tables:
@@ -147,52 +169,52 @@ def render(name: str, results: Path = RESULTS) -> str:
         return "\n".join([*shown, "", "Not measured yet."])
     parts = ["\n".join(shown)]
     for table in experiment.tables:
-        cells = samples(lines, table)
-        parts += ["\n".join(_rows(cells, table)), _told(cells, table, experiment.model)]
+        places = samples(lines, table)
+        parts += ["\n".join(_rows(places, table)), _told(places, table, experiment.model)]
     return "\n\n".join([*filter(None, parts), _of_what(lines)])
 
 
-def _rows(cells: Mapping[Cell, Sample], table: Table) -> Iterator[str]:
-    columns = dict.fromkeys(column for _, column in [*table.paper, *cells] if column != table.pooled)
+def _rows(places: Mapping[Place, Sample], table: Table) -> Iterator[str]:
+    columns = dict.fromkeys(column for _, column in [*table.paper, *places] if column != table.pooled)
     columns = [*columns, *[table.pooled] * bool(table.pooled)]
     yield f"{table.title or SCORES[table.score].title}:"
     yield ""
     yield f"| policy | {' | '.join(columns)} |"
     yield "| --- |" + " ---: |" * len(columns)
-    for row in table.rows or dict.fromkeys(row for row, _ in [*cells, *table.paper]):
-        yield f"| `{row}` | " + " | ".join(_shown(cells, table, (row, column)) for column in columns) + " |"
+    for row in table.rows or dict.fromkeys(row for row, _ in [*places, *table.paper]):
+        yield f"| `{row}` | " + " | ".join(_shown(places, table, (row, column)) for column in columns) + " |"
 
 
-def _shown(cells: Mapping[Cell, Sample], table: Table, cell: Cell) -> str:
+def _shown(places: Mapping[Place, Sample], table: Table, place: Place) -> str:
     parts = []
-    if cell in cells:
-        score, (mean, error) = SCORES[cells[cell].score], cells[cell].mean()
+    if place in places:
+        score, (mean, error) = SCORES[places[place].score], places[place].mean()
         if score.exp:
             mean, error = np.exp(mean), np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
         if np.isfinite(error):
             parts.append(f"±{error * score.scale:.{score.digits}f}")
-    if cell in table.paper:
-        parts.append(f"({table.paper[cell]})")
-    return " ".join([*parts, *filter(None, [("", "better", "worse")[_compared(cells, table, cell)]])])
+    if place in table.paper:
+        parts.append(f"({table.paper[place]})")
+    return " ".join([*parts, *filter(None, [("", "better", "worse")[_compared(places, table, place)]])])
 
 
-def _compared(cells: Mapping[Cell, Sample], table: Table, cell: Cell) -> int:
-    """1 where it is better than the paper's own method beyond two standard errors, -1 worse, 0 neither."""
-    own = table.against, cell[1]
-    if cell[0] == table.against or not {cell, own} <= cells.keys():
+def _compared(places: Mapping[Place, Sample], table: Table, place: Place) -> int:
+    """1: better than the paper's own method by more than two standard errors; -1: worse; 0: neither."""
+    own = table.against, place[1]
+    if place[0] == table.against or not {place, own} <= places.keys():
         return 0
-    mean, error = cells[cell].minus(cells[own])
-    return int(np.sign(mean)) * _sign(cells[cell].score) if abs(mean) > 2 * error else 0
+    mean, error = places[place].minus(places[own])
+    return int(np.sign(mean)) * _sign(places[place].score) if abs(mean) > 2 * error else 0
 
 
 def _sign(score: str) -> int:
     return -1 if SCORES[score].lower else 1
 
 
-def _told(cells: Mapping[Cell, Sample], table: Table, model: str) -> str:
-    """Whether the paper's ordering is there: of each difference between its own method and another."""
-    found = [theirs * _compared(cells, table, cell) for cell, theirs in _ordered(cells, table)]
+def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
+    """In words, how many of the paper's differences from its own method are found here."""
+    found = [theirs * _compared(places, table, place) for place, theirs in _ordered(places, table)]
     here, reverse, unclear = (found.count(sign) for sign in (1, -1, 0))
     said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
     if found:
@@ -208,21 +230,21 @@ def _told(cells: Mapping[Cell, Sample], table: Table, model: str) -> str:
     return "\n".join(said)
 
 
-def _ordered(cells: Mapping[Cell, Sample], table: Table) -> Iterator[tuple[Cell, int]]:
-    """Cells measured here, and whether they are better (1) or worse (-1) than the paper's own method there.
+def _ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
+    """Places that were measured here, and whether the paper calls them better (1) or worse (-1).
 
-    No method competes with `full`, unless it is said to be worse.
+    Compared is with the paper's own method; `full` does not count, unless the paper says that it is worse.
     """
-    for cell in cells:
-        own = table.against, cell[1]
-        if own not in cells:
+    for place in places:
+        own = table.against, place[1]
+        if own not in places:
             continue
-        if cell[0] in table.worse:
-            yield cell, -1
-        elif cell[0] != "full" and {cell, own} <= table.paper.keys():
-            theirs = int(np.sign(float(table.paper[cell]) - float(table.paper[own]))) * _sign(table.score)
+        if place[0] in table.worse:
+            yield place, -1
+        elif place[0] != "full" and {place, own} <= table.paper.keys():
+            theirs = int(np.sign(float(table.paper[place]) - float(table.paper[own]))) * _sign(table.score)
             if theirs:
-                yield cell, theirs
+                yield place, theirs
 
 
 def _of_what(lines: Sequence[Line]) -> str:
@@ -247,7 +269,7 @@ def _of_what(lines: Sequence[Line]) -> str:
 def run(
     data: Path, work: Path, names: Sequence[str], more: Sequence[str] = (), results: Path = RESULTS
 ) -> None:
-    """Measures what is missing, and keeps what tables need. Ends the program where a command fails."""
+    """Measure what is missing, and keep what the tables need. Ends the program if a command fails."""
     work.mkdir(parents=True, exist_ok=True)
     for name in names:
         path = work / f"{getattr(RUNS[name], 'store', name)}.jsonl"
@@ -266,7 +288,7 @@ def _keep(path: Path, lines: Iterable[records.Record]) -> None:
 
 
 def _kvtool(*arguments: str) -> str:
-    """What it says on stdout."""
+    """The stdout of a kvtool command."""
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", *arguments], stdout=subprocess.PIPE, check=False, text=True
     )
@@ -276,7 +298,7 @@ def _kvtool(*arguments: str) -> str:
 
 
 def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> None:
-    """kvtool inspect keeps no file of results."""
+    """Run `kvtool inspect`, which keeps no file of records itself, unless it was run before."""
     if all(record["command"] != list(command) for record in records.read(path)):
         found = json.loads(_kvtool(*arguments))
         about = {"command": list(command), "file": Path(command[1]).name, **records.versions()}
@@ -284,7 +306,7 @@ def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> 
 
 
 def _rounded(line: Line) -> Line:
-    """Six digits tell more than any error."""
+    """The line with six digits per number, which is more than any error tells."""
     scores = {
         name: [value if value is None else float(f"{value:.6g}") for value in values]
         for name, values in line["scores"].items()
@@ -293,7 +315,7 @@ def _rounded(line: Line) -> Line:
 
 
 def tables(text: str, results: Path = RESULTS) -> str:
-    """The document with what stands between an experiment's two marks made anew."""
+    """The document with the text between the two marks of each experiment made anew."""
     mark = re.compile(r"(<!-- experiment (\S+) -->\n).*?(<!-- end -->)", re.S)
     unknown = [name for _, name, _ in mark.findall(text) if name not in EXPERIMENTS]
     if unknown:

@@ -14,8 +14,8 @@ from kvtool.measure import perplexity
 from tests.running import open_engine
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-# what others import
-PARTS = ("common.py", "experiments.py")
+# modules that the benchmarks import
+PARTS = ("commands.py", "common.py", "experiments.py")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from kvtool.measure.grid import split_policy
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import experiments
 import papers
-from experiments import EXPERIMENTS, RUNS, Compare, Eval, Experiment, Inspect, Table
+from commands import Compare, Eval, Inspect
+from experiments import EXPERIMENTS, RUNS, Experiment, Table
 
 VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": "3"}
 
@@ -513,14 +514,27 @@ def test_a_command_that_fails_ends_the_run(monkeypatch, tmp_path):
         papers.run(tmp_path, tmp_path, ["made-up"], [], tmp_path)
 
 
-def test_the_papers_numbers_are_read_by_columns():
-    found = experiments._paper(
-        """
-              a, 1  b
-        full  1.0   -
-        h2o   2     3.50
-        """
-    )
-    assert found == {("full", "a, 1"): "1.0", ("h2o", "a, 1"): "2", ("h2o", "b"): "3.50"}
+def test_the_papers_numbers_are_read_by_columns(monkeypatch, tmp_path):
+    monkeypatch.setattr(experiments, "NUMBERS", tmp_path)
+    tables = {
+        "one": {"columns": ["a, 1", "b"], "rows": {"full": ["1.0", None], "h2o": ["2", "3.50"]}},
+        "two": {"columns": ["c"], "rows": {"h2o": ["4"]}},
+        "short": {"columns": ["a", "b"], "rows": {"full": ["1"]}},
+    }
+    (tmp_path / "mine.json").write_text(json.dumps({"tables": tables}))
+    one = {("full", "a, 1"): "1.0", ("h2o", "a, 1"): "2", ("h2o", "b"): "3.50"}
+    assert experiments.numbers("mine", "one") == one
+    assert experiments.numbers("mine", "one", "two") == one | {("h2o", "c"): "4"}
     with pytest.raises(ValueError, match="zip"):
-        experiments._paper("a  b\nfull  1")
+        experiments.numbers("mine", "short")
+
+
+@pytest.mark.parametrize("path", sorted(experiments.NUMBERS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_number_of_a_paper_is_in_a_table(path):
+    """A misspelt policy, or a table that no experiment uses, would not be shown."""
+    tables = [table.paper.items() for each in EXPERIMENTS.values() for table in each.tables]
+    for name in json.loads(path.read_text(encoding="utf-8"))["tables"]:
+        numbers = experiments.numbers(path.stem, name)
+        assert any(numbers.items() & shown for shown in tables)
+        assert {split_policy(label)[0] for label, _ in numbers} <= set(policies.names())
+        assert min(map(float, numbers.values())) > 0
