@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,13 @@ def test_hooks_are_call_sites_only():
     lines = (PATCHES / "hooks.patch").read_bytes().split(b"diff --git", 1)[1].splitlines()
     changed = [line for line in lines if line[:1] in (b"+", b"-") and line[:4] not in (b"+++ ", b"--- ")]
     assert 0 < len(changed) < 100
+
+
+def test_no_hook_puts_a_condition_without_braces_before_a_statement_of_llama_cpp():
+    added = [line[1:].strip() for line in (PATCHES / "hooks.patch").read_text().splitlines() if line[:1] == "+"]
+    conditions = [line for line in added if re.match(r"(\} )?(if|else|for|while)\b", line)]
+    assert len(conditions) > 3
+    assert [line for line in conditions if not line.endswith(("{", ";"))] == []
 
 
 @pytest.mark.parametrize("name", MANIFEST)
