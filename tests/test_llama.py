@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import contextmanager
 
 import numpy as np
@@ -576,7 +577,7 @@ def test_a_refused_edit_keeps_the_signals(filled):
 
 
 def test_reading_more_cells_than_there_are_is_refused(filled):
-    with pytest.raises(LibraryError, match="there are 4 rows of 256 cells, not 4 of 257"):
+    with pytest.raises(LibraryError, match="n_row must be 4 and n_cell in 0..256, got 4 and 257"):
         filled.read(Signal.ATTENTION, 257)
 
 
@@ -617,11 +618,11 @@ def test_a_larger_cache_holds_more_tokens(tiny_model):
 @pytest.mark.parametrize(
     ("n_cell", "complaint"),
     [
-        ([256], "there are 2 layers, not 1"),
-        ([256, 256, 256], "there are 2 layers, not 3"),
-        ([19, 19], "layer 0: 19 cells hold no 20 tokens"),
+        ([256], "n_layer must be 2, got 1"),
+        ([256, 256, 256], "n_layer must be 2, got 3"),
+        ([19, 19], "layer 0: 19 cells cannot hold its 20 tokens"),
         ([-1, -1], "layer 0: -1 cells"),
-        ([256, 512], "rows are not ragged"),
+        ([256, 512], "only ragged rows may differ"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(filled, n_cell, complaint):
@@ -671,22 +672,88 @@ def test_a_cache_that_cannot_grow_stays_as_it_was(tiny_model):
         context.decode(tokens(3), 12, 1)
 
 
+class BufferType(ctypes.Structure):
+    """The beginning of ggml's own struct."""
+
+    _fields_ = [("get_name", ctypes.c_void_p), ("alloc_buffer", ctypes.c_void_p)]
+
+
+@contextmanager
+def failing_caches(*fails):
+    """The nth cache tensor that is made in host memory from now on gets no memory where fails[n] is true."""
+    get = library.lib.ggml_backend_cpu_buffer_type
+    get.restype = ctypes.POINTER(BufferType)
+    kind, left = get().contents, list(fails)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    address = kind.alloc_buffer
+    real = function(address)
+
+    @function
+    def alloc(buffer_type, size):
+        is_cache = size > 100_000
+        return None if is_cache and left and left.pop(0) else real(buffer_type, size)
+
+    kind.alloc_buffer = ctypes.cast(alloc, ctypes.c_void_p).value
+    try:
+        yield left
+    finally:
+        kind.alloc_buffer = address
+
+
+in_host_memory = pytest.mark.skipif(has_gpu(), reason="the cache is not in host memory")
+
+
+@in_host_memory
+def test_a_resize_that_fails_at_the_second_layer_is_undone(tiny_model):
+    with opened(tiny_model(**SHAPE)) as context:
+        fill(context, 12)
+        before = context.state()
+        with failing_caches(False, True) as left, pytest.raises(LibraryError, match="no memory for the cache$"):
+            context.resize(np.full(2, 512))
+        assert not left
+        assert context.state() == before
+        context.decode(tokens(3), 12, 1)
+        assert np.isfinite(context.logits()).all()
+
+
+@in_host_memory
+@pytest.mark.parametrize("n_cell", [(512, 1024), (512, 256)], ids=["growing", "shrinking"])
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_a_resize_that_can_be_neither_done_nor_undone_ends_the_contexts_use(tiny_model, flash, n_cell):
+    with opened(tiny_model(**SHAPE), n_cell[0], signals=BOTH, flash=flash) as context:
+        fill(context, 12)
+        message = "no memory to resize the cache, nor to undo it; close this context and open a new one"
+        with failing_caches(False, True, True) as left, pytest.raises(LibraryError, match=message):
+            context.resize(np.full(2, n_cell[1]))
+        assert not left
+        for use in (
+            lambda: context.decode(tokens(3), 12, 1),
+            lambda: context.apply(NO_MOVES, 12, 0),
+            lambda: context.read(Signal.ATTENTION, 12),
+            lambda: context.cells(0, 12),
+            lambda: context.resize(np.full(2, n_cell[0])),
+            lambda: context.read_keys(np.zeros(N_ROW), np.zeros((N_ROW, 1))),
+        ):
+            with pytest.raises(LibraryError, match=message):
+                use()
+
+
 def test_ragged_rows_without_room_are_an_error_and_nothing_is_written(tiny_model):
     with opened(tiny_model(**SHAPE), ragged=True) as context:
         fill(context, 12)
         context.resize(np.array([16, 14]))
-        with pytest.raises(LibraryError, match=r"layer 1: 14 cells hold no 12 \+ 3 tokens"):
+        with pytest.raises(LibraryError, match=r"layer 1: 14 cells cannot hold 12 \+ 3 tokens"):
             context.decode(tokens(3), 12, 1)
         context.decode(tokens(2), 12, 1)
         assert np.isfinite(context.logits()).all()
 
 
 def test_keys_of_cells_that_are_not_there_are_refused(filled):
-    with pytest.raises(LibraryError, match="row 2: cells 255 .. 257 of 256"):
+    with pytest.raises(LibraryError, match="row 2 has 256 cells, of which cells 255..257 were asked for"):
         filled.read_keys(np.array([0, 0, 255, 0]), np.zeros((4, 3)))
-    with pytest.raises(LibraryError, match="row 0: cells -1 .. 1 of 256"):
+    with pytest.raises(LibraryError, match="row 0 has 256 cells, of which cells -1..1 were"):
         filled.read_keys(np.array([-1, 0, 0, 0]), np.zeros((4, 3)))
-    with pytest.raises(LibraryError, match="there are 4 rows"):
+    with pytest.raises(LibraryError, match="n_row must be 4"):
         filled.read_keys(np.zeros(3), np.zeros((3, 3)))
     assert filled.read_keys(np.zeros(4), np.zeros((4, 0))).shape == (4, 0, 64)
 
@@ -723,9 +790,9 @@ def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, 
         assert context.layer_cells.tolist() == [16, 8]
         # a new token goes to the end of each row
         context.decode(tokens(2), 12, 1)
-        with pytest.raises(LibraryError, match="layer 1: 6 cells hold no 7 tokens"):
+        with pytest.raises(LibraryError, match="layer 1: 6 cells cannot hold its 7 tokens"):
             context.resize(np.array([16, 6]))
-        with pytest.raises(LibraryError, match="row 3: cells 5 .. 8 of 8"):
+        with pytest.raises(LibraryError, match="row 3 has 8 cells, of which cells 5..8 were"):
             context.read_keys(counts, np.zeros((4, 4)))
         assert np.isfinite(context.logits()).all()
 
@@ -733,9 +800,9 @@ def test_ragged_rows_are_edited_and_resized_each_on_its_own(tiny_model, type_v, 
 @pytest.mark.parametrize(
     ("n_keep", "n_keep_row", "complaint"),
     [
-        (9, None, "ragged rows need n_keep_row"),
-        (9, [3, 10, 1, 5], "row 1: n_keep = 10 is not in 0..9"),
-        (9, [3, 9, -1, 5], "row 2: n_keep = -1 is not in 0..9"),
+        (9, None, "n_keep_row must not be null"),
+        (9, [3, 10, 1, 5], "row 1: n_keep must be in 0..9, got 10"),
+        (9, [3, 9, -1, 5], "row 2: n_keep must be in 0..9, got -1"),
     ],
 )
 def test_numbers_of_cells_of_ragged_rows_that_cannot_be_are_refused(

@@ -34,7 +34,7 @@ const char * llama_kvtool_error(void) {
 
 int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {
     if (!ctx || !params) {
-        return fail("no context or no parameters");
+        return fail("ctx and params must not be null");
     }
     return guarded([&] { return llama_kvtool::enable(*ctx, *params); });
 }
@@ -45,7 +45,7 @@ int32_t llama_kvtool_row_layers(const llama_context * ctx, int32_t * layers, int
         return -1;
     }
     if (!layers || n_row != kvtool->n_row) {
-        return fail(format("there are %d rows, not %d", kvtool->n_row, n_row));
+        return fail(format("layers must not be null and n_row must be %d, got %d", kvtool->n_row, n_row));
     }
     std::copy(kvtool->layer_of_row.begin(), kvtool->layer_of_row.end(), layers);
     return n_row;
@@ -67,7 +67,7 @@ int32_t llama_kvtool_seen(llama_context * ctx, int32_t n_seen) {
         return -1;
     }
     if (n_seen < 0) {
-        return fail(format("n_seen = %d must not be negative", n_seen));
+        return fail(format("n_seen must be 0 or more, got %d", n_seen));
     }
     kvtool->n_seen = n_seen;
     return 0;
@@ -79,7 +79,7 @@ int32_t llama_kvtool_resize(llama_context * ctx, const int32_t * n_cell, int32_t
         return -1;
     }
     if (!n_cell || n_layer != (int32_t) kvtool->layers.size()) {
-        return fail(format("there are %d layers, not %d", (int) kvtool->layers.size(), n_layer));
+        return fail(format("n_cell must not be null and n_layer must be %d, got %d", (int) kvtool->layers.size(), n_layer));
     }
     return guarded([&] { return kvtool->resize(*ctx, n_cell); });
 }
@@ -95,10 +95,10 @@ static int64_t copy_cells(llama_context * ctx, int32_t layer, uint8_t * out, con
     }
     const int32_t n_layer = kvtool->layers.size();
     if (layer < 0 || layer >= n_layer) {
-        return fail(format("layer %d of %d", layer, n_layer));
+        return fail(format("layer must be in 0..%d, got %d", n_layer - 1, layer));
     }
     if (n_cell < 0 || n_cell > kvtool->layers[layer].n_cell) {
-        return fail(format("layer %d: %d cells of %d", layer, n_cell, kvtool->layers[layer].n_cell));
+        return fail(format("layer %d: n_cell must be in 0..%d, got %d", layer, kvtool->layers[layer].n_cell, n_cell));
     }
     return guarded([&]() -> int64_t { return kvtool->copy_cells(*ctx, kvtool->layers[layer], out, in, n_cell); });
 }
@@ -131,7 +131,7 @@ int64_t llama_kvtool_set_window(llama_context * ctx, const int32_t * table, cons
     }
     const int32_t n = kvtool->n_window();
     if (!table || !in || table[0] < 0 || table[0] > n) {
-        return fail(format("no table, or a next cell that is not in 0..%d", n));
+        return fail(format("table and in must not be null, and table[0] must be in 0..%d", n));
     }
     return guarded([&]() -> int64_t { return kvtool->copy_window(*ctx, nullptr, nullptr, table, in); });
 }
@@ -143,7 +143,8 @@ int64_t llama_kvtool_set_window(llama_context * ctx, const int32_t * table, cons
 // the index of a signal that can be read or written; negative: it cannot
 static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const float * data, int32_t n_row, int32_t n_cell) {
     if (!data || n_row != kvtool.n_row || n_cell < 0 || n_cell > kvtool.most_cells()) {
-        return fail(format("there are %d rows of %d cells, not %d of %d", kvtool.n_row, kvtool.most_cells(), n_row, n_cell));
+        return fail(format("the buffer must not be null, n_row must be %d and n_cell in 0..%d, got %d and %d",
+                kvtool.n_row, kvtool.most_cells(), n_row, n_cell));
     }
     int s = 0;
     while (s < llama_kvtool_graph::n_signal && signal != 1u << s) {
@@ -188,7 +189,7 @@ int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * i
         return s;
     }
     if (n_query < 0) {
-        return fail(format("n_query = %d must not be negative", n_query));
+        return fail(format("n_query must be 0 or more, got %d", n_query));
     }
     return guarded([&]() -> int32_t {
         kvtool->signals.collect(*ctx);
@@ -214,7 +215,7 @@ int32_t llama_kvtool_read_keys(
         return -1;
     }
     if (!first || !delta || !out || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->most_cells() || n_dim != kvtool->n_dim()) {
-        return fail(format("there are %d rows of %d cells of %d, not %d of %d of %d",
+        return fail(format("the buffers must not be null, n_row must be %d, n_cell in 0..%d and n_dim %d, got %d, %d and %d",
                 kvtool->n_row, kvtool->most_cells(), kvtool->n_dim(), n_row, n_cell, n_dim));
     }
     return guarded([&] { return read_keys(*kvtool, *ctx, first, delta, out, n_cell, n_dim); });
@@ -226,7 +227,7 @@ int32_t llama_kvtool_apply(llama_context * ctx, const llama_kvtool_edit * edit) 
         return -1;
     }
     if (!edit) {
-        return fail("no edit");
+        return fail("edit must not be null");
     }
     return guarded([&] { return kvtool::apply(*kvtool, *ctx, *edit); });
 }

@@ -82,7 +82,7 @@ using namespace kvtool;
 
 int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes) {
     if (!dev || n_bytes == 0) {
-        return fail("no device or no bytes");
+        return fail("dev must not be null, and n_bytes must be 1 or more");
     }
     return guarded([&]() -> int32_t {
         std::lock_guard<std::mutex> lock(g_limits_mutex);
@@ -99,7 +99,7 @@ int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes) {
 
 ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev) {
     if (!dev) {
-        fail("no device");
+        fail("dev must not be null");
         return nullptr;
     }
     // it lives as long as the process, as all devices do
@@ -116,7 +116,7 @@ ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev) {
 
 int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t keys) {
     if (!dev || !edits || !keys) {
-        return fail("no device or no spares");
+        return fail("dev, edits and keys must not be null");
     }
     return guarded([&]() -> int32_t {
         std::lock_guard<std::mutex> lock(g_spares_mutex);

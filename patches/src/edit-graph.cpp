@@ -347,7 +347,7 @@ int32_t read_keys(
     const auto n_cell = kvtool.row_cells();
     for (int row = 0; row < n_row; ++row) {
         if (first[row] < 0 || first[row] > n_cell[row] - n) {
-            return fail(format("row %d: cells %d .. %lld of %d", row, first[row], (long long) first[row] + n - 1, n_cell[row]));
+            return fail(format("row %d has %d cells, of which cells %d..%lld were asked for", row, n_cell[row], first[row], (long long) first[row] + n - 1));
         }
     }
 

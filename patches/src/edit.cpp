@@ -50,21 +50,21 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     const bool ragged = kvtool.params.ragged;
 
     if (edit.n_move < 0 || (edit.n_move > 0 && !edit.moves) || edit.n_term < 0 || (edit.n_term > 0 && !edit.terms)) {
-        return "missing moves or terms";
+        return "n_move and n_term must be 0 or more, and their lists must not be null";
     }
     const int n_most = kvtool.most_cells();
 
     if (edit.n_keep < 0 || edit.n_keep > n_most) {
-        return format("n_keep = %d is not in 0..%d", edit.n_keep, n_most);
+        return format("n_keep must be in 0..%d, got %d", n_most, edit.n_keep);
     }
     if (edit.pos_0 < 0 || edit.pos_0 > INT32_MAX - n_most) {
-        return format("pos_0 = %d is not in 0..%d", edit.pos_0, INT32_MAX - n_most);
+        return format("pos_0 must be in 0..%d, got %d", INT32_MAX - n_most, edit.pos_0);
     }
     if (ragged != (edit.n_keep_row != nullptr)) {
-        return ragged ? "ragged rows need n_keep_row" : "n_keep_row is for ragged rows only";
+        return ragged ? "n_keep_row must not be null where rows are ragged" : "n_keep_row must be null where rows are not ragged";
     }
     if (edit.n_hidden < 0 || edit.n_hidden > (ragged ? 0 : edit.n_keep)) {
-        return format("n_hidden = %d is not in 0..%d", edit.n_hidden, ragged ? 0 : edit.n_keep);
+        return format("n_hidden must be in 0..%d, got %d", ragged ? 0 : edit.n_keep, edit.n_hidden);
     }
 
     const auto n_cell = kvtool.row_cells();
@@ -72,7 +72,7 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     for (int row = 0; ragged && row < n_row; ++row) {
         const int n = std::min(edit.n_keep, n_cell[row]);
         if (edit.n_keep_row[row] < 0 || edit.n_keep_row[row] > n) {
-            return format("row %d: n_keep = %d is not in 0..%d", row, edit.n_keep_row[row], n);
+            return format("row %d: n_keep must be in 0..%d, got %d", row, n, edit.n_keep_row[row]);
         }
     }
 
@@ -85,10 +85,10 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     for (int i = 0; i < edit.n_move; ++i) {
         const auto & m = edit.moves[i];
         if (!inside(m.row, m.dst, m.src)) {
-            return format("move %d: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_most);
+            return format("move %d lies outside the cache: row %d of %d, cells %d <- %d of %d", i, m.row, n_row, m.dst, m.src, n_most);
         }
         if (!moved.first(m.row, m.dst)) {
-            return format("move %d: cell %d of row %d is written twice", i, m.dst, m.row);
+            return format("move %d writes to cell %d of row %d, as another move does", i, m.dst, m.row);
         }
     }
 
@@ -97,11 +97,11 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     for (int i = 0; i < edit.n_term; ++i) {
         const auto & t = edit.terms[i];
         if (!inside(t.row, t.dst, t.src) || !std::isfinite(t.weight)) {
-            return format("term %d: row %d of %d, cells %d <- %d of %d, weight %f", i, t.row, n_row, t.dst, t.src, n_most, t.weight);
+            return format("term %d lies outside the cache or is not finite: row %d of %d, cells %d <- %d of %d, weight %f", i, t.row, n_row, t.dst, t.src, n_most, t.weight);
         }
         const bool goes_on = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
         if (!goes_on && !merged.first(t.row, t.dst)) {
-            return format("term %d: the terms of row %d, cell %d are not neighbours", i, t.row, t.dst);
+            return format("term %d: the terms of row %d, cell %d must be neighbours", i, t.row, t.dst);
         }
     }
 

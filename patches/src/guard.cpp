@@ -138,7 +138,7 @@ static void guard_off() {
 
 int32_t llama_kvtool_guard(const char * message, int32_t exit_code, bool verbose) {
     if (message && strlen(message) >= sizeof(g_message)) {
-        return kvtool::fail(format("a message has at most %d bytes", (int) sizeof(g_message) - 1));
+        return kvtool::fail(format("message must have at most %d bytes", (int) sizeof(g_message) - 1));
     }
     if (message) {
         memcpy(g_message, message, strlen(message) + 1);

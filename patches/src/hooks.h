@@ -56,7 +56,8 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// whether every row has cells for n_tokens more; llama.cpp's own table does not know the lengths of ragged rows
+// whether n_tokens more can be decoded: every row has cells for them, which llama.cpp's own table does not know of ragged
+// rows, and the context may still be used
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
 
 // counts the queries of a computed graph, and starts to copy the signals that the host adds up

@@ -99,6 +99,10 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
     const auto * kvtool = lctx.kvtool.get();
 
+    if (kvtool && !kvtool->broken.empty()) {
+        LLAMA_LOG_ERROR("%s\n", kvtool->broken.c_str());
+        return false;
+    }
     if (!kvtool || !kvtool->params.ragged) {
         return true;
     }
@@ -106,7 +110,7 @@ bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
     for (const auto & l : kvtool->layers) {
         const int n_live = kvtool->most_live(l);
         if (n_tokens > (uint32_t) (l.n_cell - n_live)) {
-            LLAMA_LOG_ERROR("layer %d: %d cells hold no %d + %u tokens\n", l.il, l.n_cell, n_live, n_tokens);
+            LLAMA_LOG_ERROR("layer %d: %d cells cannot hold %d + %u tokens\n", l.il, l.n_cell, n_live, n_tokens);
             return false;
         }
     }

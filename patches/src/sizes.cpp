@@ -27,10 +27,10 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 
         const int n_live = params.ragged ? most_live(l) : n_used;
         if (n_cell[i] < std::max(n_live, 1)) {
-            return fail(format("layer %d: %d cells hold no %d tokens", l.il, n_cell[i], n_live));
+            return fail(format("layer %d: %d cells cannot hold its %d tokens", l.il, n_cell[i], n_live));
         }
         if (!params.ragged && n_cell[i] != n_cell[0]) {
-            return fail(format("layer %d: %d cells, layer %d: %d, and rows are not ragged", l.il, n_cell[i], layers[0].il, n_cell[0]));
+            return fail(format("layer %d gets %d cells and layer %d gets %d: only ragged rows may differ", l.il, n_cell[i], layers[0].il, n_cell[0]));
         }
     }
 
@@ -43,15 +43,19 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
         before.push_back(l.n_cell);
     }
 
-    // one layer after the other, so that only one is there twice
-    bool ok = true;
-    for (size_t i = 0; ok && i < layers.size(); ++i) {
-        ok = n_cell[i] == layers[i].n_cell || resize(lctx, *kv, i, n_cell[i]);
-    }
-    for (size_t i = 0; !ok && i < layers.size(); ++i) {
-        if (before[i] != layers[i].n_cell) {
-            resize(lctx, *kv, i, before[i]);
+    // one layer after the other, so that the memory holds only one of them twice
+    const auto resize_all = [&](const int * wanted) {
+        bool ok = true;
+        for (size_t i = 0; ok && i < layers.size(); ++i) {
+            ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, i, wanted[i]);
         }
+        return ok;
+    };
+
+    const bool ok = resize_all(n_cell);
+    if (!ok && !resize_all(before.data())) {
+        // attention would read past the end of the layers that are too short
+        broken = "there was no memory to resize the cache, nor to undo it; close this context and open a new one";
     }
     signals.resize();
 
@@ -83,12 +87,12 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     lctx.gf_res_prev_active = nullptr;
 
     // the compute buffers follow the cache; ragged layers change too often for that, and by little
-    lctx.sched_need_reserve = lctx.sched_need_reserve || !params.ragged;
+    lctx.sched_need_reserve = broken.empty() && (lctx.sched_need_reserve || !params.ragged);
 
-    return ok ? 0 : fail("no memory for the cache");
+    return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }
 
-// gives layer i of the cache n cells; false, with all as it was: there is no memory, or a device has failed
+// gives layer i of the cache n cells; false, with that layer as it was: there is no memory, or a device has failed
 bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n) {
     auto & l = layers[i];
 

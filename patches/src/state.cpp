@@ -20,13 +20,13 @@ using namespace kvtool;
 // why these parameters cannot be; empty: they can
 static std::string invalid(const llama_kvtool_params & params) {
     if (params.signals >> llama_kvtool_graph::n_signal) {
-        return format("unknown signals %u", params.signals);
+        return format("signals must be in 0..%u, got %u", (1u << llama_kvtool_graph::n_signal) - 1, params.signals);
     }
     if (params.group > LLAMA_KVTOOL_GROUP_FIRST) {
-        return format("unknown group %u", params.group);
+        return format("group must be in 0..%d, got %u", LLAMA_KVTOOL_GROUP_FIRST, params.group);
     }
     if (params.n_query < 1) {
-        return format("n_query = %d must be at least 1", params.n_query);
+        return format("n_query must be 1 or more, got %d", params.n_query);
     }
 
     return {};
@@ -62,7 +62,7 @@ std::string llama_kvtool::unsupported(const llama_context & lctx) {
         return "this model biases attention by position (ALiBi)";
     }
     if (hparams.n_pos_per_embd() > 1) {
-        return "this model has several positions a token (M-RoPE)";
+        return "this model has several positions per token (M-RoPE)";
     }
     for (const auto & layer : kv->layers) {
         if (!layer.k || !layer.v) {
@@ -74,7 +74,10 @@ std::string llama_kvtool::unsupported(const llama_context & lctx) {
 }
 
 int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & params) {
-    auto why = invalid(params);
+    auto why = lctx.kvtool ? lctx.kvtool->broken : std::string();
+    if (why.empty()) {
+        why = invalid(params);
+    }
     if (why.empty()) {
         why = unsupported(lctx);
     }
@@ -89,7 +92,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     const uint32_t n_cell = kv->layers[0].k->ne[1];
     for (const auto & layer : kv->layers) {
         if (!params.ragged && (uint32_t) layer.k->ne[1] != n_cell) {
-            return fail("the layers have different numbers of cells, and rows are not ragged");
+            return fail("the layers have different numbers of cells, which is for ragged rows only");
         }
     }
 
@@ -132,6 +135,10 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 llama_kvtool * llama_kvtool::get(const llama_context * ctx) {
     if (!ctx || !ctx->kvtool) {
         fail("call llama_kvtool_enable on this context first");
+        return nullptr;
+    }
+    if (!ctx->kvtool->broken.empty()) {
+        fail(ctx->kvtool->broken);
         return nullptr;
     }
     return ctx->kvtool.get();

@@ -29,6 +29,8 @@ struct llama_kvtool {
 
     std::vector<int32_t> live; // ragged: how many cells of each row are in use
 
+    std::string broken; // why nothing may be done with the context any more; empty: it may be used
+
     kvtool::signals signals { layers, params };
     kvtool::graphs  graphs;
 
@@ -39,7 +41,7 @@ struct llama_kvtool {
     // see llama_kvtool_enable
     static int32_t enable(llama_context & lctx, const llama_kvtool_params & params);
 
-    // null, with the error set, where kvtool is not enabled
+    // null, with the error set, where kvtool is not enabled or the context may not be used any more
     static llama_kvtool * get(const llama_context * ctx);
 
     //
