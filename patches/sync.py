@@ -1,13 +1,17 @@
-"""For maintainers: the patch to a work tree and back.
+"""For maintainers: bring the patch into a work tree of llama.cpp, and back.
 
-python patches/sync.py import DIR   llama.cpp of UPSTREAM as a git repository, the patch in its work tree
-python patches/sync.py export DIR   writes hooks.patch from that work tree; the header stays
-python patches/sync.py check        the patch applies to UPSTREAM, and export would write the same bytes
+    python patches/sync.py import DIR [ARCHIVE]   make DIR a git repository of llama.cpp, with the patch in its work tree
+    python patches/sync.py export DIR             write hooks.patch from that work tree; its header stays
+    python patches/sync.py check                  check that the patch applies to UPSTREAM and export writes the same bytes
+
+ARCHIVE is another release's source distribution, UPSTREAM's unless given. Where the patch does not fit it exactly, the
+changes are merged file by file, and what is left to do by hand is listed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,11 +31,11 @@ from kvtool.system.paths import cache_dir  # noqa: E402
 PATCH = HERE / "hooks.patch"
 FIELDS = ("Subject:", "Why:", "Remove-when:", "Touches:")
 OURS = "src/kvtool"
-"""Where in llama.cpp's tree our own C++ files lie."""
+"""Where our own C++ files lie in llama.cpp's tree."""
 
 
 def header(patch: str) -> str:
-    """All before the first file's changes. Raises PatchError unless every field of it says something."""
+    """The text before the first file's changes. Raises PatchError for a field that is missing or empty."""
     head, found, _ = patch.partition("diff --git ")
     fields = dict(line.split(":", 1) for line in head.splitlines() if ":" in line)
     missing = [field for field in FIELDS if not fields.get(field[:-1], "").strip()]
@@ -40,8 +44,8 @@ def header(patch: str) -> str:
     return head
 
 
-def _git(tree: Path, *arguments: str) -> bytes:
-    # no configuration of this machine may change the bytes, and no repository around the tree be taken for it
+def _run_git(tree: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    # this machine's configuration must not change the bytes, and git must not take a repository around the tree for it
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env |= {
         "GIT_CONFIG_GLOBAL": os.devnull,
@@ -51,18 +55,24 @@ def _git(tree: Path, *arguments: str) -> bytes:
     }
     for role in ("AUTHOR", "COMMITTER"):
         env |= {f"GIT_{role}_NAME": "kvtool", f"GIT_{role}_EMAIL": "kvtool@localhost"}
-    done = subprocess.run(["git", *arguments], cwd=tree, env=env, capture_output=True, check=False)
+    return subprocess.run(
+        ["git", *arguments], cwd=tree, env=env, input=stdin, capture_output=True, check=False
+    )
+
+
+def _git(tree: Path, *arguments: str) -> bytes:
+    done = _run_git(tree, *arguments)
     if done.returncode:
         raise apply.PatchError(f"git {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
 
 
 def unpack(archive: Path, tree: Path, only: set[str] | None = None) -> None:
-    """llama.cpp's files from the source distribution into tree, all or only these."""
+    """Unpacks llama.cpp from a source distribution into tree: all of its files, or only these."""
     with tarfile.open(archive) as tar:
         for member in tar:
             top, _, name = member.name.partition("/vendor/llama.cpp/")
-            # the distribution carries its own .git, with another of llama.cpp in it
+            # the distribution carries its own .git, which holds another llama.cpp
             if "/" in top or name in ("", ".git") or not member.isfile() or (only and name not in only):
                 continue
             path = tree / name
@@ -74,7 +84,7 @@ def unpack(archive: Path, tree: Path, only: set[str] | None = None) -> None:
 
 
 def commit(tree: Path) -> None:
-    """Makes the tree a repository with all its files in one commit."""
+    """Makes the tree a git repository with all its files in one commit."""
     _git(tree, "init", "-q")
     exclude = tree / ".git" / "info" / "exclude"
     exclude.parent.mkdir(exist_ok=True)
@@ -84,7 +94,7 @@ def commit(tree: Path) -> None:
 
 
 def exported(tree: Path, head: str) -> bytes:
-    """hooks.patch as the work tree has it: the same bytes on every machine."""
+    """hooks.patch of this work tree: the same bytes on every machine."""
     diff = _git(
         tree,
         *("diff", "-U2", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames"),
@@ -97,11 +107,37 @@ def _source() -> Path:
     return sources.archive(sources.Upstream.read(HERE), cache_dir() / "logs" / "source.log")
 
 
-def import_(tree: Path) -> str:
+def merge(patch: bytes, tree: Path, before: Path) -> list[str]:
+    """Merges each file's changes into another llama.cpp; before: the tree that the patch was made for.
+
+    Returns what is left to do by hand. Conflicts are marked in the files as git marks them.
+    """
+    for name in apply.parse(patch):
+        _git(tree, "hash-object", "-w", str(before / name))
+    left = []
+    for diff in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE)[1:]:
+        (name,) = apply.parse(diff)
+        if not (tree / name).is_file():
+            left.append(f"{name} is not in this llama.cpp; its changes:\n{diff.decode().rstrip()}")
+            continue
+        done = _run_git(tree, "apply", "--3way", "-", stdin=diff)
+        lines = (tree / name).read_bytes().splitlines()
+        conflicts = [number for number, line in enumerate(lines, 1) if line.startswith(b"<<<<<<< ")]
+        left += [f"{name}:{number} is in conflict" for number in conflicts]
+        if done.returncode and not conflicts:
+            left.append(f"{name}: {done.stderr.decode(errors='replace').strip()}")
+    _git(tree, "reset", "-q")
+    return left
+
+
+def import_(tree: Path, archive: Path | None = None) -> str:
+    """The work tree of the archive's llama.cpp, UPSTREAM's unless given; returns what is left to do in it."""
     if tree.exists() and any(tree.iterdir()):
         raise apply.PatchError(f"{tree} is not empty")
     tree.mkdir(parents=True, exist_ok=True)
-    unpack(_source(), tree)
+    unpack(archive or _source(), tree)
+    if not any(tree.iterdir()):
+        raise apply.PatchError(f"{archive} is not a source distribution of llama-cpp-python")
     commit(tree)
     ours = tree / OURS
     ours.mkdir(parents=True)
@@ -109,15 +145,28 @@ def import_(tree: Path) -> str:
         if name != PATCH.name:
             (ours / Path(name).name).symlink_to(HERE / name)
     (ours / "digest.h").write_text('#define LLAMA_KVTOOL_DIGEST "work tree"\n')
-    # last, so that what does not fit a new version can be applied there by hand
-    apply.apply(PATCH.read_bytes(), tree)
-    return f"{tree}: edit, build, then export; {OURS}/ has links to {HERE}"
+    patch, left = PATCH.read_bytes(), []
+    try:
+        apply.apply(patch, tree)
+    except apply.PatchError:
+        if archive is None:
+            raise
+        with tempfile.TemporaryDirectory() as folder:
+            before = Path(folder)
+            unpack(_source(), before, only=set(apply.parse(patch)))
+            left = merge(patch, tree, before)
+    if left:
+        left.append(f"left to do by hand: {len(left)}")
+    return "\n".join([*left, f"{tree}: edit, build, then export; {OURS}/ has links to {HERE}"])
 
 
 def export(tree: Path) -> str:
+    """Writes hooks.patch from the work tree."""
     if not (tree / ".git").is_dir():
-        raise apply.PatchError(f"{tree} is no work tree that import made")
+        raise apply.PatchError(f"{tree} is not a work tree that import made")
     new = exported(tree, header(PATCH.read_text()))
+    if marker := re.search(rb"^\+(<<<<<<<|>>>>>>>) .*", new, re.MULTILINE):
+        raise apply.PatchError(f"a conflict is left: {marker[0][1:].decode(errors='replace')}")
     apply.parse(new)
     PATCH.write_bytes(new)
     return f"wrote {PATCH}"
@@ -142,15 +191,18 @@ def check() -> str:
 
 
 def main(arguments: list[str]) -> int:
+    command, paths = arguments[:1], [Path(path).absolute() for path in arguments[1:]]
     try:
-        if arguments[:1] == ["check"] and len(arguments) == 1:
+        if command == ["check"] and not paths:
             done = check()
-        elif arguments[:1] in (["import"], ["export"]) and len(arguments) == 2:
-            done = (import_ if arguments[0] == "import" else export)(Path(arguments[1]).absolute())
+        elif command == ["import"] and len(paths) in (1, 2):
+            done = import_(*paths)
+        elif command == ["export"] and len(paths) == 1:
+            done = export(*paths)
         else:
             sys.stderr.write(__doc__)
             return 2
-    except (apply.PatchError, KvtoolError, OSError, UnicodeDecodeError) as error:
+    except (apply.PatchError, KvtoolError, OSError, tarfile.TarError, UnicodeDecodeError) as error:
         sys.stderr.write(f"sync: {error}\n")
         return 1
     sys.stdout.write(f"{done}\n")

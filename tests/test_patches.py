@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import shutil
 import subprocess
@@ -220,6 +221,74 @@ def test_import_then_export_then_check(archive):
         sync.check()
     sync.export(archive / "work")
     sync.check()
+
+
+def release(folder: Path, **files: str) -> Path:
+    """A source distribution with these files in src/, named without their ending."""
+    path = folder / "other.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in files.items():
+            data = text.encode()
+            member = tarfile.TarInfo(f"package-2/vendor/llama.cpp/src/{name}.cpp")
+            member.size, member.mode = len(data), 0o644
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def untar(archive: Path, tree: Path) -> Path:
+    tree.mkdir()
+    sync.unpack(archive, tree)
+    return tree
+
+
+@pytest.fixture
+def exported(archive):
+    """The folder of `archive`, its patch written by export, as a three-way merge needs it."""
+    sync.import_(archive / "first")
+    sync.export(archive / "first")
+    return archive
+
+
+@needs_git
+def test_import_of_another_release_moves_the_changes_along(exported):
+    other = release(exported, a="zero\n" * 9 + BEFORE)
+    with pytest.raises(apply.PatchError, match=r"a\.cpp:\d is not what"):
+        apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "plain"))
+    said = sync.import_(exported / "work", other)
+    assert "by hand" not in said
+    assert read(exported / "work") == "zero\n" * 9 + AFTER
+    sync.export(exported / "work")
+    assert apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "again"))
+
+
+@needs_git
+def test_import_of_another_release_lists_conflicts_and_export_refuses_them(exported):
+    other = release(exported, a=BEFORE.replace("three", "3"))
+    said = sync.import_(exported / "work", other).splitlines()
+    assert said[:2] == ["src/a.cpp:3 is in conflict", "left to do by hand: 1"]
+    assert "<<<<<<< " in read(exported / "work")
+    assert "seven" in read(exported / "work")
+    before = sync.PATCH.read_bytes()
+    with pytest.raises(apply.PatchError, match="a conflict is left: <<<<<<< "):
+        sync.export(exported / "work")
+    assert sync.PATCH.read_bytes() == before
+    (exported / "work" / "src" / "a.cpp").write_text(AFTER.replace("THREE", "3 THREE"))
+    sync.export(exported / "work")
+    assert apply.apply(sync.PATCH.read_bytes(), untar(other, exported / "again"))
+
+
+@needs_git
+def test_import_of_another_release_names_a_file_that_is_gone_with_its_changes(exported):
+    said = sync.import_(exported / "work", release(exported, b=BEFORE))
+    assert said.startswith("src/a.cpp is not in this llama.cpp; its changes:\ndiff --git a/src/a.cpp")
+    assert "\n+THREE\n" in said
+    assert "\nleft to do by hand: 1\n" in said
+
+
+@needs_git
+def test_import_of_an_archive_without_llama_cpp_is_refused(exported):
+    with pytest.raises(apply.PatchError, match=r"other\.tar\.gz is not a source distribution"):
+        sync.import_(exported / "work", release(exported))
 
 
 def test_check_refuses_a_patch_that_does_not_apply(archive):
