@@ -1,11 +1,11 @@
 """For maintainers: bring the patch into a work tree of llama.cpp, and back.
 
-    python patches/sync.py import DIR [ARCHIVE]   make DIR a git repository of llama.cpp, with the patch in its work tree
+    python patches/sync.py import DIR [ARCHIVE]   make DIR a repository of llama.cpp, its work tree patched
     python patches/sync.py export DIR             write hooks.patch from that work tree; its header stays
-    python patches/sync.py check                  check that the patch applies to UPSTREAM and export writes the same bytes
+    python patches/sync.py check                  the patch applies to UPSTREAM, export writes the same bytes
 
-ARCHIVE is another release's source distribution, UPSTREAM's unless given. Where the patch does not fit it exactly, the
-changes are merged file by file, and what is left to do by hand is listed.
+ARCHIVE is another release's source distribution, UPSTREAM's unless given. Where the patch does not fit it
+exactly, the changes are merged file by file, and what is left to do by hand is listed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def header(patch: str) -> str:
 
 
 def _run_git(tree: Path, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    # this machine's configuration must not change the bytes, and git must not take a repository around the tree for it
+    # this machine's configuration must not change the bytes, nor a repository around the tree count
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     env |= {
         "GIT_CONFIG_GLOBAL": os.devnull,

@@ -708,7 +708,8 @@ def test_a_resize_that_fails_at_the_second_layer_is_undone(tiny_model):
     with opened(tiny_model(**SHAPE)) as context:
         fill(context, 12)
         before = context.state()
-        with failing_caches(False, True) as left, pytest.raises(LibraryError, match="no memory for the cache$"):
+        refusal = pytest.raises(LibraryError, match="no memory for the cache$")
+        with failing_caches(False, True) as left, refusal:
             context.resize(np.full(2, 512))
         assert not left
         assert context.state() == before

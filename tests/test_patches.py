@@ -79,7 +79,8 @@ def test_hooks_are_call_sites_only():
 
 
 def test_no_hook_puts_a_condition_without_braces_before_a_statement_of_llama_cpp():
-    added = [line[1:].strip() for line in (PATCHES / "hooks.patch").read_text().splitlines() if line[:1] == "+"]
+    lines = (PATCHES / "hooks.patch").read_text().splitlines()
+    added = [line[1:].strip() for line in lines if line.startswith("+")]
     conditions = [line for line in added if re.match(r"(\} )?(if|else|for|while)\b", line)]
     assert len(conditions) > 3
     assert [line for line in conditions if not line.endswith(("{", ";"))] == []
