@@ -185,7 +185,7 @@ def test_a_device_that_is_none_has_no_spare():
         "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "no device\n"
+    assert done.stdout == "dev must not be null\n"
 
 
 if __name__ == "__main__":
