@@ -1,0 +1,110 @@
+"""The rooms of the package: who may import whom, as docs/tree.md has it, and how large a file may be."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvtool"
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+
+ALONE = {
+    "llama_cpp": "llama",
+    "typer": "cli",
+    "rich": "cli",
+    "matplotlib": "cli",
+    "numba": "kernels",
+    "llvmlite": "kernels",
+    "gguf": "models",
+    "huggingface_hub": "models",
+    "jinja2": "chats",
+}
+"""Packages that one room alone imports."""
+
+
+def allowed() -> dict[str, set[str]]:
+    """The table of docs/tree.md: each room, and the rooms that it may import."""
+    document = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|$", document, re.M)
+    table: dict[str, set[str]] = {}
+    for room, names in rows:
+        below = "all above" in names
+        table[room] = set(table) if below else set(re.findall(r"`(\w+)`", names))
+    return table
+
+
+def room_of(module: str) -> str:
+    """The folder or file below kvtool/; the package itself, which has __version__, is "kvtool"."""
+    return [*module.split("."), "kvtool"][1] if "." in module else "kvtool"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, inside functions and for types alone as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # absolute: ruff's TID252 allows no other
+            assert node.level == 0
+            module = str(node.module)
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                yield node.lineno, name if name in MODULES else module
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
+            if isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+
+
+def test_every_room_is_in_the_table_below_all_that_it_may_import():
+    table = allowed()
+    rooms = {room_of(module) for module in MODULES} - {"kvtool"}
+    assert set(table) == rooms
+    for number, (room, below) in enumerate(table.items()):
+        assert below <= set(list(table)[:number]), room
+
+
+def test_imports_point_one_way():
+    table, wrong = allowed(), []
+    # the package's own file is a list of names for users, each imported when it is used
+    for path in set(FILES) - {PACKAGE / "__init__.py"}:
+        own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for line, module in imports(path):
+            package = module.partition(".")[0]
+            is_allowed = room_of(module) in {own, "kvtool", *table[own]} if package == "kvtool" else True
+            if not is_allowed or ALONE.get(package, own) != own:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert wrong == []
+
+
+def test_a_forbidden_import_is_found(tmp_path):
+    path = tmp_path / "inner.py"
+    path.write_text("def f():\n    from kvtool.cli import flags\n    import llama_cpp.llama_cpp as api\n")
+    assert list(imports(path)) == [(2, "kvtool.cli.flags"), (3, "llama_cpp.llama_cpp")]
+
+
+def test_the_build_needs_the_standard_library_alone():
+    # -S: without the environment's packages
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import kvtool.build.__main__, kvtool.build.kernels"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("folder", ["kvtool", "benchmarks"])
+def test_no_file_is_longer_than_500_lines_and_no_class_than_300(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 500, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                assert node.end_lineno - node.lineno < 300, f"{path}: {node.name}"
