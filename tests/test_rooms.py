@@ -59,9 +59,12 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 name = f"{module}.{alias.name}"
                 yield node.lineno, name if name in MODULES else module
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
-            if isinstance(node.args[0], ast.Constant):
-                yield node.lineno, str(node.args[0].value)
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "import_module"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
 
 
 def test_every_room_is_in_the_table_below_all_that_it_may_import():
