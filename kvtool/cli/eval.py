@@ -80,6 +80,7 @@ def evaluate(
         str | None,
         typer.Option(
             "--budget",
+            metavar="SIZE",
             help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
             "or bytes (64MiB).",
             show_default="20%",

@@ -30,6 +30,7 @@ Policy = Annotated[
 def _budget(default: str) -> Any:
     return typer.Option(
         "--budget",
+        metavar="SIZE",
         help="Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
         "or bytes (64MiB).",
         show_default=default,
@@ -90,6 +91,7 @@ Model = Annotated[
     typer.Option(
         "-m",
         "--model",
+        metavar="MODEL",
         help="A name (kvtool models list) or a GGUF file.",
         show_default="$KVTOOL_MODEL, or the first name listed",
     ),

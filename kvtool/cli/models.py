@@ -10,7 +10,12 @@ import typer
 from kvtool.cli.progress import bytes_progress
 from kvtool.units import format_bytes, parse_bytes
 
-app = typer.Typer(help="List, download and inspect models.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List, download and inspect models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -85,14 +90,16 @@ def show(
         str, typer.Option(metavar="BYTES", help="Show how many tokens fit into this much cache.")
     ] = "64MiB",
     type_k: Annotated[
-        str, typer.Option("-ctk", "--cache-type-k", "--type-k", help="Type of the cached keys.")
+        str,
+        typer.Option("-ctk", "--cache-type-k", "--type-k", metavar="TYPE", help="Type of the cached keys."),
     ] = "f16",
     type_v: Annotated[
-        str, typer.Option("-ctv", "--cache-type-v", "--type-v", help="Type of the cached values.")
+        str,
+        typer.Option("-ctv", "--cache-type-v", "--type-v", metavar="TYPE", help="Type of the cached values."),
     ] = "f16",
     as_json: Json = False,
 ) -> None:
-    """Show what a model's header says, and how many tokens fit into a given amount of cache."""
+    """Show a model's header, and how many of its tokens fit into memory."""
     from kvtool.cli.flags import N_BATCH
     from kvtool.models.download import sha256
     from kvtool.models.header import read

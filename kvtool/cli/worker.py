@@ -24,7 +24,10 @@ _SHORT_S = 1.0
 
 def worker(
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on: a name or IPv4 address of this machine.")
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Address to listen on: a name or IPv4 address of this machine."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen on.")
