@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in words, real text as tokens, medians and the spread of ratios."""
+"""What the benchmarks share: a description of the machine, tokens of a text, medians, plots."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
-    """FILE, -m, -t and --json."""
+    """Add FILE, -m, -t and --json."""
     parser.add_argument("file", type=Path, nargs=None if needs_file else "?", help="a text, UTF-8")
-    parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: as kvtool itself)")
+    parser.add_argument("-m", "--model", help="a name of models.txt or a path (default: kvtool's)")
     parser.add_argument("-t", "--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:
-    """--plot, for `plot_ratios`."""
+    """Add --plot, for `plot_ratios`."""
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the ratios; needs matplotlib")
 
 
 def machine() -> dict[str, object]:
-    """What a reader must know of the machine to compare numbers."""
+    """What a reader needs to know about the machine to compare numbers."""
     info = library_info()
     return {
         "cpu": _cpu(),
@@ -61,16 +61,17 @@ def _cpu() -> str:
 
 
 def describe(what: dict[str, object]) -> str:
-    """One line of `name value` pairs."""
+    """The pairs as one line: "name value, name value"."""
     return ", ".join(f"{name} {value}" for name, value in what.items())
 
 
 def load_model(name: str | None) -> Model:
+    """The model of that name or path; kvtool's default without one."""
     return Model(resolve(name))
 
 
 def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash: str) -> object:
-    """A context of stock llama.cpp, nothing of kvtool enabled. Ends the program where there is none."""
+    """A context of stock llama.cpp: nothing of kvtool is enabled. Ends the program if it cannot be made."""
     params = api.llama_context_default_params()
     params.n_ctx = n_cell
     params.n_batch = params.n_ubatch = n_batch
@@ -83,38 +84,39 @@ def stock_context(model: Model, n_cell: int, n_batch: int, n_threads: int, flash
 
 
 def load_tokens(model: Model, path: Path, n: int) -> np.ndarray:
-    """The first n tokens of the text. Ends the program where the text is shorter."""
-    # as `kvtool perplexity` reads it; read_text would turn every line end into a newline
+    """The first n tokens of the text. Ends the program if the text is shorter."""
+    # as `kvtool perplexity` reads it; read_text would change line ends
     text = path.read_bytes().decode("utf-8-sig")
-    # no token is longer than this on average in any language: a long text need not be read whole
+    # 16 characters per token are always enough; a long text need not be tokenized whole
     tokens = model.tokenize(text[: 16 * n], start=True)
     if len(tokens) < n:
-        sys.exit(f"{path} has {len(tokens)} tokens; {n} are needed")
+        sys.exit(f"{path} is too short: {len(tokens)} tokens, at least {n} needed")
     return tokens[:n]
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """The median, the least and the most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def show(values: dict[str, float], digits: int = 3) -> str:
-    """'1.020 (0.990-1.051)' of what `spread` gives."""
+    """What `spread` gives as text: "1.020 (0.990-1.051)"."""
     return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
 
 
 def note(text: str) -> None:
-    """Progress."""
+    """Print a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write_json(path: Path | None, results: dict[str, object]) -> None:
+    """Write the results, if a file is asked for."""
     if path:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def plot_ratios(path: Path | None, title: str, ratios: dict[str, dict[str, float]], target: float) -> None:
-    """A bar for each of what `spread` gives, with its least and most; lines at 1 and at the target."""
+    """Draw a bar for each ratio that `spread` gives, from least to most; lines at 1 and at the target."""
     if path is None:
         return
     from matplotlib.figure import Figure

@@ -1,9 +1,10 @@
-"""KL and top-1 agreement of a cache type against f16: kvtool's and stock llama-perplexity's, same windows.
+"""KL and top-1 agreement of a cache type with f16, by kvtool and by stock llama-perplexity.
 
     python benchmarks/divergence.py FILE --stock path/to/llama-perplexity --type q8_0
 
-Both read windows of 512 tokens in batches of 64 with flash attention and compare the second half of each.
-llama-perplexity keeps all log-probabilities in 16 bits; kvtool the likeliest, and takes the others for one.
+Both read the same pieces of 512 tokens, in batches of 64 and with flash attention, and compare the second
+half of each. llama-perplexity keeps all log-probabilities in 16 bits. kvtool keeps those of the likeliest
+tokens; all others count as one.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def main() -> None:
     )
     add_common(parser)
     parser.add_argument("--stock", type=Path, required=True, help="the program llama-perplexity")
-    parser.add_argument("--type", default="q8_0", help="of K and V")
-    parser.add_argument("--chunks", type=int, default=8, help="windows")
-    parser.add_argument("--top", default=str(divergence.N_TOP), help="tokens kept, with commas")
+    parser.add_argument("--type", default="q8_0", help="type of keys and values")
+    parser.add_argument("--chunks", type=int, default=8, help="number of pieces")
+    parser.add_argument(
+        "--top", default=str(divergence.N_TOP), help="tokens that kvtool keeps, separated by commas"
+    )
     args = parser.parse_args()
 
     model = load_model(args.model)

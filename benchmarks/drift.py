@@ -1,11 +1,12 @@
-"""What do keys lose that are turned again and again?
+"""What do keys lose when they are re-rotated again and again?
 
     python benchmarks/drift.py FILE --evictions 1000,10000
 
-Streams a text with in-cache positions and an eviction at every token, where StreamingLLM's sinks are turned
-at each of them, for each type of keys. After so many evictions the next `--score` tokens are predicted; the
-divergence KL(p || q) of these predictions from those of the same stream with F32 keys, which hardly lose
-anything, is the mean in nats. With positions `auto` the same keys are turned once a context.
+Streams a text with in-cache positions and an eviction at every token, once for each type of keys. Under
+StreamingLLM the sinks' keys are re-rotated at each eviction. After some numbers of evictions the next
+`--score` tokens are predicted. Printed is the mean divergence KL(p || q), in nats, from the same stream with
+F32 keys, which lose hardly anything. With `--positions auto` the same keys would be re-rotated once per
+context.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common(parser)
-    parser.add_argument("--policy", default="streamingllm", help="one that never looks at attention")
+    parser.add_argument("--policy", default="streamingllm", help="one that reads no attention")
     parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--evictions", default="1000,10000", help="with commas")
-    parser.add_argument("--types", default="f16,q8_0", help="of the keys, with commas")
+    parser.add_argument("--evictions", default="1000,10000", help="numbers of evictions, separated by commas")
+    parser.add_argument("--types", default="f16,q8_0", help="types of the keys, separated by commas")
     parser.add_argument("--positions", default="in-cache", choices=("in-cache", "auto"))
     parser.add_argument("--score", type=int, default=128)
     args = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _predictions(model: Model, tokens: np.ndarray, type_k: str, after: list[int], args) -> list[np.ndarray]:
-    """Log probabilities f32[score, n_vocab] of the tokens that follow so many evictions."""
+    """Log-probabilities f32[score, n_vocab] of the tokens after so many evictions."""
     settings = Settings(positions=args.positions, n_batch=1, type_k=type_k, n_threads=args.threads)
     engine = Engine(model, policies.fit(args.policy, args.budget, 1), settings)
     starts = [args.budget - 1 + n for n in after]

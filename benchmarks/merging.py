@@ -2,11 +2,11 @@
 
     python benchmarks/merging.py wiki.test.raw --budget 256 --nll runs
 
-Every variant streams the same first `--max-tokens` of the text and evicts by average attention; they differ
-in what becomes of an evicted value. The table has each one's mean nll from token `--budget` on, and, against
-`evict`, the mean difference, its standard error (from blocks of 64 tokens) and the share of tokens that score
-better; own share is what a value between sinks and window has left of itself at the end, their median. Runs
-that the folder of --nll holds are not done again.
+Every variant streams the first `--max-tokens` tokens of the text and evicts by average attention. They differ
+in what happens to the value of an evicted token. For each variant the table shows the mean nll from token
+`--budget` on; the mean difference from `evict`, with its standard error from blocks of 64 tokens; the share
+of tokens that score better; and the own share: the weight that a value between sinks and window has kept of
+itself at the end, the median. What is in the folder of --nll is not measured again.
 """
 
 from __future__ import annotations
@@ -40,16 +40,35 @@ OWN, WEIGHT, SUM, POOLED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Variant(WeightedKV):
-    """WeightedKV with other merges.
+    """WeightedKV with other merges. The victim is the evicted token, its value merges into a neighbour's.
 
-    into: RIGHT neighbour, live as yet; KEPT, the next that stays; LEFT neighbour, no sink. by_sum: whether a
-    value's weight is its attention sum, not the average. equal: all values weigh alike. scale: the victim's
-    share times this. most: a victim whose share would be larger is not merged. spare: nor one whose neighbour
-    is in the window. add: the victim is added, times the ratio of the averages (1 at most), the neighbour is
-    not scaled; centre: less the average output of the row, as many times. after: what a merge does to the
-    neighbour: nothing (OWN), later merges weigh it with what went into it (WEIGHT), its attention sum grows
-    by the victim's (SUM), or sums and steps alive of the two are added (POOLED). n_layer: layers that merge.
-    heads: rows that evict by the sum of their averages, each merging by its own.
+    Attributes
+    ----------
+    into
+        The neighbour: RIGHT, the next token that is live now; KEPT, the next that stays; LEFT, the one
+        before, unless it is a sink.
+    by_sum
+        Whether a value's weight is its attention sum, and not the average.
+    equal
+        Whether all values have the same weight.
+    scale
+        Factor of the victim's share.
+    most
+        A victim whose share would be larger is not merged.
+    spare
+        Whether a victim is not merged if its neighbour is in the window.
+    add
+        Whether the victim is added, times the ratio of the averages (at most 1), without scaling the
+        neighbour.
+    centre
+        With add: whether the average output of the row is first subtracted from the victim.
+    after
+        What a merge does to the neighbour: nothing (OWN); later merges count what went into it (WEIGHT); its
+        attention sum grows by the victim's (SUM); sums and steps alive are added (POOLED).
+    n_layer
+        Layers that merge.
+    heads
+        Rows that evict together, by the sum of their averages; each merges by its own.
     """
 
     into: int = RIGHT
@@ -67,7 +86,7 @@ class Variant(WeightedKV):
     paper: ClassVar[str] = ""
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum; steps alive and weight taken over from victims; what a value has lost of its own."""
+        """The state: attention sum; steps alive; weight taken over from victims; lost own share."""
         return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(4))
 
     def observe(self, view: View, state: State) -> None:
@@ -98,7 +117,7 @@ class Variant(WeightedKV):
         return Plan(keep, Merge(*(term[:n][asked] for term in terms)))
 
     def _summed(self, average: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """Over the rows that evict together, which all hold the same tokens."""
+        """The sums over rows that evict together; these hold the same tokens."""
         by_age = np.take_along_axis(average, order, axis=1)
         total = by_age.reshape(-1, self.heads, by_age.shape[1]).sum(axis=1)
         summed = np.empty_like(average)
@@ -116,7 +135,7 @@ def _merge(
     into, scale, most, spare, add, centre, after,
     mass, steps, extra, lost, row_of, dst_of, src_of, weight_of,
 ):  # fmt: skip
-    """One row and one victim after the other, as Variant says; cells throughout, places where named so."""
+    """Merge row by row and victim by victim, as Variant says. Indices are cells, unless named places."""
     n_row, n = order.shape
     n_evict = turn.shape[1]
     older, newer = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
@@ -165,7 +184,7 @@ def _merge(
             weight[to] *= hold[i]
         for i in range(n_evict):
             taken[home[turn[row, i]]] += weight[turn[row, i]]
-        # the tokens that end in one that stays are its neighbours
+        # the tokens whose next kept token is the same merge into that one
         for place in range(n):
             if taken[place] == 0:
                 continue
@@ -223,11 +242,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--evict-every", type=int, default=16)
-    parser.add_argument("--window", type=int, help="default: as weightedkv itself")
+    parser.add_argument("--window", type=int, help="default: weightedkv's")
     parser.add_argument("--positions", default="auto", choices=("auto", "original", "in-cache"))
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="with commas; default: %(default)s")
-    parser.add_argument("--ungroup", action="store_true", help="a KV head for every query head: no groups")
-    parser.add_argument("--nll", type=Path, metavar="FOLDER", help="where runs are kept")
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help="separated by commas; default: %(default)s"
+    )
+    parser.add_argument("--ungroup", action="store_true", help="give every query head its own KV head")
+    parser.add_argument("--nll", type=Path, metavar="FOLDER", help="keep results in this folder")
     args = parser.parse_args()
 
     names = ["evict", *(name for name in args.variants.split(",") if name != "evict")]
@@ -249,14 +270,14 @@ def main() -> None:
 
 
 def paired(difference: np.ndarray) -> str:
-    """Mean and standard error of f64[n], in which neighbours are alike, and the share below zero."""
+    """The mean of f64[n], its standard error if neighbours are correlated, and the share below zero."""
     n = len(difference) // BLOCK
     error = difference[: n * BLOCK].reshape(n, BLOCK).mean(axis=1).std(ddof=1) / n**0.5
     return f"{difference.mean():+.4f} +- {error:.4f} | {(difference < 0).mean():.0%}"
 
 
 def ungroup(source: Path, target: Path) -> None:
-    """Writes a llama whose query heads have a copy of their KV head each: the same function, more rows."""
+    """Write a llama in which every query head has its own copy of its KV head: same function, more rows."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     n_head, n_head_kv = (reader.fields[f"llama.attention.{key}"].contents() for key in _HEADS)
@@ -279,7 +300,7 @@ def ungroup(source: Path, target: Path) -> None:
 
 
 def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray, float]:
-    """nll f64[n - 1], and the share of its own that a value between sinks and window has at the end."""
+    """The nll f64[n - 1], and the own share of the values between sinks and window at the end."""
     path = None
     if args.nll:
         args.nll.mkdir(parents=True, exist_ok=True)

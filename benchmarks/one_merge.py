@@ -1,11 +1,11 @@
-"""What one merge does to the outputs of attention, next to one eviction, in the full cache.
+"""The error of attention's outputs after one merge, and after one eviction, in the full cache.
 
     python benchmarks/one_merge.py wiki.test.raw
 
-Of every row (layer and KV head) the `--victims` tokens of the lowest average attention by token `--at`, sinks
-and window aside, are taken out one at a time: with their values, and by WeightedKV's rule. The error is the
-squared difference of the heads' outputs, summed over all later queries; everything else stays as it was.
-Runs on the weights in F32, of a llama or qwen2, in NumPy.
+In every row (layer and KV head) the `--victims` tokens with the lowest average attention by token `--at` are
+removed, one at a time: once together with their value, once with WeightedKV's merge. Sinks and window do not
+count. The error is the squared difference of the heads' outputs, summed over all later queries. Everything
+else stays as it was. Runs a llama or qwen2 in NumPy, with weights in F32.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> None:
     add_common(parser)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--at", type=int, default=512, help="tokens before the merge")
-    parser.add_argument("--victims", type=int, default=64, help="of a row")
+    parser.add_argument("--victims", type=int, default=64, help="tokens of each row")
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--window", type=int, default=124)
-    parser.add_argument("--ungroup", action="store_true", help="a KV head for every query head: no groups")
+    parser.add_argument("--ungroup", action="store_true", help="give every query head its own KV head")
     args = parser.parse_args()
 
     tokens = load_tokens(load_model(args.model), args.file, args.max_tokens)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def rows(model: Llama, tokens: np.ndarray):
-    """Of each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim]."""
+    """For each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim]."""
     n, group = len(tokens), model.n_head // model.n_head_kv
     later = np.triu(np.ones((n, n), np.bool_), 1)
     x = model.embd[tokens].astype(np.float64)
@@ -93,7 +93,7 @@ def rows(model: Llama, tokens: np.ndarray):
 
 
 def one_merge(attention, output, value, average, gone: int) -> dict[str, float]:
-    """attention f64[head, query, token], output f64[head, query, dim]: of the queries after the merge."""
+    """The attention f64[head, query, token] and output f64[head, query, dim] of queries after the merge."""
     lost, read = attention[:, :, gone, None], attention[:, :, gone + 1, None]
     share = average[gone] / max(average[gone] + average[gone + 1], np.finfo(float).tiny)
     error = (output - lost * value[gone]) / (1 - lost) - output

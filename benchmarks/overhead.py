@@ -1,13 +1,13 @@
-"""What kvtool costs a token over stock llama.cpp with as many cells, and what it saves over a long cache.
+"""What kvtool costs per token over stock llama.cpp with as many cells, and what it saves over a long cache.
 
     python benchmarks/overhead.py FILE --policies h2o,buzz,streamingllm,tova --budget 512
 
-Stock is the same library through llama_cpp's low-level API with nothing of kvtool enabled: single tokens of
-the text, no sampling, a cache kept full by removing the last tokens now and then. All of it runs in one
-process; kvtool and stock take turns token by token, so that what slows the machine slows both. A round of
-a policy goes from one eviction to another, so that it contains its full share of them (BUZZ evicts seldom:
-its rounds are longer). `stock again` is stock against stock: what is left of its ratio is noise. Where other
-programs run as well, `--clock cpu` with one thread leaves out the time that was theirs.
+Stock is the same library through llama_cpp's low-level API, with nothing of kvtool enabled. It decodes single
+tokens of the text without sampling; the cache is kept full by removing the last tokens now and then.
+Everything runs in one process. kvtool and stock take turns token by token, so what slows the machine slows
+both. A round of a policy goes from one eviction to another, so that it has its full share of them; BUZZ
+evicts seldom, so its rounds are longer. `stock again` compares stock with stock; its ratio is noise. If other
+programs are running, `--clock cpu` with one thread leaves out their time.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from kvtool.llama.model import Model
 SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"
 
 N_STOCK = 16
-"""The most tokens that a full stock cache is short of: as many as kvtool's where it evicts every 16."""
+"""The most free cells of a full stock cache: as many as kvtool has if it evicts every 16 tokens."""
 
 N_LONG = 8
-"""Tokens of the long cache a round: each costs many times as much."""
+"""Tokens of a round with the long cache: each costs many times as much."""
 
 
 class Stock:
-    """Stock llama.cpp with n_cell cells, all but the block's tokens filled once."""
+    """Stock llama.cpp with n_cell cells, filled once but for the tokens of a block."""
 
     def __init__(self, model: Model, n_cell: int, tokens: np.ndarray, n_block: int, flash: str, args) -> None:
         self.context = stock_context(model, n_cell, min(n_cell, 512), args.threads, flash)
@@ -77,7 +77,7 @@ class Stock:
                 sys.exit("llama.cpp cannot decode")
 
     def step(self) -> float:
-        """Seconds of one token."""
+        """Decode one token; returns the seconds."""
         if self.n_done == self.n_block:
             api.llama_memory_seq_rm(api.llama_get_memory(self.context), 0, self.n_fill, -1)
             self.n_done = 0
@@ -94,7 +94,7 @@ class Stock:
 
 
 class Kvtool:
-    """An engine in its steady state, and where its time goes: measured from outside."""
+    """An engine in its steady state, with the time of its parts, measured from outside."""
 
     def __init__(self, model: Model, name: str, tokens: np.ndarray, flash: str, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
@@ -115,7 +115,7 @@ class Kvtool:
         eviction.evict = self._timed("evict", eviction.evict)
 
     def _warm_up(self) -> None:
-        """Two evictions, then up to the next one: what follows is as it will always be."""
+        """Go past two evictions and up to the next one: from there on nothing changes."""
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
@@ -146,7 +146,7 @@ class Kvtool:
         return self.engine.n_kv >= self.engine.policy.budget
 
     def step(self) -> float:
-        """Seconds of one token, with the eviction before it where one is due."""
+        """Decode one token, after an eviction if one is due; returns the seconds."""
         token = self._next(1)
         start = self.now()
         self.engine.room()
@@ -158,7 +158,7 @@ class Kvtool:
         return seconds
 
     def split(self) -> dict[str, float]:
-        """Milliseconds a token: llama.cpp's decode call, reading signals and planning, applying, the rest."""
+        """Milliseconds per token of llama.cpp's decode, of signals and plan, of the edit, and of the rest."""
         ms = {name: 1e3 * seconds / self.n_token for name, seconds in self.seconds.items()}
         return {
             "decode": ms["decode"],
@@ -175,14 +175,14 @@ def main() -> None:
     )
     add_common(parser)
     add_plot(parser)
-    parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, with commas")
+    parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, separated by commas")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--evict-every", type=int, default=16)
-    parser.add_argument("--long", type=int, default=8192, help="cells of the long stock cache; 0: none")
-    parser.add_argument("--flash", default="off,on", help="attention paths, with commas")
+    parser.add_argument("--long", type=int, default=8192, help="cells of the long stock cache; 0 for none")
+    parser.add_argument("--flash", default="off,on", help="attention paths, separated by commas")
     parser.add_argument("--positions", default="auto", choices=("auto", "original", "in-cache"))
-    parser.add_argument("--block", type=int, default=32, help="least tokens of a round")
-    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: on a busy machine")
+    parser.add_argument("--block", type=int, default=32, help="fewest tokens of a round")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu, if other programs are running")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--target", type=float, default=1.03, help="the line in the picture")
     args = parser.parse_args()
@@ -215,7 +215,7 @@ def _cells(args, model: Model, tokens: np.ndarray, names: list[str], paths: list
 
 
 def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
-    """Seconds a token by (cell, path) and round; of the stock steps in between by (cell, path, "stock")."""
+    """Seconds per token of each round, by (name, path); of stock in between by (name, path, "stock")."""
     times: dict[tuple, list[float]] = defaultdict(list)
     for cell in cells.values():
         # the first single token makes a new graph
@@ -235,7 +235,7 @@ def _measure(args, cells: dict, names: list[str], paths: list[str]) -> dict:
 
 
 def _duel(cell: Stock | Kvtool, stock: Stock, n_least: int) -> tuple[float, float]:
-    """Seconds a token of both, for n_least steps and up to the next eviction."""
+    """Seconds per token of both, for at least n_least steps and up to the next eviction."""
     ours, theirs = [], []
     while len(ours) < n_least or (isinstance(cell, Kvtool) and not cell.is_due):
         ours.append(cell.step())
@@ -305,7 +305,7 @@ def _print(args, results: dict) -> None:
         if args.long:
             row.insert(3, show(cell["long_over_ours"], 2))
         table.add_row(cell["policy"], cell["flash"], *row)
-    # a file or a pipe has no width: nothing is cut off there
+    # in a file or a pipe nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
     if args.long:

@@ -1,11 +1,11 @@
-"""Writes a GGUF of random Q4_0 weights in the shape of an 8B model, to measure speed and bytes with.
+"""Write a GGUF file with random Q4_0 weights in the shape of an 8B model, to measure speed and bytes.
 
     python benchmarks/random_model.py 8b.gguf
     python benchmarks/overhead.py wiki.test.raw -m 8b.gguf --budget 512 --long 32768
 
-32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 8B has them; 4.2 GB. The tokenizer is
-that of another model (-m), so that texts can be read: with its smaller vocabulary there are 7.4B weights.
-What it says means nothing, and how long it takes is what any model of these shapes takes.
+It has 32 layers, 32 query heads and 8 KV heads of 128 dimensions, as Llama 3.1 8B; 4.2 GB. The tokenizer
+comes from another model (-m), so that it can read texts; with its smaller vocabulary there are 7.4B weights.
+What the model writes means nothing. Its speed is that of any model with these shapes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "-m", "--model", help="whose tokenizer, a name of models.txt or a path (default: as kvtool itself)"
+        "-m",
+        "--model",
+        help="take the tokenizer of this model: a name of models.txt or a path (default: kvtool's)",
     )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--ff", type=int, default=14336, help="inner size of the feed-forward")
-    parser.add_argument(
-        "--n-ctx", type=int, default=131072, help="the context that it says it was trained with"
-    )
+    parser.add_argument("--ff", type=int, default=14336, help="inner size of the feed-forward layers")
+    parser.add_argument("--n-ctx", type=int, default=131072, help="trained context in the header")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     n_embd = args.heads * args.head_dim
@@ -77,7 +77,7 @@ def main() -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    # one tensor at a time, so that the model need not fit into memory
+    # one tensor at a time, so the model need not fit into memory
     for shape in matrices.values():
         writer.write_tensor_data(np.ones(shape, np.float32) if len(shape) == 1 else quantized(rng, *shape))
     writer.close()
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def add_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> int:
-    """Copies all that a header says of its tokenizer; returns the size of the vocabulary."""
+    """Copy everything that a header says about its tokenizer. Returns the size of the vocabulary."""
     for key, field in reader.fields.items():
         if not key.startswith("tokenizer."):
             continue
@@ -100,7 +100,7 @@ def add_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> int:
 
 
 def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and shape, matrices as [out, in]."""
+    """The name and shape of every tensor; matrices are [out, in]."""
     n_kv = args.kv_heads * args.head_dim
     yield "token_embd.weight", (n_vocab, n_embd)
     yield "output_norm.weight", (n_embd,)
@@ -121,7 +121,7 @@ def shapes(args: argparse.Namespace, n_embd: int, n_vocab: int) -> Iterator[tupl
 
 
 def quantized(rng: np.random.Generator, n_row: int, n_in: int) -> np.ndarray:
-    """Blocks of Q4_0, u8[n_row, bytes]; the product with a vector has entries about as large as its own."""
+    """Random blocks of Q4_0, u8[n_row, bytes]. The product with a vector has entries of about its size."""
     blocks = rng.integers(0, 256, (n_row, n_in // BLOCK, BLOCK_BYTES), np.uint8)
     scale = np.array([1 / (CODE_STD * n_in**0.5)], np.float16)
     blocks[..., :2] = scale.view(np.uint8)

@@ -1,9 +1,9 @@
-"""How long a prompt takes to be read in a stream, with evictions, beside stock with a cell for each token.
+"""How long reading a prompt takes with evictions, beside stock llama.cpp with a cell for each token.
 
     python benchmarks/reading.py FILE --tokens 8192 --policies h2o,streamingllm --budget 1024
 
-Stock reads the prompt in steps of as many tokens with each of its attention paths; the faster one is compared
-with. Rounds take turns, and their ratios are of one round. Only the last token gives logits.
+Stock reads the prompt in batches of the same size, with each of its attention paths; the faster one counts.
+Rounds take turns, and each ratio is of one round. Only the last token gives logits.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def main() -> None:
     )
     add_common(parser)
     add_plot(parser)
-    parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, with commas")
+    parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, separated by commas")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=256, help="tokens a step, of both")
+    parser.add_argument("--batch", type=int, default=256, help="tokens of a batch, for both")
     parser.add_argument("--evict-every", type=int)
     parser.add_argument("--flash", default="auto", help="kvtool's attention path")
-    parser.add_argument("--stock", default="off,on", help="stock's attention paths, with commas")
-    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: on a busy machine")
+    parser.add_argument("--stock", default="off,on", help="stock's attention paths, separated by commas")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu, if other programs are running")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 

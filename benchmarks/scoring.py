@@ -1,11 +1,11 @@
-"""What a cell of kvtool compare costs over stock llama.cpp scoring the same tokens.
+"""What a run of kvtool compare costs over stock llama.cpp scoring the same tokens.
 
     python benchmarks/scoring.py FILE --policies h2o,buzz --budget 256
 
-Stock decodes the text in chunks of 64 with logits of every token; before each the cache is cut back, so that
-a chunk ends with 512 cells. It only decodes: what it would do with its logits is not counted. The cells are
-measured with everything that compare measures, KL and top-1 against the full cache among it. CPU time; rounds
-take turns, and their ratios are of one round.
+Stock decodes the text in batches of 64, with logits of every token. Before each batch the cache is cut back
+so that the batch ends with 512 cells. It only decodes; nothing is computed from its logits. The runs measure
+everything that compare measures, with KL and top-1 against the full cache. Times are CPU times. Rounds take
+turns, and each ratio is of one round.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     )
     add_common(parser)
     add_plot(parser)
-    parser.add_argument("--policies", default="h2o", help="names, with commas")
+    parser.add_argument("--policies", default="h2o", help="names, separated by commas")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
@@ -80,7 +80,7 @@ def main() -> None:
             )
             return measure(job)["cpu_s"]
 
-        # the predictions that the others are compared with
+        # the full cache's predictions, which the others are compared with
         scored("full")
         for i in range(args.rounds):
             for name in ("stock", *names):
@@ -99,8 +99,8 @@ def main() -> None:
 
 
 def _stock(model: Model, tokens: np.ndarray, n_threads: int) -> float:
-    """Seconds of CPU time for all tokens."""
-    # without flash attention, as kvtool chooses on a CPU
+    """The CPU time for all tokens, in seconds."""
+    # without flash attention, which kvtool chooses on a CPU, too
     context = stock_context(model, N_CELL, N_CHUNK, n_threads, "off")
     batch = api.llama_batch_init(N_CHUNK, 0, 1)
 

@@ -2,12 +2,12 @@
 
     python benchmarks/selection.py --rows 256 --cells 1024 --evict 64 --dim 128
 
-A full cache evicts, grows by as many tokens and evicts again. Timed is what the engine calls: `observe`,
-`plan` and `move`, on one thread; the signals' way out of llama.cpp and the edit of the cache are not. The
-last columns are the same for a generated token at the shapes of SmolLM2-135M with 512 cells and of an 8B
-model (32 layers of 8 KV heads of 128) with 1,024, an eviction every 16 tokens, and the bytes of the policy's
-state there, also as a share of the f16 cache. `name:option=value:...` is a policy with options. `full` never
-evicts and is left out, and so are policies whose rows keep different numbers of cells.
+A full cache evicts, grows by as many tokens, and evicts again. Timed are the engine's calls `observe`, `plan`
+and `move`, on one thread; reading the signals and editing the cache are not. The last columns show the same
+per generated token, with an eviction every 16 tokens, for the shapes of SmolLM2-135M with 512 cells and of an
+8B model (32 layers of 8 KV heads of 128) with 1,024; and the bytes of the policy's state there, also as a
+share of the f16 cache. `name:option=value:...` is a policy with options. `full`, which never evicts, is left
+out, and so are policies whose rows may keep different numbers of cells.
 """
 
 from __future__ import annotations
@@ -30,12 +30,28 @@ from kvtool.policy import SIGNALS, Policy, Signal, View
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 N_WARM = 2
-"""Evictions before the first that counts."""
+"""Evictions before the first one that is timed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """rows: (layer, KV head) pairs, n_head a layer. cells: the budget. evict: tokens between evictions."""
+    """The size of a cache.
+
+    Attributes
+    ----------
+    name
+        Of the model.
+    rows
+        (Layer, KV head) pairs.
+    n_head
+        KV heads of a layer.
+    cells
+        The budget.
+    evict
+        Tokens from one eviction to the next.
+    dim
+        Numbers in a key.
+    """
 
     name: str
     rows: int
@@ -46,7 +62,7 @@ class Shape:
 
     @property
     def cache_bytes(self) -> int:
-        """K and V in f16."""
+        """Bytes of keys and values in f16."""
         return 2 * 2 * self.rows * self.cells * self.dim
 
 
@@ -57,7 +73,7 @@ MODELS = [
 
 
 class Cache:
-    """A cache of made-up tokens: keys around a few centres, attention that few tokens have."""
+    """A cache of made-up tokens: keys lie around a few centres, and few tokens get attention."""
 
     def __init__(self, policy: Policy, shape: Shape, clock: str) -> None:
         self.policy, self.shape = policy, shape
@@ -70,7 +86,7 @@ class Cache:
         self.n_kv = self.next = 0
 
     def step(self) -> dict[str, float]:
-        """Grows to the budget and evicts once: seconds of each call, and the tokens evicted."""
+        """Grow to the budget and evict once. Returns the seconds of each call, and the tokens evicted."""
         view = self._grow()
         start = self.now()
         self.policy.observe(view, self.state)
@@ -115,7 +131,7 @@ class Cache:
 
 
 def _source(keep: np.ndarray) -> np.ndarray:
-    """Which cell each of the first takes: kept cells of the tail fill the holes, as in the engine."""
+    """The cell that moves to each of the first places: cells of the tail fill holes, as in the engine."""
     n_keep = int(keep[0].sum())
     source = np.tile(np.arange(n_keep), (len(keep), 1))
     row, hole = np.nonzero(~keep[:, :n_keep])
@@ -131,14 +147,14 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=1024)
     parser.add_argument("--evict", type=int, default=64)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--policies", default=",".join(policies.names()), help="names, with commas")
+    parser.add_argument("--policies", default=",".join(policies.names()), help="names, separated by commas")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu: on a busy machine")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS, help="cpu, if other programs are running")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     args = parser.parse_args()
 
     asked = Shape("asked", args.rows, min(8, args.rows), args.cells, args.evict, args.dim)
-    # wrong names and options are told before minutes of work, not after
+    # refuses wrong names and options before the work starts
     chosen = {
         spec: [(shape, _fit(spec, shape)) for shape in (asked, *MODELS)] for spec in args.policies.split(",")
     }
@@ -193,7 +209,7 @@ def _print(args, results: dict) -> None:
             row += [f"{there['ms_token']:.2f}", f"{there['state_bytes'] / 2**20:.1f}"]
             row.append(f"{there['state_share']:.1%}")
         table.add_row(policy["policy"], *row)
-    # a file or a pipe has no width: nothing is cut off there
+    # in a file or a pipe nothing is cut off
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)
     console.print(f"medians of {args.repeat}, {args.clock} clock")

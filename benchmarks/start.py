@@ -1,11 +1,11 @@
-"""How long the first token of a chat takes, and what memory a chat has, beside llama-cpp-python's own Llama.
+"""Time to the first token and memory of a chat, beside llama-cpp-python's own Llama.
 
     python benchmarks/start.py --policy buzz --budget 512
 
-Each run is a process of its own: `kvtool chat`, and a script that makes a Llama of as many cells and streams
-the same reply. They take turns. Time goes from the process's start to the first byte of the reply. Memory is
-the most that was resident, beside what was after the imports alone. kvtool's chat goes on for --tokens, past
-its budget and so its first evictions; a Llama of as many cells cannot.
+Compared are `kvtool chat` and a script that makes a Llama with as many cells and streams the same reply, each
+in a new process. They take turns. Time is from the start of the process to the first byte of the reply.
+Memory is the most resident memory, and that after the imports alone. kvtool's chat goes on for --tokens, past
+its budget and its first evictions; a Llama with as many cells cannot.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     add_plot(parser)
     parser.add_argument("--policy", default="buzz")
     parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=900, help="of kvtool's chat, about")
+    parser.add_argument("--tokens", type=int, default=900, help="length of kvtool's chat, about")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 
@@ -78,7 +78,7 @@ def main() -> None:
     n_turn = {"stock": 1, "kvtool": max(args.tokens // (N_REPLY + len(PROMPT) // 4), 1)}
     found: dict[str, dict[str, list[float]]] = {name: {"s": [], "mib": []} for name in commands}
     imports = {name: _run(["-c", text.format(args.policy)])[1] for name, text in IMPORTS.items()}
-    # the first of each fills caches that later ones find
+    # the first round fills caches of the system and is not counted
     for i in range(args.rounds + 1):
         for name, command in commands.items():
             first, most = _run(command, n_turn[name])
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _run(command: list[str], n_turn: int = 1) -> tuple[float, float]:
-    """Seconds to the first byte on stdout, and the most MiB that were resident, when asked n_turn times."""
+    """Seconds to the first byte on stdout, and the most resident MiB, of a process that gets n_turn turns."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -132,8 +132,8 @@ def _run(command: list[str], n_turn: int = 1) -> tuple[float, float]:
 
 
 def _resident(pid: int) -> float:
-    """The most MiB that a process had so far; 0 once it has ended. Of Linux."""
-    # what wait4 tells is at least what this process has itself
+    """The most resident MiB of a process so far; 0 after its end. Linux only."""
+    # not from wait4, which gives at least the memory of this process
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

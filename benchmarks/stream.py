@@ -2,12 +2,11 @@
 
     python benchmarks/stream.py FILE --policy h2o --budget 512 --tokens 200000 --plot stream.png
 
-Streams the text through one engine and scores every token, and beside it, step by step in turns, every
-segment of `--segment` tokens through an engine that starts afresh there. The first `--skip` tokens of a
-segment are left out of both perplexities, so that the fresh run has its cache full. What else slows the
-machine slows both alike. The fresh engine has a process of its own: the resident memory is the stream's.
-With `--from` the JSON of earlier runs goes into the last table and the plot as well; without a text, only
-that.
+Streams the text through one engine and scores every token. Beside it, batch by batch in turns, each segment
+of `--segment` tokens goes through a fresh engine that starts there. The first `--skip` tokens of a segment
+count in neither perplexity, because the fresh engine's cache is not full yet. What slows the machine slows
+both. The fresh engine has its own process, so the measured memory is the stream's. With `--from`, the JSON of
+earlier measurements is added to the last table and the plot; without a text, nothing else is.
 """
 
 from __future__ import annotations
@@ -45,14 +44,18 @@ def main() -> None:
     parser.add_argument("--policy", default="buzz")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--evict-every", type=int)
-    parser.add_argument("-o", "--option", action="append", default=[], help="name=value, of the policy")
+    parser.add_argument(
+        "-o", "--option", action="append", default=[], help="a parameter of the policy, name=value"
+    )
     parser.add_argument("--positions", default="auto", choices=("auto", "original", "in-cache"))
     parser.add_argument("--flash", default="auto", choices=("auto", "off", "on"))
     parser.add_argument("--tokens", type=int, default=50000)
     parser.add_argument("--segment", type=int, default=8192)
     parser.add_argument("--skip", type=int, default=1024)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
-    parser.add_argument("--from", dest="others", type=Path, nargs="*", default=[], help="more for the plot")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw a picture; needs matplotlib")
+    parser.add_argument(
+        "--from", dest="others", type=Path, nargs="*", default=[], help="JSON files of earlier measurements"
+    )
     args = parser.parse_args()
     if not args.skip < args.segment <= args.tokens // 2:
         parser.error("--skip must be below --segment, and two segments must be in --tokens")
@@ -91,7 +94,7 @@ def _engine(model: Model, args) -> Engine:
 
 
 def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
-    """Of each segment nll and fresh_nll, their difference's standard error, speeds, and resident memory."""
+    """For each segment: nll, fresh_nll, the standard error of their difference, speeds, resident memory."""
     engine = _engine(model, args)
     stream, timed, found = perplexity.steps(engine, tokens), Counter(), []
     # of token i of the segment at i; a text's first token has none
@@ -134,12 +137,12 @@ def _segments(model: Model, tokens: np.ndarray, args) -> list[dict[str, float]]:
 
 @contextmanager
 def _fresh_process(args) -> Iterator[Connection]:
-    """The other end of `_fresh`, in a new process that inherits nothing."""
+    """The connection to `_fresh`, which runs in a new process that inherits nothing."""
     context = multiprocessing.get_context("spawn")
     pipe, end = context.Pipe()
     process = context.Process(target=_fresh, args=(end, args), daemon=True)
     process.start()
-    # so that a process that dies is an EOFError here
+    # a process that dies then causes an EOFError here
     end.close()
     try:
         yield pipe
@@ -149,7 +152,7 @@ def _fresh_process(args) -> Iterator[Connection]:
 
 
 def _fresh(pipe: Connection, args) -> None:
-    """Takes tokens, streams them through an empty cache; at every None it gives a step's scores and times."""
+    """Receive tokens and stream them through an empty cache; for each None send a batch's scores."""
     engine = _engine(load_model(args.model), args)
     with suppress(EOFError):
         while True:
@@ -166,7 +169,7 @@ def _fresh(pipe: Connection, args) -> None:
 
 
 def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[np.ndarray]:
-    """The steps; their seconds and tokens are added to `total`."""
+    """The batches; their seconds and tokens are added to `total`."""
     while True:
         wall, cpu = time.perf_counter(), time.process_time()
         scores = next(steps, None)
@@ -179,7 +182,7 @@ def _timed(steps: Iterator[np.ndarray], total: Counter, name: str) -> Iterator[n
 
 
 def _ratio(segment: dict) -> float:
-    """Perplexity over that of the fresh run."""
+    """The perplexity divided by that of the fresh engine."""
     return math.exp(segment["nll"] - segment["fresh_nll"])
 
 
@@ -219,7 +222,7 @@ def _print(results: dict) -> None:
 
 
 def _summary(several: list[dict]) -> None:
-    """A line a run: the least and the most of its segments. Memory: over the last three quarters."""
+    """A line per measurement: the least and the most of its segments; memory over the last three quarters."""
     table = Table(title="over a fresh start at the same place, segment by segment")
     for column in ("", "tokens", "perplexity", "mean", "speed", "resident MiB", "more in the last 3/4"):
         table.add_column(column, justify="right")

@@ -1,13 +1,13 @@
-"""Bytes that go over the wire to a worker and back, token by token: stock llama.cpp and policies.
+"""Bytes per token that go to a worker and back, for stock llama.cpp and for policies.
 
     python benchmarks/wire.py wiki.test.raw --budget 512 --tokens 64
 
-A worker of its own on loopback holds all layers; between it and the client a proxy counts. Stock is the same
-library with nothing of kvtool enabled, its cache filled up to the tokens that are counted. A policy's cache
-is at its budget before they are counted, so that it makes a plan every --evict-every tokens. What is beyond
-stock is told a plan, and by kind: `signals` what comes back, `edits` the cells that move, `graphs` what
-llama.cpp sends of its graphs, those of an edit and the decode's again after it. The bound is four bytes
-times rows times cells, for each signal that the policy reads.
+A worker on loopback holds all layers, and a proxy in front of it counts. Stock is the same library with
+nothing of kvtool enabled; its cache is full but for the counted tokens. A policy's cache is at its budget
+before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
+by kind: `signals` come back, `edits` are the cells that move, `graphs` are what llama.cpp sends of its
+graphs: that of an edit, and the decode's again after it. The bound is four bytes times rows times cells, for
+each signal that the policy reads.
 """
 
 from __future__ import annotations
@@ -37,11 +37,19 @@ from kvtool.policy import SIGNALS, Signal
 STOCK = "stock"
 
 COMMANDS = {6: "set", 8: "get", 9: "copy", 10: "graph", 16: "graph", 5: "clear", 17: "clear"}
-"""Of the protocol's commands those that come with a token or a plan; 16 computes the last graph again."""
+"""The protocol's commands that come with a token or a plan. Number 16 computes the last graph again."""
 
 
 class Meter:
-    """A proxy before a worker. sent, received: bytes to the worker and back, by kind of command."""
+    """A proxy in front of a worker.
+
+    Attributes
+    ----------
+    sent
+        Bytes to the worker, by kind of command.
+    received
+        Bytes from the worker, by kind of command.
+    """
 
     def __init__(self, worker: str) -> None:
         host, port = worker.split(":")
@@ -70,17 +78,17 @@ class Meter:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             back = threading.Thread(target=self._back, args=(worker, client), daemon=True)
             back.start()
-            # a worker serves one client at a time, and so does this
+            # one client at a time, as the worker
             self._forth(client, worker)
             back.join()
             client.close()
             worker.close()
 
     def _forth(self, client: socket.socket, worker: socket.socket) -> None:
-        """Requests: a byte for the command, eight for the size of what follows, and that."""
+        """Count requests: a byte for the command, eight for the size of what follows, and that."""
         head, n_left = b"", 0
         while data := _receive(client):
-            # counted before anything of it is answered
+            # counted before the worker can answer
             view = memoryview(data)
             while view:
                 if n_left:
@@ -98,7 +106,7 @@ class Meter:
         _shut(worker)
 
     def _back(self, worker: socket.socket, client: socket.socket) -> None:
-        """Answers: each to the newest request, for a client sends no other before."""
+        """Count answers: each belongs to the newest request, as a client waits for an answer."""
         while data := _receive(worker):
             self.received[self._kind] += len(data)
             client.sendall(data)
@@ -119,7 +127,7 @@ def _shut(connection: socket.socket) -> None:
 
 @contextmanager
 def worker(threads: int) -> Iterator[str]:
-    """The endpoint of a worker on loopback, which ends with the block."""
+    """Start a worker on loopback, and end it with the block. Gives its endpoint."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -137,7 +145,7 @@ def worker(threads: int) -> Iterator[str]:
 
 
 def measure(meter: Meter, name: str, steps: Iterator[None]) -> dict:
-    """Bytes a token, by kind, while one token after the other is decoded."""
+    """Bytes per token, by kind, while single tokens are decoded."""
     before = meter.read()
     n = sum(1 for _ in steps)
     after = meter.read()
@@ -216,7 +224,7 @@ def measure_policy(
 
 
 def against_stock(rows: list[dict]) -> None:
-    """Adds what each policy sends and receives a plan beyond stock, and what the bound allows."""
+    """Add the bytes per plan that each policy sends and receives beyond stock, and the bound."""
     stock = rows[0]
     for row in rows[1:]:
         every = row["tokens"] / row["n_plan"]
@@ -262,7 +270,7 @@ def main() -> None:
     parser.add_argument("--policies", default="streamingllm,h2o,buzz,weightedkv,bumblebee")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--evict-every", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64, help="counted, one after the other")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens that are counted")
     parser.add_argument("--flash", default="auto", choices=("auto", "on", "off"))
     args = parser.parse_args()
     with worker(args.threads) as endpoint:
