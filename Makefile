@@ -1,4 +1,4 @@
-# GNU make 3.81 is enough. What this needs: Python 3.10 or newer with venv, a C++ compiler, make.
+# Needs GNU make 3.81 or newer, Python 3.10 or newer with venv, and a C++ compiler.
 
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -6,7 +6,7 @@ READY  := $(VENV)/kvtool-ready
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
 
-# two threads on a busy machine are slower than one, and results must not depend on their number
+# one thread: two are slower on a busy machine, and results must not depend on their number
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
 # the contract is about policies; their kernels are held against the definitions in these
@@ -15,15 +15,15 @@ KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee
 # a stage of their own, first: what fails here fails everywhere
 PATCH_TESTS := tests/test_patches.py tests/test_build.py
 SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
-# Mesa's Vulkan on the CPU: what it takes, and the Debian package that has it
+# Mesa's Vulkan on the CPU: the files it needs, each with the Debian package that has it
 MESA := /usr/share/vulkan/icd.d/lvp_icd.*.json:mesa-vulkan-drivers /usr/include/vulkan/vulkan.h:libvulkan-dev \
 	/usr/bin/glslc:glslc /usr/include/spirv/unified1/spirv.hpp:spirv-headers
 DEVICE_TESTS := $(addsuffix .py,$(addprefix tests/test_,offload exactness llama engine session signals prefill sliding))
-# one architecture and kernels that are not optimized: for whether it compiles; a driver is not there to link to
+# only to see whether it compiles: one architecture, no optimization, no driver to link to
 CUDA_ARCH ?= 86
 CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
 	$(shell nvcc --help 2>/dev/null | grep -q Ofast-compile && echo -DCMAKE_CUDA_FLAGS=-Ofc=max)
-# of what builds the library: its wheel, unpacked in a folder $$site for as long as the recipe runs
+# $(call IN_SITE,COMMAND): unpacks the wheel that COMMAND prints into a folder $$site, deleted after the recipe
 IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2
 STAGES := lint test-patches test-unjitted test-bounds test-plain
@@ -32,36 +32,36 @@ STAGES := lint test-patches test-unjitted test-bounds test-plain
 .PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan fuzz fuzz-sanitized papers papers-tables docs clean
 
 help:
-	@echo 'make chat         set up, then talk; ARGS="--policy buzz --budget 512" go to kvtool chat'
+	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
 	@echo 'make setup        build llama.cpp (once), install kvtool into $(VENV), compile its kernels'
-	@echo 'make test         set up, then every check: $(STAGES)'
-	@echo 'make lint         ruff, mypy'
-	@echo 'make stock        build the same llama.cpp without the patch, for comparing'
-	@echo 'make check-stock  compare logits of the two, bit by bit'
-	@echo 'make check-cuda   compile for CUDA with nvcc, for one architecture: CUDA_ARCH=86; needs no GPU'
-	@echo 'make check-vulkan the tests of the engine on Mesa'"'"'s Vulkan, which is the CPU with memory of its own'
-	@echo 'make fuzz         damaged models and random calls, many more than in make test'
-	@echo 'make fuzz-sanitized  the calls in a build with -fsanitize=address,undefined (gcc)'
-	@echo 'make papers       the papers'"'"' experiments: DATA=folder, IDS="..." for some of them; docs/papers.md'
-	@echo 'make papers-tables  the tables of docs/papers.md from what is kept in docs/papers'
-	@echo 'make docs         docs/cli.md from the help texts of the commands'
-	@echo 'make clean        remove $(VENV); what was built and downloaded stays in the cache'
+	@echo 'make test         set up, then run every check: $(STAGES)'
+	@echo 'make lint         run ruff and mypy'
+	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
+	@echo 'make check-stock  compare the logits of the two, bit by bit'
+	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
+	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
+	@echo 'make fuzz         try many more damaged models and random calls than make test does'
+	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
+	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, IDS="..." for some; see docs/papers.md'
+	@echo 'make papers-tables  write the tables of docs/papers.md from docs/papers'
+	@echo 'make docs         write docs/cli.md from the help texts of the commands'
+	@echo 'make clean        remove $(VENV); builds and downloads stay in the cache'
 	@echo
 	@echo 'PYTHON=python3.12           another Python'
-	@echo 'CMAKE_ARGS=-DGGML_CUDA=on   build for a GPU; later calls keep it, CMAKE_ARGS= goes back'
+	@echo 'CMAKE_ARGS=-DGGML_CUDA=on   build for a GPU; later calls keep it, CMAKE_ARGS= resets it'
 
 $(PY):
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo 'kvtool needs Python 3.10 or newer; name one: make setup PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) >&2 || { rm -rf $(VENV); \
-		echo 'no virtual environment could be made (Debian, Ubuntu: sudo apt install python3-venv)' >&2; exit 1; }
+		echo 'cannot create a virtual environment (Debian, Ubuntu: sudo apt install python3-venv)' >&2; exit 1; }
 
-# asks every time, and is quick when the wheel for these flags is there and installed
+# runs every time, and ends at once if the wheel for these flags is installed
 library: $(PY)
 	@$(PY) -m kvtool.build --install >/dev/null
 
 $(READY): pyproject.toml | library
-	@echo 'installing kvtool and what it needs' >&2
+	@echo 'installing kvtool and its dependencies' >&2
 	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[test]' >&2
 	@touch $@
 
@@ -78,7 +78,7 @@ test: setup
 		echo "== $$stage: $$(($$(date +%s) - start)) s" >&2; \
 	done
 
-# the last NumPy for Python 3.10 has other types
+# not on Python 3.10: its last NumPy has other types
 lint: $(READY)
 	@$(PY) -m ruff check
 	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || $(PY) -m mypy
@@ -107,11 +107,11 @@ check-cuda: setup
 	@$(call IN_SITE,CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && \
 		PYTHONPATH="$$site:$$PWD" $(PY) tests/check_backend.py CUDA
 
-# ggml takes no device that is a CPU unless it is named; half precision only where it knows nothing else
+# ggml uses a device that is a CPU only if it is named; without half precision, for exact results
 check-vulkan: setup
 	@missing=; for each in $(MESA); do \
 		ls $${each%:*} >/dev/null 2>&1 || missing="$$missing $${each#*:}"; done; \
-		test -z "$$missing" || { echo "something is missing: sudo apt install$$missing" >&2; exit 1; }
+		test -z "$$missing" || { echo "packages are missing: sudo apt install$$missing" >&2; exit 1; }
 	@$(call IN_SITE,CMAKE_ARGS=-DGGML_VULKAN=on $(PY) -m kvtool.build) && \
 		$(CC) -O1 -shared -fPIC -o "$$site/mesa_buffers.so" tests/mesa_buffers.c -ldl && \
 		export PYTHONPATH="$$site:$$PWD" LD_PRELOAD="$$site/mesa_buffers.so" \
@@ -123,7 +123,7 @@ fuzz: setup
 	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found
 	@$(ONE_THREAD) $(PY) tests/fuzz_api.py --n 10000
 
-# Python itself is not built so: the sanitizer's library has to be there before it
+# Python itself is built without the sanitizer, so its library has to be loaded first
 fuzz-sanitized: $(READY)
 	@$(call IN_SITE,CMAKE_ARGS='$(SANITIZED)' $(PY) -m kvtool.build) && \
 		env $(ONE_THREAD) PYTHONPATH="$$site" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
@@ -132,7 +132,7 @@ fuzz-sanitized: $(READY)
 			$(PY) tests/fuzz_api.py --n 10000
 
 papers: setup
-	@test -d "$(DATA)" || { echo 'name the folder of the texts and data sets: make papers DATA=folder' >&2; exit 2; }
+	@test -d "$(DATA)" || { echo 'name the folder with the texts and data sets: make papers DATA=folder' >&2; exit 2; }
 	@$(ONE_THREAD) $(PY) benchmarks/papers.py run "$(DATA)" $(IDS)
 
 papers-tables: $(READY)
