@@ -1,4 +1,4 @@
-"""Each benchmark can be started, and says what it is for; the random model is one that runs."""
+"""Each benchmark starts and says what it is for; the random model runs."""
 
 from __future__ import annotations
 

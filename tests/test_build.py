@@ -1,6 +1,6 @@
-"""Building: what the key depends on, what is done again and what is not, and what a failure says.
+"""Building: what the key of a build depends on, what is reused, and what a failure says.
 
-pip is played by a script: nothing is downloaded or compiled here.
+A script stands in for pip: nothing is downloaded or compiled here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ sys.exit(int(os.environ.get("FAILS", "0")))
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A cache, an environment and a pip of the test's own. Returns the patch files' folder."""
+    """A cache, an environment and a pip for the test alone. Gives the folder of the patch files."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
@@ -334,7 +334,7 @@ def test_an_nvcc_that_cmake_does_not_find_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def kvtool_build(place, tmp_path, monkeypatch):
-    """kvtool_build("--cuda", ...) -> what the command gives, with a text in the place of the library."""
+    """kvtool_build("--cuda", ...) gives the command's result; a text stands in for the library."""
     monkeypatch.setattr(kernels, "compile_all", lambda: None)
     found = {"library": {"devices": [{"description": "a CPU"}]}, "problems": []}
     monkeypatch.setattr(command, "_examined", lambda: found)

@@ -81,7 +81,7 @@ def test_help_loads_nothing_heavy(command):
 
 
 def test_a_command_loads_no_other():
-    """Nor pydantic, which newer typers want, nor what gguf needs for writing: a chat starts with this."""
+    """And neither pydantic, which newer typers import, nor gguf's writers: they slow the start."""
     code = (
         "import sys\n"
         "from kvtool.cli import app\n"
@@ -171,7 +171,7 @@ def test_a_policy_shows_what_a_budget_gives():
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
     (h2o,) = json.loads(kvtool("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
-    # half of what an eviction leaves; the mean over a group ranks as the sum does
+    # half of what an eviction leaves; mean and sum over a group rank alike
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
@@ -288,7 +288,7 @@ def test_a_prompt_is_read_as_asked(smollm2, prefill):
     )
     assert done.returncode == 0
     assert "/64 cells" in done.stderr
-    # llama.cpp makes its buffers anew when the large cache is given back
+    # llama.cpp allocates its buffers again when the large cache is freed
     assert (done.stderr.count("reserving ...") > 2) == (prefill == "whole")
 
 
@@ -300,7 +300,7 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
     assert 32 < result["cells"] < result["tokens"]
     # a mean over rows, not the longest
     assert result["cells"] % 1
-    # what is allocated is near what is held: K and V of 30 layers with 3 heads of 64 at f16
+    # allocated is little more than is held: K and V of 30 layers with 3 heads of 64 at f16
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
 
@@ -328,7 +328,7 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
     )
     assert writer.stdout.readline().strip()
     writer.stdout.close()
-    # as of a program that died of the closed pipe
+    # the exit code of a program that was ended by the closed pipe
     assert writer.wait(timeout=120) == 128 + signal.SIGPIPE
     assert writer.stderr.read() == ""
     writer.stderr.close()

@@ -1,4 +1,4 @@
-"""kvtool compare as a user meets it: the table, the file that a run goes on with, and how it ends."""
+"""kvtool compare as a user meets it: the table, the file that --resume goes on with, and how it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a text in it."""
+    """A folder with a text in it."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "tide.txt").write_text(TEXT)
     return folder
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A cache of its own for references, with the kernels and models of the other one."""
+    """An empty cache for references, with the kernels and models of the usual one."""
     cache = tmp_path_factory.mktemp("cache")
     for name in ("kernels", "models"):
         (cache / name).symlink_to(cache_dir() / name)
@@ -66,7 +66,7 @@ def read(path):
 
 
 def lasting(records):
-    """Without what differs from run to run."""
+    """The records without the fields that differ each time."""
     return [{name: value for name, value in one.items() if name not in TIMES} for one in records]
 
 
@@ -75,7 +75,7 @@ GRID = ("--policies", "full,h2o:window=20,local", "--budgets", "64", "--types", 
 
 @pytest.fixture
 def whole(compare, folder):
-    """The file of one run."""
+    """The file of an uninterrupted comparison."""
     path = folder / "whole.jsonl"
     if not path.exists():
         done = compare(*GRID, "--json", path, "--jobs", 2)
@@ -131,7 +131,7 @@ def test_shards_side_by_side_are_the_same_as_one_run(compare, whole, folder):
 
 @pytest.mark.engine
 def test_what_another_run_adds_to_the_file_meanwhile_stays(compare, folder):
-    """Its policy adds a line of the other run when the text is half read."""
+    """The policy appends a line to the file when the text is half read."""
     (folder / "meanwhile.py").write_text(MEANWHILE)
     out = folder / "meanwhile.jsonl"
     compare("--policies", "meanwhile.py", "--budgets", "64", "--types", "f16", "--json", out)
@@ -166,7 +166,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
     for _ in range(2):
         _run(results, None, True, 1, None)
         assert [one["kl"] for one in results.of_run.values()] == [None]
-    # the second time full alone was tried
+    # the second time only `full` was tried
     assert asked == [(["full"], True), ([], False)]
     fails = False
     _run(results, None, True, 1, None)
@@ -281,13 +281,13 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
         while len(running) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
             running = children.read_text().split()
-        # as a terminal does
+        # as a terminal does on Ctrl-C
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().splitlines()
         assert process.wait(30) == 130
     assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
-    # one that was just being started ends by itself, as it has nothing to do
+    # a process that was just starting ends by itself: it gets no job
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{child}").exists() for child in running):
         assert time.monotonic() < deadline
@@ -348,7 +348,7 @@ def test_the_best_of_a_budget_is_marked():
     assert "25.00 (28.00-32.00)*" in line_of(out, "h2o:decay")
     assert "0.5000*  80.0%*" in line_of(out, "h2o:decay")
     assert "*" not in line_of(out, "scissorhands")
-    # alone in its budget
+    # the only run of its budget
     assert "*" not in line_of(out, "h2o  ")
     # only where columns differ
     assert "64.0 MiB*" not in out
@@ -380,7 +380,7 @@ def test_budgets_are_groups_and_failures_have_dashes():
 def test_the_table_fits_its_terminal(width):
     out = shown(width=width, force_terminal=True, color_system=None)
     assert max(map(len, out.splitlines())) <= width
-    # no cell is cut or goes on in the next line
+    # no column is cut or wrapped
     assert "\u2026" not in out
     for label in ("full q4_0", "scissorhands", "h2o:decay=0.999"):
         assert len(line_of(out, label).split()) >= 8
@@ -400,7 +400,7 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     monkeypatch.setattr(Axes, "plot", record)
     data = output.png(compare_plot.picture(ROWS, "wiki.test.raw", "SmolLM2"))
     assert data.startswith(b"\x89PNG")
-    # a logarithm has no place for the full cache's own divergence
+    # a logarithmic axis has no zero: the full cache itself
     assert lines["full, quantized"] == [(0.25, 0.04)]
     assert lines["h2o"] == [(2.0, 0.5)]
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}

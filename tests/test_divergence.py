@@ -29,7 +29,7 @@ def log_softmax(logits):
 
 
 def lumped(p, q, n_top):
-    """KL(P || Q) of log-probabilities f64[n_vocab], all but P's likeliest n_top tokens as one."""
+    """KL(P || Q) of log-probabilities f64[n_vocab]; all but P's likeliest n_top tokens count as one."""
     top = np.argsort(-p)[:n_top]
     rest = np.setdiff1d(np.arange(len(p)), top)
     known = (np.exp(p[top]) * (p[top] - q[top])).sum()
@@ -200,7 +200,7 @@ def test_the_least_lately_used_go_first(monkeypatch):
         os.utime(path, (then, then))
     size = paths[0].stat().st_size
     monkeypatch.setattr(divergence, "MOST_BYTES", 3 * size)
-    # reading is a use
+    # reading counts as use
     divergence.Reader(paths[1], 9, 300).close()
     write(paths[3])
     assert [path.exists() for path in paths] == [True, True, False, True]

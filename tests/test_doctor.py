@@ -1,4 +1,4 @@
-"""`kvtool doctor`: names what is wrong and what mends it, and ends with 0 only when nothing is."""
+"""`kvtool doctor`: says what is wrong and what fixes it; the exit code is 0 only if nothing is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtool.system import paths
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """What the library says of itself; all is well until a test changes it."""
+    """What the library reports about itself; nothing is wrong until a test changes it."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     monkeypatch.setattr(flags, "asked_cmake_args", lambda: "")
     monkeypatch.setattr(wheel, "installed_key", lambda: wheel.wheel_key(sources.patches_dir(), ""))

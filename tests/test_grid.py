@@ -1,4 +1,4 @@
-"""Grids: which runs there are, what they are compared with, and how a run goes on elsewhere."""
+"""Grids: which runs there are, what they are compared with, and how a comparison is resumed."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
         (run,) = make(common, [str(path)], ["64"])
         keys.append(records.key(grid.identity(common, run), grid.KEY))
     assert keys[0] != keys[1]
-    # while it runs, the file may be edited or go
+    # the file may be edited or deleted meanwhile
     path.unlink()
     assert records.key(grid.identity(common, run), grid.KEY) == keys[1]
 
@@ -297,7 +297,7 @@ def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
         said = found[run].get("error")
         assert (said is None) if words is None else (words in said), (run.policy, said)
         assert found[run]["policy"] == run.policy
-    # prints as well as local itself, which comes last
+    # the policy that prints gives the same as `local`, which comes last
     assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
 
 

@@ -1,4 +1,4 @@
-"""Which tokens the rows hold, against the plainest count, and for policies whose answer is known."""
+"""Which tokens the rows hold, against a plain count, and for policies with a known answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_shares_and_what_is_forgotten_are_those_of_a_plain_count(tiny_model, nam
             assert engine.cells().share().tolist() == want
             assert holdings.n_forgotten(engine) == want.count(0)
         assert 0 < holdings.n_forgotten(engine) < 210
-        # rows differ, or this says little
+        # otherwise the test says little
         assert len({share for share in want if 0 < share < 1}) > 1
 
 

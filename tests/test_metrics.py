@@ -1,4 +1,4 @@
-"""The scores of tasks: published examples, definitions worked by hand, brute force where it is small."""
+"""The scores of tasks: published examples, definitions worked out by hand, brute force for small cases."""
 
 from __future__ import annotations
 

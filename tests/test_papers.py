@@ -1,4 +1,4 @@
-"""The papers' experiments: their commands are ones that kvtool takes, their tables what the records say."""
+"""The papers' experiments: kvtool takes their commands, and their tables show what the records say."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": 
 
 
 def lines(**scores):
-    """One line a policy, "h2o@64" for a budget of 64: scores by name."""
+    """A line per policy, "h2o__64" for a budget of 64: scores by name."""
     found = []
     for number, (name, of_items) in enumerate(scores.items()):
         label, _, budget = name.partition("__")
@@ -45,7 +45,7 @@ def lines(**scores):
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Renders a table of made-up lines."""
+    """Render a table of made-up lines."""
 
     def render(found, *tables, model="Llama"):
         monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))

@@ -1,4 +1,4 @@
-"""JSON lines that survive a killed run, and are added to by several processes."""
+"""JSON lines that survive a killed process, and to which several processes append."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals and errors, against their definitions and against draws whose truth is known."""
+"""Intervals and errors, against their definitions and against draws with a known mean."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_never_varies_has_no_width():
 
 
 def _texts(n_text, n, reach):
-    """Values that go on for `reach` tokens each: far from independent, with mean zero."""
+    """Values that stay the same for `reach` tokens: far from independent, with mean zero."""
     rng = np.random.default_rng(1)
     noise = rng.normal(size=(n_text, n + reach - 1))
     return np.lib.stride_tricks.sliding_window_view(noise, reach, axis=1).mean(axis=2)

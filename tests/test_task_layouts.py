@@ -1,4 +1,4 @@
-"""What tasks make of files: the layouts of tests/data, two records each, and files that are none."""
+"""What tasks read: the layouts in tests/data, two records each, and files with no known layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tasks share: reading under a policy, hiding facts, records that are gone on with, the command."""
+"""What all tasks share: reading under a policy, hiding facts, resuming from records, the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHATML = (
 
 @contextmanager
 def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **settings):
-    """A reader of exact arithmetic; budget: cells, the same for every prompt."""
+    """A reader with exact arithmetic. budget: cells, the same for every prompt."""
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 32, "n_output": 32}
     model = Model(path)
 
@@ -56,7 +56,7 @@ def reading(path, policy="full", budget=None, n_prompt=None, chat=False, **setti
 
 
 def stepwise(model, policy, settings, prompt, answer):
-    """The answer's likelihood by a fresh engine that decodes it token by token."""
+    """The likelihood of an answer by a fresh engine, token by token."""
     engine = Engine(model, policy, settings)
     engine.read(model.tokenize(prompt, start=True))
     total = 0.0
@@ -282,7 +282,7 @@ def test_haystacks_are_files_and_folders_of_text(tmp_path):
 
 @dataclass(frozen=True, slots=True)
 class Length(Task):
-    """Scores how long its prompts are; `asked` says what was asked."""
+    """Its score is the length of the prompt; `asked` has what was asked."""
 
     asked: ClassVar[Counter] = Counter()
     by: ClassVar[tuple[str, ...]] = ("kind",)
@@ -377,7 +377,7 @@ def test_means_are_by_score_and_by_what_items_share():
 
 
 class Says:
-    """A reader whose model says one thing."""
+    """A reader whose model always says the same."""
 
     def __init__(self, text):
         self.text = text

@@ -61,7 +61,7 @@ def tiny_chat(tiny_model):
 
 
 def evaluate(model, task, *arguments, files=None, code=0):
-    """What `kvtool eval` says, run here: starting Python again for every task takes longer than the task."""
+    """The output of `kvtool eval`, run in this process: starting Python takes longer than a task."""
     settings = ["--set", QUICK[task]] if task in QUICK else []
     paths = [str(DATA / file) for file in (FILES[task] if files is None else files)]
     done = CliRunner().invoke(
@@ -98,7 +98,7 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
     for name in kind.by:
         for value in {str(record[name]) for record in found}:
             assert f"\n{value} " in done.stdout
-    # what is there is not asked again
+    # items with a record are not asked again
     again = evaluate(tiny_chat, task, "--budget", "64", "--policy", "h2o", "--json", out, "--resume")
     assert again.stdout == done.stdout
     assert len(records_of(out)) == len(found)
@@ -239,7 +239,7 @@ def test_turns_follow_each_other_in_one_cache(model, chat):
 
 
 class FakeReader:
-    """Knows how likely which text is after which others, and writes what it is told to."""
+    """A reader that is told how likely each text is after the others, and what to write."""
 
     def __init__(self, logp, output=""):
         self.logp, self.output = logp, output

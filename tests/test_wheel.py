@@ -1,7 +1,7 @@
-"""kvtool from a wheel, in an environment of its own outside the checkout: what a user without it has.
+"""kvtool from a wheel, in an environment outside the checkout, as a user without a checkout has it.
 
-The wheel is real. In the place of llama-cpp-python's is one that hands on the library that the tests run
-with, kept under the key that this machine's build has: nothing is compiled.
+kvtool's wheel is real. llama-cpp-python's is a stand-in that passes on the library of the tests, under the
+key of this machine's build: nothing is compiled.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .llama_cpp import *
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """An environment with a kvtool from a wheel, all that kvtool depends on, and no llama-cpp-python."""
+    """An environment with kvtool from a wheel and its dependencies, but without llama-cpp-python."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    # as pip's own builds: what is in the environment of the tests does not count as the checkout's
+    # a new environment, like pip's own builds: the one of the tests has the checkout in it
     done = subprocess.run(
         [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
         capture_output=True,
@@ -86,7 +86,7 @@ def place(tmp_path_factory):
             check=False,
         )
 
-    # without an index: what kvtool says that it depends on must be enough for what is there
+    # without an index: the dependencies must be complete
     done = run("-m", "pip", "install", "-q", "--no-index", wheel)
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(run=run, folder=folder, site=Path(site), kvtool=folder / "env" / "bin" / "kvtool")
@@ -94,7 +94,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def before(place):
-    """What the commands say while there is no llama-cpp-python."""
+    """What the commands say without llama-cpp-python."""
     (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
     return SimpleNamespace(
         perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
@@ -106,7 +106,7 @@ def before(place):
 
 @pytest.fixture(scope="module")
 def built(place, before):
-    """`kvtool build`, once the cache has a wheel of this machine's."""
+    """`kvtool build`, with a wheel for this machine in the cache."""
     key = build.wheel_key(sources.patches_dir(), "")
     folder = place.folder / "cache" / "wheels" / key
     folder.mkdir(parents=True)
@@ -166,9 +166,9 @@ def test_all_is_well_then(place, built):
     library = found["library"]
     assert library["build"] == wheel.parent.name
     assert library["path"] == str(library_path())
-    # of the wheel's patch files
+    # the digest of the wheel's patch files
     assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
-    # of a library that was built by hand from files that are being edited
+    # a library that was built by hand from edited files may differ
     assert [each for each in found["problems"] if "other patch files" not in each["wrong"]] == []
 
 

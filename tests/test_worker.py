@@ -1,4 +1,4 @@
-"""Workers: what --rpc finds at an endpoint, chats over two of them, and what happens where one is gone."""
+"""Workers: what --rpc finds at an endpoint, chats over two workers, and what happens when one is gone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 
 @contextmanager
 def answering(answer):
-    """The endpoint of one that takes a connection, says these bytes, and waits; None: closes at once."""
+    """The endpoint of a server that answers with these bytes and waits; with None it closes at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = []
 
@@ -167,7 +167,7 @@ def free_port():
 
 
 class Worker:
-    """`kvtool worker`, as soon as it serves. said: its lines so far."""
+    """A `kvtool worker` that serves. said: its lines so far."""
 
     def __init__(self, *options, host="127.0.0.1", port=None):
         self.port = port or free_port()
@@ -206,7 +206,7 @@ def until(condition, seconds=60):
 
 @pytest.fixture(scope="module")
 def workers():
-    """Two; the second says that it has as much memory as the first."""
+    """Two workers that offer the same amount of memory."""
     started = [Worker("--mem", "64MiB"), Worker("--mem", "64MiB")]
     try:
         for worker in started:
@@ -219,7 +219,7 @@ def workers():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Its layers are enough for two devices."""
+    """A model with enough layers for two devices."""
     path = tmp_path_factory.mktemp("model") / "chat.gguf"
     tiny.write_llama(path, n_layer=4, chat_template=TEMPLATE, n_ctx_train=2048)
     return path
@@ -308,7 +308,7 @@ def chat(model, path, turns, *options):
 
 
 def kept(path):
-    """What is the same in two sessions that say the same."""
+    """What two sessions with the same chat have in common."""
     meta, _ = session.read(path)
     return {name: meta[name] for name in ("n_turn", "n_past", "cells", "messages")}
 
