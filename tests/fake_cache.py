@@ -11,10 +11,11 @@ class Cache:
     """pos i32[row, n_cell] and a policy's state; of each row the first live[row] cells live, n_kv the most.
 
     rows: for each row the records that a twin reads, oldest first. n_value: how many values attention takes.
+    twin: whether a twin will read `rows`, which takes most of the time.
     group: query heads of a row. n_dim: length of a key. The signals since the last plan are those of a View.
     """
 
-    def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6):
+    def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6, twin=True):
         self.layer = np.repeat(np.arange(n_layer, dtype=np.int32), n_head_kv)
         n_row = len(self.layer)
         self.pos = np.zeros((n_row, n_cell), np.int32)
@@ -25,6 +26,7 @@ class Cache:
         self.n_new = self.next = 0
         self.rng = np.random.default_rng(seed)
         self.n_value = n_value
+        self.twin = twin
         self.group = group
         self.n_dim = n_dim
 
@@ -44,6 +46,11 @@ class Cache:
         attention = self._attention(steps)
         self.n_new, self.next = n_token, self.next + n_token
         self._reduce(attention, seen, steps)
+        if self.twin:
+            self._record(attention, seen, steps)
+
+    def _record(self, attention, seen, steps):
+        """Writes down for each token what its twin may ask."""
         for number, row in enumerate(self.rows):
             row += [
                 {

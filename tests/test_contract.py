@@ -22,7 +22,7 @@ every_budget = pytest.mark.parametrize("budget", BUDGETS)
 
 def make(name, budget, seed=0):
     policy = policies.fit(name, budget)
-    return policy, Cache(3, 2, 3 * budget, policy, seed)
+    return policy, Cache(3, 2, 3 * budget, policy, seed, twin=False)
 
 
 def plans(name, budget, pinned=0, n_plan=5, held=0):

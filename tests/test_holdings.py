@@ -14,9 +14,7 @@ pytestmark = pytest.mark.engine
 
 def rows_of(engine):
     """The tokens that each row holds, one by one."""
-    return [
-        set(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)
-    ]
+    return [set(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
 
 def brute_share(engine):
