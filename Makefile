@@ -29,7 +29,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan fuzz fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan check-tests fuzz fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -42,6 +42,7 @@ help:
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
+	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, IDS="..." for some; see docs/papers.md'
 	@echo 'make papers-tables  write the tables of docs/papers.md from docs/papers'
 	@echo 'make docs         write docs/cli.md from the help texts of the commands'
@@ -118,6 +119,10 @@ check-vulkan: setup
 			GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 LP_NUM_THREADS=0 \
 			VK_ICD_FILENAMES="$$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -n 1)" && \
 		$(PY) tests/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
+
+# the faults of the C++ need a build each
+check-tests: setup
+	@$(ONE_THREAD) $(PY) tests/planted.py $(PARTS)
 
 fuzz: setup
 	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found

@@ -1,0 +1,179 @@
+"""Does the suite find faults? Plants one in each part, and runs the tests that should see it.
+
+    python tests/planted.py [PART ...]
+
+Each fault is planted in a copy of the checkout. Exit status 1 if a fault was not found, or if its line is no
+longer there. A fault of the C++ needs a build, a few minutes each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that is wrong.
+
+    what: in words. old: what stands once in the file. new: what is planted there. tests: which should see it.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+PLANTED = {
+    "cli": Fault(
+        "a session's options stand for those that were typed",
+        "kvtool/cli/opening.py",
+        'if source and source.name != "COMMANDLINE":',
+        'if source and source.name == "COMMANDLINE":',
+        ("test_chat_session.py",),
+    ),
+    "models": Fault(
+        "a share of the context is rounded to the nearest cell",
+        "kvtool/models/budget.py",
+        "return int(n * percent / 100)",
+        "return round(n * percent / 100)",
+        ("test_models.py", "test_tasks_run.py"),
+    ),
+    "kernels": Fault(
+        "among equal scores the older token stays",
+        "kvtool/kernels/selection.py",
+        "return (rank << 32) | pos",
+        "return (rank << 32) | (0x7FFFFFFF - pos)",
+        ("test_policies.py", "test_contract.py"),
+    ),
+    "policies": Fault(
+        "the window is one token short",
+        "kvtool/policy/ranked.py",
+        "return first, view.next - min(max(window, view.held), n_keep - first)",
+        "return first, view.next - min(max(window - 1, view.held), n_keep - first)",
+        ("test_policies.py",),
+    ),
+    "engine, eviction": Fault(
+        "what signals said before positions start over is lost",
+        "kvtool/engine/eviction.py",
+        "        self.observe()\n        self.n_restart += 1\n",
+        "        self.n_restart += 1\n",
+        ("test_exactness.py",),
+    ),
+    "engine, rows": Fault(
+        "a cell that moves keeps the rotation of the one before it",
+        "kvtool/engine/rows.py",
+        "self.rot[row, cell] = self.rot[row, old] + delta",
+        "self.rot[row, cell] = self.rot[row, cell] + delta",
+        ("test_exactness.py", "test_engine.py"),
+    ),
+    "engine, snapshot": Fault(
+        "a restored engine forgets which tokens its signals are of",
+        "kvtool/engine/snapshot.py",
+        'eviction.n_cleared = counters["eviction", "n_cleared"]\n',
+        "",
+        ("test_session.py",),
+    ),
+    "llama": Fault(
+        "the sampler's draws depend on what was written before",
+        "kvtool/llama/sampler.py",
+        "(self.seed + n * 0x9E3779B9) % 0xFFFFFFFF",
+        "(self.seed + len(self.recent)) % 0xFFFFFFFF",
+        ("test_conversation.py", "test_chat_session.py"),
+    ),
+    "measure": Fault(
+        "a standard error is that of the population",
+        "kvtool/measure/statistics.py",
+        "n_block / (n_block - 1)",
+        "1.0",
+        ("test_statistics.py",),
+    ),
+    "tasks": Fault(
+        "an answer that holds the reference is as good as one that is it",
+        "kvtool/tasks/metrics.py",
+        "return float(normalized(output) == normalized(reference))",
+        "return float(normalized(reference) in normalized(output))",
+        ("test_metrics.py", "test_tasks.py"),
+    ),
+    "build": Fault(
+        "a changed patch gives the digest of the old one",
+        "kvtool/build/sources.py",
+        "(folder / name).read_bytes()",
+        "name.encode()",
+        ("test_build.py", "test_patches.py"),
+    ),
+    "patch, edit": Fault(
+        "all moves of a row in host memory take the same cell",
+        "patches/src/edit-host.cpp",
+        "src.push_back(m->src);",
+        "src.push_back(first->src);",
+        ("test_llama.py", "test_exactness.py"),
+    ),
+    "patch, signals": Fault(
+        "the last query's attention is the sum over all queries",
+        "patches/src/probes.cpp",
+        "put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, 1)));",
+        "put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, n_tokens)));",
+        ("test_signals.py", "test_exactness.py"),
+    ),
+}
+
+
+def main() -> int:
+    parts = sys.argv[1:] or list(PLANTED)
+    missed = [part for part in parts if not found(part, PLANTED[part])]
+    print(f"{len(parts) - len(missed)} of {len(parts)} planted faults found", *missed, sep="\n  missed: ")
+    return bool(missed)
+
+
+def found(part: str, fault: Fault) -> bool:
+    """Whether a test fails where this is planted."""
+    # always the same place, so that compiled kernels are found again
+    copy = ROOT / "build" / "planted"
+    shutil.rmtree(copy, ignore_errors=True)
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
+    try:
+        for folder in ("kvtool", "patches", "tests", "benchmarks", "docs"):
+            shutil.copytree(ROOT / folder, copy / folder, ignore=None if folder == "kvtool" else left_out)
+        for file in ("pyproject.toml", "models.txt", "README.md", "Makefile"):
+            shutil.copy(ROOT / file, copy / file)
+        path = copy / fault.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(fault.old) != 1:
+            print(f"{part}: {fault.file} has not once: {fault.old.strip()}")
+            return False
+        path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+        env = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        if fault.file.startswith("patches/"):
+            env["PYTHONPATH"] += os.pathsep + str(built(copy, env))
+        tests = [str(copy / "tests" / test) for test in fault.tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        print(f"{part}: {fault.what}: {failed[0].split(' - ')[0] if failed else 'not found'}", flush=True)
+        # 1: tests were run and some failed
+        return done.returncode == 1 and bool(failed)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def built(copy: Path, env: dict[str, str]) -> Path:
+    """A folder with the llama.cpp of that copy."""
+    build = [sys.executable, "-m", "kvtool.build"]
+    done = subprocess.run(build, cwd=copy, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    site = copy / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(site)]
+    subprocess.run([*pip, done.stdout.strip()], check=True)
+    return site
+
+
+if __name__ == "__main__":
+    sys.exit(main())
