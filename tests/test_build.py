@@ -24,7 +24,7 @@ from kvtool.build import wheel as build
 from kvtool.build.__main__ import main
 from kvtool.cli import app
 from kvtool.errors import LibraryError, UsageError
-from kvtool.kernels import ahead
+from kvtool.kernels import load
 from kvtool.system import paths
 
 PATCHES = Path(__file__).parent.parent / "patches"
@@ -426,9 +426,9 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
 
 def test_kernels_with_bounds_checks_are_cached_apart(monkeypatch):
     monkeypatch.undo()
-    assert paths.kernel_dir() == ahead.LIBRARY.parent
+    assert paths.kernel_dir() == load.LIBRARY.parent
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "0" if os.environ.get("NUMBA_BOUNDSCHECK") else "1")
-    assert paths.kernel_dir() != ahead.LIBRARY.parent
+    assert paths.kernel_dir() != load.LIBRARY.parent
 
 
 def test_a_long_title_leaves_the_line_on_one_row(monkeypatch, capsys):

@@ -267,7 +267,7 @@ sys.argv.append("-v")
 """
 STAGES = {
     "import of the commands": "module = 'kvtool.cli.generate'",
-    "import of numba": "module = 'numba'; from kvtool.kernels import ahead; ahead.find = lambda *_: None",
+    "import of numba": "module = 'numba'; from kvtool.kernels import load; load.find = lambda *_: None",
     "import of llama.cpp": "module = 'llama_cpp'",
     "header": "from kvtool.models import resolve; before(resolve, 'check')",
     "load": IN_A_CALLBACK,

@@ -1,7 +1,7 @@
 """Compile every kernel, so that no user waits for numba: `python -m kvtool.build.kernels`.
 
 Each kernel goes into numba's disk cache, and all of them into one shared library, which
-kvtool/kernels/ahead.py loads. Standard library only until there is something to compile.
+kvtool/kernels/load.py loads. Standard library only until there is something to compile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvtool.errors import LibraryError
-from kvtool.system.paths import kernel_dir, kernel_library
+from kvtool.system.paths import kernel_dir, kernel_files, kernel_library
 
 
 def stamp() -> Path:
@@ -35,17 +35,19 @@ def are_linked() -> bool:
     return kernel_library().is_file()
 
 
+def modules() -> list[str]:
+    """The modules that define kernels."""
+    return [f"kvtool.{path.parent.name}.{path.stem}" for path in kernel_files()]
+
+
 def compile_all() -> None:
     """Compile and link the kernels of every module that has some, unless that is done already."""
     if (are_compiled() and are_linked()) or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return
-    from kvtool import policies
     from kvtool.kernels.kernel import of_module
     from kvtool.kernels.link import link
 
-    modules = [f"kvtool.kernels.{name}" for name in ("selection", "norm", "likelihood")]
-    modules += ["kvtool.engine.rows", *(f"kvtool.policies.{name}" for name in policies.names())]
-    found = {kernel.name: kernel for module in modules for kernel in of_module(import_module(module))}
+    found = {kernel.name: kernel for name in modules() for kernel in of_module(import_module(name))}
     for n_done, kernel in enumerate(found.values()):
         _say(n_done, len(found) + 1)
         kernel.compile()

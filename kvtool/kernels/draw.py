@@ -1,4 +1,4 @@
-"""Random numbers that depend on seed, step, row and position alone."""
+"""Random numbers that depend only on seed, step, row and position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """u64 -> u64: one step of splitmix64 (Steele et al. 2014)."""
-    # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
+    # an array: NumPy warns of overflow, which a hash needs, in scalars only
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -16,11 +16,10 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
-    """A hash of (seed, step, row, pos) for every token: whole numbers below 2**24, exact as float32.
+    """A hash of (seed, step, row, pos) for every token: pos i32[row, n] -> f32[row, n].
 
-    pos i32[row, n] -> f32[row, n].
+    The numbers are whole and below 2**24, so they are exact as float32.
     """
-    # arrays throughout: NumPy warns of the overflow that a hash lives on in scalars only
     hashed = splitmix64(np.array([seed % 2**64], np.uint64))
     hashed = splitmix64(hashed + np.uint64(step))
     hashed = splitmix64(hashed + np.arange(pos.shape[0], dtype=np.uint64))

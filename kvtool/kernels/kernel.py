@@ -1,4 +1,4 @@
-"""The numba decorator."""
+"""The decorator of kernels: functions over arrays that numba compiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Generic, ParamSpec, TypeVar
 
-from kvtool.kernels import ahead
+from kvtool.kernels import load
 
 P = ParamSpec("P")
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class Kernel(Generic[P, R]):
-    """A function: from the library of kernels, or compiled by numba when it is first called."""
+    """A compiled function: from the shared library of kernels, or from numba when it is first called."""
 
     def __init__(self, function: Callable[P, R], signatures: list[str], any_order: bool) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
@@ -27,13 +27,13 @@ class Kernel(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._called is None:
-            self._called = ahead.find(self.name, self.signatures) or self.compile()
+            self._called = load.find(self.name, self.signatures) or self.compile()
         return self._called(*args, **kwargs)
 
     def compile(self) -> Callable[P, R]:
-        """What numba makes of it, from the disk cache when it is there."""
+        """The function as numba compiles it, or as numba's disk cache has it."""
         if self._compiled is None:
-            # of a kernel that it calls numba knows what only once it is compiled
+            # numba can call other kernels only once they are compiled
             names = self._function.__globals__
             for name in self._function.__code__.co_names:
                 if isinstance(called := names.get(name), Kernel):
@@ -49,11 +49,11 @@ class Kernel(Generic[P, R]):
 
 
 def _numba() -> ModuleType:
-    folder = str(ahead.LIBRARY.parent)
+    folder = str(load.LIBRARY.parent)
     os.environ["NUMBA_CACHE_DIR"] = folder
     import numba
 
-    # where numba was imported before, and by its dictionary because numba makes its settings at run time
+    # numba may have been imported before; it makes its settings at run time, so mypy does not know them
     vars(numba.config)["CACHE_DIR"] = folder
     return numba
 
@@ -61,10 +61,16 @@ def _numba() -> ModuleType:
 def kernel(
     signature: str | list[str], *, any_order: bool = False
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """To be compiled for one signature, or for each of a list.
+    """Marks a function to be compiled for a signature, or for each of a list.
 
-    "i4[:,::1]" is a C-contiguous matrix of int32. Outputs come last; nothing is checked inside. any_order:
-    sums of floats may be taken in any order; for whole numbers, whose sums are the same in each.
+    Outputs come last. A kernel checks nothing: its caller does.
+
+    Parameters
+    ----------
+    signature
+        As numba has it: "i4[:,::1]" is a C-contiguous matrix of int32.
+    any_order
+        Whether sums of floats may be taken in any order: for whole numbers, where the order does not matter.
     """
     signatures = [signature] if isinstance(signature, str) else signature
     return lambda function: Kernel(function, signatures, any_order)

@@ -31,8 +31,10 @@ def token_nll(logits: np.ndarray, target: np.ndarray, nll: np.ndarray) -> None:
 
 @kernel("void(f4[:,::1], i4[:,::1], i4[::1], f4[:,::1])")
 def log_probs(logits: np.ndarray, tokens: np.ndarray, top: np.ndarray, log_p: np.ndarray) -> None:
-    """logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], the likeliest (lowest among equals);
-    log_p f32[n, k], the log-probabilities of the tokens, in nats."""
+    """Log-probabilities in nats: logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], log_p f32[n, k].
+
+    top is the likeliest token, the lowest among equals; log_p are those of the given tokens.
+    """
     n, k = tokens.shape
     for i in range(n):
         best, log_sum = _top_and_log_sum(logits[i])
@@ -51,10 +53,10 @@ def divergence(
     kl: np.ndarray,
     top: np.ndarray,
 ) -> None:
-    """The same nll, and how far predictions Q are from others P of which the likeliest tokens are known.
+    """How far predictions Q are from predictions P, of which the k likeliest tokens are known.
 
-    logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k], log_p f32[n, k] of P -> nll f64[n];
-    kl f64[n], the divergence KL(P || Q) in nats where all other tokens count as one; top i32[n] of Q.
+    logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k] and log_p f32[n, k] of P -> nll f64[n] as
+    `token_nll` has it, kl f64[n], top i32[n] of Q. kl is KL(P || Q) in nats, all other tokens counted as one.
     """
     n, k = tokens.shape
     for i in range(n):
@@ -69,6 +71,6 @@ def divergence(
             total += p * (np.float64(log_p[i, j]) - np.float64(log_q))
             rest_p -= p
             rest_q -= np.exp(np.float64(log_q))
-        # what rounding may leave of nothing
+        # rounding may leave less than nothing
         rest_p, rest_q = max(rest_p, 1e-12), max(rest_q, 1e-12)
         kl[i] = total + rest_p * np.log(rest_p / rest_q)

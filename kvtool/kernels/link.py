@@ -1,7 +1,7 @@
-"""Kernels linked into a shared library, which kvtool/kernels/ahead.py loads.
+"""Links compiled kernels into a shared library, which load.py opens. kvtool/build/kernels.py calls it.
 
-numba compiles a kernel behind a C signature to LLVM's text. That becomes an object file, linked with numba's
-own allocator, which kernels with arrays of their own call. kvtool/build/kernels.py says which kernels.
+numba compiles each kernel behind a C signature to LLVM's text. That becomes an object file. It is linked with
+numba's own allocator, which kernels with arrays of their own call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ void numba_do_raise(void *) { out_of_memory(); }
 
 
 def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
-    """Makes them a shared library. Raises LibraryError where that cannot be done here."""
+    """Writes the kernels to a shared library. Raises LibraryError if that cannot be done here."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if not shutil.which(compiler[0]):
         raise LibraryError(f"there is no C++ compiler {compiler[0]} to link kernels with")
@@ -94,7 +94,7 @@ def _with_c_signature(kernel: Kernel[..., Any], signature: str) -> Any:
     import llvmlite.binding as llvm
     import numpy as np
 
-    from kvtool.kernels.ahead import parse, symbol
+    from kvtool.kernels.load import parse, symbol
 
     # by its name, as its own types leave some of this out
     numba: Any = import_module("numba")

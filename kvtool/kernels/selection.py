@@ -9,10 +9,10 @@ from kvtool.kernels.kernel import kernel
 
 @kernel("i8(i8[::1], i8, i8)")
 def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
-    """values i64[n_value or more] -> the one with `nth` lower ones, by quickselect. Reorders the values.
+    """values i64[n_value or more] -> the value that has `nth` lower ones, by quickselect.
 
-    They should be different: of equal ones each is passed by itself. numpy.partition does the same, but takes
-    seconds to compile.
+    Reorders the values. It is slow for many equal values. numpy.partition does the same, but takes seconds
+    to compile.
     """
     begin, last = 0, n_value - 1
     while begin < last:
@@ -26,7 +26,7 @@ def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
             values[middle], values[last] = values[last], values[middle]
         pivot = values[last]
         middle = begin
-        # each value is swapped, lower or not: a branch would be guessed wrong every other time
+        # every value is swapped, lower or not: a branch would be mispredicted half of the time
         for i in range(begin, last):
             value = values[i]
             values[i] = values[middle]
@@ -44,9 +44,9 @@ def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
 
 @kernel("i8(i4, i4)")
 def score_key(bits: int, pos: int) -> np.int64:
-    """Orders tokens by score, then by position, NaN included: bits are the score's, a float32.
+    """Orders tokens by score, then by position; bits are those of the score, a float32, which may be NaN.
 
-    No two tokens of a row have the same key, so that a row always keeps the number it should.
+    No two tokens of a row have the same key, so a row always keeps the number that it should.
     """
     rank = np.int64(bits)
     if rank < 0:
@@ -56,21 +56,21 @@ def score_key(bits: int, pos: int) -> np.int64:
 
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
 def keep_highest(
-    pos: np.ndarray, score: np.ndarray, sinks: int, recent: int, n_keep: int, keep: np.ndarray
+    pos: np.ndarray, score: np.ndarray, first: int, recent: int, n_keep: int, keep: np.ndarray
 ) -> None:
-    """Tokens before `sinks` and from `recent` on stay, and of the others the highest scores, n_keep in all.
+    """Tokens before `first` and from `recent` on stay, and of the others the highest scores, n_keep in all.
 
-    pos i32[row, n], score f32[row, n or more], sinks, recent: positions -> keep b1[row, n].
-    Among equal scores the newer token stays. Where more than n_keep are protected, just these stay.
+    pos i32[row, n], score f32[row, n or more], first, recent: positions -> keep b1[row, n].
+    Among equal scores the newer token stays. If more than n_keep tokens are protected, exactly these stay.
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
     never = np.int64(2**63 - 1)
     keys, open_keys = np.empty(n, np.int64), np.empty(n, np.int64)
     for row in range(n_row):
-        # no branches here: a cell's place says nothing about its token
+        # no branches: a cell's place says nothing about its token, so they could not be predicted
         for cell in range(n):
-            is_open = sinks <= pos[row, cell] < recent
+            is_open = first <= pos[row, cell] < recent
             keys[cell] = score_key(bits[row, cell], pos[row, cell]) if is_open else never
         last_out = never
         if n - n_keep == 1:

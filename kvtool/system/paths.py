@@ -37,19 +37,19 @@ def cache_dir() -> Path:
     return base / "kvtool"
 
 
+def kernel_files() -> list[Path]:
+    """The files that define kernels."""
+    found = (path for name in ("kernels", "engine", "policies") for path in (_PACKAGE / name).glob("*.py"))
+    return sorted(path for path in found if b"\n@kernel(" in path.read_bytes())
+
+
 def kernel_dir() -> Path:
     """The folder of the present kernels; its name changes with their sources, the CPU and this checkout.
 
     numba would notice changes in a kernel's own file, but not in the files of kernels that it calls.
     """
     digest = hashlib.sha256()
-    for path in sorted(
-        [
-            *(_PACKAGE / "kernels").glob("*.py"),
-            _PACKAGE / "engine" / "rows.py",
-            *(_PACKAGE / "policies").glob("*.py"),
-        ]
-    ):
+    for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.py")}):
         digest.update(path.read_bytes())
     # numba's index has the folder of the sources in it
     digest.update(str(_PACKAGE).encode())

@@ -1,6 +1,6 @@
-"""Kernels compiled ahead into a shared library: a process that calls them does without numba and its 100 MiB.
+"""Loads compiled kernels from the shared library: a process that calls them saves numba and its 100 MiB.
 
-kvtool/build/kernels.py makes it. Where there is none numba compiles, as ever.
+link.py makes the library. Without one, numba compiles each kernel when it is first called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtool.system.paths import kernel_library
 
-# now, whatever becomes of the environment later
+# when this module is imported: the environment may change later
 LIBRARY = kernel_library()
 
 _C_TYPES = {
@@ -24,7 +24,7 @@ _C_TYPES = {
     for name, c_type in (("b1", "bool"), ("i4", "int32"), ("i8", "int64"), ("f4", "float"), ("f8", "double"))
 }
 
-# an array's memory as ctypes takes it, for a third of the time of numpy.ndarray.ctypes
+# an array's memory as ctypes takes it, in a third of the time of numpy.ndarray.ctypes
 _Memory = ctypes.c_char * 0
 
 
@@ -53,7 +53,7 @@ def _opened() -> ctypes.CDLL | None:
 
 
 def symbol(name: str, signature: str) -> str:
-    """What a kernel is called in the library."""
+    """The name of a kernel in the library."""
     return f"{name} {signature}"
 
 
@@ -62,7 +62,7 @@ _Form = tuple[Callable[..., Any], list[Argument]]
 
 
 class _Function:
-    """A kernel of the library. Raises TypeError for arguments that are none of its signatures'."""
+    """A kernel of the library. Raises TypeError for arguments that fit none of its signatures."""
 
     def __init__(self, name: str, forms: list[_Form]) -> None:
         self._name = name
@@ -93,7 +93,7 @@ def _flat(args: tuple[Any, ...], wanted: list[Argument]) -> list[Any] | None:
 
 
 def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
-    """The kernel as the library has it; None where there is no library, or it is not in it."""
+    """The library's kernel of that name; None if there is no library, or no such kernel in it."""
     opened = _opened()
     if opened is None:
         return None

@@ -1,30 +1,23 @@
-"""The library of kernels: numba's own bytes, without numba in the process; where it is not, numba."""
+"""The shared library of kernels gives the same bytes as numba, without numba in the process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtool import policies
+from kvtool.build.kernels import modules
 from kvtool.engine.rows import fill_holes
 from kvtool.errors import LibraryError
-from kvtool.kernels import ahead
-from kvtool.kernels import link as warm
+from kvtool.kernels import load
 from kvtool.kernels.kernel import kernel, of_module
+from kvtool.kernels.link import link
 from kvtool.kernels.selection import keep_highest
 from kvtool.policies import bumblebee, knorm, weightedkv
-
-MODULES = [
-    "kvtool.kernels.selection",
-    "kvtool.kernels.norm",
-    "kvtool.kernels.likelihood",
-    "kvtool.engine.rows",
-    *(f"kvtool.policies.{name}" for name in policies.names()),
-]
 
 
 @kernel("i8(i4[:,::1], f8)")
@@ -32,18 +25,30 @@ def not_in_it(values: np.ndarray, x: float) -> int:
     return int(values[0, 0] + x)
 
 
-@pytest.mark.parametrize("module", MODULES)
+def test_every_module_with_a_kernel_is_found():
+    root = Path(load.__file__).parent.parent
+    code = {path: path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
+    found = [
+        path.relative_to(root.parent).with_suffix("").parts
+        for path, text in code.items()
+        if "\n@kernel(" in text
+    ]
+    assert sorted(map(".".join, found)) == sorted(modules())
+    assert {"kvtool.kernels.selection", "kvtool.engine.rows", "kvtool.policies.buzz"} <= set(modules())
+
+
+@pytest.mark.parametrize("module", modules())
 def test_each_kernel_is_in_it(module):
     """But those that return two things, which kernels alone call."""
     for each in of_module(import_module(module)):
         if not each.signatures[0].startswith("Tuple"):
-            assert ahead.find(each.name, each.signatures), each.name
+            assert load.find(each.name, each.signatures), each.name
 
 
 def filled(kernel_, arguments):
     """What the kernel returns and its arrays after it: in the library, and as numba calls it."""
     found = []
-    for call in (ahead.find(kernel_.name, kernel_.signatures), kernel_.compile()):
+    for call in (load.find(kernel_.name, kernel_.signatures), kernel_.compile()):
         own = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
         found.append([call(*own), *own])
     return found
@@ -96,7 +101,7 @@ def test_the_bytes_are_numbas(case):
 def test_other_arguments_are_refused(wrong):
     """Nothing is checked inside, where it would be memory that is not theirs."""
     pos, score, keep, n_keep = ranked(2, 8, 6)
-    call = ahead.find(keep_highest.name, keep_highest.signatures)
+    call = load.find(keep_highest.name, keep_highest.signatures)
     call(pos, score, 0, 4, n_keep, keep)
     frozen = keep.copy()
     frozen.flags.writeable = False
@@ -112,25 +117,25 @@ def test_other_arguments_are_refused(wrong):
 
 
 def test_a_kernel_that_is_not_in_it_is_numbas():
-    assert ahead.find(not_in_it.name, not_in_it.signatures) is None
+    assert load.find(not_in_it.name, not_in_it.signatures) is None
     assert not_in_it(np.full((1, 1), 3, np.int32), 4.0) == 7
 
 
 def test_without_it_all_are_numbas(monkeypatch, tmp_path):
-    monkeypatch.setattr(ahead, "LIBRARY", tmp_path / "kernels.so")
-    monkeypatch.setattr(ahead, "_opened", ahead._opened.__wrapped__)
-    assert ahead.find(keep_highest.name, keep_highest.signatures) is None
+    monkeypatch.setattr(load, "LIBRARY", tmp_path / "kernels.so")
+    monkeypatch.setattr(load, "_opened", load._opened.__wrapped__)
+    assert load.find(keep_highest.name, keep_highest.signatures) is None
     (tmp_path / "kernels.so").write_bytes(b"cut off")
-    assert ahead.find(keep_highest.name, keep_highest.signatures) is None
+    assert load.find(keep_highest.name, keep_highest.signatures) is None
 
 
 def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(LibraryError, match="no C\\+\\+ compiler no-such-compiler"):
-        warm.link([keep_highest], tmp_path / "kernels.so")
+        link([keep_highest], tmp_path / "kernels.so")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(LibraryError, match="false does not link the kernels: exit status 1"):
-        warm.link([keep_highest], tmp_path / "kernels.so")
+        link([keep_highest], tmp_path / "kernels.so")
     assert not list(tmp_path.iterdir())
 
 
