@@ -298,7 +298,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
 
 
 def run(label, asked=None, kind="f16"):
-    return Run(label, label, (), {}, asked, 64, 16, 64, "auto", kind, kind)
+    return Run(label, label.split(":")[0], (), {}, asked, 64, 16, 64, "auto", kind, kind)
 
 
 def row(label, asked=None, kind="f16", **values):

@@ -155,7 +155,7 @@ def compare(
         verbose=verbose,
     )
     if not names:
-        names = ["full", *(name for name in runnable() if name != "full")]
+        names = runnable()
     check_patch([grid.split_policy(name)[0] for name in names])
     names, why_not = _against_full(common, n_vocab, names)
     runs = grid.runs(common, info, names, budget_texts, type_texts, evict_every=evict_every, combine=combine)
@@ -198,6 +198,8 @@ def _tokens(info: ModelInfo, file: str, text: str, max_tokens: int | None) -> tu
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
     """The policies that can run, and why they cannot be compared with the full cache; "" if they can."""
+    from kvtool import policies
+    from kvtool.measure import grid
     from kvtool.measure.divergence import fits
 
     n = common.n_tokens
@@ -212,7 +214,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
             f"the text ({n:,} tokens) does not fit in the full cache ({common.n_ctx:,}), {without}; "
             "--max-tokens makes the text shorter"
         )
-        return [name for name in names if name != "full"], why
+        return [name for name in names if policies.load(grid.split_policy(name)[0]).evicts], why
     if not fits(n, n_vocab):
         return names, f"the full cache's predictions of {n:,} tokens take too much disk space, {without}"
     return names, ""
@@ -263,10 +265,9 @@ def _first(common: Common, missing: list[Run]) -> Run:
     """The run that writes the reference: one of the grid if there is one."""
     from kvtool.measure.grid import full_run
 
-    for run in missing:
-        if (run.policy, run.type_k, run.type_v) == ("full", "f16", "f16"):
-            return run
-    return full_run(common)
+    full = full_run(common)
+    kind = full.policy, full.type_k, full.type_v
+    return next((run for run in missing if (run.policy, run.type_k, run.type_v) == kind), full)
 
 
 def _finish(

@@ -19,15 +19,19 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    from kvtool import policies
+
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)
     name = "kl" if has_kl else "nll"
     drawn: dict[str, list[tuple[float, float]]] = {}
     for run, record in done:
-        label = "full, quantized" if run.policy == "full" else run.label
-        if run.policy != "full" and run.asked is None:
+        label = run.label
+        if not policies.load(run.policy).evicts:
+            label = f"{label}, quantized"
+        elif run.asked is None:
             label = f"{label}, no budget"
-        elif run.policy != "full" and run.type_k != "f16":
+        elif run.type_k != "f16":
             label = f"{label} {run.type_k}"
         point = record["budget_bytes"] / 2**20, record[name]
         # a logarithmic axis has no zero, which is the full cache itself
@@ -46,7 +50,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         } | bold
         axes.plot(*zip(*sorted(points), strict=True), **style)
     for run, record in done:
-        if (run.policy, run.type_k) == ("full", "f16"):
+        if run.type_k == "f16" and not policies.load(run.policy).evicts:
             axes.axvline(record["budget_bytes"] / 2**20, color="grey", linestyle=":", label="full, f16")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

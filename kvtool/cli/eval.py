@@ -183,8 +183,8 @@ def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tupl
     from kvtool.models import budget
 
     n_batch = wanted.n_batch or opt.N_BATCH
-    if wanted.policy == "full":
-        return _full_for(wanted, info), n_batch
+    if not policies.load(wanted.policy).evicts:
+        return _full_for(wanted, info, wanted.policy, wanted.options), n_batch
     share = (wanted.budget or "20%").strip()
     if not share.endswith("%"):
         policy, n_batch = fitted(wanted, info, share, n_batch, over_budget=True)
@@ -199,11 +199,17 @@ def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tupl
     return policy_for, n_batch
 
 
-def _full_for(wanted: EngineOptions, info: ModelInfo) -> PolicyFor:
+def _full_for(
+    wanted: EngineOptions, info: ModelInfo, name: str = "full", options: list[str] | None = None
+) -> PolicyFor:
+    """A policy that never evicts, with cells for prompt and answer."""
     from kvtool import policies
 
-    n_ctx = n_ctx_of(wanted.n_ctx, info)
-    return lambda n, n_answer: policies.fit("full", min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
+    def policy_for(n: int, n_answer: int) -> Policy:
+        n_cell = min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx_of(wanted.n_ctx, info))
+        return policies.fit(name, n_cell, None, options)
+
+    return policy_for
 
 
 def _reader(
@@ -213,13 +219,14 @@ def _reader(
     as_chat: bool,
     max_prompt: int | None,
 ) -> Reader:
+    from kvtool import policies
     from kvtool.chats.conversation import template_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None
     policy_for, n_batch = _policy_for(wanted, info, n_held(model, template))
     settings = settings_of(wanted, n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
-    full_for = None if wanted.policy == "full" else _full_for(wanted, info)
+    full_for = _full_for(wanted, info) if policies.load(wanted.policy).evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for)
 
 
@@ -235,7 +242,7 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
         "policy": wanted.policy,
         "policy_sha256": policies.file_sha256(wanted.policy),
         "options": wanted.options or [],
-        "budget": None if wanted.policy == "full" else wanted.budget or "20%",
+        "budget": (wanted.budget or "20%") if policies.load(wanted.policy).evicts else None,
         "evict_every": wanted.evict_every,
         "positions": wanted.positions,
         "prefill": wanted.prefill,

@@ -120,6 +120,7 @@ class Keeper:
         """What must be the same to go on. Found when it is needed: to hash a large model takes its time."""
         from dataclasses import asdict
 
+        from kvtool import policies
         from kvtool.llama.devices import library_info
         from kvtool.models.download import sha256
 
@@ -130,6 +131,7 @@ class Keeper:
         return {
             "model_sha256": digest,
             "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
+            "policy_package": policies.package(policy),
             "parameters": asdict(engine.policy),
             "positions": settings.positions,
             "context": engine.n_ctx,

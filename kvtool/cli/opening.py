@@ -94,8 +94,8 @@ def open_engine(
     n_ctx = n_ctx_of(wanted.n_ctx, info)
     n_batch = wanted.n_batch or n_batch
     policy: FittedPolicy | None = None
-    if wanted.policy != "full":
-        kind = policies.load(wanted.policy)
+    kind = policies.load(wanted.policy)
+    if kind.evicts:
         # rows that may differ keep what they need; the budget is only a cap
         text = wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx))
         policy, n_batch = fitted(wanted, info, text, n_batch, over_budget=not scoring)
@@ -103,7 +103,7 @@ def open_engine(
     with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx
         if policy is None:
-            policy = policies.fit("full", min(n_ctx, n_tokens))
+            policy = policies.fit(wanted.policy, min(n_ctx, n_tokens), None, wanted.options)
         settings = settings_of(wanted, n_ctx, n_batch, n_batch if scoring else 1, over_budget=not scoring)
 
         from kvtool.engine.loop import Engine
@@ -145,12 +145,13 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
         if kind not in CACHE_TYPES:
             raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
     check_flash(wanted.flash)
-    if wanted.policy == "full" and wanted.budget:
-        raise UsageError("`full` keeps every token and takes no --budget; -c sets its cache size")
 
     from kvtool import policies
 
-    policies.parse_options(policies.load(wanted.policy), wanted.options or [])
+    policy = policies.load(wanted.policy)
+    if not policy.evicts and wanted.budget:
+        raise UsageError(f"`{wanted.policy}` keeps every token and takes no --budget; -c sets its cache size")
+    policies.parse_options(policy, wanted.options or [])
     workers_of(wanted.rpc, wanted.gpu_layers)
     return resolved(wanted.model)
 
@@ -222,11 +223,15 @@ def check_patch(names: Sequence[str]) -> None:
 
 
 def runnable() -> list[str]:
-    """The policies that run on this llama.cpp, patched or not."""
+    """kvtool's policies that run with the installed llama.cpp, those that never evict first."""
     from kvtool import policies
     from kvtool.llama.library import is_patched
 
-    return [name for name in policies.names() if is_patched() or not policies.load(name).needs_patch()]
+    kinds = {name: policies.load(name) for name in policies.names()}
+    return sorted(
+        (name for name in kinds if is_patched() or not kinds[name].needs_patch()),
+        key=lambda name: kinds[name].evicts,
+    )
 
 
 def n_ctx_of(asked: int | None, info: ModelInfo) -> int:

@@ -31,14 +31,27 @@ def policies(
         raise UsageError("-o and --evict-every need a --budget; without one they change nothing")
     if options and not name:
         raise UsageError(f"-o needs the name of a policy, one of: {', '.join(known.names())}")
-    listed = []
-    for each in [name] if name else known.names():
-        policy = known.load(each)
+
+    def described(name: str) -> dict[str, Any]:
+        policy = known.load(name)
         params = known.params(policy)
         if budget is not None:
-            params = known.chosen(known.fit(each, budget, evict_every, options))
+            params = known.chosen(known.fit(name, budget, evict_every, options))
         what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
-        listed.append({"name": each, "paper": policy.paper, "params": params, "what": what})
+        package = known.owners(name) if known.package(name) else None
+        return {"name": name, "paper": policy.paper, "params": params, "what": what, "package": package}
+
+    own = known.names()
+    listed = [described(each) for each in ([name] if name else own)]
+    for each in [] if name else known.installed():
+        # whatever is wrong with another package's policy, the others are shown
+        try:
+            if each in own:
+                hidden = f"policy {each!r} of {known.owners(each)} is ignored"
+                raise UsageError(f"{hidden}: kvtool has a policy of that name")
+            listed.append(described(each))
+        except UsageError as error:
+            sys.stderr.write(f"kvtool: {error}\n")
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
@@ -54,9 +67,12 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
     table.add_column(f"parameters at budget {budget}" if budget else "parameters (-o name=value)")
     table.add_column("paper")
     table.add_column("what it keeps")
+    if has_package := any(policy["package"] for policy in listed):
+        table.add_column("package")
     for policy in listed:
         params = " ".join(
             f"{key}={'(by budget)' if value is None else value}" for key, value in policy["params"].items()
         )
-        table.add_row(policy["name"], params, policy["paper"], policy["what"])
+        package = [policy["package"] or ""] if has_package else []
+        table.add_row(policy["name"], params, policy["paper"], policy["what"], *package)
     Console().print(table)

@@ -178,12 +178,13 @@ def runs(
         found.setdefault(records.key(identity(common, run), KEY), run)
 
     for label, name, options in split:
-        if name == "full" or policies.load(name).ragged:
-            for kind in types if name == "full" or combine else types[:1]:
+        policy = policies.load(name)
+        if policy.ragged or not policy.evicts:
+            for kind in types if combine or not policy.evicts else types[:1]:
                 add(label, name, options, None, kind)
     for asked in budgets:
         for label, name, options in split:
-            if name != "full":
+            if policies.load(name).evicts:
                 for kind in types if combine else types[:1]:
                     add(label, name, options, asked, kind)
     return list(found.values())
@@ -262,7 +263,7 @@ def _run(
     info.cell_bytes(kind, kind)
     choose_flash(common.flash, kind, policy_type.ragged)
     n, n_batch, positions = common.n_ctx, common.n_batch, common.positions
-    if name == "full":
+    if not policy_type.evicts:
         n, positions = min(n, common.n_tokens), "auto"
     elif positions == "in-cache" and kind in _COARSE:
         raise UsageError(

@@ -1,6 +1,7 @@
-"""The policies, found by file name: kvtool/policies/NAME.py with a POLICY in it is `--policy NAME`.
+"""The policies: `--policy NAME` is the file kvtool/policies/NAME.py with a POLICY in it.
 
-A file of one's own is `--policy path/to/it.py`, and looks the same.
+`--policy path/to/mine.py` is a file of one's own, which looks the same. A package may bring more: its entry
+points of the group "kvtool.policies" name their classes.
 """
 
 from __future__ import annotations
@@ -18,36 +19,70 @@ from kvtool import parameters
 from kvtool.errors import UsageError, where
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from kvtool.policy import Policy
 
 _COMMON = ("budget", "slack")
+_GROUP = "kvtool.policies"
 
 
 def names() -> list[str]:
-    """Every policy's name, sorted."""
+    """The names of kvtool's own policies, sorted."""
     return sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
 
 
+@cache
+def installed() -> dict[str, list[EntryPoint]]:
+    """The policies of other packages by name, sorted. `load` takes no name that several packages have."""
+    # slow to import, and rarely needed
+    from importlib.metadata import entry_points
+
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entry_points(group=_GROUP), key=lambda entry: entry.name):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
 def load(name: str) -> type[Policy]:
-    """The policy class of that name or file. Raises UsageError with the names that there are."""
+    """The policy class of that name or file. Raises UsageError, with the names that there are."""
     if name.endswith(".py"):
         return _load_file(Path(name))
-    if name not in names():
-        raise UsageError(f"no policy {name!r}; there are: {', '.join(names())}")
-    policy: type[Policy] = import_module(f"kvtool.policies.{name}").POLICY
-    return policy
+    if name in names():
+        policy: type[Policy] = import_module(f"kvtool.policies.{name}").POLICY
+        return policy
+    if name in installed():
+        return _load_installed(name)
+    raise UsageError(f"no policy {name!r}; there are: {', '.join([*names(), *installed()])}")
+
+
+def package(name: str) -> str | None:
+    """The package that brings the policy; None for kvtool's own, and for files."""
+    if name.endswith(".py") or name in names():
+        return None
+    return _package(installed()[name][0])[0]
+
+
+def owners(name: str) -> str:
+    """The packages with a policy of that name, with their versions."""
+    return ", ".join(" ".join(_package(entry)) for entry in installed()[name])
+
+
+def _package(entry: EntryPoint) -> tuple[str, str]:
+    return (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown package", "")
 
 
 def file_sha256(name: str) -> str | None:
-    """Of a file of one's own, which may change under its name; None for a policy of kvtool's."""
-    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else None
+    """SHA-256 of the policy's file, which may change while its name stays; None for kvtool's own policies."""
+    if name in names():
+        return None
+    path = name if name.endswith(".py") else sys.modules[load(name).__module__].__file__
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
 
 
 @cache
 def _load_file(path: Path) -> type[Policy]:
-    from kvtool.policy import Policy
-
-    # a name of its own, under which dataclasses and numba find it again
+    # a name of its own, under which dataclasses and numba find the module again
     name = f"kvtool_policy_{path.stem}"
     spec = spec_from_file_location(name, path)
     if not (path.is_file() and spec and spec.loader):
@@ -57,9 +92,26 @@ def _load_file(path: Path) -> type[Policy]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UsageError(f"{path}: {where(error)}") from error
-    policy = getattr(module, "POLICY", None)
+    return _checked(getattr(module, "POLICY", None), f"{path}: POLICY")
+
+
+@cache
+def _load_installed(name: str) -> type[Policy]:
+    entries, of = installed()[name], owners(name)
+    if len(entries) > 1:
+        raise UsageError(f"policy {name!r} is in several packages, {of}; uninstall all but one")
+    try:
+        policy = entries[0].load()
+    except Exception as error:
+        raise UsageError(f"policy {name!r} of {of} cannot be loaded: {where(error)}") from error
+    return _checked(policy, f"policy {name!r} of {of}: {entries[0].value}")
+
+
+def _checked(policy: object, what: str) -> type[Policy]:
+    from kvtool.policy import Policy
+
     if not (isinstance(policy, type) and is_dataclass(policy) and issubclass(policy, Policy)):
-        raise UsageError(f"{path}: POLICY must be a dataclass that derives from kvtool.policy.Policy")
+        raise UsageError(f"{what} must be a dataclass that derives from kvtool.policy.Policy")
     return policy
 
 
@@ -69,17 +121,21 @@ def params(policy: type[Policy]) -> dict[str, object]:
 
 
 def chosen(policy: Policy) -> dict[str, object]:
-    """The parameters of a policy that is fitted, with their values."""
+    """The parameters of a fitted policy, with their values."""
     return {name: getattr(policy, name) for name in params(type(policy))}
 
 
 def parse_options(policy: type[Policy], options: list[str]) -> dict[str, object]:
-    """["window=64", ...] to values of the fields' types. Raises UsageError naming what would be right."""
-    return parameters.parse(policy, options, "-o", but=_COMMON)
+    """["window=64", ...] to values of the fields' types. Raises UsageError that names what would be right."""
+    try:
+        return parameters.parse(policy, options, "-o", but=_COMMON)
+    except NameError as error:
+        # an annotation of somebody's policy
+        raise UsageError(f"{policy.__name__}: {where(error)}") from error
 
 
 def default_slack(budget: int) -> int:
-    """How many tokens apart evictions are unless asked: 16, less for a small budget."""
+    """Tokens from one eviction to the next unless given: 16, fewer for a small budget."""
     return max(1, min(16, budget // 8))
 
 
@@ -96,19 +152,21 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
         raise UsageError(
             f"{name}: {error}; the smallest budget that works with these parameters is {smallest}"
         ) from None
+    except Exception as error:
+        raise UsageError(f"{name}: {where(error)}") from error
 
 
 def smallest_budget(
     name: str, evict_every: int | None = None, options: list[str] | None = None, n_held: int = 0
 ) -> int:
-    """The fewest cells that the named policy works with where n_held of them may never go.
+    """The fewest cells that the named policy works with if n_held of them are never evicted.
 
-    Raises UsageError where no budget will do.
+    Raises UsageError if no budget works.
     """
     policy = load(name)
     given = parse_options(policy, options or [])
     smallest = _smallest_budget(policy, 0, evict_every, given, n_held)
-    # where there is none, fit says why
+    # if there is none, fit says why
     return smallest or fit(name, 1, evict_every, options).budget
 
 
@@ -118,12 +176,12 @@ def _smallest_budget(
     def works(budget: int) -> bool:
         try:
             fitted = policy.fit(budget, evict_every or default_slack(budget), **given)
-        except ValueError:
+        except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
             return False
         return budget - fitted.slack > n_held
 
     largest = max(above, 0) + 1_000_000
-    # what even this budget does not mend is no matter of the budget
+    # if even this budget does not work, the budget is not what is wrong
     if not works(largest):
         return None
     return next(filter(works, range(max(above, 0) + 1, largest + 1)))
