@@ -153,6 +153,15 @@ def test_what_is_no_text_is_refused(tmp_path, data):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
+    (tmp_path / "one.txt").write_text("a")
+    done = kvtool(command, tmp_path / "one.txt")
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
+
+
 def test_policies_lists_all_with_their_parameters():
     listed = {policy["name"]: policy for policy in json.loads(kvtool("policies", "--json").stdout)}
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
