@@ -204,7 +204,8 @@ def test_a_session_records_the_package_and_goes_on_with_no_other(packages, tiny_
     packages("some-policies", NEWEST, {"newest": "some_policies:Newest"})
     path = tmp_path / "chat.kv"
     model = tiny_model(chat_template=CHATML)
-    command = ("chat", "-m", model, "-t", "1", "--policy", "newest", "--budget", 64, "-n", 4, "--session", path)
+    own = ("-m", model, "-t", "1", "--policy", "newest", "--budget", 64)
+    command = ("chat", *own, "-n", 4, "--session", path)
     done = kvtool(*command, stdin="hello\n")
     assert done.returncode == 0, done.stderr
     assert session.read_meta(path)["fixed"]["policy_package"] == "some-policies"
