@@ -119,10 +119,10 @@ class Kvtool:
         engine, n_seen = self.engine, 0
         while n_seen < 2 or engine.n_kv < engine.policy.budget:
             before = engine.n_evicted
-            # the last token on its own: it makes the graph of what follows
-            n = min(engine.room(), max(engine.policy.budget - engine.n_kv - 1, 1))
+            engine.evict_if_due()
             n_seen += engine.n_evicted > before
-            engine.step(self._next(n))
+            # the last token on its own: it makes the graph of what follows
+            engine.step(self._next(min(engine.room(), max(engine.policy.budget - engine.n_kv - 1, 1))))
 
     def _next(self, n: int) -> np.ndarray:
         # the text starts over where it ends; nothing is scored here
@@ -149,7 +149,6 @@ class Kvtool:
         """Decode one token, after an eviction if one is due; returns the seconds."""
         token = self._next(1)
         start = self.now()
-        self.engine.room()
         self.engine.step(token)
         self.engine.context.logits()
         seconds = self.now() - start

@@ -158,16 +158,16 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
     writer = chat().writer
     tokens = model.tokenize("One two three four five six seven eight nine ten. " * 20)
     # two steps of 64 tokens
-    step = writer.engine.step
+    decode = writer.engine.decode
 
     def stop_after_the_second(*args, **kwargs):
-        step(*args, **kwargs)
+        decode(*args, **kwargs)
         writer.stop = writer.engine.n_past >= 128
 
-    writer.engine.step = stop_after_the_second
+    writer.engine.decode = stop_after_the_second
     assert not writer.read(tokens)
     assert writer.engine.n_past == 128
-    writer.engine.step, writer.stop = step, False
+    writer.engine.decode, writer.stop = decode, False
     assert writer.read(tokens[:3])
     assert writer.engine.n_past == len(tokens) + 3
 

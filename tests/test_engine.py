@@ -17,11 +17,11 @@ from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama.context import CACHE_TYPES, FLASH
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
-from kvtool.policy import Merge, Plan, Policy
+from kvtool.policy import Merge, Plan, Policy, Signal
 from tests import saved
 from tests.merging import Merging, keep_and_merge
 from tests.reference import transformer
-from tests.running import TOLERANCE, open_engine, text
+from tests.running import LOGITS, TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -187,7 +187,6 @@ def test_in_cache_keys_are_rotated_to_consecutive_positions(tiny_model):
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="in-cache") as engine:
         for token in text(300):
             before = engine.n_evicted
-            engine.room()
             engine.step(np.array([token], np.int32))
             rot = in_order(engine)
             assert rot.min() >= 0
@@ -201,7 +200,7 @@ def test_auto_keys_keep_their_distances_until_the_context_is_full_and_then_gaps_
     policy = Given(48, 16, lambda p, view, s: Plan(scattered(view, 32)))
     with open_engine(tiny_model(n_ctx_train=130), policy, positions="auto") as engine:
         for token in text(600):
-            engine.room()
+            engine.evict_if_due()
             n_live, n_restart = engine.n_kv, engine.n_restart
             before = in_order(engine)
             engine.step(np.array([token], np.int32))
@@ -257,17 +256,27 @@ def _list(policy, view, state):
     return Plan(newest(view, 20).tolist())
 
 
-def _merging(row, dst, src, weight):
+def _merging(row, dst, src, weight, kinds=(np.int32, np.int32, np.int32, np.float32)):
     """A plan that keeps the first token and the newest, and merges cells by their place in the stream."""
 
     def answer(policy, view, state):
         order = np.argsort(view.pos[0])
         cells = [[order[i] if 0 <= i < len(order) else i for i in part] for part in (dst, src)]
-        return Plan(
-            newest(view, 31) | (view.pos == 0), Merge(np.array(row), *map(np.array, cells), np.array(weight))
-        )
+        parts = [np.array(part, kind) for part, kind in zip((row, *cells, weight), kinds, strict=True)]
+        return Plan(newest(view, 31) | (view.pos == 0), Merge(*parts))
 
     return answer
+
+
+def _merging_lists_of_lists(policy, view, state):
+    return Plan(newest(view, 31) | (view.pos == 0), Merge([[0], [0, 1]], [50], [49], [1.0]))
+
+
+def _merging_a_tuple(policy, view, state):
+    return Plan(newest(view, 31) | (view.pos == 0), ([0], [50], [49], [1.0]))
+
+
+I32, F32 = np.int32, np.float32
 
 
 @pytest.mark.parametrize(
@@ -280,6 +289,16 @@ def _merging(row, dst, src, weight):
         (_merging([0, 99], [50, 50], [0, 0], [1.0, 1.0]), "merge 1 is row 99"),
         (_merging([0], [3], [0], [1.0]), "row 0 merges a value into cell .*, which it evicts"),
         (_merging([0, 0], [50], [49], [1.0]), "lists of one length"),
+        (_merging([[0]], [50], [49], [1.0]), "lists of one length"),
+        (_merging_lists_of_lists, "lists of one length"),
+        (_merging_a_tuple, "merge must be a Merge or None, got tuple"),
+        (_merging([0], [50], [49], [1.0], (F32, I32, I32, F32)), "must be whole numbers, .* got float32"),
+        (_merging([0], [50], [49], [1.0], (I32, I32, F32, F32)), "must be whole numbers"),
+        (_merging([0], [50], [49], [1], (I32, I32, I32, object)), "its weight numbers, got object"),
+        (_merging([0, 0], [50, 49], [50, 49], [1.0, np.nan]), "merge 1 has a weight that is not finite"),
+        (_merging([0], [50], [49], [np.inf]), "merge 0 has a weight that is not finite"),
+        (_merging([0], [50], [49], [1e39], (I32, I32, I32, np.float64)), "has a weight that is not finite"),
+        (_merging([0] * 3, [50, 49, 50], [50, 49, 48], [1.0] * 3), "terms .* must be neighbours"),
         (_too_many, "keeps 48 cells of a budget of 48"),
         (_none, "keeps 0 cells of a budget of 48"),
         (_uneven, "row 3 keeps 21 cells, row 0 keeps 20"),
@@ -318,8 +337,248 @@ def test_a_plan_that_breaks_a_rule_is_an_error_and_changes_nothing(tiny_model, a
         # the tokens are there, and with a good plan it goes on
         assert engine.n_kv == 51
         broken.pop()
-        engine.room()
+        engine.evict_if_due()
         assert engine.n_kv == 32
+
+
+@dataclass(frozen=True, slots=True)
+class Summing(Policy):
+    """Keeps the newest and adds up attention; its first plans fail, each in a way of its own."""
+
+    budget: int
+    slack: int
+    fails: list
+    reads = Signal.ATTENTION | Signal.LAST | Signal.KEYS
+
+    def start(self, n_row, n_cell, n_dim):
+        return tuple(np.zeros((n_row, n_cell), np.float32) for _ in range(2))
+
+    def observe(self, view, state):
+        state[0][:, : view.n_kv] += view.attn
+        state[1][:, view.n_kv - view.n_new : view.n_kv] += view.keys.sum(axis=2)
+
+    def plan(self, view, state):
+        if self.fails and (fail := self.fails.pop()):
+            return fail()
+        return Plan(newest(view, self.budget - self.slack))
+
+
+def _raises():
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize("over_budget", [False, True])
+@pytest.mark.parametrize("fail", [_raises, lambda: None, lambda: Plan(np.zeros((1, 1), np.bool_))])
+def test_a_plan_that_fails_does_not_let_signals_be_counted_twice(tiny_model, fail, over_budget):
+    tokens, found = text(150), []
+    # every plan fails at first, some twice
+    for fails in ([], [None, fail, None, fail, fail] * 9):
+        n_failed = 0
+        with open_engine(tiny_model(), Summing(48, 16, fails), over_budget=over_budget) as engine:
+            done = 0
+            while done < len(tokens):
+                before = engine.n_past
+                try:
+                    engine.read(tokens[done : done + 20])
+                except PlanError:
+                    n_failed += 1
+                done += engine.n_past - before
+            found.append([engine.rows.pos.copy(), *(array.copy() for array in engine.state)])
+        assert (n_failed > 5) == (len(found) == 2)
+    # steps have other lengths where one was read again
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=TOLERANCE)
+
+
+def test_what_is_saved_after_a_failed_plan_is_not_observed_again(tiny_model):
+    tokens, path = text(60), tiny_model()
+    with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
+        engine.read(tokens)
+        want = engine.state[0].copy()
+    with open_engine(path, Summing(48, 16, [_raises]), over_budget=False) as engine:
+        engine.read(tokens[:48])
+        with pytest.raises(PlanError, match="not today"):
+            engine.read(tokens[48:])
+        there = {name: array.copy() for name, array in engine.save()}
+    with open_engine(path, Summing(48, 16, []), over_budget=False) as engine:
+        engine.restore(there)
+        engine.read(tokens[48:])
+        np.testing.assert_array_equal(engine.state[0], want)
+
+
+@dataclass(frozen=True, slots=True)
+class Stumbling(Policy):
+    """Marks every cell, and does not move its state."""
+
+    budget: int
+    slack: int
+
+    def start(self, n_row, n_cell, n_dim):
+        return (np.zeros((n_row, n_cell)),)
+
+    def plan(self, view, state):
+        state[0][:, : view.n_kv] = 1
+        return Plan(newest(view, self.budget - self.slack))
+
+    def move(self, state, source):
+        raise ValueError("not today")
+
+
+def test_a_policy_that_does_not_move_its_state_leaves_the_table_that_of_the_cache(tiny_model):
+    with open_engine(tiny_model(), Stumbling(48, 16), over_budget=False) as engine:
+        engine.read(text(48))
+        with pytest.raises(PlanError, match="Stumbling.move: ValueError: not today"):
+            engine.read(text(1))
+        assert (engine.n_kv, len(_saved(engine).pos)) == (32, 32)
+        # new tokens find zeros
+        assert (engine.state[0] == (np.arange(engine.state[0].shape[1]) < 32)).all()
+
+
+@dataclass(frozen=True, slots=True)
+class Starting(Policy):
+    """A policy whose state is whatever a function of its shape gives."""
+
+    budget: int
+    slack: int
+    state: object
+
+    def start(self, n_row, n_cell, n_dim):
+        return self.state((n_row, n_cell))
+
+    def plan(self, view, state):
+        return Plan(newest(view, self.budget - self.slack))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda shape: [np.zeros(shape)], "start must return a tuple of arrays"),
+        (lambda shape: np.zeros(shape), "start must return a tuple of arrays"),
+        (lambda shape: (np.zeros(shape).tolist(),), "start must return a tuple of arrays"),
+        (lambda shape: (np.zeros(shape[::-1]),), r"start must return a tuple of arrays \(4, 256\)"),
+        (lambda shape: (np.zeros(shape), np.zeros(shape[:1])), "start must return a tuple of arrays"),
+        (lambda shape: (np.zeros(shape, object),), "state 0 of start must hold numbers, not object"),
+        (lambda shape: (np.zeros(shape), np.zeros(shape, "U3")), "state 1 of start must hold numbers"),
+        (lambda shape: (np.full(shape, -np.inf),), "state 0 of start must be writable and zero"),
+        (lambda shape: (np.broadcast_to(np.zeros(()), shape),), "state 0 of start must be writable and zero"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(tiny_model, state, message):
+    policy = Starting(48, 16, state)
+    with pytest.raises(PlanError, match=f"^Starting: {message}"), open_engine(tiny_model(), policy):
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Wishing(Policy):
+    """Wants what there is not."""
+
+    budget: int = 48
+    slack: int = 16
+    group: str = "sum"
+    t: str = "stream"
+    n_query: int = 1
+    prefill: str = "stream"
+
+
+@pytest.mark.parametrize(
+    ("wish", "error", "message"),
+    [
+        ({"group": "mean"}, PlanError, "Wishing.request: .*group must be one of sum, max, first, got mean"),
+        ({"t": "tokens"}, PlanError, "Wishing.request: .*t must be one of stream, cells, got tokens"),
+        ({"n_query": -1}, PlanError, "Wishing.request: .*n_query must not be negative, got -1"),
+        ({"prefill": "half"}, UsageError, "Wishing: prefill must be stream or whole, got 'half'"),
+    ],
+)
+def test_what_a_policy_cannot_ask_for_is_refused(tiny_model, wish, error, message):
+    with pytest.raises(error, match=message), open_engine(tiny_model(), Wishing(**wish)):
+        pass
+
+
+# steps
+
+
+def test_a_question_changes_nothing(tiny_model):
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 16), over_budget=False) as engine:
+        engine.read(text(48))
+        before = engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted
+        assert (engine.room(), engine.n_until_plan) == (0, 0)
+        assert not engine.reads_whole(100)
+        assert engine.first_plan(100) == 48
+        assert engine.whole_bytes(1000) > engine.cache_bytes
+        assert (engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted) == before
+
+
+def test_a_step_begins_with_the_eviction_that_is_due(tiny_model):
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 16), over_budget=False) as engine:
+        engine.read(text(48))
+        engine.step(text(1))
+        assert (engine.n_past, engine.n_kv) == (49, 33)
+
+
+@pytest.mark.parametrize("name", ["h2o", "corm", "buzz"])
+@pytest.mark.parametrize("n_output", [5, 64])
+def test_steps_take_the_text_part_by_part_and_end_where_a_plan_is_due(tiny_model, name, n_output):
+    parts, n_logits, late, tokens = [], [], [], text(200)
+    with open_engine(tiny_model(), policies.fit(name, 48, 8), n_output=n_output) as engine:
+        evict = engine.eviction.evict
+        engine.eviction.evict = lambda: (late.append(engine.n_until_plan), evict())
+        for part in engine.steps(tokens):
+            parts.append(tokens[part])
+            n_logits.append(len(engine.context.logits()))
+    assert np.concatenate(parts).tolist() == tokens.tolist()
+    assert n_logits == [len(part) for part in parts]
+    assert 0 < min(n_logits) <= max(n_logits) <= n_output
+    assert len(late) > 4
+    assert set(late) == {0}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_steps_of_a_prompt_give_the_logits_of_its_last_token(tiny_model, late):
+    tokens, found = text(200), []
+    for every in (True, False):
+        with open_engine(tiny_model(), policies.fit("h2o", 96, 8)) as engine:
+            sizes = [part.stop - part.start for part in engine.steps(tokens, late=late, every=every)]
+            found.append(engine.context.logits()[-1].copy())
+            assert len(engine.context.logits()) == (sizes[-1] if every else 1)
+    assert np.abs(found[0] - found[1]).max() < LOGITS
+    assert (max(sizes[2:]) > 8) == late
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n_output", "message"),
+    [
+        ([], 0, "a step takes 1 to 64 tokens here, got 0; Engine.read takes any number"),
+        ([5] * 65, 1, "a step takes 1 to 64 tokens here, got 65"),
+        ([5] * 6, 7, r"n_output must be in 0\.\.6, got 7"),
+        ([5] * 6, -1, r"n_output must be in 0\.\.6, got -1"),
+        ([5, -7], 1, r"token -7 is not in the vocabulary, which is 0\.\.319"),
+        ([5, 320], 1, r"token 320 is not in the vocabulary, which is 0\.\.319"),
+        ([2**40], 1, "token 1099511627776 is not in the vocabulary"),
+        ([3.5], 1, r"tokens must be an array i32\[n\], got float64\[1\]"),
+        ([[5, 6]], 1, r"tokens must be an array i32\[n\], got int64\[1, 2\]"),
+        (5, 1, r"tokens must be an array i32\[n\], got int64\[\]"),
+        (["five"], 1, "tokens must be an array"),
+    ],
+)
+def test_a_step_that_cannot_be_is_a_usage_error_and_changes_nothing(tiny_model, tokens, n_output, message):
+    with open_engine(tiny_model(), policies.fit("h2o", 96, 16)) as engine:
+        engine.read(text(20))
+        before = engine.context.state(), engine.n_past
+        with pytest.raises(UsageError, match=message):
+            engine.step(np.array(tokens), n_output)
+        assert (engine.context.state(), engine.n_past) == before
+
+
+def test_a_text_with_a_token_that_there_is_not_is_refused_before_any_of_it_is_read(tiny_model):
+    tokens = text(200)
+    tokens[150] = 320
+    for prefill in ("stream", "whole"):
+        with open_engine(tiny_model(), policies.fit("h2o", 48, 8), prefill=prefill) as engine:
+            for read in (engine.read, lambda tokens: list(engine.steps(tokens))):
+                with pytest.raises(UsageError, match="token 320 is not in the vocabulary"):
+                    read(tokens)
+                assert engine.n_past == 0
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -327,7 +586,7 @@ def test_pinned_tokens_stay(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 64, 8)) as engine:
         engine.pin(20)
         engine.read(text(300))
-        engine.room()
+        engine.evict_if_due()
         assert engine.n_evicted > 200
         for row in engine.rows.pos[:, : engine.n_kv]:
             assert set(range(20)) <= set(row.tolist())
@@ -354,6 +613,7 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
         tiny_model(), policies.fit(name, 48, 8), positions=positions, over_budget=over_budget
     ) as engine:
         while at < len(tokens):
+            engine.evict_if_due()
             n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
             before = engine.n_kv
             engine.step(tokens[at : at + n])
@@ -371,8 +631,8 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
 def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
     steps = []
     with open_engine(tiny_model(), policies.fit(name, 96, 8), prefill="stream") as engine:
-        step = engine.step
-        engine.step = lambda tokens, n_output: (steps.append(len(tokens)), step(tokens, n_output))
+        decode = engine.decode
+        engine.decode = lambda tokens, n_output: (steps.append(len(tokens)), decode(tokens, n_output))
         engine.read(text(300))
         assert engine.n_past == 300
         assert engine.n_kv <= 96
@@ -385,7 +645,7 @@ def test_a_full_cache_ends_the_stream(tiny_model):
         engine.read(text(100))
         before = engine.context.state()
         with pytest.raises(StreamEnd, match="all 100 cells are taken"):
-            engine.room()
+            engine.evict_if_due()
         assert engine.context.state() == before
         with pytest.raises(StreamEnd):
             engine.read(text(1))
@@ -397,7 +657,6 @@ def test_original_positions_end_where_the_trained_context_ends(tiny_model):
         tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 16), positions="original"
     ) as engine:
         for token in text(130):
-            engine.room()
             engine.step(np.array([token], np.int32))
         with pytest.raises(StreamEnd, match="context of 130 tokens; go on with --positions auto"):
             engine.step(text(1))
@@ -453,9 +712,19 @@ def test_keys_of_four_bits_are_not_turned_at_every_eviction(tiny_model, type_k):
         engine.read(text(100))
 
 
-def test_positions_that_there_are_not_are_a_usage_error():
-    with pytest.raises(UsageError, match="positions must be original, in-cache or auto, got 'old'"):
-        Settings(positions="old")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"positions": "old"}, "positions must be original, in-cache or auto, got 'old'"),
+        ({"n_batch": 0}, "n_batch must be at least 1, got 0"),
+        ({"n_output": 0}, "n_output must be at least 1, got 0"),
+        ({"n_ctx": -5}, "n_ctx must be at least 1, got -5"),
+        ({"n_threads": 0}, "n_threads must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_there_are_not_are_a_usage_error(wrong, message):
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        Settings(**wrong)
 
 
 # starting over
@@ -569,8 +838,8 @@ def test_merged_values_score_like_the_definition(tiny_model, positions, evict_ev
 def test_a_merge_of_nothing_is_no_merge(tiny_model):
     nothing = Merge(*(np.empty(0, np.int32) for _ in range(3)), np.empty(0, np.float32))
     found = []
-    for merge in (None, nothing):
+    for merge in (None, nothing, Merge([], [], [], [])):
         policy = Given(48, 16, lambda p, view, s, merge=merge: Plan(newest(view, 32), merge))
         with open_engine(tiny_model(), policy) as engine:
             found.append(perplexity.stream(engine, text(100)))
-    assert (found[0] == found[1]).all()
+    assert all((found[0] == each).all() for each in found)

@@ -80,7 +80,7 @@ def test_what_signals_said_before_positions_start_over_is_not_lost(tiny_model, n
     with open_engine(path, policy, positions="auto") as engine:
         # a token at a time, so that positions start over between two evictions
         for at in range(len(tokens)):
-            if engine.room() and stream.n >= policy.budget:
+            if stream.n >= policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack)
             engine.step(tokens[at : at + 1])
             want = stream.decode(tokens[at : at + 1])
@@ -137,7 +137,7 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
     want = reference(path, tokens, policy, "corm", positions=positions)
     with open_engine(path, policy, positions=positions) as engine:
         got = perplexity.stream(engine, tokens)
-        engine.room()
+        engine.evict_if_due()
         live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
     assert np.abs(got - want.nll).max() < TOLERANCE
     assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
@@ -248,6 +248,7 @@ def test_a_prompt_in_long_steps_leaves_what_the_definition_leaves(tiny_model, na
         while at < len(tokens):
             if stream.n >= policy.budget:
                 stream.evict(keep, pinned=0, budget=policy.budget, slack=policy.slack, **params)
+            engine.evict_if_due()
             part = tokens[at : at + engine.room()]
             want = stream.decode(part)
             if stream.n > policy.budget:

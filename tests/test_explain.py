@@ -45,7 +45,7 @@ def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
         if n_text:
             engine.read(tokens[:n_text])
         while not seen:
-            engine.room()
+            engine.evict_if_due()
             if not seen:
                 engine.step(tokens[engine.n_past : engine.n_past + 1])
         assert seen[0] == first
@@ -93,7 +93,6 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
         assert "original up to token 64; gaps close there" in capsys.readouterr().err
         for token in text(65):
             assert not engine.n_restart
-            engine.room()
             engine.step(token[None])
         assert engine.n_restart
 

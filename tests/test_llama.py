@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from kvtool.errors import LibraryError, UsageError
+from kvtool.errors import InputError, LibraryError, UsageError
 from kvtool.llama import library
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu, library_info
@@ -858,6 +858,21 @@ def test_random_edits_are_done_or_refused_but_never_half_done(tiny_model):
         context.decode(tokens(1), 100, 1)
         assert np.isfinite(context.logits()).all()
     assert 40 < n_refused < 160
+
+
+@pytest.mark.parametrize("token", [-1, 320, 10**6])
+def test_a_token_that_there_is_not_has_no_text(tiny_model, token):
+    model = Model(tiny_model(**SHAPE))
+    with pytest.raises(UsageError, match=rf"token {token} is not in the vocabulary, which is 0\.\.319"):
+        model.piece(token)
+    model.close()
+
+
+def test_half_a_character_is_refused(tiny_model):
+    model = Model(tiny_model(**SHAPE))
+    with pytest.raises(InputError, match="the text is not Unicode: character 3 is half of a pair"):
+        model.tokenize("caf\udce9")
+    model.close()
 
 
 # what is not ours

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from importlib import import_module
 
 import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.errors import StreamEnd, UsageError
+from kvtool.errors import KvtoolError, StreamEnd, UsageError
+from kvtool.policy import Plan, Policy, Signal
 from tests.reference import bumblebee, transformer
 from tests.running import LOGITS, open_engine, text
 
@@ -45,7 +47,7 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
         assert engine.cache_bytes == small
         # what the policy remembers is right as well: it goes on from there
         for at in range(310, 330):
-            if engine.room() and stream.n >= policy.budget:
+            if stream.n >= policy.budget:
                 evict(stream, name, policy)
             engine.step(tokens[at : at + 1])
             want = stream.decode(tokens[at : at + 1])
@@ -72,7 +74,7 @@ def test_bumblebee_sums_a_prompt_up_and_goes_on_as_a_stream(tiny_model, position
         stream.evict(summaries, pinned=0, budget=policy.budget, slack=policy.slack, **params)
         assert live(engine) == positions_of(stream)
         for at in range(80, 110):
-            if engine.room() and stream.n >= policy.budget:
+            if stream.n >= policy.budget:
                 evict(stream, "bumblebee", policy)
             engine.step(tokens[at : at + 1])
             want = stream.decode(tokens[at : at + 1])
@@ -107,7 +109,6 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         assert np.abs(engine.context.logits()[0] - want[-1]).max() < LOGITS
         assert live(engine) == positions_of(whole)
         for at in range(300, 305):
-            engine.room()
             engine.step(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
 
@@ -163,12 +164,84 @@ def test_another_stream_starts_with_the_small_cache(tiny_model):
         assert results[0][1:] == results[1][1:]
 
 
+@dataclass(frozen=True, slots=True)
+class Whole(Policy):
+    """Wants its prompts whole; keeps the newest. Its first plans fail where `fails` says."""
+
+    budget: int
+    slack: int
+    fails: list = field(default_factory=list)
+    seen: list = field(default_factory=list)
+    reads = Signal.ATTENTION | Signal.IMPORTANT
+    prefill = "whole"
+
+    def start(self, n_row, n_cell, n_dim):
+        return (np.zeros((n_row, n_cell), np.float32),)
+
+    def observe(self, view, state):
+        state[0][:, : view.n_kv] += view.attn
+
+    def plan(self, view, state):
+        self.seen.append(view)
+        if self.fails:
+            self.fails.pop()()
+        return Plan(view.pos >= np.sort(view.pos, axis=1)[:, -(self.budget - self.slack), None])
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAndRagged(Whole):
+    """Wants what cannot be."""
+
+    ragged = True
+
+
 def test_rows_that_differ_are_not_compressed_at_once(tiny_model):
-    with (
-        pytest.raises(UsageError, match="leave out --prefill whole"),
-        open_engine(tiny_model(), policies.fit("corm", 96, 8), prefill="whole"),
-    ):
-        pass
+    ragged = (policies.fit("corm", 96, 8), {"prefill": "whole"}), (WholeAndRagged(96, 8), {})
+    for policy, settings in ragged:
+        with (
+            pytest.raises(UsageError, match="cannot be read whole; choose --prefill stream"),
+            open_engine(tiny_model(), policy, **settings),
+        ):
+            pass
+    with open_engine(tiny_model(), WholeAndRagged(96, 8), prefill="stream") as engine:
+        assert not engine.reads_whole(200)
+
+
+def _raises(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("not today"), StreamEnd("not today"), KeyboardInterrupt()])
+def test_a_prompt_whose_plan_fails_leaves_an_empty_cache_that_can_be_read_into(tiny_model, error):
+    tokens, found = text(200), []
+    for fails in ([], [lambda: _raises(error)]):
+        with open_engine(tiny_model(), Whole(48, 8, fails)) as engine:
+            small = engine.cache_bytes
+            engine.hold(3)
+            if fails:
+                with pytest.raises((KvtoolError, KeyboardInterrupt)):
+                    engine.read(tokens)
+                assert (engine.n_past, engine.n_kv, engine.n_held, engine.cache_bytes) == (0, 0, 3, small)
+            assert engine.read(tokens) == 200
+            engine.read(tokens[:30])
+            found.append((live(engine), engine.state[0].tolist(), engine.context.logits().tolist()))
+    assert found[0] == found[1]
+
+
+def test_important_steps_count_the_stream_in_every_segment(tiny_model):
+    # the newest query of each segment finds something important: a segment's last tokens tell where it ends
+    tokens, policy = text(300), Whole(48, 8)
+    with open_engine(tiny_model(n_ctx_train=130), policy) as engine:
+        engine.read(tokens)
+    (view,) = policy.seen
+    order = view.pos.argsort(axis=1)
+    important = np.take_along_axis(view.important, order, axis=1)
+    assert important.dtype == np.int32
+    for first, end in ((0, 100), (100, 200), (200, 300)):
+        own = important[:, first:end]
+        assert own.max() == end
+        # no query is older than the key that is important to it
+        assert (own[own > 0] > np.broadcast_to(np.arange(first, end), own.shape)[own > 0]).all()
 
 
 def test_an_unknown_way_to_read_a_prompt_is_refused(tiny_model):

@@ -121,7 +121,6 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
     policy = policies.fit("streamingllm", 48, 8)
 
     def step(plain, token):
-        plain.room()
         plain.step(token)
         return plain.context.logits().copy()
 
@@ -130,7 +129,7 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
         for at in range(len(tokens)):
             # right after an eviction too, whose rotations are still owed
             if at % 9 == 0:
-                plain.room()
+                plain.evict_if_due()
                 saved[at] = {name: array.copy() for name, array in plain.save()}
             want.append(step(plain, tokens[at : at + 1]))
     with open_engine(path, policy, positions=positions) as other:
@@ -145,7 +144,7 @@ def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
     asked = [
         (tiny_model(), "h2o", {}, "the policy H2O needs kvtool's patch"),
         (tiny_model(), "corm", {}, "the policy CORM needs kvtool's patch"),
-        (tiny_model(), "streamingllm", {"prefill": "whole"}, "a prompt read whole needs"),
+        (tiny_model(), "streamingllm", {"prefill": "whole"}, "a prompt read whole, .* needs"),
         (tiny_model(arch="gemma3"), "streamingllm", {}, "evicting beside sliding layers needs"),
     ]
     for path, name, settings, said in asked:
@@ -155,6 +154,26 @@ def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
         ):
             pass
         assert "make setup" in str(caught.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(type(policies.fit("local", 64, 8))):
+    """Wants its prompts whole."""
+
+    prefill = "whole"
+
+
+@pytest.mark.engine
+def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_read(tiny_model, unpatched):
+    with (
+        pytest.raises(LibraryError, match="a prompt read whole, .* needs kvtool's patch") as caught,
+        open_engine(tiny_model(), Whole(64, 8)),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+    # in batches it runs
+    with open_engine(tiny_model(), Whole(64, 8), prefill="stream") as plain:
+        assert plain.read(text(200)) == 200
 
 
 @pytest.mark.engine

@@ -55,6 +55,7 @@ def run(path, policy, sizes, **settings):
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
         for size in sizes:
             n_view = len(policy.views)
+            engine.evict_if_due()
             n = min(size, engine.room())
             if len(policy.views) > n_view:
                 rows = [row for rows in stream.rows for row in rows]

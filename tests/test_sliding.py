@@ -212,7 +212,6 @@ def test_a_prompt_read_whole_scores_like_the_definition(gemma3, n):
         assert engine.cache_bytes == small
         got = [engine.context.logits()[-1].copy()]
         for token in tokens[n:]:
-            engine.room()
             engine.step(np.array([token]))
             got.append(engine.context.logits()[-1].copy())
     assert np.abs(np.array(got) - np.array(want)).max() < max(TOLERANCE, 1e-3)

@@ -53,7 +53,6 @@ RECOMPUTE = 13
 
 def step(engine, token):
     # a plan is made where there is none
-    assert engine.room() > 0
     engine.step(np.array([token]))
 
 

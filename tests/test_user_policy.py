@@ -104,7 +104,7 @@ def fill_and_evict(engine):
         engine.step(np.array([token]))
     before = (engine.rows.pos.copy(), engine.n_kv, engine.context.state())
     try:
-        engine.room()
+        engine.evict_if_due()
     finally:
         assert (engine.rows.pos == before[0]).all()
         assert (engine.n_kv, engine.context.state()) == before[1:]

@@ -26,6 +26,8 @@ class Eviction:
         The clock at the last plan: `Rows.n_past` then.
     n_cleared
         The clock when the signals were last cleared: they are of the tokens after that.
+    is_observed
+        Whether the policy has observed these signals already: its plan failed, and it is asked again.
     n_evicted
         Cells evicted so far, of all rows together.
     n_restart
@@ -39,6 +41,7 @@ class Eviction:
     n_held: int
     n_planned: int
     n_cleared: int
+    is_observed: bool
     n_evicted: int
     n_restart: int
     plan_s: float
@@ -62,12 +65,10 @@ class Eviction:
         self.edit(np.empty((0, 4), np.int32), np.zeros(self.cache.n_row, np.int32), 0)
 
     def start(self) -> None:
-        """Lets the policy make the state for the rows' cells. Raises PlanError for what is none."""
+        """Lets the policy make the state for the rows' cells. Raises PlanError if it makes something else."""
         shape = self.rows.pos.shape
         state = self.ask("start", *shape, self.cache.n_dim)
-        own = state if isinstance(state, tuple) else (None,)
-        if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in own):
-            raise PlanError(f"{self._name}: start must return a tuple of arrays {shape}")
+        check_state(self._name, state, shape)
         self.state = state
 
     def resize(self) -> None:
@@ -79,13 +80,8 @@ class Eviction:
             target[common] = source[common]
 
     def ask(self, what: str, *args: object) -> Any:
-        """Calls the policy, which may be anybody's. Raises PlanError for whatever goes wrong in it."""
-        try:
-            return getattr(self.policy, what)(*args)
-        except KvtoolError:
-            raise
-        except Exception as error:
-            raise PlanError(f"{self._name}.{what}: {where(error)}") from error
+        """Calls the policy. Raises PlanError for whatever goes wrong in it."""
+        return ask(self.policy, what, *args)
 
     @property
     def n_new(self) -> int:
@@ -97,26 +93,22 @@ class Eviction:
         values = {name: self.cache.read(signal, self.rows.n_kv) for name, signal in self.signals.items()}
         if any(not np.isfinite(array).all() for array in values.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
+        if "important" in values:
+            # the library counts queries since it was cleared, a view counts the stream's tokens
+            steps = values["important"].astype(np.int32)
+            values["important"] = np.where(steps > 0, steps + np.int32(self.n_cleared), 0)
         return values
 
-    def read_keys(self) -> dict[str, np.ndarray]:
-        """The view's keys: those of new cells, as before RoPE; nothing if the policy reads none."""
-        if not self._reads_keys:
-            return {}
-        n = self.n_new
-        return {"keys": self.cache.read_keys(self.rows.live - n, -self.rows.new_rot(n))}
-
-    def view(self, signals: dict[str, np.ndarray]) -> View:
-        """What the policy sees now, with these signals and keys by their fields' names."""
+    def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
+        """What the policy sees now: these signals by their fields' names, and the n_new last tokens' keys."""
         rows = self.rows
+        if self._reads_keys:
+            # as before RoPE
+            signals = signals | {"keys": self.cache.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
         if rows.ragged:
             signals = signals | {"live": rows.live.copy()}
         if "hits" in signals:
             signals = signals | {"n_head": self.cache.n_head}
-        if "important" in signals:
-            # the library counts queries since the last edit
-            steps = signals["important"].astype(np.int32)
-            signals = signals | {"important": np.where(steps > 0, steps + self.n_cleared, 0)}
         return View(
             pos=rows.view_pos(),
             layer=rows.layer,
@@ -124,14 +116,16 @@ class Eviction:
             pinned=self.n_pinned,
             held=self.n_held,
             n_ctx=self.n_ctx,
-            n_new=self.n_new,
+            n_new=n_new,
             **signals,
         )
 
     def observe(self) -> View:
-        """Shows the policy what came since the last edit. Returns what it saw."""
-        view = self.view(self.read_signals() | self.read_keys())
-        self.ask("observe", view, self.state)
+        """Shows the policy what came since the last edit, once. Returns what it sees."""
+        view = self.view(self.read_signals(), self.n_new)
+        if not self.is_observed:
+            self.ask("observe", view, self.state)
+            self.is_observed = True
         return view
 
     def evict(self) -> None:
@@ -214,14 +208,16 @@ class Eviction:
         self.edit(moves, n_keep, next_rot, plan.merge)
         self.n_evicted += int((rows.live - n_keep).sum())
         rows.move(moves, n_keep, next_rot)
-        if self.state:
-            self.ask("move", self.state, source)
-        most = rows.n_kv
-        for array in self.state:
-            if rows.ragged:
-                array[:, :n][np.arange(n) >= n_keep[:, None]] = 0
-            else:
-                array[:, most:n] = 0
+        try:
+            if self.state:
+                self.ask("move", self.state, source)
+        finally:
+            # the next tokens' cells, whatever becomes of the others
+            for array in self.state:
+                if rows.ragged:
+                    array[:, :n][np.arange(n) >= n_keep[:, None]] = 0
+                else:
+                    array[:, rows.n_kv : n] = 0
         return source
 
     def edit(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int, merge: Merge | None = None) -> None:
@@ -230,14 +226,58 @@ class Eviction:
         start = time.perf_counter()
         self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None)
         self.edit_s += time.perf_counter() - start
+        self._count_from_here()
+
+    def hide(self) -> None:
+        """Keeps the live cells out of sight of later queries, which clears the signals."""
+        self.cache.hide(self.rows.n_past)
+        self._count_from_here()
+
+    def forget_observed(self) -> None:
+        """Clears signals that the policy has observed, if there are any: a step must not add to them."""
+        if self.is_observed:
+            self.edit(np.empty((0, 4), np.int32), self.rows.live, self.rows.next_rot)
+
+    def _count_from_here(self) -> None:
+        """The library has cleared its signals: the policy has seen none of what comes."""
         self.n_cleared = self.rows.n_past
+        self.is_observed = False
+
+
+def ask(policy: Policy, what: str, *args: object) -> Any:
+    """Calls a policy, which may be anybody's. Raises PlanError for whatever goes wrong in it."""
+    try:
+        return getattr(policy, what)(*args)
+    except KvtoolError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{type(policy).__name__}.{what}: {where(error)}") from error
+
+
+def check_state(name: str, state: object, shape: tuple[int, ...]) -> None:
+    """Raises PlanError unless a policy's state is a tuple of zeroed arrays of numbers [row, cell, ...]."""
+    arrays = state if isinstance(state, tuple) else (None,)
+    if not all(isinstance(array, np.ndarray) and array.shape[:2] == shape for array in arrays):
+        raise PlanError(f"{name}: start must return a tuple of arrays {shape}, or longer in further axes")
+    for i, array in enumerate(arrays):
+        if array.dtype.kind not in "biuf":
+            raise PlanError(f"{name}: state {i} of start must hold numbers, not {array.dtype}")
+        if not array.flags.writeable or array.any():
+            raise PlanError(f"{name}: state {i} of start must be writable and zero: a new token's cell is")
 
 
 def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
-    """Raises PlanError if a term is not in the cache, or gives a value to a cell that does not stay."""
+    """Raises PlanError for a merge that llama.cpp cannot do or would not take.
+
+    Each term must be of cells that are there, must give a finite share to a cell that stays, and must lie
+    beside the other terms of that cell.
+    """
     if not isinstance(merge, Merge):
         raise PlanError(f"{name}: merge must be a Merge or None, got {type(merge).__name__}")
-    parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
+    try:
+        parts = [np.asarray(part) for part in (merge.row, merge.dst, merge.src, merge.weight)]
+    except ValueError:
+        parts = [np.empty(())]
     if any(part.shape != parts[0].shape or part.ndim != 1 for part in parts):
         raise PlanError(f"{name}: a merge's row, dst, src and weight must be lists of one length")
     # an empty list has no type of its own
@@ -250,11 +290,11 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
         raise PlanError(
             f"{name}: a merge's row, dst and src must be whole numbers, its weight numbers, got {wrong[0]}"
         )
-    row, dst, src, weight = parts
-    if not np.isfinite(weight).all():
-        raise PlanError(
-            f"{name}: merge {int(np.argmin(np.isfinite(weight)))} has a weight that is not finite"
-        )
+    row, dst, src = (part.astype(np.int64) for part in parts[:3])
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(parts[3].astype(np.float32))
+    if not is_finite.all():
+        raise PlanError(f"{name}: merge {int(np.argmin(is_finite))} has a weight that is not finite")
     n_row, n_kv = keep.shape
     outside = (row < 0) | (row >= n_row) | (dst < 0) | (dst >= n_kv) | (src < 0) | (src >= n_kv)
     if outside.any():
@@ -263,3 +303,9 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
     if not (into := keep[row, dst]).all():
         i = int(np.argmin(into))
         raise PlanError(f"{name}: row {row[i]} merges a value into cell {dst[i]}, which it evicts")
+    into_cell = row * n_kv + dst
+    first = np.flatnonzero(np.diff(into_cell, prepend=-1))
+    is_merged = np.zeros(n_row * n_kv, np.bool_)
+    is_merged[into_cell] = True
+    if np.count_nonzero(is_merged) != len(first):
+        raise PlanError(f"{name}: the terms of a merge into one cell must be neighbours")

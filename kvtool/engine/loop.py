@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtool.engine import prefill, snapshot
 from kvtool.engine.cells import Cells
-from kvtool.engine.eviction import Eviction
+from kvtool.engine.eviction import Eviction, ask
 from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, StreamEnd, UsageError
@@ -60,7 +60,7 @@ class Engine:
         elif policy.slack and settings.over_budget:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
-        self._request = policy.request()
+        self._request = ask(policy, "request")
         self.context = _cache(model, policy, self._request, settings, prefill.pad(n_start))
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
@@ -155,17 +155,12 @@ class Engine:
         self.eviction.n_held = n
 
     def room(self) -> int:
-        """How many tokens the next step may have, after an eviction if one is due.
-
-        Raises StreamEnd where the cache is full and the policy keeps everything.
-        """
-        if self.n_until_plan <= 0:
-            self._evict()
-        return min(self.settings.n_batch, self.n_cell - self.n_kv, self.n_ctx - self.n_kv)
+        """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
+        return max(0, min(self.settings.n_batch, self.n_cell - self.n_kv, self.n_ctx - self.n_kv))
 
     @property
     def n_until_plan(self) -> int:
-        """How many tokens later the next plan is due."""
+        """Tokens until the next plan; 0 or less if one is due."""
         n = self.policy.budget - self.n_kv
         if self.policy.ragged:
             n = min(n, self.eviction.n_planned + self.policy.slack - self.n_past)
@@ -173,9 +168,8 @@ class Engine:
 
     def reads_whole(self, n: int) -> bool:
         """Whether a text of n tokens would now be decoded whole, then compressed once."""
-        how = self.settings.prefill or self.policy.prefill
         evicts = n > self.policy.budget and self.policy.slack > 0
-        return how == "whole" and self.n_past == 0 and evicts
+        return _prefill(self.policy, self.settings) == "whole" and self.n_past == 0 and evicts
 
     def whole_bytes(self, n: int) -> int:
         """Bytes of K and V while a text of n tokens is decoded whole."""
@@ -197,35 +191,72 @@ class Engine:
         n_batch = self.settings.n_batch
         return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
 
-    def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
-        """Decodes i32[n] tokens, n <= room(), in one batch; the last n_output give logits.
+    def evict_if_due(self) -> None:
+        """Lets the policy evict, if a plan is due. Every step begins with this.
 
-        Over budget, the policy evicts at once. With original positions raises StreamEnd past the context.
+        Raises PlanError, with the cache as it was, for a plan that breaks a rule, and StreamEnd if the cache
+        is full and the policy keeps everything.
         """
-        n = len(tokens)
-        assert 0 < n <= self.n_cell - self.n_kv
-        if self.rows.next_rot + n > self.n_ctx:
-            self._start_over(n)
-        if self.policy.ragged:
-            self._fit(n)
-        self.decode(tokens, n_output)
-        if self.n_kv > self.policy.budget:
+        if self.n_until_plan <= 0:
             self._evict()
 
-    def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Decodes a text of any length in as many steps as it takes; its last token gives logits.
+    def step(self, tokens: np.ndarray, n_output: int = 1) -> None:
+        """Decodes i32[n] tokens in one batch; the last n_output give logits.
 
-        A prompt, that is a text before which there is nothing, is read whole where that is wanted.
-        stopped is asked between steps whether to end. Returns how many tokens were read: with a prompt read
-        whole all or none.
+        The policy evicts before it if a plan is due, and after it if the step went over the budget. Raises
+        what `evict_if_due` raises, UsageError for too many tokens or for one that is not in the vocabulary,
+        and StreamEnd if original positions end before them.
+        """
+        tokens = self._checked(tokens)
+        n = len(tokens)
+        self.evict_if_due()
+        if not 0 < n <= self.room():
+            raise UsageError(
+                f"a step takes 1 to {self.room()} tokens here, got {n}; Engine.read takes any number"
+            )
+        if not 0 <= n_output <= min(n, self.settings.n_output):
+            raise UsageError(
+                f"n_output must be in 0..{min(n, self.settings.n_output)}, got {n_output}; "
+                "Settings(n_output=...) sets how many tokens of a step may give logits"
+            )
+        self._step(tokens, n_output)
+
+    def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
+        """Decodes a text i32[n] in as many steps as it takes. After each, yields which of the tokens it took.
+
+        late
+            Whether a step may run past the next plan, so that a prompt is read in long steps. Otherwise every
+            plan comes when it is due: exactly the policy's own schedule.
+        every
+            Whether each token gives logits. Otherwise only the last one of the text does.
+
+        Raises what `step` raises.
+        """
+        tokens = self._checked(tokens)
+        most = self.settings.n_output if every else len(tokens)
+        at = 0
+        while at < len(tokens):
+            self.evict_if_due()
+            n = min(self.room(), most, len(tokens) - at)
+            if not late:
+                n = min(n, self.n_until_plan)
+            part = slice(at, at + n)
+            at += n
+            self._step(tokens[part], n if every else int(at == len(tokens)))
+            yield part
+
+    def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Decodes a text i32[n] of any length; its last token gives logits.
+
+        The first text of a stream is read whole if policy or settings say so. `stopped` is asked before each
+        step whether to end. Returns how many tokens were read; of a text read whole all or none. Raises what
+        `step` raises.
         """
         if self.reads_whole(len(tokens)):
-            return prefill.read_whole(self, tokens, stopped)
-        done = 0
+            return prefill.read_whole(self, self._checked(tokens), stopped)
+        steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
-            part = tokens[done : done + self.room()]
-            done += len(part)
-            self.step(part, n_output=int(done == len(tokens)))
+            done = next(steps).stop
         return done
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -237,7 +268,8 @@ class Engine:
         snapshot.restore(self, saved)
 
     def decode(self, tokens: np.ndarray, n_output: int) -> None:
-        """Decodes i32[n] tokens behind what is there, whatever the budget says; `step` asks for that."""
+        """Decodes i32[n] tokens behind the live cells, whatever the budget says: what a step is made of."""
+        self.eviction.forget_observed()
         if self._request.needs_t:
             self.context.see(self.n_past if self._request.t == "stream" else self.n_kv)
         self.context.decode(tokens, self.rows.next_rot, n_output)
@@ -257,6 +289,28 @@ class Engine:
         Sliding layers need room for the tokens they see, which may be more than the cells.
         """
         return max(n_kv, min(self.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
+
+    def _checked(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens as i32[n]. Raises UsageError if they are none of this model."""
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+            raise UsageError(f"tokens must be an array i32[n], got {tokens.dtype}{list(tokens.shape)}")
+        outside = (tokens < 0) | (tokens >= self.model.n_vocab)
+        if outside.any():
+            at = int(outside.argmax())
+            n = self.model.n_vocab
+            raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n - 1}")
+        return tokens.astype(np.int32, copy=False)
+
+    def _step(self, tokens: np.ndarray, n_output: int) -> None:
+        n = len(tokens)
+        if self.rows.next_rot + n > self.n_ctx:
+            self._start_over(n)
+        if self.policy.ragged:
+            self._fit(n)
+        self.decode(tokens, n_output)
+        if self.n_kv > self.policy.budget:
+            self._evict()
 
     def _evict(self) -> None:
         self.eviction.evict()
@@ -294,8 +348,16 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
             f"{settings.type_k} keys do not outlive being turned at every eviction; "
             "choose --positions auto, or -ctk q8_0"
         )
-    if policy.ragged and settings.prefill == "whole":
-        raise UsageError("with this policy a prompt cannot be read whole; leave out --prefill whole")
+    if _prefill(policy, settings) == "whole" and policy.ragged:
+        raise UsageError("with this policy a prompt cannot be read whole; choose --prefill stream")
+
+
+def _prefill(policy: Policy, settings: Settings) -> str:
+    """How a prompt is read. Raises UsageError if the policy wants it in a way that there is not."""
+    how = settings.prefill or policy.prefill
+    if how not in ("stream", "whole"):
+        raise UsageError(f"{type(policy).__name__}: prefill must be stream or whole, got {how!r}")
+    return how
 
 
 def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n_cell: int) -> Cache:
@@ -311,7 +373,7 @@ def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n
         return Context(model, n_cell, settings.n_batch, request, ragged=policy.ragged, **how)
     lacking = (
         (policy.needs_patch(), f"the policy {type(policy).__name__}"),
-        (settings.prefill == "whole", "a prompt read whole"),
+        (_prefill(policy, settings) == "whole", "a prompt read whole, not with --prefill stream,"),
         (bool(model.n_swa) and policy.slack > 0, "evicting beside sliding layers"),
     )
     for is_asked, what in lacking:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtool.errors import StreamEnd
+from kvtool.errors import KvtoolError, StreamEnd
 from kvtool.models.header import PAD
 
 if TYPE_CHECKING:
@@ -24,41 +25,66 @@ def read_whole(engine: Engine, tokens: np.ndarray, stopped: Callable[[], bool]) 
     """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
 
     A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4). `stopped`
-    is asked before each batch whether to end; the cache is then empty. Returns how many tokens were read: all
-    or none. Raises StreamEnd if original positions do not reach so far.
+    is asked before each batch whether to end. Returns how many tokens were read: all or none. After none, or
+    an error, the cache is empty and what was pinned and held is so again. Raises StreamEnd if original
+    positions do not reach so far, and what `Engine.step` raises.
     """
-    n, settings, rows, eviction = len(tokens), engine.settings, engine.rows, engine.eviction
+    n = len(tokens)
     segments = np.array_split(tokens, -(-n // engine.n_ctx))
-    if len(segments) > 1 and settings.positions == "original":
+    if len(segments) > 1 and engine.settings.positions == "original":
         raise StreamEnd(
             f"the prompt of {n} tokens is longer than the context of {engine.n_ctx}; "
             "go on with --positions auto or in-cache, or --prefill stream"
         )
+    try:
+        signals = _decode(engine, segments, stopped)
+        if signals is None:
+            _empty(engine)
+            return 0
+        _compress(engine, signals, close=len(segments) > 1)
+    except BaseException:
+        with suppress(KvtoolError):
+            _empty(engine)
+        raise
+    return n
+
+
+def _empty(engine: Engine) -> None:
+    eviction = engine.eviction
+    n_pinned, n_held = eviction.n_pinned, eviction.n_held
+    engine.reset()
+    eviction.n_pinned, eviction.n_held = n_pinned, n_held
+
+
+def _decode(
+    engine: Engine, segments: list[np.ndarray], stopped: Callable[[], bool]
+) -> dict[str, np.ndarray] | None:
+    """Decodes the segments into a cache made for them. Returns the signals of all; None if stopped."""
+    rows, eviction = engine.rows, engine.eviction
+    n = sum(map(len, segments))
+    # it is the small cache's
     eviction.state = ()
     engine.resize(np.full_like(engine.layer_cells, pad(n)))
-    signals = {name: np.zeros((len(rows.live), n), np.float32) for name in eviction.signals}
+    signals: dict[str, np.ndarray] = {}
     for segment in segments:
         rows.next_rot = 0
-        for part in np.array_split(segment, -(-len(segment) // settings.n_batch)):
+        for part in np.array_split(segment, -(-len(segment) // engine.settings.n_batch)):
             if stopped():
-                n_pinned, n_held = eviction.n_pinned, eviction.n_held
-                engine.reset()
-                eviction.n_pinned, eviction.n_held = n_pinned, n_held
-                return 0
+                return None
             engine.decode(part, n_output=int(rows.n_past + len(part) == n))
         for name, values in eviction.read_signals().items():
-            signals[name][:, : rows.n_kv] += values
+            whole = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
+            # no segment sees another: where one has something, the others have 0
+            whole[:, : rows.n_kv] += values
         if rows.n_past < n:
-            engine.context.hide(rows.n_past)
-    _compress(engine, signals, close=len(segments) > 1)
-    return n
+            eviction.hide()
+    return signals
 
 
 def _compress(engine: Engine, signals: dict[str, np.ndarray], *, close: bool) -> None:
     """Evicts once, by the signals f32[row, n] of the whole prompt; the large cache is given back."""
     rows, eviction = engine.rows, engine.eviction
-    keys = eviction.read_keys()
-    view = eviction.view(signals | keys)
+    view = eviction.view(signals, rows.n_past)
     plan = eviction.ask("compress", view)
     n_keep = eviction.check(view, plan)
     next_rot = rows.next_rot
@@ -70,7 +96,7 @@ def _compress(engine: Engine, signals: dict[str, np.ndarray], *, close: bool) ->
     eviction.start()
     kept: dict[str, Any] = {
         field: np.take_along_axis(values, source if values.ndim == 2 else source[..., None], axis=1)
-        for field in ("pos", *signals, *keys)
-        for values in [getattr(view, field)]
+        for field in ("pos", *signals, "keys")
+        if (values := getattr(view, field)) is not None
     }
     eviction.ask("adopt", replace(view, **kept), eviction.state)

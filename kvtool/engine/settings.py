@@ -12,11 +12,34 @@ from kvtool.models.header import CACHE_TYPES
 class Settings:
     """How the engine runs, apart from the policy.
 
-    positions: "original", "in-cache" or "auto". n_ctx: the positions there are, the trained context unless
-    given (never more). n_batch: the most tokens of a step. prefill: how a prompt is read, "stream" or
-    "whole", as the policy wants it unless given. n_output: the most tokens of a step whose logits are wanted.
-    over_budget: whether a step may go over the budget until its eviction, so that a prompt is read in steps
-    longer than the slack.
+    Attributes
+    ----------
+    positions
+        What keys are rotated to: "original" positions in the stream; distances "in-cache", without gaps;
+        "auto": original up to the end of the context, where all gaps are closed at once.
+    prefill
+        How a prompt is read: "stream", in batches with a plan after each, or "whole", decoded whole and
+        compressed once. As the policy wants it if not given.
+    n_ctx
+        Context length; defaults to, and is capped at, the trained length.
+    n_batch
+        Maximum tokens decoded at once.
+    n_output
+        Maximum tokens of a step that give logits.
+    over_budget
+        Whether a step may go over the budget until its eviction, so that a prompt is read in steps longer
+        than the slack.
+    type_k, type_v
+        Number formats of keys and values, such as "f16" or "q8_0".
+    flash
+        Flash attention: "on", "off" or "auto".
+    n_threads
+        CPU threads; one per core if not given.
+
+    Raises
+    ------
+    UsageError
+        For a value that none of these takes.
     """
 
     positions: str = "auto"
@@ -37,6 +60,9 @@ class Settings:
             raise UsageError(f"prefill must be stream or whole, got {self.prefill!r}")
         if self.flash not in ("on", "off", "auto"):
             raise UsageError(f"flash must be on, off or auto, got {self.flash!r}")
+        for name in ("n_ctx", "n_batch", "n_output", "n_threads"):
+            if (n := getattr(self, name)) is not None and n < 1:
+                raise UsageError(f"{name} must be at least 1, got {n}")
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise UsageError(

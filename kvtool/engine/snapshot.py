@@ -38,6 +38,8 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
         As `Rows` and `Cache` have them.
     pos, rot, state.N, and the signals
         Of the first n_kv cells. The signals are those since the last edit.
+    is_observed
+        If the policy has observed these signals already.
     cells.N
         K and V of the Nth layer's live cells, as they are stored.
     window, window_cells
@@ -54,6 +56,8 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
         yield f"state.{i}", array[:, :n]
     for name, signal in eviction.signals.items():
         yield name, context.read(signal, n)
+    if eviction.is_observed:
+        yield "is_observed", np.ones(1, np.bool_)
     for layer, n_live in enumerate(rows.most_live().tolist()):
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.n_swa:
@@ -108,6 +112,7 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
         context.set_cells(layer, n_live, cells[layer])
     eviction.edit(np.empty((0, 4), np.int32), rows.live, rows.next_rot)
     eviction.n_cleared = counters["eviction", "n_cleared"]
+    eviction.is_observed = "is_observed" in saved
     if swa:
         context.set_swa(*swa)
     for signal, values in signals.items():

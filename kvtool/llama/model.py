@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtool.errors import ModelError, OutOfMemory
+from kvtool.errors import InputError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.library import api, check_library
 from kvtool.llama.log import because, log_tail, no_memory, start_backends
@@ -81,9 +81,12 @@ class Model:
         """The tokens i32[n] of a text.
 
         special: markers such as <|im_end|> become their tokens. start: a BOS token comes first, if the model
-        wants one.
+        wants one. Raises InputError for a text that is no Unicode.
         """
-        data = text.encode()
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text is not Unicode: character {error.start} is half of a pair") from None
         room = len(data) + 8
         while True:
             tokens = (api.llama_token * room)()
@@ -95,7 +98,12 @@ class Model:
             room = -n
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """A token's bytes, which may be part of a character. special: markers are written out."""
+        """A token's bytes, which may be part of a character. special: markers are written out.
+
+        Raises UsageError for a token that is not in the vocabulary.
+        """
+        if not 0 <= token < self.n_vocab:
+            raise UsageError(f"token {token} is not in the vocabulary, which is 0..{self.n_vocab - 1}")
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)

@@ -83,9 +83,7 @@ def watch(
     for snapshot, end in enumerate(ends.tolist()):
         if whole:
             engine.read(tokens, stopped=stopped)
-        while engine.n_past < end:
-            n_step = min(engine.room(), engine.n_until_plan, end - engine.n_past)
-            engine.step(tokens[engine.n_past : engine.n_past + n_step], n_output=0)
+        for _ in engine.steps(tokens[engine.n_past : end], every=False):
             progress(engine.n_past)
         until[_held(engine)] = snapshot + 1
     return Holdings(rows.layer, rows.head, ends, until)

@@ -44,13 +44,9 @@ def stream(
 
 def steps(engine: Engine, tokens: np.ndarray, score: Score = nll_of) -> Iterator[np.ndarray]:
     """The same, batch by batch."""
-    at = 0
-    while at < len(tokens):
-        n = min(engine.room(), engine.n_until_plan, len(tokens) - at)
-        engine.step(tokens[at : at + n], n)
-        target = tokens[at + 1 : at + 1 + n]
+    for part in engine.steps(tokens):
+        target = tokens[part.start + 1 : part.stop + 1]
         yield score(engine.context.logits()[: len(target)], target)
-        at += n
 
 
 def windows(

@@ -8,6 +8,8 @@ from typing import cast
 
 import numpy as np
 
+from kvtool.policy.checks import check_choice, check_whole
+
 
 class Signal(IntFlag):
     """A statistic of the step's attention A[head, query, cell], which the engine copies out for each row.
@@ -60,6 +62,8 @@ class Request:
         What t counts in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
     log_n
         Whether attention logits are multiplied by log_512(t).
+
+    Raises ValueError or TypeError for a value that none of these takes.
     """
 
     signals: Signal = Signal.NONE
@@ -67,6 +71,13 @@ class Request:
     group: str = "sum"
     t: str = "stream"
     log_n: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("group", self.group, ("sum", "max", "first"))
+        check_choice("t", self.t, ("stream", "cells"))
+        check_whole("n_query", self.n_query)
+        if self.n_query < 0:
+            raise ValueError(f"n_query must not be negative, got {self.n_query}")
 
     @property
     def needs_t(self) -> bool:

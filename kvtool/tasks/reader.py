@@ -188,12 +188,8 @@ class Reader:
     def _predictions(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
         """Logits f32[n, n_vocab], batch by batch: after the prompt, and after each token."""
         yield self._logits
-        engine, n = self.engine, 0
-        while n < len(tokens):
-            n_step = min(engine.room(), engine.n_until_plan, self.settings.n_output, len(tokens) - n)
-            engine.step(tokens[n : n + n_step], n_step)
-            n += n_step
-            yield engine.context.logits()
+        for _ in self.engine.steps(tokens):
+            yield self.engine.context.logits()
 
     def _last_logits(self) -> np.ndarray:
         return self.engine.context.logits()[-1:].copy()
