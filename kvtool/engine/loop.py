@@ -207,7 +207,7 @@ class Engine:
         what `evict_if_due` raises, UsageError for too many tokens or for one that is not in the vocabulary,
         and StreamEnd if original positions end before them.
         """
-        tokens = self._checked(tokens)
+        tokens = _checked(tokens, self.model.n_vocab)
         n = len(tokens)
         self.evict_if_due()
         if not 0 < n <= self.room():
@@ -232,7 +232,7 @@ class Engine:
 
         Raises what `step` raises.
         """
-        tokens = self._checked(tokens)
+        tokens = _checked(tokens, self.model.n_vocab)
         most = self.settings.n_output if every else len(tokens)
         at = 0
         while at < len(tokens):
@@ -253,7 +253,7 @@ class Engine:
         `step` raises.
         """
         if self.reads_whole(len(tokens)):
-            return prefill.read_whole(self, self._checked(tokens), stopped)
+            return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
             done = next(steps).stop
@@ -290,18 +290,6 @@ class Engine:
         """
         return max(n_kv, min(self.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
-    def _checked(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens as i32[n]. Raises UsageError if they are none of this model."""
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
-            raise UsageError(f"tokens must be an array i32[n], got {tokens.dtype}{list(tokens.shape)}")
-        outside = (tokens < 0) | (tokens >= self.model.n_vocab)
-        if outside.any():
-            at = int(outside.argmax())
-            n = self.model.n_vocab
-            raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n - 1}")
-        return tokens.astype(np.int32, copy=False)
-
     def _step(self, tokens: np.ndarray, n_output: int) -> None:
         n = len(tokens)
         if self.rows.next_rot + n > self.n_ctx:
@@ -334,6 +322,18 @@ class Engine:
                 "go on with --positions auto or in-cache"
             )
         self.eviction.close_gaps(self.low_rot(self.n_kv, n))
+
+
+def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
+    """The tokens as i32[n]. Raises UsageError if they are none of this model."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+        raise UsageError(f"tokens must be an array i32[n], got {tokens.dtype}{list(tokens.shape)}")
+    outside = (tokens < 0) | (tokens >= n_vocab)
+    if outside.any():
+        at = int(outside.argmax())
+        raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n_vocab - 1}")
+    return tokens.astype(np.int32, copy=False)
 
 
 def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None:
