@@ -24,15 +24,15 @@ def counts_after(policy, n_tokens, low_of, n_head=1):
 
 
 def test_a_new_token_is_not_blamed_for_queries_that_came_before_it():
-    # the oldest two were important to 2 of 6 queries and to 1 of 5, the third to none of 4: 4, 4 and 4 low
+    # oldest last: it was important to 2 of 6 queries, the next to 1 of 5, the third to none of 4: 4 low each
     policy = Scissorhands(6, 1, window=1)
-    hits = np.array([[2, 1, 0, 3, 2, 1]], np.float32)
-    pos = np.arange(6, dtype=np.int32)[None]
+    hits = np.array([[1, 2, 3, 0, 1, 2]], np.float32)
+    pos = np.arange(6, dtype=np.int32)[None, ::-1].copy()
     view = View(pos, np.zeros(1, np.int32), 6, n_new=6, n_head=np.ones(1, np.int32), hits=hits)
     state = policy.start(1, 6, 0)
     policy.observe(view, state)
-    assert policy.scores(view, state).tolist() == [[-4, -4, -4, 0, 0, 0]]
-    assert policy.plan(view, state).keep.tolist() == [[False, True, True, True, True, True]]
+    assert policy.scores(view, state).tolist() == [[0, 0, 0, -4, -4, -4]]
+    assert policy.plan(view, state).keep.tolist() == [[True, True, True, True, True, False]]
 
 
 def test_every_head_of_the_group_counts_on_its_own():
