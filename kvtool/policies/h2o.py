@@ -16,7 +16,7 @@ Options from others: EasyKV divides by the steps a token has lived (`score=mean`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -71,10 +71,6 @@ class H2O(Ranked):
         if self.group == "mean":
             # what the engine is asked for
             object.__setattr__(self, "group", "sum")
-
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: Any) -> H2O:
-        return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32."""

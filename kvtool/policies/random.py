@@ -7,7 +7,6 @@ The baseline that a score must beat. Each plan draws a new choice for every row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -34,10 +33,6 @@ class Random(Ranked):
     window: int
     sinks: int = 0
     seed: int = 0
-
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: Any) -> Random:
-        return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def scores(self, view: View, state: State) -> np.ndarray:
         return draw(self.seed, view.next, view.pos)

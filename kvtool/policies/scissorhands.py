@@ -15,7 +15,7 @@ plans counts as of its last query, however long it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -48,15 +48,12 @@ class Scissorhands(Ranked):
 
     reads: ClassVar[Signal] = Signal.HITS
     paper: ClassVar[str] = "arXiv:2305.17118"
+    most_window: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)
         if self.history < 1:
             raise ValueError(f"history must be 1 or more, got {self.history}")
-
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: Any) -> Scissorhands:
-        return cls(budget, slack, **{"window": max(min(10, (budget - slack) // 2), 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Low scores u2 in each part of the history: at most 16 bytes per cell."""

@@ -13,7 +13,7 @@ the cache is full.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,16 +49,13 @@ class SnapKV(Ranked):
     paper: ClassVar[str] = "arXiv:2404.14469"
     prefill: ClassVar[str] = "whole"
     least_window: ClassVar[int] = 1
+    most_window: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)
         check_choice("pool", self.pool, ("avg", "max"))
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, 1 or more, got {self.kernel}")
-
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: Any) -> SnapKV:
-        return cls(budget, slack, **{"window": max(min(32, (budget - slack) // 2), 1), **params})
 
     @property
     def n_query(self) -> int:
