@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvtool.engine.rows import Rows, fill_holes, rank_by_pos
+from kvtool.engine.eviction import fill_holes, rank_by_pos
+from kvtool.engine.rows import Rows
 
 
 def plain_fill(keep, n_keep):

@@ -12,6 +12,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
+from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama.context import CACHE_TYPES, FLASH
@@ -504,8 +505,8 @@ def test_a_question_changes_nothing(tiny_model):
         before = engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted
         assert (engine.room(), engine.n_until_plan) == (0, 0)
         assert not engine.reads_whole(100)
-        assert engine.first_plan(100) == 48
-        assert engine.whole_bytes(1000) > engine.cache_bytes
+        assert first_plan(engine, 100) == 48
+        assert whole_bytes(engine, 1000) > engine.cache_bytes
         assert (engine.context.state(), engine.rows.pos.tobytes(), engine.n_kv, engine.n_evicted) == before
 
 
@@ -644,7 +645,7 @@ def test_a_full_cache_ends_the_stream(tiny_model):
     with open_engine(tiny_model(), policies.fit("full", 100)) as engine:
         engine.read(text(100))
         before = engine.context.state()
-        with pytest.raises(StreamEnd, match="all 100 cells are taken"):
+        with pytest.raises(StreamEnd, match=r"\(100 tokens\) is full and Full evicts nothing; raise -c"):
             engine.evict_if_due()
         assert engine.context.state() == before
         with pytest.raises(StreamEnd):
@@ -658,7 +659,7 @@ def test_original_positions_end_where_the_trained_context_ends(tiny_model):
     ) as engine:
         for token in text(130):
             engine.step(np.array([token], np.int32))
-        with pytest.raises(StreamEnd, match="context of 130 tokens; go on with --positions auto"):
+        with pytest.raises(StreamEnd, match="context of 130 tokens; continue with --positions auto"):
             engine.step(text(1))
         assert engine.n_past == 130
         assert engine.rows.rot[:, : engine.n_kv].max() == 129
@@ -689,7 +690,7 @@ def test_other_positions_pass_the_trained_context(tiny_model, name, positions):
 @pytest.mark.parametrize("budget", [131, 1000])
 def test_a_budget_above_the_trained_context_is_a_usage_error(tiny_model, budget):
     model = Model(tiny_model(n_ctx_train=130))
-    with pytest.raises(UsageError, match=f"130 tokens .*at most that many cells, not {budget}"):
+    with pytest.raises(UsageError, match=f"130 tokens .*a budget of at most that, not {budget}"):
         Engine(model, policies.fit("h2o", budget), Settings(n_threads=1))
     model.close()
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.cli.explain import Notice, explain_run, long_text
+from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.measure import perplexity
 from tests.running import open_engine, text
 from tests.test_cli import kvtool
@@ -41,7 +42,7 @@ def test_the_first_plan_comes_when_foretold(tiny_model, name, settings, n_text):
     tokens = text(260)
     with open_engine(tiny_model(), policies.fit(name, 32, 4), **settings) as engine:
         seen = spy(engine)
-        first = engine.first_plan(n_text)
+        first = first_plan(engine, n_text)
         if n_text:
             engine.read(tokens[:n_text])
         while not seen:
@@ -57,13 +58,13 @@ def test_a_scored_text_is_planned_when_foretold(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 32, 4), over_budget=False) as engine:
         seen = spy(engine)
         perplexity.stream(engine, text(80))
-        assert seen[0] == engine.first_plan(80)
+        assert seen[0] == first_plan(engine, 80)
 
 
 @pytest.mark.engine
 def test_what_keeps_all_never_plans(tiny_model):
     with open_engine(tiny_model(), policies.fit("full", 32)) as engine:
-        assert engine.first_plan() is None
+        assert first_plan(engine) is None
 
 
 @pytest.mark.engine
@@ -72,7 +73,7 @@ def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
     with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []
         engine.read(text(300), lambda: most.append(engine.cache_bytes))
-        assert max(most) == engine.whole_bytes(300) > engine.cache_bytes
+        assert max(most) == whole_bytes(engine, 300) > engine.cache_bytes
 
 
 @pytest.mark.parametrize("name", policies.names())

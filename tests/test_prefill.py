@@ -199,7 +199,7 @@ def test_rows_that_differ_are_not_compressed_at_once(tiny_model):
     ragged = (policies.fit("corm", 96, 8), {"prefill": "whole"}), (WholeAndRagged(96, 8), {})
     for policy, settings in ragged:
         with (
-            pytest.raises(UsageError, match="cannot be read whole; choose --prefill stream"),
+            pytest.raises(UsageError, match="cannot read a prompt whole; choose --prefill stream"),
             open_engine(tiny_model(), policy, **settings),
         ):
             pass

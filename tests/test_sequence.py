@@ -142,10 +142,10 @@ def test_what_was_saved_goes_on_as_if_it_had_never_stopped(tiny_model, unpatched
 @pytest.mark.engine
 def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
     asked = [
-        (tiny_model(), "h2o", {}, "the policy H2O needs kvtool's patch"),
-        (tiny_model(), "corm", {}, "the policy CORM needs kvtool's patch"),
-        (tiny_model(), "streamingllm", {"prefill": "whole"}, "a prompt read whole, .* needs"),
-        (tiny_model(arch="gemma3"), "streamingllm", {}, "evicting beside sliding layers needs"),
+        (tiny_model(), "h2o", {}, "without kvtool's patch, which the policy H2O needs"),
+        (tiny_model(), "corm", {}, "which the policy CORM needs"),
+        (tiny_model(), "streamingllm", {"prefill": "whole"}, "which reading a prompt whole, .* needs"),
+        (tiny_model(arch="gemma3"), "streamingllm", {}, "which evicting beside sliding layers needs"),
     ]
     for path, name, settings, said in asked:
         with (
@@ -166,7 +166,7 @@ class Whole(type(policies.fit("local", 64, 8))):
 @pytest.mark.engine
 def test_a_policy_that_wants_its_prompts_whole_is_refused_before_anything_is_read(tiny_model, unpatched):
     with (
-        pytest.raises(LibraryError, match="a prompt read whole, .* needs kvtool's patch") as caught,
+        pytest.raises(LibraryError, match="which reading a prompt whole, .* needs; build") as caught,
         open_engine(tiny_model(), Whole(64, 8)),
     ):
         pass
@@ -188,7 +188,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 
     with (
         open_engine(tiny_model(), Merging(64, 8)) as plain,
-        pytest.raises(LibraryError, match="merging values needs kvtool's patch"),
+        pytest.raises(LibraryError, match="which merging values needs"),
     ):
         perplexity.stream(plain, text(100))
 

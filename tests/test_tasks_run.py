@@ -438,7 +438,7 @@ def test_bytes_as_a_budget_have_room_for_the_batch(tiny_chat, tmp_path):
 @pytest.mark.engine
 def test_a_budget_beyond_the_context_is_refused(tiny_chat):
     done = evaluate(tiny_chat, "qa", "--policy", "h2o", "--budget", "3000", code=2)
-    assert "choose at most that many cells, not 3000" in done.stderr
+    assert "choose a budget of at most that, not 3000" in done.stderr
 
 
 @pytest.mark.engine

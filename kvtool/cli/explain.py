@@ -45,6 +45,7 @@ class Notice:
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens that is longer than the budget; None for one that is not."""
+    from kvtool.engine.outlook import whole_bytes
     from kvtool.units import format_bytes
 
     budget, settings = engine.policy.budget, engine.settings
@@ -60,7 +61,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             return f"{start}, original positions end at {engine.n_ctx:,}: it cannot be read whole"
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
         return (
-            f"{start}, {share}: decoded whole{apart} in a cache of {format_bytes(engine.whole_bytes(n))}, "
+            f"{start}, {share}: decoded whole{apart} in a cache of {format_bytes(whole_bytes(engine, n))}, "
             "given back after one compression"
         )
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
@@ -106,14 +107,16 @@ def _memory(engine: Engine) -> str:
 
 
 def _eviction(engine: Engine, what: str, n_text: int) -> str:
-    first = engine.first_plan(n_text)
+    from kvtool.engine.outlook import first_plan
+
+    first = first_plan(engine, n_text)
     if first is None:
         return "never"
     every = f", then every {engine.policy.slack:,}" if engine.policy.ragged else ""
     behind = f", the {what}'s {n_text:,} among them" if 0 < n_text < first else ""
     kind = "the policy first looks" if engine.policy.ragged else "first"
     text = f"{kind} after {first:,} tokens{every}{behind}"
-    batched = engine.first_plan(sys.maxsize) if not n_text else first
+    batched = first_plan(engine, sys.maxsize) if not n_text else first
     if batched != first and not engine.reads_whole(sys.maxsize):
         text += f", in a long {what} after {batched:,}"
     return text

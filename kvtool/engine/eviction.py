@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.engine.rows import Rows, sources
-from kvtool.errors import KvtoolError, PlanError, StreamEnd, where
+from kvtool.engine.rows import Rows
+from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError, where
+from kvtool.kernels.kernel import kernel
 from kvtool.llama.cache import Cache
-from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View, true_cells
+from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
+
+_LAST = np.iinfo(np.int32).max
+"""A position behind all others, for cells that hold no token."""
 
 
 class Eviction:
@@ -82,6 +86,25 @@ class Eviction:
     def ask(self, what: str, *args: object) -> Any:
         """Calls the policy. Raises PlanError for whatever goes wrong in it."""
         return ask(self.policy, what, *args)
+
+    def pin(self, n: int) -> None:
+        """The first n tokens of the stream are never evicted. Raises UsageError for too many."""
+        room = self.policy.budget - self.policy.slack
+        if n >= room:
+            raise UsageError(
+                f"the pinned text takes {n} of {room} cells; "
+                f"choose a budget of {n + self.policy.slack + 64} or more, or a shorter text"
+            )
+        self.n_pinned = n
+
+    def hold(self, n: int) -> None:
+        """The newest n tokens stay at every eviction. Raises UsageError for too many."""
+        if n >= self.policy.budget - self.policy.slack - self.n_pinned:
+            raise UsageError(
+                f"the chat template's reply header takes {n} cells, and {self.n_pinned} are pinned; "
+                f"choose a budget of {self.n_pinned + n + self.policy.slack + 64} or more"
+            )
+        self.n_held = n
 
     @property
     def n_new(self) -> int:
@@ -160,8 +183,8 @@ class Eviction:
         counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
         if n_kv >= budget and counts.min() == n_kv:
             raise StreamEnd(
-                f"all {n_kv} cells are taken and nothing may be evicted; "
-                "choose a policy with a budget, or more cells with -c"
+                f"the cache ({n_kv} tokens) is full and {name} evicts nothing; "
+                "raise -c, or choose another policy, such as --policy h2o"
             )
         if self.rows.ragged:
             dead = np.flatnonzero((keep & (view.pos < 0)).any(axis=1))
@@ -195,16 +218,10 @@ class Eviction:
         Returns i32[row, most]: where each of the first cells has come from.
         """
         rows, n = self.rows, self.rows.n_kv
-        source = sources(plan.keep, n_keep)
-        moved = source != np.arange(source.shape[1], dtype=np.int32)
-        turn = rows.turns(source, n_keep, next_rot) if close or self.in_cache else None
-        if turn is not None:
-            moved |= turn != 0
-        row, cell = true_cells(moved)
-        moves = np.zeros((len(row), 4), np.int32)
-        moves[:, 0], moves[:, 1], moves[:, 2] = row, cell, source[row, cell]
-        if turn is not None:
-            moves[:, 3] = turn[row, cell]
+        source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
+        fill_holes(plan.keep, n_keep, source)
+        turn = turns(rows, source, n_keep, next_rot) if close or self.in_cache else None
+        moves = moves_of(source, turn)
         self.edit(moves, n_keep, next_rot, plan.merge)
         self.n_evicted += int((rows.live - n_keep).sum())
         rows.move(moves, n_keep, next_rot)
@@ -309,3 +326,78 @@ def check_merge(name: str, merge: Merge, keep: np.ndarray) -> None:
     is_merged[into_cell] = True
     if np.count_nonzero(is_merged) != len(first):
         raise PlanError(f"{name}: the terms of a merge into one cell must be neighbours")
+
+
+def turns(rows: Rows, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
+    """i32[row, most]: by how much keys turn so that no gap is between them and the next token.
+
+    source i32[row, most]
+        The cell that each of the first cells takes its content from.
+    n_keep i32[row]
+        How many of them each row keeps.
+    next_rot
+        The position that the next token's key will be rotated to.
+    """
+    pos = np.take_along_axis(rows.pos, source, axis=1)
+    dead = np.arange(source.shape[1]) >= n_keep[:, None] if rows.ragged else None
+    if dead is not None:
+        pos[dead] = _LAST
+    rank = np.empty_like(pos)
+    rank_by_pos(pos, rank)
+    turn: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(rows.rot, source, axis=1)
+    if dead is not None:
+        turn[dead] = 0
+    return turn
+
+
+def moves_of(source: np.ndarray, turn: np.ndarray | None) -> np.ndarray:
+    """i32[n, 4]: the moves (row, dst, src, delta) that source i32[row, most] and turn i32[row, most] make.
+
+    turn: None if no key turns.
+    """
+    most = source.shape[1]
+    moved = source != np.arange(most, dtype=np.int32)
+    if turn is not None:
+        moved |= turn != 0
+    where = np.flatnonzero(moved)
+    moves = np.zeros((len(where), 4), np.int32)
+    moves[:, 0], moves[:, 1] = np.divmod(where, most)
+    moves[:, 2] = source.ravel()[where]
+    if turn is not None:
+        moves[:, 3] = turn.ravel()[where]
+    return moves
+
+
+@kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
+def fill_holes(keep: np.ndarray, n_keep: np.ndarray, source: np.ndarray) -> None:
+    """Fills holes left to right with kept cells from the tail, also left to right: one move per eviction.
+
+    keep b1[row, n]
+        Which cells stay.
+    n_keep i32[row]
+        How many of them are true in each row.
+    source i32[row, most]
+        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it stays.
+        Cells from n_keep on have themselves.
+    """
+    n_row, most = source.shape
+    for row in range(n_row):
+        tail = n_keep[row]
+        for cell in range(most):
+            if cell >= n_keep[row] or keep[row, cell]:
+                source[row, cell] = cell
+                continue
+            while not keep[row, tail]:
+                tail += 1
+            source[row, cell] = tail
+            tail += 1
+
+
+@kernel("void(i4[:,::1], i4[:,::1])")
+def rank_by_pos(pos: np.ndarray, rank: np.ndarray) -> None:
+    """How many tokens of its row are older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
+    n_row, n = pos.shape
+    for row in range(n_row):
+        order = np.argsort(pos[row], kind="mergesort")
+        for i in range(n):
+            rank[row, order[i]] = i

@@ -14,7 +14,7 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.cache import Cache
 from kvtool.llama.context import Context
-from kvtool.llama.library import HOW_TO_BUILD, is_patched
+from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
 from kvtool.llama.model import Model
 from kvtool.llama.sequence import SequenceContext
 from kvtool.policy import Policy, Request, State
@@ -137,22 +137,11 @@ class Engine:
 
     def pin(self, n: int) -> None:
         """The first n tokens of the stream are never evicted. Raises UsageError for too many."""
-        room = self.policy.budget - self.policy.slack
-        if n >= room:
-            raise UsageError(
-                f"the pinned text takes {n} of {room} cells; "
-                f"choose a budget of {n + self.policy.slack + 64} or more, or a shorter text"
-            )
-        self.eviction.n_pinned = n
+        self.eviction.pin(n)
 
     def hold(self, n: int) -> None:
         """The newest n tokens stay at every eviction. Raises UsageError for too many."""
-        if n >= self.policy.budget - self.policy.slack - self.n_pinned:
-            raise UsageError(
-                f"the words before a reply take {n} cells, and {self.n_pinned} are pinned; "
-                f"choose a budget of {self.n_pinned + n + self.policy.slack + 64} or more"
-            )
-        self.eviction.n_held = n
+        self.eviction.hold(n)
 
     def room(self) -> int:
         """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
@@ -170,26 +159,6 @@ class Engine:
         """Whether a text of n tokens would now be decoded whole, then compressed once."""
         evicts = n > self.policy.budget and self.policy.slack > 0
         return _prefill(self.policy, self.settings) == "whole" and self.n_past == 0 and evicts
-
-    def whole_bytes(self, n: int) -> int:
-        """Bytes of K and V while a text of n tokens is decoded whole."""
-        cell_bytes = sum(map(self.context.cell_bytes, range(len(self.layer_cells))))
-        return self.cache_bytes + (prefill.pad(n) - self.context.n_cell) * cell_bytes
-
-    def first_plan(self, n_text: int = 0) -> int | None:
-        """After how many tokens of a new stream the first plan comes; None: never.
-
-        n_text: how many of them are read as one text, the others one by one.
-        """
-        if not self.policy.slack:
-            return None
-        if self.reads_whole(n_text):
-            return n_text
-        due = min(self.policy.budget, self.policy.slack if self.policy.ragged else self.policy.budget)
-        if not self.settings.over_budget:
-            return due
-        n_batch = self.settings.n_batch
-        return max(due, min(-(-due // n_batch) * n_batch, n_text, self.n_cell))
 
     def evict_if_due(self) -> None:
         """Lets the policy evict, if a plan is due. Every step begins with this.
@@ -319,7 +288,7 @@ class Engine:
         if self.settings.positions == "original":
             raise StreamEnd(
                 f"the stream has reached the context of {self.n_ctx} tokens; "
-                "go on with --positions auto or in-cache"
+                "continue with --positions auto or in-cache"
             )
         self.eviction.close_gaps(self.low_rot(self.n_kv, n))
 
@@ -341,15 +310,15 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
     if policy.budget > n_ctx:
         raise UsageError(
             f"the context is {n_ctx} tokens (trained: {model.n_ctx_train}); "
-            f"choose at most that many cells, not {policy.budget}"
+            f"choose a budget of at most that, not {policy.budget}"
         )
     if settings.positions == "in-cache" and settings.type_k in _COARSE:
         raise UsageError(
-            f"{settings.type_k} keys do not outlive being turned at every eviction; "
+            f"{settings.type_k} keys lose too much precision when they are re-rotated at every eviction; "
             "choose --positions auto, or -ctk q8_0"
         )
     if _prefill(policy, settings) == "whole" and policy.ragged:
-        raise UsageError("with this policy a prompt cannot be read whole; choose --prefill stream")
+        raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
 
 
 def _prefill(policy: Policy, settings: Settings) -> str:
@@ -373,10 +342,10 @@ def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n
         return Context(model, n_cell, settings.n_batch, request, ragged=policy.ragged, **how)
     lacking = (
         (policy.needs_patch(), f"the policy {type(policy).__name__}"),
-        (_prefill(policy, settings) == "whole", "a prompt read whole, not with --prefill stream,"),
+        (_prefill(policy, settings) == "whole", "reading a prompt whole, without --prefill stream,"),
         (bool(model.n_swa) and policy.slack > 0, "evicting beside sliding layers"),
     )
     for is_asked, what in lacking:
         if is_asked:
-            raise LibraryError(f"{what} needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}")
+            raise LibraryError(f"{UNPATCHED}, which {what} needs; {HOW_TO_BUILD}")
     return SequenceContext(model, n_cell, settings.n_batch, **how)

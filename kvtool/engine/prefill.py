@@ -34,7 +34,7 @@ def read_whole(engine: Engine, tokens: np.ndarray, stopped: Callable[[], bool]) 
     if len(segments) > 1 and engine.settings.positions == "original":
         raise StreamEnd(
             f"the prompt of {n} tokens is longer than the context of {engine.n_ctx}; "
-            "go on with --positions auto or in-cache, or --prefill stream"
+            "continue with --positions auto or in-cache, or with --prefill stream"
         )
     try:
         signals = _decode(engine, segments, stopped)

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtool.kernels.kernel import kernel
-
-_LAST = np.iinfo(np.int32).max
-"""A position behind all others, for cells that hold no token."""
-
 
 class Rows:
     """What the rows of a cache hold, kept on the host.
@@ -104,27 +99,6 @@ class Rows:
         """i32[row, n]: `rot` of the newest n tokens."""
         return np.take_along_axis(self.rot, (self.live - n)[:, None] + np.arange(n), axis=1)
 
-    def turns(self, source: np.ndarray, n_keep: np.ndarray, next_rot: int) -> np.ndarray:
-        """i32[row, most]: by how much keys turn so that no gap is between them and the next token.
-
-        source i32[row, most]
-            The cell that each of the first cells takes its content from.
-        n_keep i32[row]
-            How many of them each row keeps.
-        next_rot
-            The position that the next token's key will be rotated to.
-        """
-        pos = np.take_along_axis(self.pos, source, axis=1)
-        dead = np.arange(source.shape[1]) >= n_keep[:, None] if self.ragged else None
-        if dead is not None:
-            pos[dead] = _LAST
-        rank = np.empty_like(pos)
-        rank_by_pos(pos, rank)
-        turn: np.ndarray = next_rot - n_keep[:, None] + rank - np.take_along_axis(self.rot, source, axis=1)
-        if dead is not None:
-            turn[dead] = 0
-        return turn
-
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
         """Does what an edit of the cache did: moves i32[n, 4] of (row, dst, src, delta), n_keep i32[row]."""
         row, cell, old, delta = moves.T
@@ -142,45 +116,3 @@ def resized(array: np.ndarray, n_cell: int) -> np.ndarray:
     n = min(n_cell, array.shape[1])
     new[:, :n] = array[:, :n]
     return new
-
-
-def sources(keep: np.ndarray, n_keep: np.ndarray) -> np.ndarray:
-    """i32[row, most]: which cell each of the first cells takes its content from, as `fill_holes` says."""
-    source = np.empty((len(n_keep), int(n_keep.max())), np.int32)
-    fill_holes(keep, n_keep, source)
-    return source
-
-
-@kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
-def fill_holes(keep: np.ndarray, n_keep: np.ndarray, source: np.ndarray) -> None:
-    """Fills holes left to right with kept cells from the tail, also left to right: one move per eviction.
-
-    keep b1[row, n]
-        Which cells stay.
-    n_keep i32[row]
-        How many of them are true in each row.
-    source i32[row, most]
-        Output: the cell that each of a row's first n_keep cells takes its content from, itself if it stays.
-        Cells from n_keep on have themselves.
-    """
-    n_row, most = source.shape
-    for row in range(n_row):
-        tail = n_keep[row]
-        for cell in range(most):
-            if cell >= n_keep[row] or keep[row, cell]:
-                source[row, cell] = cell
-                continue
-            while not keep[row, tail]:
-                tail += 1
-            source[row, cell] = tail
-            tail += 1
-
-
-@kernel("void(i4[:,::1], i4[:,::1])")
-def rank_by_pos(pos: np.ndarray, rank: np.ndarray) -> None:
-    """How many tokens of its row are older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
-    n_row, n = pos.shape
-    for row in range(n_row):
-        order = np.argsort(pos[row], kind="mergesort")
-        for i in range(n):
-            rank[row, order[i]] = i

@@ -23,8 +23,9 @@ except (ImportError, OSError, RuntimeError) as error:
 ABI = 3
 """The version of the patch's C API that this kvtool speaks."""
 
+UNPATCHED = "this llama.cpp was built without kvtool's patch"
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"
-"""The end of every message about a missing patch."""
+"""The start and the end of every message about a missing patch."""
 
 api = llama_cpp_api
 lib = api._lib

@@ -12,12 +12,10 @@ import numpy as np
 
 from kvtool.errors import LibraryError
 from kvtool.llama.context import Decoder
-from kvtool.llama.library import HOW_TO_BUILD
+from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED
 from kvtool.llama.model import Model
 from kvtool.models.header import read
 from kvtool.policy import Merge
-
-_NEEDS = f"needs kvtool's patch, which this llama.cpp has not; {HOW_TO_BUILD}"
 
 
 class SequenceContext(Decoder):
@@ -72,7 +70,7 @@ class SequenceContext(Decoder):
         Raises LibraryError for a merge.
         """
         if merge is not None:
-            raise LibraryError(f"merging values {_NEEDS}")
+            raise LibraryError(f"{UNPATCHED}, which merging values needs; {HOW_TO_BUILD}")
         _, dst, src, delta = np.reshape(moves, (-1, 4)).T
         source, turn = np.arange(n_keep), np.zeros(n_keep, np.int32)
         source[dst], turn[dst] = src, delta
@@ -83,7 +81,7 @@ class SequenceContext(Decoder):
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
-        raise LibraryError(f"this step {_NEEDS}")
+        raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
     see = read = write = read_keys = hide = resize = swa = set_swa = _refuse
     swa_shapes: list[tuple[int]] = []
