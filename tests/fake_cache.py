@@ -8,11 +8,26 @@ from kvtool.policy import SIGNALS, Signal, View
 
 
 class Cache:
-    """pos i32[row, n_cell] and a policy's state; of each row the first live[row] cells live, n_kv the most.
+    """A policy's cache, with the signals since the last plan as fields, named as in a View.
 
-    rows: for each row the records that a twin reads, oldest first. n_value: how many values attention takes.
-    twin: whether a twin will read `rows`, which takes most of the time.
-    group: query heads of a row. n_dim: length of a key. The signals since the last plan are those of a View.
+    Attributes
+    ----------
+    pos
+        i32[row, n_cell]: the position of each cell's token.
+    live
+        i32[row]: live cells of each row, the first ones; n_kv is the most of them.
+    state
+        The policy's state.
+    rows
+        For each row the records that a twin reads, oldest first.
+    n_value
+        Number of values that attention takes: few make many ties.
+    group
+        Query heads of a row.
+    n_dim
+        Length of a key.
+    twin
+        Whether a twin reads `rows`: to record them takes most of the time.
     """
 
     def __init__(self, n_layer, n_head_kv, n_cell, policy, seed, *, n_value=4, group=2, n_dim=6, twin=True):
@@ -35,7 +50,7 @@ class Cache:
         return int(self.live.max())
 
     def grow(self, n_token):
-        """Appends tokens in one step, deals the old cells anew, and makes up attention and keys."""
+        """Shuffles the old cells, appends tokens in one step, and makes up attention and keys."""
         self.shuffle()
         steps = np.arange(self.next, self.next + n_token)
         seen = 1 + (steps if self.policy.t == "stream" else self.n_kv + np.arange(n_token))
@@ -77,7 +92,7 @@ class Cache:
                 ]
 
     def shuffle(self):
-        """Deals every row's cells anew, the new ones among themselves, and all that is known of them."""
+        """Shuffles every row's cells with all that is known of them, the new cells among themselves."""
         chance = self.rng.random((len(self.rows), self.n_kv))
         cell = np.arange(self.n_kv)
         chance[cell >= self.live[:, None] - self.n_new] += 1

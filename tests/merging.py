@@ -1,4 +1,4 @@
-"""A policy that merges values, for the tests alone, and its definition."""
+"""A policy for tests that merges values, and its definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reference import h2o
 
 @dataclass(frozen=True, slots=True)
 class Merging(Policy):
-    """H2O, but the values of evicted tokens go in equal parts into the next kept token of the row."""
+    """H2O, but the next kept token's value becomes the mean of its own and those evicted before it."""
 
     budget: int
     slack: int

@@ -196,6 +196,46 @@ def test_a_merge_that_cannot_be_is_refused_in_one_line(tiny_model, written, merg
     refused(tiny_model, written, SCORES, new, f"Average: .*{complaint}")
 
 
+READS = "reads = Signal.ATTENTION"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("new", "complaint"),
+    [
+        (
+            "reads = 5.5",
+            "Average.request: TypeError: reads must be a Signal, such as Signal.ATTENTION, got 5.5",
+        ),
+        ("reads = 1", "reads must be a Signal"),
+        (f"{READS}; group = 'mean'", "group must be one of sum, max, first, got mean"),
+        (f"{READS}; n_query = 2.5", "n_query must be a whole number, got 2.5"),
+        (f"{READS}; t = 'tokens'", "t must be one of stream, cells, got tokens"),
+    ],
+)
+def test_an_attribute_that_cannot_be_is_refused_in_one_line(tiny_model, written, new, complaint):
+    refused(tiny_model, written, READS, new, complaint)
+
+
+@pytest.mark.parametrize(
+    ("fit", "complaint"),
+    [
+        ("return None", "TypeError: fit must return an instance of Average, got NoneType"),
+        (
+            "return cls(budget)",
+            "TypeError: .* missing 1 required positional argument: 'slack' .*mine.py, line",
+        ),
+        ("return cls(budget, slack, window=9.5)", "window must be a whole number, got 9.5"),
+    ],
+)
+def test_a_fit_that_fails_is_refused_in_one_line(written, fit, complaint):
+    lines = f"    @classmethod\n    def fit(cls, budget, slack, **params):\n        {fit}\n\n    def start"
+    written.write_text(written.read_text(encoding="utf-8").replace("    def start", lines), encoding="utf-8")
+    with pytest.raises(UsageError, match=complaint) as error:
+        policies.fit(str(written), 48)
+    assert "\n" not in str(error.value)
+
+
 def refused(tiny_model, written, old, new, complaint):
     """Sees that the document's policy with this change fails in one line."""
     code = written.read_text(encoding="utf-8")

@@ -144,7 +144,7 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
     policy = load(name)
     given = parse_options(policy, options or [])
     try:
-        return policy.fit(budget, evict_every or default_slack(budget), **given)
+        return _fitted(policy, budget, evict_every, given)
     except ValueError as error:
         smallest = _smallest_budget(policy, budget, evict_every, given)
         if smallest is None:
@@ -170,12 +170,21 @@ def smallest_budget(
     return smallest or fit(name, 1, evict_every, options).budget
 
 
+def _fitted(
+    policy: type[Policy], budget: int, evict_every: int | None, given: dict[str, object]
+) -> Policy:
+    fitted = policy.fit(budget, evict_every or default_slack(budget), **given)
+    if not isinstance(fitted, policy):
+        raise TypeError(f"fit must return an instance of {policy.__name__}, got {type(fitted).__name__}")
+    return fitted
+
+
 def _smallest_budget(
     policy: type[Policy], above: int, evict_every: int | None, given: dict[str, object], n_held: int = 0
 ) -> int | None:
     def works(budget: int) -> bool:
         try:
-            fitted = policy.fit(budget, evict_every or default_slack(budget), **given)
+            fitted = _fitted(policy, budget, evict_every, given)
         except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
             return False
         return budget - fitted.slack > n_held

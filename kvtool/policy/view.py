@@ -73,6 +73,8 @@ class Request:
     log_n: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.signals, Signal):
+            raise TypeError(f"reads must be a Signal, such as Signal.ATTENTION, got {self.signals!r}")
         check_choice("group", self.group, ("sum", "max", "first"))
         check_choice("t", self.t, ("stream", "cells"))
         check_whole("n_query", self.n_query)
