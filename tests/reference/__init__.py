@@ -9,8 +9,8 @@ Parameters
 rows
     A list for each KV head of ONE layer, with a dict for each token of the row, oldest first:
     pos    position in the stream
-    seen   for each query since the token came, its own first: (t, [attention of each head of the group]); t is
-           the number of tokens that the query has seen, itself included
+    seen   for each query since the token came, its own first: (t, [attention of each head of the group]);
+           t is the number of tokens that the query has seen, itself included
     mass   sum of all of that
     last   attention of the last query, summed over the group
     key    the key before RoPE, a list of floats
@@ -29,8 +29,8 @@ Returns
 For each row the sorted positions that stay; or that, and for each row the merges
 {dst pos: [(src pos, weight), ...]}. buzz sets `old`; nothing else is changed.
 
-A twin may also have observe(rows, *, next, **params): the engine observes between two plans when positions start
-over. A twin that asks for n_ctx gets the context length.
+A twin may also have observe(rows, *, next, **params): when positions start over, the engine observes between
+two plans. A twin that asks for n_ctx gets the context length.
 """
 
 
