@@ -4,6 +4,7 @@ A message is one line that says what is wrong and what to do about it.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -70,6 +71,15 @@ class SessionError(KvtoolError):
     """A session file is damaged, in use, of another model or policy, or cannot be read or written."""
 
     exit_code = 9
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """" Did you mean ...?" with the known names that are like this one; empty if there are none."""
+    # imported here: only a failing command needs it
+    from difflib import get_close_matches
+
+    meant = get_close_matches(name, list(known), n=3)
+    return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def where(error: BaseException) -> str:

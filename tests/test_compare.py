@@ -246,7 +246,7 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--policies", "h2o,nope"], 2, "no policy 'nope'"),
+        (["--policies", "h2o,nope"], 2, "unknown policy 'nope'"),
         (["--types", "f16,q9"], 2, "--types takes some of"),
         (["--resume"], 2, "--json FILE"),
         (["--json", "tide.txt"], 2, "tide.txt exists; go on with it by --resume"),

@@ -205,3 +205,15 @@ def _works(name, budget):
     except UsageError:
         return False
     return True
+
+
+def test_an_unknown_policy_is_told_with_names_that_are_like_it():
+    with pytest.raises(UsageError) as refused:
+        policies.load("h20")
+    assert str(refused.value) == "unknown policy 'h20'. Did you mean h2o? See `kvtool policies`."
+
+
+def test_evictions_that_are_further_apart_than_the_budget_are_refused_by_the_option_typed():
+    with pytest.raises(UsageError) as refused:
+        policies.fit("h2o", 512, 900)
+    assert str(refused.value) == "--evict-every must be less than the budget (512), got 900"

@@ -108,8 +108,7 @@ def test_it_is_listed_with_the_others_and_its_package(packages):
     assert listed["newest"]["what"] == "Newest: the newest tokens stay."
     assert listed["h2o"]["package"] is None
     assert "some-policies 2.1" in kvtool("policies").stdout
-    # the unknown name is told with it
-    assert "weightedkv, newest" in kvtool("policies", "nope").stderr
+    assert "Did you mean newest?" in kvtool("policies", "newst").stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.errors import ModelError
+from kvtool.errors import ModelError, suggestion
 from kvtool.system.paths import cache_dir
 
 _COLUMNS = ("name", "source", "file", "sha256", "size", "licence", "note")
@@ -102,13 +102,8 @@ def find(name: str) -> Entry:
 
 def unknown(name: str, known: dict[str, Entry], *, or_file: bool = False) -> str:
     """The message for a name that models.txt does not have. or_file: a file would have done, too."""
-    # imported here: only a failing command needs it
-    from difflib import get_close_matches
-
-    meant = get_close_matches(name, known, n=3)
-    suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
     no_file = " (and no such file)" if or_file else ""
-    return f"unknown model {name!r}{no_file}.{suggestion} See `kvtool models list`."
+    return f"unknown model {name!r}{no_file}.{suggestion(name, known)} See `kvtool models list`."
 
 
 def models_dir() -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool import parameters
-from kvtool.errors import UsageError, where
+from kvtool.errors import UsageError, suggestion, where
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -45,7 +45,7 @@ def installed() -> dict[str, list[EntryPoint]]:
 
 
 def load(name: str) -> type[Policy]:
-    """The policy class of that name or file. Raises UsageError, with the names that there are."""
+    """The policy class of that name or file. Raises UsageError, with names that are like it."""
     if name.endswith(".py"):
         return _load_file(Path(name))
     if name in names():
@@ -53,7 +53,8 @@ def load(name: str) -> type[Policy]:
         return policy
     if name in installed():
         return _load_installed(name)
-    raise UsageError(f"no policy {name!r}; there are: {', '.join([*names(), *installed()])}")
+    known = [*names(), *installed()]
+    raise UsageError(f"unknown policy {name!r}.{suggestion(name, known)} See `kvtool policies`.")
 
 
 def package(name: str) -> str | None:
@@ -143,6 +144,8 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
     """The named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
     policy = load(name)
     given = parse_options(policy, options or [])
+    if evict_every and 1 < budget <= evict_every:
+        raise UsageError(f"--evict-every must be less than the budget ({budget}), got {evict_every}")
     try:
         return _fitted(policy, budget, evict_every, given)
     except ValueError as error:
