@@ -1,0 +1,151 @@
+"""Files that are written whole or not at all, and locks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import stat
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from kvtool.system import files
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="limits, links and pipes of Unix")
+
+
+@contextmanager
+def full_after(n_bytes):
+    """A disk on which no file gets longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_full_disk_leaves_the_old_file_or_none(tmp_path, old):
+    path = tmp_path / "page.html"
+    if old is not None:
+        path.write_bytes(old)
+    with full_after(1000), pytest.raises(OSError, match="File too large"):
+        files.write(path, b"x" * 5000)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [old][old is None :]
+    files.write(path, b"new")
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"new"]
+
+
+def test_a_file_keeps_its_permissions_and_a_link_its_target(tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.touch(mode=0o600)
+    link.symlink_to(path)
+    files.write(link, b"new")
+    assert link.is_symlink()
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_device_and_a_pipe_are_written_to(tmp_path):
+    files.write(type(tmp_path)("/dev/null"), b"x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    files.write(pipe, b"through")
+    assert reader.communicate(timeout=10)[0] == b"through"
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_log_has_whole_entries_only(tmp_path):
+    path = tmp_path / "said.txt"
+    path.write_text("before\n")
+    log = files.Log(path)
+    log.append("one caf\u00e9 \udce9\n")
+    with full_after(100):
+        with pytest.raises(OSError, match="File too large"):
+            log.append("two " * 100)
+        # what is shorter still fits
+        log.append("three\n")
+    log.append("four\n")
+    log.close()
+    assert path.read_text(encoding="utf-8") == "before\none caf\u00e9 ?\nthree\nfour\n"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_set_aside_under_the_first_free_name(tmp_path, monkeypatch, links):
+    path = tmp_path / "chat.kv"
+    (tmp_path / "chat.kv.1").write_text("mine")
+    (tmp_path / "chat.kv.2").symlink_to("nowhere")
+    if not links:
+        monkeypatch.setattr(os, "link", _no_links)
+    for n in (3, 4):
+        path.write_text(f"chat {n}")
+        spare = files.set_aside(path)
+        assert spare.name == f"chat.kv.{n}"
+        files.write(path, b"another")
+        assert spare.read_text() == f"chat {n}"
+    assert (tmp_path / "chat.kv.1").read_text() == "mine"
+
+
+def _no_links(*_):
+    raise PermissionError("no hard links here")
+
+
+def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
+    lock = tmp_path / "x.lock"
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom kvtool.system.files import locked\n"
+        "with locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    pipe = subprocess.PIPE
+    other = subprocess.Popen([sys.executable, "-c", code, lock], stdin=pipe, stdout=pipe, text=True)
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(BlockingIOError), files.locked(lock, wait=False):
+        pass
+    other.stdin.close()
+    with files.locked(lock):
+        assert other.wait(timeout=10) == 0
+    other.stdout.close()
+    assert not lock.exists()
+
+
+def test_a_lock_of_a_killed_process_is_free(tmp_path):
+    lock = tmp_path / "x.lock"
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom kvtool.system.files import locked\n"
+        "with locked(Path(sys.argv[1])): os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, lock], check=False).returncode == -9
+    with files.locked(lock, wait=False):
+        pass
+    assert not lock.exists()
+
+
+def test_a_lock_makes_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError), files.locked(tmp_path / "no" / "x.lock"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def _count(folder):
+    for _ in range(25):
+        with files.locked(folder / "x.lock"):
+            n = int((folder / "n").read_text())
+            (folder / "n").write_text(str(n + 1))
+
+
+def test_one_process_at_a_time_has_a_lock_whose_file_goes_away(tmp_path):
+    (tmp_path / "n").write_text("0")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_count, args=(tmp_path,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert (tmp_path / "n").read_text() == "100"
+    assert not (tmp_path / "x.lock").exists()
