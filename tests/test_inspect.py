@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -251,6 +254,27 @@ def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
     assert done.returncode == 2
     assert json.loads(done.stdout)["tokens"] > 40
     assert done.stderr == "kvtool: cannot write /dev/full: No space left on device\n"
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="sets a limit of Unix")
+@pytest.mark.parametrize("flag", ["--html", "--png"])
+def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
+    if flag == "--png":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "text").write_text("word " * 40)
+    out = tmp_path / "out"
+    arguments = ("inspect", tmp_path / "text", "-m", tiny_model(), "-t", 1, "--json", flag, out)
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    for old in (None, b"old"):
+        if old:
+            out.write_bytes(old)
+        done = kvtool(*arguments, preexec_fn=full)
+        assert done.returncode == 2
+        assert done.stderr == f"kvtool: cannot write {out}: File too large\n"
+        assert json.loads(done.stdout)["tokens"] > 40
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"] * bool(old) + ["text"]
+        assert not old or out.read_bytes() == old
 
 
 @pytest.mark.parametrize(

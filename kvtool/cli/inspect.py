@@ -1,4 +1,4 @@
-"""kvtool inspect: which tokens of a text the rows still hold."""
+"""kvtool inspect: shows which tokens of a text the rows still hold."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from kvtool.measure.holdings import Holdings
 
 LAST = 2048
-"""So many tokens a terminal shows unless asked for more."""
+"""Tokens that a terminal shows by default."""
 _LAST_HTML = 20_000
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Shares that end the first levels, since most are small; then come less than all rows, and all."""
+"""Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123)
 _LIGHT = (195, 153, 117, 111, 75, 69, 33, 27)
-"""Backgrounds of the 256 colours, a level each, from few rows to all, on a dark and on a light terminal."""
+"""Background colours (of 256) for the levels from few rows to all, on a dark and on a light terminal."""
 _BRIGHT = {38, 45, 123, *_LIGHT[:-1]}
-"""Those that take dark letters."""
+"""The backgrounds that need dark letters."""
 
 Line = list[tuple[str, float]]
-"""A line on a terminal: text and the share of the rows that hold it."""
+"""A line on a terminal: texts, each with the share of rows that hold it."""
 
 
 def inspect(
@@ -56,29 +56,29 @@ def inspect(
     prefill: Annotated[
         str,
         typer.Option(
-            "--prefill", help="How the text is read: stream, evicting on the way; whole, then once."
+            "--prefill", help="How the text is read: stream evicts while reading, whole once at the end."
         ),
     ] = "stream",
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=2, help="Only the text's first tokens.")
+        int | None, typer.Option("--max-tokens", min=2, help="Read at most this many tokens.")
     ] = None,
     snapshots: Annotated[
-        int, typer.Option("--snapshots", min=1, max=255, help="Moments that --html can go back to.")
+        int, typer.Option("--snapshots", min=1, max=255, help="Points in time that --html can show.")
     ] = 32,
     last: Annotated[
         int | None,
         typer.Option(
             "--last",
             min=1,
-            help="Show so many of the last tokens.",
+            help="Number of last tokens to show.",
             show_default=f"{LAST}, in --html {_LAST_HTML}",
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with sliders over layer, head and time.")
+        Path | None, typer.Option("--html", help="Write a web page with sliders for layer, head and time.")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", help="Write a picture of rows by positions; needs matplotlib.")
+        Path | None, typer.Option("--png", help="Write a picture, rows by positions; needs matplotlib.")
     ] = None,
     model: opt.Model = None,
     n_ctx: opt.Context = None,
@@ -98,7 +98,7 @@ def inspect(
     output.check_picture("--png", png)
     if file is None:
         if sys.stdin is None or sys.stdin.isatty():
-            raise InputError("nothing to read; give a text file, or a text on stdin")
+            raise InputError("there is nothing to read; name a text file, or give a text on stdin")
         file = "-"
     text = read_text(file)
     wanted = EngineOptions.of(context)
@@ -151,27 +151,27 @@ def inspect(
         except UsageError as error:
             failed = error
     if as_json:
-        import json
+        from kvtool.cli.utf8 import json_text
 
-        typer.echo(json.dumps(result | {"text": texts, "share": share.round(4).tolist()}))
+        typer.echo(json_text(result | {"text": texts, "share": share.round(4).tolist()}))
     else:
-        from rich.console import Console
+        from kvtool.cli.console import console
 
-        show(Console(highlight=False), texts, share, last or LAST)
-    # only now: what was computed is not lost with a file
+        show(console(), texts, share, last or LAST)
+    # not earlier: a file that cannot be written must not lose the result
     if failed:
         raise failed
 
 
 def show(console: Console, texts: Sequence[str], share: np.ndarray, last: int) -> None:
-    """Prints the last tokens with the share f64[n] of the rows that hold each, and a strip of all of them.
+    """Prints a strip of the whole stream and the last tokens, by the share f64[n] of rows that hold each.
 
-    Shaded where the terminal has 256 colours, else with marks below each line.
+    A terminal with 256 colours gets shades; others get marks below each line.
     """
     n = len(texts)
     shaded = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
     draw: Callable[..., Sequence[str | Text]] = _shaded if shaded else _marked
-    # the last column stays free: some terminals break the line there
+    # some terminals break the line in the last column
     width = max(console.width - 1, 20)
     _print(console, _legend(shaded))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
@@ -190,7 +190,7 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, last: int) -
 
 
 def lines(texts: Iterable[str], share: Iterable[float], width: int) -> Iterator[Line]:
-    """The tokens in lines of at most so many columns, broken between words; a break in the text is shown."""
+    """The tokens in lines of at most `width` columns, broken between words; line breaks are shown."""
     from rich.cells import cell_len, chop_cells
 
     line: Line = []
@@ -217,7 +217,7 @@ def lines(texts: Iterable[str], share: Iterable[float], width: int) -> Iterator[
 
 
 def _words(texts: Iterable[str], share: Iterable[float]) -> Iterator[Line]:
-    """Tokens that no space separates belong together."""
+    """Groups tokens that no space separates."""
     word: Line = []
     for text, held in zip(texts, share, strict=True):
         if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
@@ -234,12 +234,12 @@ _PICTURES |= {code: 0xFFFD for code in (*range(0x80, 0xA0), *range(0x202A, 0x202
 
 
 def visible(text: str) -> str:
-    """The text with control characters as pictures: what a file says must not steer the terminal."""
+    """The text with pictures of control characters, so that no file can control the terminal."""
     return text.replace("\r\n", "\n").translate(_PICTURES)
 
 
 def _level(held: float) -> int:
-    """0 for no row, 1 to 7 up to the bounds, 8 for all of them."""
+    """0 for no row, 1 to 7 by the bounds, 8 for all rows."""
     if held in (0, 1):
         return 8 * int(held)
     return bisect_left(BOUNDS, held) + 1
@@ -251,7 +251,7 @@ def _style(level: int) -> Style:
 
     if not level:
         return Style(color="color(244)")
-    # the few terminals that say how light they are say it here, as "15;0"
+    # a few terminals say here whether they are light, as in "15;0"
     light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     ground = (_LIGHT if light else _DARK)[level - 1]
     return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
@@ -264,7 +264,7 @@ def _shaded(line: Line, marks_only: bool = False) -> list[Text]:
 
 
 def _marked(line: Line, marks_only: bool = False) -> list[str]:
-    """A line, and below it a mark for each column."""
+    """A line, and a line of marks, one per column."""
     from rich.cells import cell_len
 
     marks = "".join(_MARKS[_level(held)] * cell_len(text) for text, held in line)
@@ -286,7 +286,7 @@ def _legend(shaded: bool) -> str | Text:
 
 
 def _strip(share: np.ndarray, width: int) -> Line:
-    """The mean share of as many equal parts of the stream as there are columns."""
+    """The mean share of equal parts of the stream, one part per column."""
     import numpy as np
 
     parts = np.array_split(share, min(width, len(share)))
@@ -299,7 +299,7 @@ def _print(console: Console, *texts: str | Text) -> None:
 
 
 def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:
-    """The page, with all that it shows inside."""
+    """The web page, with all its data inside."""
     import base64
     import json
     import zlib
@@ -315,23 +315,23 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
         "layer": found.layer.tolist(),
         "head": found.head.tolist(),
         "ends": found.ends.tolist(),
-        # row by row the byte `until` of each token shown, deflated
+        # the bytes `until` of the tokens shown, row by row, deflated
         "until": base64.b64encode(zlib.compress(found.until[:, first:].tobytes(), 9)).decode(),
     }
-    # within a script element only "</" could end it
+    # inside a script element, only "</" could end it
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = files("kvtool.cli").joinpath("inspect.html").read_text(encoding="utf-8")
     return page.replace("{{data}}", text).encode()
 
 
 def drawn(result: dict[str, Any], found: Holdings) -> bytes:
-    """Rows by positions, dark where a row holds the token."""
+    """A picture of rows by positions, dark where a row holds the token."""
     import numpy as np
     from matplotlib.figure import Figure
 
     held = found.held()
     n_row, n = held.shape
-    # a picture has no more columns than this; several tokens then share one
+    # at most 1,600 columns: longer texts have several tokens per column
     first = np.unique(np.arange(min(n, 1600)) * n // min(n, 1600))
     columns = np.add.reduceat(held, first, axis=1, dtype=np.float32) / np.diff(first, append=n)
     figure = Figure(figsize=(12, min(max(2.2 + n_row * 0.055, 3.2), 14)), dpi=120, layout="constrained")
@@ -339,7 +339,7 @@ def drawn(result: dict[str, Any], found: Holdings) -> bytes:
     image = axes.imshow(
         columns, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1, extent=(0, n, n_row, 0)
     )
-    # one label a layer, fewer where they would touch
+    # one label per layer, fewer where they would touch
     layer, first, n_head = np.unique(found.layer, return_index=True, return_counts=True)
     step = -(-len(layer) // 32)
     axes.set_yticks((first + n_head / 2)[::step], [str(number) for number in layer[::step]])
@@ -347,7 +347,7 @@ def drawn(result: dict[str, Any], found: Holdings) -> bytes:
     axes.set_xlabel("position of the token in the text")
     name = Path(result["model"]).stem
     axes.set_title(
-        f"{result['policy']}, {result['budget']:,} cells a row: what is held of {n:,} tokens ({name})"
+        f"{result['policy']}, {result['budget']:,} cells per row: which of {n:,} tokens are held ({name})"
     )
-    figure.colorbar(image, label="share of the column's tokens that is held", pad=0.01)
+    figure.colorbar(image, label="share of the column's tokens that are held", pad=0.01)
     return output.png(figure)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
+from kvtool.system import files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +84,7 @@ def write(path: Path, data: bytes) -> None:
     from kvtool.units import format_bytes
 
     try:
-        path.expanduser().write_bytes(data)
+        files.write(path.expanduser(), data)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
     sys.stderr.write(f"wrote {path} ({format_bytes(len(data))})\n")

@@ -1,0 +1,65 @@
+"""Texts and names from outside: all are UTF-8, whatever the locale is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvtool.errors import InputError, UsageError
+
+_CONVERT = "convert it first, with iconv for example"
+
+
+def option(flag: str, text: str | None) -> str | None:
+    """The text of an option. Raises UsageError for bytes that are not UTF-8."""
+    if text is None:
+        return None
+    try:
+        # an ASCII locale hands over all other characters as bytes that it could not decode
+        return text.encode("utf-8", "surrogateescape").decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"the text of {flag} is not UTF-8; {_CONVERT}") from None
+
+
+def shown(text: object) -> str:
+    """A text or a path, with U+FFFD for what is not UTF-8."""
+    return str(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON in ASCII. It has U+FFFD for what is not UTF-8 in a path: JSON cannot hold that."""
+    import json
+
+    return json.dumps(_cleaned(value), indent=indent)
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else shown(value)
+    if isinstance(value, Mapping):
+        return {_cleaned(key): _cleaned(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cleaned(each) for each in value]
+    return value
+
+
+def read_stdin() -> str:
+    """All of stdin without the last line breaks; "" at a terminal. Raises InputError."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin is not UTF-8 (byte {error.start}); {_CONVERT}") from None
+
+
+def stdin_lines() -> Iterator[str]:
+    """The lines of stdin as they arrive, without line breaks. Raises InputError."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}"
+            ) from None
