@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from kvtool import policies
-from kvtool.chats.conversation import Conversation, Writer, template_of, wants_bos
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import template_of, wants_bos
+from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler

@@ -13,7 +13,9 @@ import pytest
 
 import kvtool
 from kvtool import KvtoolError, Settings, load_model, load_policy, policies
-from kvtool.chats.conversation import Conversation, Writer, template_of
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import template_of
+from kvtool.chats.writer import Writer
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama.sampler import Sampler
 from tests.running import open_engine, text

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies, tasks
-from kvtool.chats.conversation import template_of
+from kvtool.chats.prompt import template_of
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError, StreamEnd, UsageError

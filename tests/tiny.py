@@ -34,15 +34,17 @@ def write_llama(
     tied=False,
     chat_template=None,
     yarn=None,
+    space_prefix=False,
+    add_bos=False,
     seed=0,
 ):
     """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
 
-    Any text is tokenized without a BOS token and comes back as it was. The output rows of special
-    tokens are zero, so that greedy text hardly ever ends by itself.
+    Any text is tokenized without a BOS token and comes back as it was, unless space_prefix or add_bos say
+    otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = _start(path, ROPE_ARCH[rope], n_ctx_train, *sizes)
+    writer = _start(path, ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(rope_base)
     writer.add_rope_dimension_count(head_dim)
@@ -81,7 +83,19 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
-def _start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab):
+def _start(
+    path,
+    arch,
+    n_ctx_train,
+    n_layer,
+    n_head,
+    n_head_kv,
+    head_dim,
+    n_ff,
+    n_vocab,
+    space_prefix=False,
+    add_bos=False,
+):
     """A writer that has what every architecture here has in its header."""
     if n_head % n_head_kv:
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
@@ -95,7 +109,7 @@ def _start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, 
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)
     writer.add_vocab_size(n_vocab)
-    _add_tokenizer(writer, n_vocab)
+    _add_tokenizer(writer, n_vocab, space_prefix, add_bos)
     return writer
 
 
@@ -147,7 +161,7 @@ def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, ti
     writer.close()
 
 
-def _add_tokenizer(writer, n_vocab):
+def _add_tokenizer(writer, n_vocab, space_prefix, add_bos):
     """SentencePiece: special tokens, the bytes, a space, and as many pairs of letters as fit."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     if n_vocab < len(tokens):
@@ -165,9 +179,9 @@ def _add_tokenizer(writer, n_vocab):
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(add_bos)
     writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(False)
+    writer.add_add_space_prefix(space_prefix)
 
 
 def dequantize(src, dst):

@@ -1,8 +1,8 @@
-"""A chat in one file, written whole or not at all, and checked when it is read.
+"""A chat in one file, which is written whole or not at all and checked when it is read.
 
-The first line has the format's number and the SHA-256 of the second line and of the rest. The second line is
-JSON, and has all that a person may want to read: it is there even where the rest is damaged. The rest is
-arrays, each a line with its name, dtype and shape, and its bytes.
+Line 1 holds the format's number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with
+everything that a person may want to read; it can be read even if the rest is damaged. The rest is arrays:
+for each a line with name, dtype and shape, then its bytes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +23,7 @@ from kvtool.errors import SessionError
 from kvtool.system.files import locked, replacing
 
 FORMAT = 1
-"""Goes up when what is saved changes its meaning."""
+"""Increases when the meaning of what is saved changes."""
 
 Meta = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -36,54 +37,78 @@ _ALIGN = 64
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """No other kvtool has this session meanwhile. Raises SessionError where one has it already."""
-    try:
-        with locked(path.with_name(path.name + ".lock"), wait=False):
-            yield
-    except BlockingIOError:
-        raise SessionError(f"{path} is in use by another chat; end that, or name another file") from None
-    except OSError as error:
-        raise _cannot("write", path, error) from None
+    """Keeps other kvtool processes out of this session. Raises SessionError where one has it already.
+
+    Raises SessionError, too, for what no session can be written to: a folder, a device, a pipe.
+    """
+    with ExitStack() as stack:
+        try:
+            real = Path(os.path.realpath(path))
+            if real.exists() and not real.is_file():
+                raise SessionError(f"{path} is not a regular file; name another file")
+            stack.enter_context(locked(real.with_name(real.name + ".lock"), wait=False))
+        except BlockingIOError:
+            raise SessionError(
+                f"{path} is in use by another chat; end that chat, or name another file"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise _cannot("write", path, error) from None
+        yield
+
 
 
 def write(path: Path, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Takes the file's place once all is on the disk. Raises SessionError, with the old file as it was."""
+    """Replaces the file once all of it is on the disk. Raises SessionError, with the old file as it was."""
     try:
         with replacing(path) as file:
             dump(file, meta, arrays)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _cannot("write", path, error) from None
 
 
 def read(path: Path) -> tuple[Meta, Arrays]:
-    """What was written. Raises SessionError for what is no session, of another format, or damaged."""
+    """Reads what `write` wrote. Raises SessionError for another format, damage, or what is not a session."""
     try:
         with path.open("rb") as file:
             return load(file, str(path))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _cannot("read", path, error) from None
 
 
 def read_meta(path: Path) -> Meta:
-    """The JSON alone, whatever the rest is like. Raises SessionError as `read` does."""
+    """Reads the JSON only, so the rest may be damaged. Raises SessionError as `read` does."""
     try:
         with path.open("rb") as file:
             return _head(file, str(path))[0]
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _cannot("read", path, error) from None
 
 
+def peek(path: Path) -> Meta | None:
+    """Reads the JSON of what `write` would replace; None if that is nothing or an empty file.
+
+    Raises SessionError as `read` does, so that only a session is ever replaced.
+    """
+    try:
+        if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+            return None
+    except (OSError, ValueError) as error:
+        raise _cannot("read", path, error) from None
+    return read_meta(path)
+
+
 def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes a session to an empty file that can be sought in; arrays one by one, as they come."""
-    line = json.dumps(meta, ensure_ascii=False).encode() + b"\n"
+    """Writes a session to an empty, seekable file, one array at a time."""
+    # the path of a model may hold bytes that are not UTF-8
+    line = json.dumps(meta, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
     digest = hashlib.sha256()
-    # the hash of what follows goes in last
+    # the hash of what follows is written last
     file.seek(_N_FIRST)
     file.write(line)
     for name, array in arrays:
         array = np.ascontiguousarray(array)
         title = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()
-        # bytes start where an array of any type may lie
+        # pad, so that the bytes start where an array of any type may start
         title += b" " * (-(file.tell() + len(title) + 1) % _ALIGN) + b"\n"
         for part in (title, array.reshape(-1).view(np.uint8).data):
             digest.update(part)
@@ -93,7 +118,10 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
 
 
 def load(file: BinaryIO, name: str) -> tuple[Meta, Arrays]:
-    """What `dump` wrote. The arrays are views of the file, read when they are looked at."""
+    """Reads what `dump` wrote. The arrays are views of the file, read from it when they are used.
+
+    `name` stands for the file in error messages. Raises SessionError as `read` does.
+    """
     meta, start, wanted = _head(file, name)
     data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     digest = hashlib.sha256()
@@ -114,29 +142,30 @@ def load(file: BinaryIO, name: str) -> tuple[Meta, Arrays]:
 
 
 def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
-    """The JSON, where the arrays start, and their hash."""
+    """The JSON, the offset of the arrays, and the arrays' hash."""
     file.seek(0)
     found = _FIRST_LINE.fullmatch(file.readline(_N_FIRST))
     if not found:
-        raise SessionError(f"{name} is no session of kvtool, or damaged; name another file")
+        raise SessionError(f"{name} is not a kvtool session, or it is damaged; name another file")
     if int(found[1]) != FORMAT:
         raise SessionError(
             f"{name} is a session of format {int(found[1])}, and this kvtool reads format {FORMAT}; "
-            "go on with the kvtool that wrote it"
+            "use the kvtool that wrote it"
         )
     line = file.readline()
     if hashlib.sha256(line).hexdigest() != found[2].decode():
         raise _damaged(name)
-    return json.loads(line), _N_FIRST + len(line), found[3].decode()
+    return json.loads(line.decode("utf-8", "surrogateescape")), _N_FIRST + len(line), found[3].decode()
 
 
 def _damaged(name: str) -> SessionError:
     return SessionError(
-        f"{name} is damaged, and the chat in it cannot go on; "
-        f"`kvtool session export {name}` prints its text where that is whole"
+        f"{name} is damaged and its chat cannot continue; "
+        f"`kvtool session export {name}` prints the text, unless that is damaged too"
     )
 
 
-def _cannot(what: str, path: Path, error: OSError) -> SessionError:
-    kept = "; what was saved before is still there" if what == "write" and path.exists() else ""
-    return SessionError(f"cannot {what} {path} ({error.strerror}){kept}")
+def _cannot(what: str, path: Path, error: OSError | ValueError) -> SessionError:
+    why = (error.strerror if isinstance(error, OSError) else None) or error
+    kept = "; the last saved version is still there" if what == "write" and os.path.isfile(path) else ""
+    return SessionError(f"cannot {what} {path} ({why}){kept}")

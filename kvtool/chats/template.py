@@ -24,16 +24,20 @@ GEMMA = """\
 {{ "<start_of_turn>model\n" }}
 {%- endif %}
 """
-"""What Gemma models were trained on, for files that lack it. They have no system role: it opens the chat."""
+"""The template that Gemma models were trained on, for files without it.
 
-RAW = "kvtool generate and kvtool eval work without one: --raw"
-"""What to do about a template that is of no use."""
+Gemma has no system role: the system prompt opens the user's first message.
+"""
+
+RAW = "kvtool generate and kvtool eval need none with --raw"
+"""What a user can do without a working template."""
 
 _STAND_IN = "kvtool stands in for the reply"
+"""Text that marks a place in a rendered chat."""
 
 
 class Template:
-    """Turns messages ({"role", "content"}) into text as the model was trained on. Raises ModelError."""
+    """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError."""
 
     def __init__(self, source: str, bos: str, eos: str) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -48,30 +52,33 @@ class Template:
         try:
             self._template = environment.from_string(source)
         except Exception as error:
-            # nested too deep for Python's compiler, for example
+            # for example one nested too deeply for Python's compiler
             raise _failed(error) from error
 
     def render(self, messages: list[Message], *, reply: bool = True) -> str:
-        """The whole text of a chat. reply: with the words after which the model answers."""
+        """The text of a whole chat. reply: ends with the header after which the model answers."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=reply, tools=None)
         except Exception as error:
-            # a template is a program, and anybody's
+            # a template is a program from a stranger: it may raise anything
             raise _failed(error) from error
 
     def turn(self, before: list[Message], user: str) -> str:
-        """What follows the model's last reply when the user says something: its end, and the new turn.
+        """The text that follows the model's last reply when the user says something.
 
-        before: the chat up to that reply, without it.
+        It starts with the end of that reply. before: the chat up to the reply, without it.
         """
-        chat = [*before, {"role": "assistant", "content": _STAND_IN}, {"role": "user", "content": user}]
-        _, found, text = self.render(chat).rpartition(_STAND_IN)
+        stand_in = _STAND_IN
+        while stand_in in user:
+            stand_in += "."
+        chat = [*before, {"role": "assistant", "content": stand_in}, {"role": "user", "content": user}]
+        _, found, text = self.render(chat).rpartition(stand_in)
         if not found:
             raise ModelError(f"the model's chat template leaves replies out; {RAW}")
         return text
 
     def reply_start(self) -> str:
-        """What stands between a user's words and the model's reply to them."""
+        """The model's reply header: the text between what a user says and the model's reply."""
         return self.render([{"role": "user", "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
 
 

@@ -220,7 +220,7 @@ def _reader(
     max_prompt: int | None,
 ) -> Reader:
     from kvtool import policies
-    from kvtool.chats.conversation import template_of
+    from kvtool.chats.prompt import template_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None

@@ -158,6 +158,11 @@ class Decoder:
             self._logits_where = where
         return self._logits
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the last decode left logits to sample from."""
+        return self._n_output > 0
+
     def remove(self, first: int, end: int) -> None:
         """Frees the cells at positions first .. end - 1."""
         if not api.llama_memory_seq_rm(self._memory, 0, first, end):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.chats.conversation import Writer, wants_bos
+from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import Message, Template
+from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import InputError

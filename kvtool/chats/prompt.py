@@ -1,0 +1,111 @@
+"""From a chat's messages to tokens: the model's template, its BOS token, and the pinned prefix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from kvtool.chats.template import GEMMA, RAW, Message, Template
+from kvtool.engine.loop import Engine
+from kvtool.errors import ModelError
+from kvtool.llama.model import Model
+
+_MARKS = ("x", "y")
+"""Texts that start differently: no text that follows can start like both."""
+
+
+def template_of(model: Model) -> Template:
+    """The model's chat template, or Gemma's if the model has Gemma's markers and no template of its own.
+
+    Raises ModelError where there is none, or a broken one.
+    """
+    source = model.chat_template()
+    if source is None and len(model.tokenize("<start_of_turn><end_of_turn>", special=True)) == 2:
+        source = GEMMA
+    if source is None:
+        raise ModelError(f"{model.path.name} has no chat template; {RAW}")
+    return Template(source, model.marker(model.bos), model.marker(model.eos))
+
+
+def wants_bos(model: Model, text: str) -> bool:
+    """Whether a rendered chat lacks the BOS marker, so that the tokenizer must add it."""
+    bos = model.marker(model.bos)
+    return not (bos and text.startswith(bos))
+
+
+def system_prefix(template: Template, system: str) -> str | None:
+    """How every chat under this system prompt starts, up to the prompt's last character.
+
+    The prefix is found by rendering chats that differ in one place. None if there is no such prefix: the
+    template leaves the prompt out, cuts it short, or places it after what the user says. Raises ModelError.
+    """
+
+    def chat(system: str, user: str) -> str:
+        return template.render([{"role": "system", "content": system}, {"role": "user", "content": user}])
+
+    shown = chat(system, _MARKS[0])
+    end = end_of(shown, system, lambda text: chat(text, _MARKS[0]))
+    return shown[:end] if 0 < end <= _common(shown, chat(system, _MARKS[1])) else None
+
+
+def request_prefix(template: Template, before: list[Message], request: str, text: str) -> str | None:
+    """The start of a chat up to the end of `request`, where the user's message is request + text.
+
+    before: the messages before it. None as in `system_prefix`. Raises ModelError.
+    """
+
+    def chat(content: str) -> str:
+        return template.render([*before, {"role": "user", "content": content}])
+
+    whole = chat(request + text)
+    return whole[: end_of(whole, request, chat)] or None
+
+
+def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
+    """How many characters of `whole` there are up to the end of `text`; 0 where that cannot be told.
+
+    render: gives the same chat with another text in this place. What is equal whatever comes after `text`
+    ends with it, even if the template alters it; what is equal whatever stands in its place comes before it.
+    """
+    end = min(_common(whole, render(text + mark)) for mark in _MARKS)
+    start = min(_common(whole, render(mark)) for mark in _MARKS)
+    return end if end > start else 0
+
+
+def _common(*texts: str) -> int:
+    return len(os.path.commonprefix(texts))
+
+
+def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
+    """Tokenizes a rendered chat and pins the tokens of its first `n_pinned` characters.
+
+    The text is tokenized once, as a whole; a token that crosses the border is pinned. Returns i32[n].
+    Raises as Engine.pin does.
+    """
+    model = engine.model
+    start = wants_bos(model, text)
+    tokens = model.tokenize(text, special=True, start=start)
+    engine.pin(_n_covering(model, tokens, text[:n_pinned], start) if n_pinned else 0)
+    return tokens
+
+
+def _n_covering(model: Model, tokens: np.ndarray, prefix: str, start: bool) -> int:
+    """How many of the tokens i32[n] cover the prefix of their text.
+
+    Counts bytes of the tokens' pieces: unlike the text's, they include a BOS and spaces that the tokenizer
+    inserts.
+    """
+
+    def size(token: int) -> int:
+        return len(model.piece(token, special=True))
+
+    wanted = sum(map(size, model.tokenize(prefix, special=True, start=start).tolist()))
+    covered = n = 0
+    for token in tokens.tolist():
+        if covered >= wanted:
+            break
+        covered += size(token)
+        n += 1
+    return n

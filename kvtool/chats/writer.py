@@ -1,0 +1,118 @@
+"""Text in, text out, through one cache."""
+
+from __future__ import annotations
+
+import codecs
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvtool.engine.loop import Engine
+from kvtool.errors import UsageError
+from kvtool.llama.sampler import Sampler
+
+
+class Writer:
+    """Reads tokens into an engine, and samples text from it.
+
+    What a stop leaves unread is read first the next time.
+
+    Attributes
+    ----------
+    stop
+        Setting this, even from a signal handler, ends `read` and `write` after the current step.
+    n_written
+        Tokens that the last `write` has sampled.
+    before_reading
+        Called with the number of tokens of each text before it is read.
+    """
+
+    def __init__(self, engine: Engine, sampler: Sampler) -> None:
+        self.engine = engine
+        self.sampler = sampler
+        self.stop = False
+        self.n_written = 0
+        self.before_reading: Callable[[int], None] = lambda n: None
+        self._forget()
+
+    def reset(self) -> None:
+        """Starts over with an empty cache."""
+        self.engine.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._unread = np.empty(0, np.int32)
+        self._decoded = array("i")
+        # a restored cache has no logits of its own
+        self._restored = False
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n_past]: the tokens decoded since the reset."""
+        return np.array(self._decoded, np.int32)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was read since the reset."""
+        return self.engine.n_past == 0 and not len(self._unread)
+
+    def save(self) -> dict[str, Any]:
+        """What a later writer needs besides the engine, as JSON can hold it."""
+        return {
+            "seed": self.sampler.seed,
+            "recent": list(self.sampler.recent),
+            "unread": self._unread.tolist(),
+        }
+
+    def restore(self, saved: Mapping[str, Any], tokens: np.ndarray) -> None:
+        """Continues after tokens i32[n_past] from what `save` returned."""
+        self.sampler.seed = saved["seed"]
+        self.sampler.recent.clear()
+        self.sampler.recent.extend(saved["recent"])
+        self._unread = np.array(saved["unread"], np.int32)
+        self._decoded = array("i", tokens.tobytes())
+        self._restored = True
+
+    def read(self, tokens: np.ndarray) -> bool:
+        """Decodes i32[n] tokens in as many steps as it takes; returns False if stopped before the end."""
+        self._unread = np.concatenate([self._unread, tokens])
+        if len(tokens):
+            self.before_reading(len(self._unread))
+        before = self.engine.n_past
+        try:
+            self.engine.read(self._unread, lambda: self.stop)
+        finally:
+            # after an error, what was decoded before it counts as read
+            n = self.engine.n_past - before
+            self._decoded.frombytes(self._unread[:n].tobytes())
+            self._unread = self._unread[n:]
+            self._restored &= not n
+        return not len(self._unread)
+
+    def write(self, n_max: int | None = None) -> Iterator[str]:
+        """Samples until the model ends its turn, n_max tokens are written, or `stop` is set.
+
+        First reads what a stop left unread. No piece ends in the middle of a character. Raises StreamEnd
+        where the cache or the positions are used up, and UsageError where nothing has been read.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        model = self.engine.model
+        self.n_written = 0
+        if len(self._unread) and not self.read(self._unread[:0]):
+            return
+        if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
+            raise UsageError("there is nothing to continue; read a text of at least one token first")
+        while not self.stop and self.n_written != n_max:
+            token = self.sampler.sample(self.engine.context)
+            if model.ends_turn(token):
+                break
+            self.n_written += 1
+            # the next `write` reads it if the caller asks for no more pieces
+            self._unread = np.array([token], np.int32)
+            if piece := decoder.decode(model.piece(token)):
+                yield piece
+            self.read(self._unread[:0])
+        if rest := decoder.decode(b"", final=True):
+            yield rest

@@ -1,0 +1,214 @@
+"""What of a rendered chat is pinned, and that pinning changes no token."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool import api, policies
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import pin_prefix, request_prefix, system_prefix, template_of
+from kvtool.chats.template import GEMMA, Template
+from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.errors import UsageError
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+from tests import tiny
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+UPPER = CHATML.replace("m['content']", "(m['content'] | upper)")
+TRIMMED = CHATML.replace("m['content']", "(m['content'] | trim)")
+TWICE = CHATML + "{{ messages[0]['content'] }}"
+FIRST_WORDS = CHATML.replace("m['content']", "m['content'][:8]")
+DROPPED = CHATML.replace("in messages", "in messages if m['role'] == 'user'")
+LAST = CHATML.replace("in messages", "in messages | reverse")
+COUNTED = "{{ messages[0]['content'] | length }}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("source", "system", "prefix"),
+    [
+        (CHATML, "s", "<|im_start|>system\ns"),
+        (CHATML, "system", "<|im_start|>system\nsystem"),
+        (CHATML, "im", "<|im_start|>system\nim"),
+        (CHATML, "x", "<|im_start|>system\nx"),
+        (CHATML, "y<|im_end|>", "<|im_start|>system\ny<|im_end|>"),
+        (CHATML, "user", "<|im_start|>system\nuser"),
+        (UPPER, "Be brief.", "<|im_start|>system\nBE BRIEF."),
+        (TRIMMED, "Be brief.", "<|im_start|>system\nBe brief."),
+        (TWICE, "Be brief.", "<|im_start|>system\nBe brief."),
+        (GEMMA, "model", "<start_of_turn>user\nmodel"),
+        (FIRST_WORDS, "Be brief, please.", None),
+        (DROPPED, "Be brief.", None),
+        (LAST, "Be brief.", None),
+        (COUNTED, "Be brief.", None),
+    ],
+)
+def test_a_system_prompt_is_found_whatever_it_says(source, system, prefix):
+    template = Template(source, "", "")
+    assert system_prefix(template, system) == prefix
+    if prefix is not None:
+        for user in ("Hello!", "x", system):
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+            assert template.render(chat).startswith(prefix)
+
+
+@pytest.mark.parametrize(
+    ("source", "request_", "prefix"),
+    [
+        (CHATML, "user", "<|im_start|>user\nuser"),
+        (CHATML, "Summarize: ", "<|im_start|>user\nSummarize: "),
+        (UPPER, "Summarize:", "<|im_start|>user\nSUMMARIZE:"),
+        (TRIMMED, "  Summarize:", "<|im_start|>user\nSummarize:"),
+        (CHATML.replace("m['content']", "'a text'"), "Summarize:", None),
+    ],
+)
+def test_a_request_before_a_text_is_found_whatever_it_says(source, request_, prefix):
+    assert request_prefix(Template(source, "", ""), [], request_, "\n\nA text.") == prefix
+
+
+def test_a_user_who_says_the_stand_in_ends_no_reply():
+    template = Template(CHATML, "", "")
+    for text in ("kvtool stands in for the reply", "kvtool stands in for the reply. And more."):
+        assert template.turn([{"role": "user", "content": "one"}], text) == (
+            f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+# tokens
+
+SHAPES = [{}, {"space_prefix": True}, {"space_prefix": True, "add_bos": True}]
+TEXT = "</s>ab cd efgh</s>ij klm"
+
+
+@pytest.fixture(params=SHAPES, ids=["plain", "space", "space and BOS"])
+def engine(request, tiny_model):
+    model = Model(tiny_model(n_vocab=2000, **request.param))
+    engine = Engine(model, policies.fit("h2o", 256), Settings(n_threads=1))
+    yield engine
+    engine.close()
+    model.close()
+
+
+def pieces(model, tokens):
+    return b"".join(model.piece(token, special=True) for token in tokens)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("n_pinned", range(len(TEXT) + 1))
+def test_pinning_changes_no_token_and_pins_those_that_cross_the_border(engine, n_pinned):
+    model = engine.model
+    tokens = pin_prefix(engine, TEXT, n_pinned)
+    assert tokens.tolist() == model.tokenize(TEXT, special=True, start=True).tolist()
+    # of the pieces only spaces and the BOS are not in the text
+    bos = b"<s>" if model.adds_bos else b""
+    wanted, shown = TEXT[:n_pinned].replace(" ", ""), []
+    for n in (engine.n_pinned - 1, engine.n_pinned):
+        shown.append(pieces(model, tokens[: max(n, 0)]).removeprefix(bos).decode().replace(" ", ""))
+    assert shown[1].startswith(wanted)
+    # not one more than it takes
+    assert not n_pinned or len(shown[0]) < len(wanted) or TEXT[n_pinned - 1] == " "
+
+
+@pytest.mark.engine
+def test_a_token_may_cross_the_border(engine):
+    whole = pieces(engine.model, pin_prefix(engine, "ab", 1)).decode()
+    assert whole.strip(" ") in ("ab", "<s> ab")
+    # "ab" is one token
+    assert engine.n_pinned == len(engine.model.tokenize("ab", start=True))
+
+
+# a conversation, and an engine that has read nothing
+
+
+def conversation(engine, template, system):
+    return Conversation(Writer(engine, Sampler(engine.model.n_vocab)), Template(template, "", ""), system)
+
+
+@pytest.mark.engine
+def test_a_chat_knows_whether_its_system_prompt_is_pinned(engine):
+    for template, is_pinned in ((CHATML, True), (DROPPED, False), (LAST, False)):
+        talk = conversation(engine, template, "Be brief.")
+        talk.pin_system()
+        assert talk.is_pinned == is_pinned
+        assert (engine.n_pinned > 0) == is_pinned
+        talk.reset()
+        talk.pin_system()
+        assert talk.is_pinned
+
+
+@pytest.mark.engine
+def test_checking_a_system_prompt_changes_nothing(engine):
+    talk = conversation(engine, CHATML, "Be brief.")
+    talk.pin_system()
+    before = (engine.n_pinned, engine.n_held, talk.system, talk.messages, talk.is_pinned, talk.version)
+    talk.check("You count waves.")
+    with pytest.raises(UsageError, match="choose a budget of"):
+        talk.check("waves " * 300)
+    assert before == (
+        *(engine.n_pinned, engine.n_held, talk.system, talk.messages, talk.is_pinned, talk.version),
+    )
+
+
+@pytest.mark.engine
+def test_a_writer_that_has_read_nothing_says_so(engine):
+    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="there is nothing to continue"):
+            next(writer.write(2))
+        writer.read(engine.model.tokenize("ab cd"))
+        assert "".join(writer.write(2))
+        # the logits of the text before are still there
+        writer.reset()
+
+
+@pytest.mark.engine
+def test_nothing_can_be_generated_from_nothing(engine):
+    if engine.model.adds_bos:
+        pytest.skip("an empty text has a BOS")
+    with pytest.raises(UsageError, match="there is nothing to continue"):
+        "".join(api.generate(engine, "", 4))
+    assert "".join(api.generate(engine, "ab cd", 4))
+    # what was written goes on
+    assert "".join(api.generate(engine, "", 4))
+
+
+@pytest.mark.engine
+def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engine):
+    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    writer.read(engine.model.tokenize("ab cd"))
+    saved, tokens = writer.save(), writer.tokens
+    arrays = {name: array.copy() for name, array in engine.save()}
+    writer.read(engine.model.tokenize("ef gh"))
+    engine.restore(arrays)
+    writer.restore(saved, tokens)
+    with pytest.raises(UsageError, match="there is nothing to continue"):
+        next(writer.write(2))
+    writer.read(engine.model.tokenize("ij"))
+    assert "".join(writer.write(2))
+
+
+@pytest.mark.engine
+def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
+    tokens = engine.model.tokenize("ab cd ef gh ij kl")
+    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    writer.stop = True
+    assert not writer.read(tokens)
+    writer.stop = False
+    said = "".join(writer.write(6))
+    other = Writer(engine, Sampler(engine.model.n_vocab))
+    other.reset()
+    other.read(tokens)
+    assert said == "".join(other.write(6))
+
+
+@pytest.mark.engine
+def test_the_template_of_a_model_is_its_own(tiny_model, tmp_path):
+    tiny.write_llama(tmp_path / "m.gguf", chat_template=CHATML)
+    model = Model(tmp_path / "m.gguf")
+    assert template_of(model).render([{"role": "user", "content": "a"}]).startswith("<|im_start|>user\na")
+    model.close()
