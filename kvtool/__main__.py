@@ -1,5 +1,6 @@
-"""`kvtool` and `python -m kvtool`: Ctrl-C ends in one line from the first import on."""
+"""`kvtool` and `python -m kvtool`: from the first import on, Ctrl-C ends the program with one line."""
 
+import io
 import os
 import sys
 
@@ -15,13 +16,18 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Puts something in the place of streams that are closed (>&-), before a file gets their numbers.
+    """Replaces closed streams (>&-) before a file gets their numbers, and lets no character be an error.
 
-    An input is then empty, and writing an error, as it is anywhere else.
+    A replaced input is empty, and writing to a replaced output is an error, as with any other program.
+    Characters that stdout's encoding lacks are printed as "?". What a terminal sends that is not in its
+    encoding becomes surrogates, as in file names.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDONLY) == number:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 if __name__ == "__main__":

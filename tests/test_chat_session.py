@@ -140,12 +140,12 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(talk, tmp_pat
     other = tmp_path / "other.gguf"
     tiny.write_llama(other, chat_template=TEMPLATE, seed=1)
     for options, word in (
-        (["--policy", "tova"], "policy h2o, not tova"),
-        (["--budget", "128"], "budget=96"),
-        (["-o", "window=9"], "window=9"),
-        (["-m", other], "model sha256"),
-        (["-ctk", "q8_0"], "key type f16, not q8_0"),
-        (["--positions", "original"], "positions auto"),
+        (["--policy", "tova"], "started with --policy h2o; it cannot continue with --policy tova"),
+        (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
+        (["-o", "window=9"], "it cannot continue with -o window=9"),
+        (["-m", other], "started with the model of SHA-256 "),
+        (["-ctk", "q8_0"], "started with -ctk f16; it cannot continue with -ctk q8_0"),
+        (["--positions", "original"], "started with --positions auto; it cannot"),
         (["--system", "Be brief."], "another system prompt"),
     ):
         done = talk(TURNS[2:3], *options)
@@ -201,7 +201,7 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     done = talk(TURNS[1:3], preexec_fn=full)
     assert done.returncode == 9
-    assert "what was saved before is still there" in done.stderr
+    assert "the last saved version is still there" in done.stderr
     assert done.stderr.count("\n") == 1
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]

@@ -13,9 +13,13 @@ from rich.console import Console
 
 from kvtool import policies
 from kvtool.chats import session
-from kvtool.chats.conversation import Conversation, Writer, template_of
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.prompt import template_of
 from kvtool.chats.template import GEMMA, Template
-from kvtool.cli.chat import _Terminal
+from kvtool.chats.undo import Copies, Copy
+from kvtool.chats.writer import Writer
+from kvtool.cli.chat_commands import Commands
+from kvtool.cli.chat_terminal import Terminal
 from kvtool.cli.keeper import Keeper
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
@@ -207,7 +211,7 @@ def test_no_piece_ends_in_half_a_character(model, monkeypatch):
 
 
 @pytest.mark.engine
-def test_the_last_turn_can_be_taken_back(chat):
+def test_turns_can_be_taken_back_one_after_the_other(chat):
     talk = chat()
     talk.undoable = True
     assert not talk.undo()
@@ -218,10 +222,11 @@ def test_the_last_turn_can_be_taken_back(chat):
     assert (talk.writer.engine.n_past, talk.messages) == before
     # greedy: another try is the same
     assert "".join(talk.reply("And a colour.", 12)) == said
-    assert talk.undo()
-    # one turn, no more
-    assert not talk.undo()
+    assert talk.undo() == 'the turn "And a colour."'
     assert talk.messages == before[1]
+    assert talk.undo() == 'the turn "Name a fruit."'
+    assert talk.writer.is_new
+    assert talk.undo() is None
 
 
 @pytest.mark.engine
@@ -254,13 +259,127 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
     assert saved() == before
     # what is not what the chat was before the turn is no copy of it
     monkeypatch.undo()
-    monkeypatch.setattr(keeper, "save", _fails)
+    monkeypatch.setattr(keeper, "_write", _fails)
     turn("And an animal.")
     turn("And a tree.")
     assert talk.undo()
     assert [message["content"] for message in talk.messages if message["role"] == "user"][1:] == [
         "And an animal."
     ]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
+    talk = chat()
+    talk.undoable = True
+    context = SimpleNamespace(params=defaultdict(lambda: None, policy="buzz"))
+    keeper = Keeper(context, talk, tmp_path / "chat.kvs")
+    "".join(talk.reply("Name a fruit.", 4))
+    keeper.keep()
+    talk.remember("/reset")
+    talk.reset()
+    "".join(talk.reply("Name a colour.", 4))
+    assert talk.undo() == 'the turn "Name a colour."'
+    assert (talk.n_turn, talk.writer.is_new) == (0, True)
+    assert talk.undo() == "/reset"
+    assert talk.n_turn == 1
+
+
+@pytest.mark.engine
+def test_a_chat_is_the_same_one_until_a_reset(chat):
+    talk = chat()
+    talk.undoable = True
+    first = talk.id
+    "".join(talk.reply("Name a fruit.", 4))
+    talk.remember("/reset")
+    talk.reset()
+    assert talk.id != first
+    talk.undo()
+    assert talk.id == first
+
+
+def copy_of(n):
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (the copies close it)
+    file.write(b"x" * n)
+    file.flush()
+    return file
+
+
+@pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])
+def test_the_oldest_copies_are_dropped(sizes, left):
+    copies, given = Copies(3, 100), [copy_of(n) for n in sizes]
+    for i, file in enumerate(given):
+        copies.push(Copy(str(i), file))
+    assert len(copies) == left
+    assert [file.closed for file in given] == [True] * (len(sizes) - left) + [False] * left
+    assert copies.n_bytes == sum(sizes[-left:])
+    assert copies.pop().change == str(len(sizes) - 1)
+    copies.close()
+    assert [file.closed for file in given] == [True] * (len(sizes) - 1) + [False]
+    given[-1].close()
+
+
+@pytest.mark.engine
+def test_where_there_is_no_room_older_copies_go_first_and_leave_no_gap(chat, monkeypatch):
+    talk = chat()
+    talk.undoable = True
+    for text in ("one", "two", "three"):
+        "".join(talk.reply(text, 2))
+    plain, n_free = session.dump, 1
+
+    def dump(file, *what):
+        # there is room for one copy
+        if len(talk.copies) > n_free:
+            raise OSError("no space left")
+        plain(file, *what)
+
+    monkeypatch.setattr(session, "dump", dump)
+    "".join(talk.reply("four", 2))
+    assert len(talk.copies) == 2
+    n_free = -1
+    "".join(talk.reply("five", 2))
+    assert not talk.remember("/reset")
+    assert talk.undo() is None
+    assert talk.n_turn == 5
+
+
+@pytest.mark.engine
+def test_a_copy_that_is_damaged_is_dropped_and_the_one_before_it_is_there(chat):
+    talk = chat()
+    talk.undoable = True
+    for text in ("one", "two"):
+        "".join(talk.reply(text, 2))
+    file = talk.copies._copies[-1].file
+    file.seek(-1, os.SEEK_END)
+    last = file.read(1)
+    file.seek(-1, os.SEEK_END)
+    file.write(bytes([last[0] ^ 1]))
+    file.flush()
+    with pytest.raises(SessionError, match="is damaged"):
+        talk.undo()
+    assert talk.n_turn == 2
+    assert talk.undo() == 'the turn "one"'
+    assert talk.n_turn == 0
+
+
+@pytest.mark.engine
+def test_a_turn_that_cannot_begin_leaves_nothing_to_take_back(chat):
+    talk = chat(budget=64, system="word " * 200)
+    talk.undoable = True
+    with pytest.raises(UsageError, match="choose a budget of"):
+        "".join(talk.reply("Hello", 4))
+    assert talk.undo() is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("system", ["s", "system", "<|im_start|>"])
+def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(chat, system):
+    talk = chat(system=system)
+    talk.pin_system()
+    model = talk.writer.engine.model
+    wanted = model.tokenize(f"<|im_start|>system\n{system}", special=True)
+    assert talk.writer.engine.n_pinned == len(wanted)
 
 
 def _fails(path):
@@ -320,21 +439,22 @@ def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
 def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     talk = chat(policy="local", budget=48)
-    terminal = _Terminal(talk, None, "local", None)
+    terminal = Terminal(talk, None, "local", None)
     out = io.StringIO()
     terminal.console = Console(file=out, width=100)
-    terminal._command("/cells")
-    assert out.getvalue() == "nothing read yet\n"
+    commands = Commands(terminal)
+    commands.run("/cells")
+    assert out.getvalue() == "nothing has been read yet\n"
     "".join(talk.reply("Tell me a long story about the sea.", 60))
     engine = talk.writer.engine
     n_forgotten = engine.n_past - engine.n_kv
     assert n_forgotten > 0
-    assert f"{engine.n_past} tokens, {n_forgotten} forgotten · " in terminal._status()
-    terminal._command("/cells 12")
+    assert f"{engine.n_past} tokens, {n_forgotten} forgotten · " in terminal.status()
+    commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
     assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()
     for wrong in ("0", "-3", "many"):
-        terminal._command(f"/cells {wrong}")
+        commands.run(f"/cells {wrong}")
     assert out.getvalue().count("/cells takes a number of tokens") == 3
 
 

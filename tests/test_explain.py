@@ -91,7 +91,7 @@ def test_the_parts_of_a_budget_add_up(name, pinned):
 def test_positions_start_over_when_foretold(tiny_model, capsys):
     with open_engine(tiny_model(), policies.fit("local", 32, 8), n_ctx=64) as engine:
         explain_run(engine, "local", "prompt")
-        assert "original up to token 64; gaps close there" in capsys.readouterr().err
+        assert "original up to token 64; gaps are closed there" in capsys.readouterr().err
         for token in text(65):
             assert not engine.n_restart
             engine.step(token[None])
@@ -109,11 +109,11 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
             64,
             ["the prompt has 64 tokens", "32 of them (50 %)", "batches of up to 64", "evictions"],
         ),
-        ("h2o", {"positions": "original", "n_ctx": 60}, 64, ["original positions end at 60", "ends there"]),
+        ("h2o", {"positions": "original", "n_ctx": 60}, 64, ["positions end at 60: reading stops there"]),
         ("h2o", {"prefill": "whole"}, 1000, ["32 of them (3 %)", "decoded whole in a cache of 1.0 MiB"]),
         ("h2o", {"prefill": "whole", "n_ctx": 60}, 150, ["in 3 segments that do not see each other"]),
         ("h2o", {"prefill": "whole", "n_ctx": 60, "positions": "original"}, 150, ["cannot be read whole"]),
-        ("full", {}, 33, ["the cache 32 cells", "reading ends there"]),
+        ("full", {}, 33, ["(33 tokens) does not fit in the cache (32)", "reading stops when"]),
         ("h2o", {}, 640_000, ["(0.005 %)"]),
     ],
 )
@@ -145,7 +145,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     lines = dict(line.split(maxsplit=1) for line in done.stderr.splitlines())
     assert lines["policy"] == "streamingllm sinks=4"
     assert lines["rows"] == "4: 2 layers of 2 KV heads"
-    assert lines["budget"] == "64 cells a row = 4 sinks + 3 pinned + 0 window + 49 rest + 8 slack"
+    assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 0 window + 49 rest + 8 slack"
     # batches of 24: the third passes 64
     assert lines["eviction"] == "first after 72 tokens"
     assert lines["prefill"].startswith("the prompt has ")
@@ -160,6 +160,6 @@ def test_what_is_longer_than_the_budget_is_said_once(smollm2, tmp_path, command)
     arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
     done = kvtool(command, *arguments, "--policy", "h2o", "--budget", 32, "-t", 1, stdin=2 * line)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("with evictions on the way") == 1
+    assert done.stderr.count("with evictions in between") == 1
     what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
     assert f"the {what} has " in done.stderr

@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests import rpc_server
+from tests.terminal import ROOT, RUN, Terminal
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,8 +25,6 @@ pytestmark = [
 ]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
 
-ROOT = Path(__file__).parent.parent
-RUN = "from kvtool.__main__ import main; main()"
 WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "-n", "20")
 
 
@@ -276,14 +274,13 @@ STAGES = {
     "reply": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample')",
     "reply, twice": "from kvtool.llama.sampler import Sampler; before(Sampler, 'sample', 2)",
 }
-ENTRY = "from kvtool.__main__ import main; main()"
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     # without a library of kernels numba is imported for the first eviction
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
-    done = python(f"{PRESS}\n{STAGES[stage]}\n{ENTRY}", *WRITE, "-m", model, *own)
+    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own)
     assert done.returncode == 130, done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.stderr.endswith("kvtool: stopped\n")
@@ -295,7 +292,7 @@ def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
 
 def test_an_interrupted_perplexity_is_one_line(model, tmp_path):
     (tmp_path / "text").write_text("Hello, hello. " * 20)
-    code = f"{PRESS}\nfrom kvtool.llama.context import Context; before(Context, 'decode')\n{ENTRY}"
+    code = f"{PRESS}\nfrom kvtool.llama.context import Context; before(Context, 'decode')\n{RUN}"
     one_line(python(code, "perplexity", tmp_path / "text", "-t", 1, "-m", model), 130, "stopped")
 
 
@@ -314,7 +311,7 @@ before(download, "_bytes_in")
 
 def test_an_interrupted_download_leaves_nothing(tmp_path):
     environment = os.environ | {"KVTOOL_CACHE": str(tmp_path)}
-    done = python(f"{PRESS}\n{DOWNLOAD}\n{ENTRY}", "models", "pull", "tiny", env=environment)
+    done = python(f"{PRESS}\n{DOWNLOAD}\n{RUN}", "models", "pull", "tiny", env=environment)
     assert done.returncode == 130
     assert done.stderr == "kvtool: stopped\n"
     assert not os.listdir(tmp_path / "models")
@@ -334,60 +331,16 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
 # terminals
 
 
-class Terminal:
-    """A chat at a pseudo-terminal. own: the terminal is the process's own, whose end is a SIGHUP."""
-
-    def __init__(self, model, own=True):
-        import fcntl
-        import pty
-        import termios
-
-        self.master, slave = pty.openpty()
-        self.seen = self.all = ""
-
-        def prepare():
-            os.setsid()
-            if own:
-                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            else:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-        ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1", "-m", str(model)]
-        environment = os.environ | {"TERM": "xterm"}
-        self.process = subprocess.Popen(command, cwd=ROOT, preexec_fn=prepare, env=environment, **ends)
-        os.close(slave)
-
-    def wait_for(self, words, seconds=60, pressing=""):
-        """Reads up to the words; until they come, `pressing` is typed every half second."""
-        import select
-
-        end = time.monotonic() + seconds
-        while words not in self.seen:
-            assert time.monotonic() < end, self.seen[-2000:]
-            if select.select([self.master], [], [], 0.5)[0]:
-                new = os.read(self.master, 65536).decode("utf-8", "replace")
-                self.seen += new
-                self.all += new
-            else:
-                self.type(pressing)
-        self.seen = self.seen.partition(words)[2]
-
-    def type(self, text):
-        os.write(self.master, text.encode())
-
-
 @pytest.fixture
 def terminal(smollm2):
     started = []
 
     def start(own=True):
-        started.append(Terminal(smollm2, own))
+        started.append(Terminal(smollm2, own=own))
         return started[0]
 
     yield start
-    started[0].process.kill()
-    started[0].process.wait()
+    started[0].kill()
 
 
 def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):

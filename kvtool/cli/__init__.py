@@ -1,4 +1,4 @@
-"""The command line: one command a file; whatever ends one becomes one line and an exit code here."""
+"""The command line, one command per file. Here, every error becomes one line and an exit code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from kvtool import __version__
-from kvtool.errors import KvtoolError, OutOfMemory
+from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
-# what a shell shows for a program that died of the signal
+# what a shell shows for a program that the signal has killed
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 
 _COMMANDS = {
@@ -35,11 +35,11 @@ _COMMANDS = {
     "build": "build",
     "doctor": "doctor",
 }
-"""The module in this folder, and what the command is there: a function, or an app of several."""
+"""The module in this folder, and the name in it: a function, or a Typer app of several commands."""
 
 
 class _Commands(Mapping[str, Any]):
-    """Imports a command when it is asked for: all of them take as long as a small model."""
+    """Imports a command when it is asked for: importing all takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> Any:
         attribute = _COMMANDS[name]
@@ -62,38 +62,40 @@ class _Commands(Mapping[str, Any]):
 class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # typer's type is of a dictionary, to which nothing is added here
+        # typer wants a dictionary, but adds nothing to it
         self.commands = cast(Any, _Commands())
 
     def list_commands(self, context: Any) -> list[str]:
         return list(self.commands)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        # --help writes here
+        # --help prints here
         with _one_line():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, context: Any) -> Any:
         with _one_line():
             result = super().invoke(context)
-            # here, where it can fail in one line, and not at exit
+            # a failure here is one line; at exit it would be a traceback
             sys.stdout.flush()
             return result
 
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Ends the program with one line for whatever is not a fault of its own."""
+    """Ends the program with one line for every error that is not a bug."""
     try:
         yield
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
+    except UnicodeError as error:
+        raise _end(InputError.exit_code, f"a text is not UTF-8; convert it first ({error})") from None
     except KeyboardInterrupt:
         raise _end(interrupt.EXIT_CODE, "stopped") from None
     except MemoryError:
         raise _end(OutOfMemory.exit_code, str(OutOfMemory())) from None
     except SystemExit as end:
-        # rich's answer to a closed pipe
+        # what rich does when a pipe is closed
         if isinstance(end.__context__, BrokenPipeError):
             raise _end(_PIPE, "") from None
         raise
@@ -102,9 +104,10 @@ def _one_line() -> Iterator[None]:
 
 
 def _of_output(error: OSError) -> tuple[int, str]:
-    """An exit code and a line, of which there is none where nobody is left to read it.
+    """The exit code and the line for an error of stdout or of the terminal.
 
-    What commands read and store has errors of its own: this one is of stdout or of the terminal.
+    The line is empty where nobody can read it. Errors of files are raised as KvtoolError by what reads and
+    writes them.
     """
     if error.errno == errno.EPIPE:
         return _PIPE, ""
@@ -115,12 +118,12 @@ def _of_output(error: OSError) -> tuple[int, str]:
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
-    """Says why, and leaves nothing that Python would try to write again at exit."""
+    """Says why, and makes sure that Python has nothing left to write at exit."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     if line:
         with suppress(OSError, ValueError):
-            # a name in a damaged file may hold anything
+            # a name in a damaged file may hold any character
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
             after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
             sys.stderr.write("\n" * after_echo + f"kvtool: {shown}\n")
@@ -138,9 +141,9 @@ app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # plain help: drawing panels around thirty options takes longer than all the rest of --help
+    # plain help: drawing panels around thirty options takes longer than the rest of --help
     rich_markup_mode=None,
-    help="Endless llama.cpp chats and streams in a fixed number of bytes, under a KV-cache policy.",
+    help="Run endless chats and streams with llama.cpp in constant memory, with KV-cache eviction policies.",
 )
 
 

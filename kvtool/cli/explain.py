@@ -1,4 +1,4 @@
-"""What a run is about to do: the split of its budget, its bytes, its first eviction, and long inputs."""
+"""Says what a run will do: how the budget is split, bytes, the first eviction, long inputs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvtool.chats.conversation import Conversation
     from kvtool.engine.loop import Engine
 
 
 def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
-    """Writes to stderr how the engine will run; --explain.
+    """Writes to stderr how the engine will run: --explain.
 
-    policy: its name. what, n_text: what is read first, a "prompt" for example, and how many tokens it has.
+    policy: its name. what: what is read first, for example a "prompt". n_text: tokens of it, 0 if unknown.
     """
     lines = {
         "policy": policy_line(engine, policy),
@@ -27,7 +28,7 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
 
 
 class Notice:
-    """Says once, on stderr, what happens to a text that is longer than the budget. Call it before reading."""
+    """Says on stderr, at most once, what happens to a text that is longer than the budget."""
 
     def __init__(self, engine: Engine, what: str) -> None:
         self._engine = engine
@@ -35,7 +36,7 @@ class Notice:
         self._said = False
 
     def __call__(self, n: int) -> None:
-        """n: tokens of the text."""
+        """Call it before a text of n tokens is read."""
         text = None if self._said else long_text(self._engine, self._what, n)
         if text:
             self._said = True
@@ -44,29 +45,42 @@ class Notice:
 
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
-    """What happens to a text of n tokens that is longer than the budget; None for one that is not."""
+    """What happens to a text of n tokens; None if it fits in the budget."""
     from kvtool.engine.outlook import whole_bytes
     from kvtool.units import format_bytes
 
     budget, settings = engine.policy.budget, engine.settings
     if n <= budget:
         return None
-    start = f"the {what} has {n:,} tokens"
     if not engine.policy.slack:
-        return f"{start}, the cache {budget:,} cells and the policy keeps all: reading ends there"
-    share = f"each row can hold {budget:,} of them ({_percent(budget, n)})"
+        return (
+            f"the {what} ({n:,} tokens) does not fit in the cache ({budget:,}) and the policy never evicts: "
+            "reading stops when the cache is full"
+        )
+    start = f"the {what} has {n:,} tokens"
+    share = f"each row keeps at most {budget:,} of them ({_percent(budget, n)})"
     if engine.reads_whole(n):
         segments = -(-n // engine.n_ctx)
         if segments > 1 and settings.positions == "original":
-            return f"{start}, original positions end at {engine.n_ctx:,}: it cannot be read whole"
+            return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
         return (
-            f"{start}, {share}: decoded whole{apart} in a cache of {format_bytes(whole_bytes(engine, n))}, "
-            "given back after one compression"
+            f"{start}; {share}. It is decoded whole{apart} in a cache of "
+            f"{format_bytes(whole_bytes(engine, n))}, then compressed once, which frees that cache"
         )
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
-        return f"{start}, original positions end at {engine.n_ctx:,}: reading ends there"
-    return f"{start}, {share}: read in batches of up to {_batch(engine):,}, with evictions on the way"
+        return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
+    return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
+
+
+def may_lose_system(conversation: Conversation) -> bool:
+    """Whether the system prompt can be evicted, because it cannot be pinned."""
+    return not conversation.is_pinned and conversation.writer.engine.policy.slack > 0
+
+
+def unpinned(what: str) -> str:
+    """What to say of a text that cannot be pinned."""
+    return f"{what} may be evicted: the model's chat template leaves it out, cuts it or moves it"
 
 
 def policy_line(engine: Engine, name: str) -> str:
@@ -88,18 +102,18 @@ def _rows(engine: Engine) -> str:
 
 def _budget(engine: Engine) -> str:
     policy = engine.policy
-    cells = f"{policy.budget:,} cells a row"
+    cells = f"{policy.budget:,} cells per row"
     if not policy.slack:
-        return f"{cells}, all kept"
+        return f"{cells}, none evicted"
     parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items())
-    cap = ", no more than a cap: rows hold what the policy wants" if policy.ragged else ""
+    cap = ", an upper limit: the policy chooses how many each row keeps" if policy.ragged else ""
     return f"{cells} = {parts}{cap}"
 
 
 def _memory(engine: Engine) -> str:
     from kvtool.units import format_bytes
 
-    cells = f"{engine.context.n_cell:,} cells a row{' at the start' if engine.policy.ragged else ''}"
+    cells = f"{engine.context.n_cell:,} cells per row{' at the start' if engine.policy.ragged else ''}"
     return (
         f"K and V {format_bytes(engine.cache_bytes)} ({cells}), "
         f"policy state {format_bytes(engine.host_bytes)}"
@@ -113,33 +127,34 @@ def _eviction(engine: Engine, what: str, n_text: int) -> str:
     if first is None:
         return "never"
     every = f", then every {engine.policy.slack:,}" if engine.policy.ragged else ""
-    behind = f", the {what}'s {n_text:,} among them" if 0 < n_text < first else ""
-    kind = "the policy first looks" if engine.policy.ragged else "first"
+    behind = f", including the {what}'s {n_text:,}" if 0 < n_text < first else ""
+    kind = "the policy first chooses" if engine.policy.ragged else "first"
     text = f"{kind} after {first:,} tokens{every}{behind}"
     batched = first_plan(engine, sys.maxsize) if not n_text else first
     if batched != first and not engine.reads_whole(sys.maxsize):
-        text += f", in a long {what} after {batched:,}"
+        text += f"; in a long {what} after {batched:,}"
     return text
 
 
 def _positions(engine: Engine, what: str, n_text: int) -> str:
     mode, n_ctx = engine.settings.positions, engine.n_ctx
     if mode == "in-cache":
-        return "in-cache from the first token on"
+        return "in-cache from the first token"
     if mode == "original":
         return f"original: the stream ends after {n_ctx:,} tokens"
     if not engine.policy.slack:
         return f"original for the {engine.n_cell:,} tokens that fit"
     if engine.reads_whole(n_text) and n_text > n_ctx:
-        return f"auto: original within each segment of the {what}, gaps closed after it"
-    return f"auto: original up to token {n_ctx:,}; gaps close there, and wherever the context is full again"
+        return f"auto: original within each segment of the {what}, then gaps are closed"
+    return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
 
 
 def _prefill(engine: Engine) -> str:
     wanted = engine.settings.prefill or engine.policy.prefill
     if wanted == "whole":
         return (
-            f"whole: a prompt of more than {engine.policy.budget:,} tokens is decoded whole, compressed once"
+            f"whole: a prompt of more than {engine.policy.budget:,} tokens is decoded whole, "
+            "then compressed once"
         )
     return f"stream: in batches of up to {_batch(engine):,} tokens"
 

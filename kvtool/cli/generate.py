@@ -1,4 +1,4 @@
-"""kvtool generate: a prompt in, a text out."""
+"""kvtool generate: a prompt in, an answer out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import flags as opt
-from kvtool.cli.explain import Notice, explain_run
+from kvtool.cli import utf8
+from kvtool.cli.explain import Notice, explain_run, unpinned
 from kvtool.cli.opening import EngineOptions, open_engine, sampler
-from kvtool.errors import InputError
+from kvtool.errors import InputError, UsageError
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 def generate(
     context: typer.Context,
     prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="What to do; stdin, if any, follows it.")
+        str | None, typer.Option("-p", "--prompt", help="The prompt; text piped to stdin follows it.")
     ] = None,
-    n: Annotated[int | None, typer.Option("-n", "--predict", min=1, help="The most tokens to write.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text: no chat template.")] = False,
-    system: Annotated[str | None, typer.Option("--system", help="System prompt, never evicted.")] = None,
+    n: Annotated[int | None, typer.Option("-n", "--predict", min=1, help="Maximum tokens to write.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System prompt; it is never evicted.")
+    ] = None,
     policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     options: opt.Options = None,
@@ -51,26 +54,30 @@ def generate(
     verbose: opt.Verbose = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Write what the model answers to a prompt from -p and stdin; the -p before a text is never evicted."""
-    text = read_stdin()
-    if prompt is None and not text:
-        raise InputError("nothing to read; give a prompt with -p, or a text on stdin")
+    """Answer a prompt from -p, stdin or both. If both are given, the text of -p is never evicted."""
+    prompt = utf8.option("-p", prompt)
+    system = utf8.option("--system", system)
+    text = utf8.read_stdin()
+    request = "\n\n".join(part for part in (prompt, text) if part)
+    # without a template a blank is a text to continue
+    if not (request if raw else request.strip()):
+        if prompt is None:
+            raise InputError("there is nothing to read; give a prompt with -p, or a text on stdin")
+        raise UsageError("the prompt is empty; give a text with -p or on stdin")
     wanted = EngineOptions.of(context)
     with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
-        from kvtool.chats.conversation import Writer, pin_prefix, template_of
+        from kvtool.chats.prompt import pin_prefix
+        from kvtool.chats.writer import Writer
 
         engine = opened.engine
         writer = Writer(engine, sampler(context, engine))
         interrupt.stops(writer)
-        request = "\n\n".join(part for part in (prompt, text) if part)
-        whole, n_pinned = request, len(prompt) if prompt and text else 0
-        if not raw:
-            messages = [{"role": "system", "content": system}] if system else []
-            whole = template_of(engine.model).render([*messages, {"role": "user", "content": request}])
-            pinned = prompt.strip() if prompt and text else system or ""
-            at = whole.find(pinned)
-            n_pinned = at + len(pinned) if at >= 0 else 0
-        tokens = pin_prefix(engine, whole, n_pinned)
+        first = prompt if prompt and text else ""
+        if raw:
+            whole, prefix = request, first
+        else:
+            whole, prefix = _rendered(engine, system, request, first)
+        tokens = pin_prefix(engine, whole, len(prefix))
         if explain:
             explain_run(engine, policy, "prompt", len(tokens))
         else:
@@ -93,16 +100,27 @@ def generate(
             raise KeyboardInterrupt
 
 
-def read_stdin() -> str:
-    """What is piped in, without the last line break; empty at a terminal. Raises InputError."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return ""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"stdin is not UTF-8 (byte {error.start}); convert it first, with iconv for example"
-        ) from None
+def _rendered(engine: Engine, system: str | None, request: str, first: str) -> tuple[str, str]:
+    """The request in the model's chat template, and the part of it that is pinned.
+
+    first: the start of the request that is pinned, if any, else the system prompt is.
+    """
+    from kvtool.chats.prompt import request_prefix, system_prefix, template_of
+
+    template = template_of(engine.model)
+    before = [{"role": "system", "content": system}] if system else []
+    whole = template.render([*before, {"role": "user", "content": request}])
+    prefix: str | None = ""
+    if first.strip():
+        prefix = request_prefix(template, before, first, request.removeprefix(first))
+    elif system and system.strip():
+        prefix = system_prefix(template, system)
+    if prefix is None or not whole.startswith(prefix):
+        if engine.policy.slack:
+            what = "the text of -p" if first.strip() else "the system prompt"
+            sys.stderr.write(f"{unpinned(what)}\n")
+        prefix = ""
+    return whole, prefix
 
 
 def _finish(
@@ -119,8 +137,6 @@ def _finish(
     from kvtool.units import format_bytes
 
     if as_json:
-        import json
-
         result = {
             "text": "".join(pieces),
             "prompt_tokens": n_read,
@@ -135,12 +151,13 @@ def _finish(
             "prompt_s": read_in,
             "tokens_per_s": n_written / wrote_in if wrote_in else None,
         }
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(utf8.json_text(result) + "\n")
     elif pieces and not pieces[-1].endswith("\n"):
         sys.stdout.write("\n")
     if verbose:
         sys.stderr.write(
             f"read {n_read} tokens in {read_in:.1f} s, wrote {n_written} in {wrote_in:.1f} s, "
-            f"{engine.mean_kv:.0f}/{engine.policy.budget} cells, cache {format_bytes(engine.cache_bytes)}, "
+            f"{engine.mean_kv:.0f}/{engine.policy.budget} cells per row, "
+            f"cache {format_bytes(engine.cache_bytes)}, "
             f"policy state {format_bytes(engine.host_bytes)}\n"
         )

@@ -1,13 +1,14 @@
-"""What keeps a chat on the disk: its session and its transcript."""
+"""Keeps a chat on disk: its session and its transcript."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
@@ -15,31 +16,162 @@ import kvtool
 from kvtool.cli.opening import SAMPLING
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import InputError, SessionError
+from kvtool.system.files import Log, set_aside
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.session import Arrays, Meta
 
 _SAVED = (
     *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
     *("prefill", *SAMPLING),
 )
-"""The options that a session stands for where they are not typed."""
+"""The options that a resumed session takes from its file where they are not typed."""
 
 
 class Keeper:
-    """Keeps a chat: its session after every turn, where there is a path for one, and its transcript."""
+    """Keeps a chat: its session, if it has a file for one, and its transcript.
+
+    The session's file changes only when a turn is finished or taken back. If another chat's turns are in it
+    by then (after a reset, for example), they are set aside first: into FILE.1, FILE.2, ...
+
+    Attributes
+    ----------
+    path
+        The session's file, or None.
+    transcript
+        Where finished turns are appended, or None.
+    unsaved
+        Why the last turn could not be saved, or None.
+    aside
+        Where the last `keep` has put another chat, or None.
+    """
 
     def __init__(self, context: typer.Context, chat: Conversation, path: Path | None) -> None:
         self.context = context
         self.chat = chat
         self.path = path
-        self.transcript: TextIO | None = None
+        self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
-        self._is_kept = False
+        self.aside: Path | None = None
+        # which version of the chat the session's file holds, and which chat's turns
+        self._version_there: int | None = None
+        self._id_there: str | None = None
+        # by chat, what this process has set aside
+        self._asides: dict[str, Path] = {}
         chat.kept = self._kept
 
-    def save(self, path: Path) -> None:
-        """Writes the chat. Raises SessionError."""
+    def resume(self, path: Path) -> None:
+        """Continues its own session. Raises SessionError where the options typed do not go with it."""
+        system, seed = self.chat.system, self.context.params["seed"]
+        meta, arrays = self.read(path)
+        self.chat.restore(meta, arrays)
+        self._version_there = self.chat.version if seed is None else None
+        self._id_there = self.chat.id if self.chat.n_turn else None
+        if system and system != self.chat.system:
+            raise SessionError(
+                f"{path} has another system prompt; leave --system out, or use /system in the chat"
+            )
+        if seed is not None:
+            self.chat.writer.sampler.seed = seed
+
+    def read(self, path: Path) -> tuple[Meta, Arrays]:
+        """Reads a session that this chat can continue. Raises SessionError for any other file."""
+        from kvtool.chats import session
+
+        meta, arrays = session.read(path)
+        if differing := _differing(meta["fixed"], self._fixed):
+            theirs, ours = (" ".join(parts) for parts in zip(*differing, strict=True))
+            raise SessionError(
+                f"{path} was started with {theirs}; it cannot continue with {ours}; name another file"
+            )
+        return meta, arrays
+
+    @property
+    def has_another(self) -> bool:
+        """Whether the session's file holds the turns of another chat than this one."""
+        return self._id_there not in (None, self.chat.id)
+
+    def save(self, path: Path, may_replace: Callable[[str], bool] = lambda what: False) -> bool:
+        """Writes the chat to a file. Returns False if that would replace another chat and may not.
+
+        may_replace: asked whether the chat that is described may be replaced. Raises SessionError for a file
+        that is not a session, is in use, or cannot be written.
+        """
+        from kvtool.chats import session
+
+        if self._is_own(path):
+            self.keep_session()
+            self.check()
+            return True
+        with session.held(path):
+            there = session.peek(path)
+            if there and self._would_lose(there) and not may_replace(self._described(path, there)):
+                return False
+            self._write(path)
+        return True
+
+    def keep(self) -> None:
+        """Saves a finished turn. What goes wrong is in `unsaved`."""
+        if not self.chat.n_turn:
+            return
+        self.keep_session()
+        if self.transcript:
+            from kvtool.chats.conversation import transcript
+
+            try:
+                self.transcript.append(transcript(self.chat.messages[-2:]))
+            except OSError as error:
+                self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
+
+    def keep_session(self) -> None:
+        """Writes the session, if it has a file. What goes wrong is in `unsaved`."""
+        self.unsaved = self.aside = None
+        self._version_there = None
+        if self.path:
+            try:
+                self._replace_own(self.path)
+            except SessionError as error:
+                self.unsaved = error
+            else:
+                self._version_there = self.chat.version
+                self._id_there = self.chat.id if self.chat.n_turn else None
+
+    def check(self) -> None:
+        """Raises the SessionError of the last turn, if there was one."""
+        if self.unsaved:
+            raise self.unsaved
+
+    def _replace_own(self, path: Path) -> None:
+        aside = None
+        if self.has_another and path.exists():
+            try:
+                aside = set_aside(path)
+            except OSError as error:
+                raise SessionError(
+                    f"cannot set {path} aside ({error.strerror}); it was not written"
+                ) from None
+        try:
+            self._write(path)
+        except SessionError:
+            if aside:
+                aside.unlink()
+            raise
+        if aside and self._id_there:
+            self.aside = self._asides[self._id_there] = aside
+        if spare := self._asides.pop(self.chat.id, None):
+            self._drop(spare)
+
+    def _drop(self, spare: Path) -> None:
+        """Deletes what was set aside if the session has all of it again, after /undo."""
+        from kvtool.chats import session
+
+        with suppress(OSError, SessionError):
+            if not self._would_lose(session.read_meta(spare)):
+                spare.unlink()
+
+    def _write(self, path: Path) -> None:
+        """Raises SessionError."""
         from kvtool.chats import session
 
         saved, arrays = self.chat.save()
@@ -57,67 +189,32 @@ class Keeper:
         }
         session.write(path, meta | saved, arrays)
 
-    def load(self, path: Path) -> None:
-        """Goes on with the chat in the file. Raises SessionError, with this chat as it was."""
-        from kvtool.chats import session
+    def _is_own(self, path: Path) -> bool:
+        return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
 
-        meta, arrays = session.read(path)
-        for name, value in self._fixed.items():
-            if (theirs := meta["fixed"].get(name)) != value:
-                raise SessionError(
-                    f"{path} has {name.replace('_', ' ')} {_brief(theirs)}, not {_brief(value)}; "
-                    "go on as it began, or name another file"
-                )
-        self.chat.restore(meta, arrays)
+    def _would_lose(self, there: Meta) -> bool:
+        """Whether a saved chat has turns that this chat does not have."""
+        messages = there["messages"]
+        is_ours = there.get("id") == self.chat.id and messages == self.chat.messages[: len(messages)]
+        return there["n_turn"] > 0 and not is_ours
 
-    def resume(self, path: Path) -> None:
-        """Loads its own session. Raises SessionError where what was typed does not go with it."""
-        system, seed = self.chat.system, self.context.params["seed"]
-        self.load(path)
-        self._is_kept = seed is None
-        if system and system != self.chat.system:
-            raise SessionError(
-                f"{path} has another system prompt; leave --system out, or use /system in the chat"
-            )
-        if seed is not None:
-            self.chat.writer.sampler.seed = seed
-
-    def keep(self) -> None:
-        """After a turn. What cannot be written is told by `check`."""
-        self.keep_session()
-        if self.transcript:
-            from kvtool.chats.conversation import transcript
-
-            try:
-                self.transcript.write(transcript(self.chat.messages[-2:]))
-                self.transcript.flush()
-            except OSError as error:
-                self.unsaved = SessionError(f"cannot write {self.transcript.name}: {error.strerror}")
-
-    def keep_session(self) -> None:
-        """Writes the session, where there is one."""
-        self.unsaved = None
-        self._is_kept = False
-        if self.path:
-            try:
-                self.save(self.path)
-                self._is_kept = True
-            except SessionError as error:
-                self.unsaved = error
+    def _described(self, path: Path, there: Meta) -> str:
+        what = "another chat" if there.get("id") != self.chat.id else "more of this chat"
+        return f"{path} holds {what} ({turns(there['n_turn'])}, saved {there['saved']})"
 
     def _kept(self) -> BinaryIO | None:
-        """The session as it is between two turns; open, it outlives the next one's. None: write a copy."""
-        # elsewhere an open file cannot be replaced
-        return self.path.open("rb") if self.path and self._is_kept and os.name == "posix" else None
-
-    def check(self) -> None:
-        """Raises the SessionError of the last turn, if there was one."""
-        if self.unsaved:
-            raise self.unsaved
+        """Opens the session if it holds the chat as it is. An open file outlives its replacement on POSIX."""
+        if self.path and self._version_there == self.chat.version and os.name == "posix":
+            try:
+                return self.path.open("rb")
+            except OSError:
+                # someone has removed it
+                pass
+        return None
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
-        """What must be the same to go on. Found when it is needed: to hash a large model takes its time."""
+        """What must be the same to continue a chat. Found when needed: hashing a large model takes time."""
         from dataclasses import asdict
 
         from kvtool import policies
@@ -141,17 +238,40 @@ class Keeper:
         }
 
 
-def open_transcript(path: Path) -> TextIO:
-    """Raises InputError where it cannot be."""
+def open_transcript(path: Path) -> Log:
+    """Opens a transcript. Raises InputError where it cannot be written."""
     try:
-        return path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        return Log(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _brief(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={part}" for name, part in value.items())
-    text = str(value)
-    # a hash
-    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
+def turns(n: int) -> str:
+    """A number of turns, in words."""
+    return f"{n} turn{'s' * (n != 1)}"
+
+
+_FLAGS = {
+    "model_sha256": "the model of SHA-256 {:.12}",
+    "policy": "--policy {}",
+    "budget": "--budget {}",
+    "slack": "--evict-every {}",
+    "positions": "--positions {}",
+    "context": "-c {}",
+    "key_type": "-ctk {}",
+    "value_type": "-ctv {}",
+    "llama_cpp": "llama.cpp {}",
+}
+"""How a user knows what must be the same; parameters of a policy are -o name=value."""
+
+
+def _differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
+    """What two chats were started with, where it differs. Model, policy and budget come first, and alone."""
+    theirs, ours = (each["parameters"] | each for each in (theirs, ours))
+    names = [name for name in ours if name != "parameters" and theirs.get(name) != ours[name]]
+    first = [name for name in ("model_sha256", "policy", "budget") if name in names][:1]
+    return [(_typed(name, theirs.get(name)), _typed(name, ours[name])) for name in first or names]
+
+
+def _typed(name: str, value: object) -> str:
+    return _FLAGS.get(name, f"-o {name}={{}}").format("nothing" if value is None else value)

@@ -1,4 +1,4 @@
-"""Markdown that is still being written, on a terminal."""
+"""Shows Markdown in a terminal while it is being written."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rich.markdown import Markdown
 
 
 class MarkdownStream:
-    """Draws the paragraph being written again and again, and leaves each finished one above it for good.
+    """Redraws the paragraph that is being written; finished ones stay as they are.
 
-    Only the last paragraph is live, so that a long answer scrolls like any other text.
+    Only the last paragraph is redrawn, so a long answer scrolls like any other text.
     """
 
     def __init__(self, console: Console) -> None:
@@ -37,7 +37,7 @@ class MarkdownStream:
         self._live.update(Markdown(self._text))
 
     def _split(self) -> tuple[str, str]:
-        """The finished blocks and the open one; a blank line within a code fence ends nothing."""
+        """The finished blocks, and the open one. A blank line inside a code fence ends no block."""
         end = self._text.rfind("\n\n")
         while end >= 0:
             if self._text[:end].count("```") % 2 == 0:

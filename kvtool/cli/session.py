@@ -1,4 +1,4 @@
-"""kvtool session: what is in a chat's file."""
+"""kvtool session: looks into the file of a chat."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Annotated
 import typer
 
 from kvtool.cli import flags as opt
+from kvtool.cli.utf8 import json_text
 
-app = typer.Typer(help="Look into the files of chats.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Look into session files.", no_args_is_help=True, rich_markup_mode=None)
 
-File = Annotated[Path, typer.Argument(help="A file of `kvtool chat --session`.")]
+File = Annotated[Path, typer.Argument(help="A file that `kvtool chat --session` wrote.")]
 
 
 @app.command()
 def show(file: File, as_json: opt.Json = False) -> None:
-    """What a chat runs on, and how far it is."""
+    """Show what a chat runs on and how long it is."""
     from kvtool.chats.session import read_meta
     from kvtool.units import format_bytes
 
@@ -41,7 +42,7 @@ def show(file: File, as_json: opt.Json = False) -> None:
         "system": meta["system"],
     }
     if as_json:
-        sys.stdout.write(json.dumps(shown) + "\n")
+        sys.stdout.write(json_text(shown) + "\n")
         return
     shown["size"], shown["kv_bytes"] = format_bytes(shown["size"]), format_bytes(shown["kv_bytes"])
     shown["parameters"] = " ".join(f"{name}={value}" for name, value in fixed["parameters"].items())
@@ -52,10 +53,14 @@ def show(file: File, as_json: opt.Json = False) -> None:
 
 @app.command()
 def export(file: File, as_json: opt.Json = False) -> None:
-    """Print the chat's text; it is there even if the rest of the file is damaged."""
+    """Print the chat's text. This works even if the rest of the file is damaged."""
     from kvtool.chats.conversation import transcript
     from kvtool.chats.session import read_meta
 
     messages = read_meta(file)["messages"]
-    text = json.dumps(messages, ensure_ascii=False) + "\n" if as_json else transcript(messages)
-    sys.stdout.write(text)
+    if as_json:
+        # readable, but where stdout would replace characters
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.write(json.dumps(messages, ensure_ascii=not is_utf8) + "\n")
+    else:
+        sys.stdout.write(transcript(messages))

@@ -1,4 +1,4 @@
-"""What Ctrl-C does, stage by stage. Imports the standard library only: it counts from the first import on."""
+"""What Ctrl-C does at each stage. Imports only the standard library: it works from the first import on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 EXIT_CODE = 128 + 2
-"""What a shell shows for a program that died of an interrupt."""
+"""What a shell shows for a program that an interrupt has killed."""
 
 
 def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
-    """A handler that ends the process at once, in one line.
+    """Ends the process at once, with one line; it is a signal handler.
 
-    For stages that leave nothing to be put in order, as imports and the load of a model: an exception would
-    be printed and forgotten where it is raised in a callback of ctypes, and swallowed by a bare except.
+    For stages that leave nothing unfinished, such as imports and loading a model. An exception would not do:
+    one that is raised in a ctypes callback is printed and then ignored, and a bare except swallows it.
     """
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
-        # after ^C; a progress bar has hidden the cursor
+        # below the ^C; a progress bar may have hidden the cursor
         before = "\x1b[?25h\n" if sys.stderr.isatty() else ""
         sys.stderr.write(f"{before}kvtool: {said}\n")
         sys.stderr.flush()
@@ -41,7 +41,7 @@ def raises() -> None:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt inside, so that what is half done is removed."""
+    """Inside, Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed."""
     before = signal.getsignal(signal.SIGINT)
     raises()
     try:
@@ -52,7 +52,7 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def ending(said: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C ends the process at once inside, with that line: what is kept is whole all the time."""
+    """Inside, Ctrl-C ends the process at once with that line. For work whose files are whole at any time."""
     before = signal.signal(signal.SIGINT, lambda *_: end(said=said()))
     try:
         yield
@@ -61,7 +61,7 @@ def ending(said: Callable[[], str]) -> Iterator[None]:
 
 
 def stops(writer: Any) -> None:
-    """From now on Ctrl-C ends what the writer does, after its step; a second one ends the process."""
+    """From now on Ctrl-C stops the writer after its current step; a second Ctrl-C ends the process."""
 
     def stop(*_: object) -> None:
         writer.stop = True

@@ -1,0 +1,204 @@
+"""Texts and names that are not UTF-8, streams that are not, and prompts that are empty: one line at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvtool.chats import session
+from kvtool.cli.utf8 import json_text, option, shown
+from kvtool.errors import UsageError
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
+
+CAFE = b"caf\xe9"
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+LOCALES = {
+    "UTF-8": {"PYTHONUTF8": "1"},
+    "C": {"LANG": "", "LC_ALL": "C"},
+    "ascii": ASCII,
+    "latin-1 streams": {"PYTHONIOENCODING": "latin-1"},
+    "ascii streams": {"PYTHONIOENCODING": "ascii"},
+}
+
+
+def kvtool(*arguments, stdin=b"", env=None, **kwargs):
+    command = [sys.executable, "-m", "kvtool", *(a if isinstance(a, bytes) else str(a) for a in arguments)]
+    return subprocess.run(
+        command,
+        input=stdin,
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env=os.environ | (env or {}),
+        **kwargs,
+    )
+
+
+def one_line(done, code):
+    assert done.returncode == code, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(b"kvtool: ")
+    return line.decode("ascii", "replace")
+
+
+@pytest.fixture(params=LOCALES.values(), ids=LOCALES.keys())
+def env(request):
+    return request.param
+
+
+few = pytest.mark.parametrize(
+    "env", [LOCALES[name] for name in ("UTF-8", "ascii", "latin-1 streams")], indirect=True
+)
+
+
+@pytest.mark.parametrize("flag", ["-p", "--system"])
+def test_an_option_that_is_not_utf8_is_a_usage_error(env, flag):
+    done = kvtool("generate", "-p", "hi", flag, CAFE, env=env)
+    assert f"the text of {flag} is not UTF-8" in one_line(done, 2)
+
+
+def test_a_system_prompt_of_a_chat_that_is_not_utf8_is_a_usage_error(env):
+    assert "the text of --system is not UTF-8" in one_line(kvtool("chat", "--system", CAFE, env=env), 2)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "-p", "hi", "-m", CAFE),
+        ("generate", "-p", "hi", "--policy", CAFE),
+        ("generate", "-p", "hi", "--policy", CAFE + b".py"),
+        ("generate", "-p", "hi", "-o", CAFE + b"=1"),
+        ("generate", "-p", "hi", "--budget", CAFE),
+        ("generate", "-p", "hi", "-ctk", CAFE),
+        ("generate", "-p", "hi", "--rpc", CAFE),
+        ("chat", "--session", CAFE + b"/x"),
+        ("perplexity", CAFE),
+        ("inspect", CAFE),
+        ("inspect", "x", "--html", CAFE + b"/x"),
+        ("compare", CAFE),
+        ("eval", CAFE),
+        ("session", "show", CAFE),
+        ("session", "export", "--json", CAFE),
+        ("models", "show", CAFE),
+        ("models", "pull", CAFE),
+        ("policies", CAFE),
+        ("worker", CAFE),
+    ],
+    ids=lambda command: " ".join(str(part) for part in command if part != CAFE),
+)
+def test_a_name_that_is_not_utf8_is_one_line(command):
+    done = kvtool(*command, env=ASCII)
+    assert done.returncode in (2, 3, 5, 9), done.stderr
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.count(b"\n") <= 4
+
+
+@pytest.mark.engine
+def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, smollm2):
+    done = kvtool("chat", "-n", 2, "-t", 1, "-m", smollm2, stdin=b"hello\n" + CAFE + b"\n", env=env)
+    assert "stdin is not UTF-8 (line 2, byte 3)" in one_line(done, 5)
+    # the line before it was answered
+    assert done.stdout.count(b"\n") == 1
+
+
+@few
+@pytest.mark.engine
+def test_a_pipe_is_utf8_whatever_the_locale_is(env, smollm2):
+    stdin = "\ufeffna\u00efve \u4e16\r\n".encode()
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "chat.kv"
+        done = kvtool("chat", "-n", 2, "-t", 1, "-m", smollm2, "--session", kept, stdin=stdin, env=env)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert session.read_meta(kept)["messages"][0]["content"] == "na\u00efve \u4e16"
+
+
+@few
+@pytest.mark.engine
+def test_what_stdout_lacks_is_a_question_mark(env, smollm2):
+    prompt = "\u4f60\u597d\uff0c\u4e16\u754c\u3002" * 3
+    arguments = ("generate", "--raw", "-n", 6, "--temp", 0, "-t", 1, "-m", smollm2)
+    done = kvtool(*arguments, stdin=prompt.encode(), env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    said = json.loads(kvtool(*arguments, "--json", stdin=prompt.encode(), env=env).stdout)["text"]
+    assert not said.isascii()
+    assert done.stdout.decode("utf-8").rstrip("\n") in (said, said.encode("ascii", "replace").decode())
+
+
+@pytest.mark.parametrize("arguments", [("policies",), ("eval", "--help"), ("models", "list"), ("doctor",)])
+def test_tables_go_to_any_stdout(arguments):
+    done = kvtool(*arguments, env=LOCALES["ascii streams"])
+    assert b"Traceback" not in done.stderr
+    assert done.returncode in (0, 1)
+
+
+@few
+@pytest.mark.engine
+def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(smollm2, tmp_path, env):
+    folder = os.fsencode(tmp_path)
+    model, kept = folder + b"/" + CAFE + b"[bold].gguf", folder + b"/" + CAFE + b"[/bold].kv"
+    os.makedirs(os.path.dirname(kept))
+    shutil.copy(smollm2, model)
+    for line in (b"one\n", b"two\n"):
+        done = kvtool("chat", "-m", model, "-n", 2, "-t", 1, "--session", kept, stdin=line, env=env)
+        assert (done.returncode, done.stderr) == (0, b"")
+    shown_ = json.loads(kvtool("session", "show", "--json", kept, env=env).stdout)
+    assert shown_["turns"] == 2
+    assert shown_["model"].endswith("/caf\ufffd[bold].gguf")
+    assert b"[bold].gguf" in kvtool("session", "show", kept, env=env).stdout
+    written = kvtool("generate", "-m", model, "-p", "hi", "-n", 2, "-t", 1, "--json", env=env)
+    assert json.loads(written.stdout)["model"].endswith("/caf\ufffd[bold].gguf")
+
+
+# empty prompts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "code", "words"),
+    [
+        (["-p", ""], b"", 2, "the prompt is empty"),
+        (["-p", " \n\t"], b"", 2, "the prompt is empty"),
+        (["--raw", "-p", ""], b"", 2, "the prompt is empty"),
+        (["--raw", "-p", ""], b"\n\n", 2, "the prompt is empty"),
+        (["-p", "", "--system", "Be brief."], b"", 2, "the prompt is empty"),
+        ([], b"", 5, "there is nothing to read"),
+        ([], b"\n\n", 5, "there is nothing to read"),
+        (["--raw"], b"\n", 5, "there is nothing to read"),
+        ([], b"  \n ", 5, "there is nothing to read"),
+    ],
+)
+def test_an_empty_prompt_is_refused(arguments, stdin, code, words):
+    assert words in one_line(kvtool("generate", *arguments, stdin=stdin), code)
+
+
+@pytest.mark.engine
+def test_a_blank_is_a_text_to_continue(smollm2):
+    done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", smollm2)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# the functions
+
+
+def test_an_option_in_an_ascii_locale_is_read_as_utf8():
+    assert option("-p", "na\udcc3\udcafve") == "na\u00efve"
+    assert option("-p", "\u4e16") == "\u4e16"
+    assert option("-p", None) is None
+    with pytest.raises(UsageError, match="-p is not UTF-8"):
+        option("-p", "caf\udce9")
+
+
+def test_json_has_no_half_characters():
+    value = {"caf\udce9": ["caf\udce9", ("na\u00efve", 1, None)], "\U0001f600": 1.5}
+    text = json_text(value)
+    assert text.isascii()
+    assert json.loads(text) == {"caf\ufffd": ["caf\ufffd", ["na\u00efve", 1, None]], "\U0001f600": 1.5}
+    assert "\\ud83d\\ude00" in text
+    assert shown("caf\udce9") == "caf\ufffd"
