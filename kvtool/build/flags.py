@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kvtool.errors import UsageError
+from kvtool.system import files
 
 FLAGS = (
     "-DLLAVA_BUILD=OFF",
@@ -41,7 +42,7 @@ def asked_cmake_args() -> str:
 
 def remember(cmake_args: str) -> None:
     """Make these the flags of this environment's last build. Raises OSError."""
-    _memory_file().write_text(cmake_args + "\n")
+    files.write(_memory_file(), f"{cmake_args}\n".encode())
 
 
 def device_args(devices: Collection[str]) -> str:

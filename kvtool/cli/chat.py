@@ -44,7 +44,9 @@ def chat(
     seed: opt.Seed = None,
     session: Annotated[
         Path | None,
-        typer.Option("--session", help="Save the chat here after every reply; continue the one in here."),
+        typer.Option(
+            "--session", help="Session file: continues the chat in it, and saves it after every reply."
+        ),
     ] = None,
     transcript: Annotated[
         Path | None, typer.Option("--transcript", help="Append what is said to this file as plain text.")
@@ -60,7 +62,7 @@ def chat(
     explain: opt.Explain = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Start a chat. Memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
+    """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
     system = utf8.option("--system", system)
     with ExitStack() as stack:
         is_old = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.cli.chat_commands import Commands
-from kvtool.cli.console import console
+from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper, turns
 from kvtool.cli.utf8 import shown
 from kvtool.errors import ModelError, StreamEnd, UsageError
@@ -39,7 +39,7 @@ class Terminal:
         self.policy = policy
         self.n_max = n_max
         self.tokens_per_s = 0.0
-        self.console = console()
+        self.console = plain_console()
         self._keys = _Keys()
 
     def run(self) -> None:

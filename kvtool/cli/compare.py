@@ -10,9 +10,11 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.console import plain_console
 from kvtool.cli.opening import check_flash, check_patch, n_ctx_of, resolved, runnable, workers_of
 from kvtool.cli.progress import bytes_progress
 from kvtool.cli.texts import read_text, too_short
+from kvtool.cli.utf8 import json_text
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.system import interrupt
 
@@ -273,8 +275,6 @@ def _first(common: Common, missing: list[Run]) -> Run:
 def _finish(
     results: Results, info: ModelInfo, json_file: str | None, path: Path | None, plot: Path | None
 ) -> None:
-    import json
-
     if path:
         from kvtool.measure import records
 
@@ -289,13 +289,12 @@ def _finish(
     text = results.common.what["text"]
     if json_file == "-":
         for _, record in rows:
-            typer.echo(json.dumps(record))
+            typer.echo(json_text(record))
     else:
-        from rich.console import Console
 
         from kvtool.cli.compare_table import show
 
-        show(Console(highlight=False), rows, text, info.path.stem)
+        show(plain_console(), rows, text, info.path.stem)
     if plot:
         from kvtool.cli.compare_plot import picture
 

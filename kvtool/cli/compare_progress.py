@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.console import plain_console
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -22,10 +24,9 @@ def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]
     """
     from math import exp
 
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, highlight=False)
+    console = plain_console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),

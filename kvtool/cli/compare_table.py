@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.console import plain_console
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ LEGEND = (
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
     """Print a line per run, budget by budget. In a pipe or a file the table has 110 columns."""
-    from rich.console import Console as Rich
     from rich.table import Table
     from rich.text import Text
 
     if not console.is_terminal:
-        console = Rich(file=console.file, width=110, highlight=False, color_system=None)
+        console = plain_console(file=console.file, width=110, color_system=None)
     wide = console.width >= WIDE
     mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def console(**how: Any) -> Console:
+def plain_console(**how: Any) -> Console:
     """A console that prints texts as they are: no markup, no emoji codes, no highlighting.
 
     Names, paths, errors and what a user types may hold anything. Styled parts are `rich.text.Text`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -14,8 +13,10 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.console import plain_console
 from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
 from kvtool.cli.progress import tokens_progress
+from kvtool.cli.utf8 import json_text
 from kvtool.errors import InputError, UsageError
 from kvtool.system import interrupt
 
@@ -168,7 +169,7 @@ def evaluate(
             step(len(results))
             for record in results.measure(chosen, reader):
                 if to_stdout:
-                    sys.stdout.write(json.dumps(record) + "\n")
+                    sys.stdout.write(json_text(record) + "\n")
                     sys.stdout.flush()
                 step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, plot)
@@ -257,7 +258,6 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
 
 
 def _list() -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from kvtool import tasks
@@ -272,7 +272,7 @@ def _list() -> None:
         table.add_row(
             name, what, "\n".join(f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
         )
-    Console().print(table)
+    plain_console().print(table)
 
 
 def _shown(value: object) -> str:
@@ -305,7 +305,7 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
         summary = {name: asdict(score) for name, score in means.items()}
         more = task.summary(results.records)
         sys.stdout.write(
-            json.dumps({**results.about, "items": len(results), "summary": summary, "more": more}) + "\n"
+            json_text({**results.about, "items": len(results), "summary": summary, "more": more}) + "\n"
         )
     else:
         _print(task, results, means, groups)
@@ -314,10 +314,9 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
 
 
 def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    console = plain_console(width=None if sys.stdout.isatty() else 110)
     about = results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""

@@ -155,9 +155,9 @@ def inspect(
 
         typer.echo(json_text(result | {"text": texts, "share": share.round(4).tolist()}))
     else:
-        from kvtool.cli.console import console
+        from kvtool.cli.console import plain_console
 
-        show(console(), texts, share, last or LAST)
+        show(plain_console(), texts, share, last or LAST)
     # not earlier: a file that cannot be written must not lose the result
     if failed:
         raise failed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from kvtool.cli.console import plain_console
 from kvtool.cli.progress import bytes_progress
+from kvtool.cli.utf8 import json_text
 from kvtool.units import format_bytes, parse_bytes
 
 app = typer.Typer(
@@ -182,11 +183,10 @@ def _per_layer(numbers: tuple[int, ...]) -> str:
 
 
 def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json_text(value, indent=2))
 
 
 def _print_table(columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -196,7 +196,7 @@ def _print_table(columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         # Text: a path may contain what rich takes for markup
         table.add_row(*(Text(cell) for cell in row))
-    console = Console()
+    console = plain_console()
     if not console.is_terminal:
         # no wrapping in a pipe: a sha256 stays in one piece
         console.width = 10_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -17,6 +16,7 @@ from kvtool.cli.explain import Notice, explain_run
 from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length, read_text, too_short
+from kvtool.cli.utf8 import json_text
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def perplexity(
             "seconds": seconds,
         }
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json_text(result))
     else:
         typer.echo(f"{result['perplexity']:.4f}")
         _summary(result)

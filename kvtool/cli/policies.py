@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
+from kvtool.cli.console import plain_console
 from kvtool.cli.flags import EvictEvery, Json, Options
+from kvtool.cli.utf8 import json_text
 from kvtool.errors import UsageError
 
 
@@ -53,13 +54,12 @@ def policies(
         except UsageError as error:
             sys.stderr.write(f"kvtool: {error}\n")
     if as_json:
-        typer.echo(json.dumps(listed, indent=2))
+        typer.echo(json_text(listed, indent=2))
         return
     _print(listed, budget)
 
 
 def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -75,4 +75,4 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
         )
         package = [policy["package"] or ""] if has_package else []
         table.add_row(policy["name"], params, policy["paper"], policy["what"], *package)
-    Console().print(table)
+    plain_console().print(table)

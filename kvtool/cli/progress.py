@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvtool.cli.console import plain_console
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
 
 def _bytes_bar() -> Progress:
     # imported here: rich takes long to import, and mostly there is nothing to draw
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    return Progress(*columns, console=plain_console(stderr=True), transient=True)
 
 
 @contextmanager
@@ -54,12 +55,11 @@ def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
 
     what: the text beside the bar.
     """
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),

@@ -35,6 +35,8 @@ class Cache(Protocol):
         i32[layer]: the cells of each layer that has rows.
     cache_bytes
         Bytes of the K and V tensors, those of sliding layers included.
+    has_logits
+        Whether the last decode left logits to sample from.
     """
 
     @property
@@ -55,6 +57,8 @@ class Cache(Protocol):
     def layer_cells(self) -> np.ndarray: ...
     @property
     def cache_bytes(self) -> int: ...
+    @property
+    def has_logits(self) -> bool: ...
 
     def close(self) -> None:
         """Frees the cache. A second call does nothing."""

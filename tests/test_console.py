@@ -1,0 +1,44 @@
+"""Names, paths, errors and typed texts are printed as they are: nothing is read as markup."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+from rich.table import Table
+
+from kvtool.cli.console import plain_console
+from kvtool.cli.progress import _bytes_bar
+
+SOURCES = Path(__file__).parent.parent / "kvtool"
+TEXT = "[/] [bold]x[/red] :smile: [@click=f(]"
+
+
+def test_a_console_prints_what_it_is_given():
+    table = Table(TEXT, title=TEXT, box=None)
+    table.add_row(TEXT)
+    for what in (TEXT, table):
+        out = io.StringIO()
+        plain_console(file=out, width=200).print(what)
+        assert set(map(str.strip, out.getvalue().splitlines())) == {TEXT}
+
+
+def test_a_bar_shows_what_it_is_given():
+    bar = _bytes_bar()
+    bar.add_task(TEXT, total=1)
+    with bar.console.capture() as shown:
+        bar.console.width = 200
+        bar.console.print(bar.get_renderable())
+    assert TEXT in shown.get()
+
+
+def test_there_is_no_other_console_and_no_column_with_markup():
+    for path in SOURCES.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "console.py":
+            assert not re.search(r"(?<!_)Console\(", text), path
+        assert "from_markup" not in text, path
+        assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
+        # a status reads a string as markup, whatever its console does
+        assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
