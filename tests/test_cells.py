@@ -97,6 +97,20 @@ def test_new_tokens_come_to_the_end_of_every_row():
     assert rows.live.tolist() == [3, 5]
 
 
+def test_what_is_written_ahead_is_what_comes_after_an_edit_a_new_start_and_a_resize():
+    rows = Rows(np.zeros(2, np.int32), 6, ragged=False)
+    rows.append(3)
+    rows.move(np.array([[0, 0, 2, 5], [1, 1, 2, 0]], np.int32), np.array([2, 2], np.int32), next_rot=20)
+    rows.append(1)
+    rows.resize(8)
+    rows.append(1)
+    rows.rotate_from(40)
+    rows.append(2)
+    assert rows.pos[:, : rows.n_kv].tolist() == [[2, 1, 3, 4, 5, 6], [0, 2, 3, 4, 5, 6]]
+    assert rows.rot[:, : rows.n_kv].tolist() == [[7, 1, 20, 21, 40, 41], [0, 2, 20, 21, 40, 41]]
+    assert (rows.n_past, rows.next_rot, rows.live.tolist()) == (7, 42, [6, 6])
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_rows_of_one_length_take_new_tokens_as_ragged_ones_do(n):
     tables = []
@@ -104,9 +118,10 @@ def test_rows_of_one_length_take_new_tokens_as_ragged_ones_do(n):
         rows = Rows(np.zeros(3, np.int32), 8, ragged=ragged)
         for _ in range(2):
             rows.append(n)
-        tables.append((rows.pos.tolist(), rows.rot.tolist(), rows.live.tolist(), rows.n_kv, rows.n_past))
+        live = [array[:, : 2 * n].tolist() for array in (rows.pos, rows.rot)]
+        tables.append((*live, rows.live.tolist(), rows.n_kv, rows.n_past))
     assert tables[0] == tables[1]
-    assert tables[0][0] == [[*range(2 * n), *[0] * (8 - 2 * n)]] * 3
+    assert tables[0][0] == [list(range(2 * n))] * 3
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -250,10 +250,9 @@ class Eviction:
         self.cache.hide(self.rows.n_past)
         self._count_from_here()
 
-    def forget_observed(self) -> None:
-        """Clears signals that the policy has observed, if there are any: a step must not add to them."""
-        if self.is_observed:
-            self.edit(np.empty((0, 4), np.int32), self.rows.live, self.rows.next_rot)
+    def clear_signals(self) -> None:
+        """Clears the signals by an edit that changes nothing."""
+        self.edit(np.empty((0, 4), np.int32), self.rows.live, self.rows.next_rot)
 
     def _count_from_here(self) -> None:
         """The library has cleared its signals: the policy has seen none of what comes."""

@@ -61,6 +61,7 @@ class Engine:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self._request = ask(policy, "request")
+        self._needs_t = self._request.needs_t
         self.context = _cache(model, policy, self._request, settings, prefill.pad(n_start))
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
@@ -145,14 +146,16 @@ class Engine:
 
     def room(self) -> int:
         """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
-        return max(0, min(self.settings.n_batch, self.n_cell - self.n_kv, self.n_ctx - self.n_kv))
+        # n_cell is at most n_ctx
+        return min(self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     @property
     def n_until_plan(self) -> int:
         """Tokens until the next plan; 0 or less if one is due."""
-        n = self.policy.budget - self.n_kv
-        if self.policy.ragged:
-            n = min(n, self.eviction.n_planned + self.policy.slack - self.n_past)
+        policy, rows = self.policy, self.rows
+        n = policy.budget - rows.n_kv
+        if rows.ragged:
+            n = min(n, self.eviction.n_planned + policy.slack - rows.n_past)
         return n
 
     def reads_whole(self, n: int) -> bool:
@@ -177,15 +180,14 @@ class Engine:
         and StreamEnd if original positions end before them.
         """
         tokens = _checked(tokens, self.model.n_vocab)
-        n = len(tokens)
         self.evict_if_due()
-        if not 0 < n <= self.room():
+        n, room = len(tokens), self.room()
+        if not 0 < n <= room:
+            raise UsageError(f"a step takes 1 to {room} tokens here, got {n}; Engine.read takes any number")
+        most = min(n, self.settings.n_output)
+        if not 0 <= n_output <= most:
             raise UsageError(
-                f"a step takes 1 to {self.room()} tokens here, got {n}; Engine.read takes any number"
-            )
-        if not 0 <= n_output <= min(n, self.settings.n_output):
-            raise UsageError(
-                f"n_output must be in 0..{min(n, self.settings.n_output)}, got {n_output}; "
+                f"n_output must be in 0..{most}, got {n_output}; "
                 "Settings(n_output=...) sets how many tokens of a step may give logits"
             )
         self._step(tokens, n_output)
@@ -238,11 +240,14 @@ class Engine:
 
     def decode(self, tokens: np.ndarray, n_output: int) -> None:
         """Decodes i32[n] tokens behind the live cells, whatever the budget says: what a step is made of."""
-        self.eviction.forget_observed()
-        if self._request.needs_t:
-            self.context.see(self.n_past if self._request.t == "stream" else self.n_kv)
-        self.context.decode(tokens, self.rows.next_rot, n_output)
-        self.rows.append(len(tokens))
+        rows = self.rows
+        if self.eviction.is_observed:
+            # a step must not add to them
+            self.eviction.clear_signals()
+        if self._needs_t:
+            self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
+        self.context.decode(tokens, rows.next_rot, n_output)
+        rows.append(len(tokens))
 
     def resize(self, n_cell: np.ndarray) -> None:
         """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""
@@ -260,13 +265,13 @@ class Engine:
         return max(n_kv, min(self.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
 
     def _step(self, tokens: np.ndarray, n_output: int) -> None:
-        n = len(tokens)
-        if self.rows.next_rot + n > self.n_ctx:
+        n, rows = len(tokens), self.rows
+        if rows.next_rot + n > self.n_ctx:
             self._start_over(n)
-        if self.policy.ragged:
+        if rows.ragged:
             self._fit(n)
         self.decode(tokens, n_output)
-        if self.n_kv > self.policy.budget:
+        if rows.n_kv > self.policy.budget:
             self._evict()
 
     def _evict(self) -> None:
@@ -298,10 +303,12 @@ def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
         raise UsageError(f"tokens must be an array i32[n], got {tokens.dtype}{list(tokens.shape)}")
-    outside = (tokens < 0) | (tokens >= n_vocab)
-    if outside.any():
-        at = int(outside.argmax())
-        raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n_vocab - 1}")
+    # a reply comes token by token
+    if len(tokens) != 1 or not 0 <= tokens.item() < n_vocab:
+        outside = (tokens < 0) | (tokens >= n_vocab)
+        if outside.any():
+            at = int(outside.argmax())
+            raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n_vocab - 1}")
     return tokens.astype(np.int32, copy=False)
 
 

@@ -67,7 +67,7 @@ def _decode(
     engine.resize(np.full_like(engine.layer_cells, pad(n)))
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
-        rows.next_rot = 0
+        rows.rotate_from(0)
         for part in np.array_split(segment, -(-len(segment) // engine.settings.n_batch)):
             if stopped():
                 return None

@@ -9,8 +9,8 @@ class Rows:
     """What the rows of a cache hold, kept on the host.
 
     The cells 0 .. live[row] - 1 of a row hold tokens, in no order. llama.cpp's own table only says that a
-    cell is in use and older than the next token. The arrays are plain ones: read them, and change them
-    through `append`, `move`, `resize` and `clear` only.
+    cell is in use and older than the next token. The arrays are plain ones, for reading; the methods below
+    change them.
 
     Attributes
     ----------
@@ -27,9 +27,9 @@ class Rows:
     live
         i32[row]: live cells of each row.
     pos
-        i32[row, n_cell]: the position in the stream of each live cell's token.
+        i32[row, n_cell]: the position in the stream of each live cell's token. Other cells mean nothing.
     rot
-        i32[row, n_cell]: the position that each live cell's key is rotated to.
+        i32[row, n_cell]: the position that each live cell's key is rotated to, likewise.
     """
 
     live: np.ndarray
@@ -49,31 +49,41 @@ class Rows:
         self.n_past = self.next_rot = self.n_kv = 0
         self.live = np.zeros(n_row, np.int32)
         self.pos, self.rot = np.zeros((n_row, n_cell), np.int32), np.zeros((n_row, n_cell), np.int32)
+        self._write_ahead()
 
     def append(self, n: int) -> None:
         """The next n tokens of the stream, at the end of every row."""
-        # the usual step is one token for all rows
-        new = 0 if n == 1 else np.arange(n, dtype=np.int32)
         if self.ragged:
-            where = self._row, self.live[:, None] + np.arange(n)
+            new = np.arange(n)
+            where = self._row, self.live[:, None] + new
             self.pos[where], self.rot[where] = self.n_past + new, self.next_rot + new
-        else:
-            self.pos[:, self.n_kv : self.n_kv + n] = self.n_past + new
-            self.rot[:, self.n_kv : self.n_kv + n] = self.next_rot + new
         self.live += n
         self.n_kv += n
         self.n_past += n
         self.next_rot += n
 
+    def rotate_from(self, next_rot: int) -> None:
+        """The next token's key is rotated to next_rot, and later ones to what follows."""
+        self.next_rot = next_rot
+        self._write_ahead()
+
     def put(self, live: np.ndarray, pos: np.ndarray, rot: np.ndarray) -> None:
-        """Lets each row hold live i32[row] tokens, with pos and rot i32[row, n_kv] of its first cells."""
+        """Lets each row hold live i32[row] tokens, with pos and rot i32[row, n_kv] of its first cells.
+
+        n_past, n_kv and next_rot must have been set.
+        """
         self.live = live.copy()
-        self.pos[:, : pos.shape[1]], self.rot[:, : rot.shape[1]] = pos, rot
+        self.pos[:, : self.n_kv], self.rot[:, : self.n_kv] = pos, rot
+        self._write_ahead()
 
     def resize(self, n_cell: int) -> None:
         """Gives each row n_cell cells; the live ones must be among them."""
-        if n_cell != self.pos.shape[1]:
-            self.pos, self.rot = (resized(array, n_cell) for array in (self.pos, self.rot))
+        shape, n = (len(self.layer), n_cell), self.n_kv
+        old = self.pos, self.rot
+        self.pos, self.rot = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for new, source in zip((self.pos, self.rot), old, strict=True):
+            new[:, :n] = source[:, :n]
+        self._write_ahead()
 
     def most_live(self) -> np.ndarray:
         """i32[layer]: the live cells of each layer's longest row."""
@@ -101,18 +111,21 @@ class Rows:
 
     def move(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int) -> None:
         """Does what an edit of the cache did: moves i32[n, 4] of (row, dst, src, delta), n_keep i32[row]."""
-        row, cell, old, delta = moves.T
+        row, cell, old = moves.T[:3].astype(np.intp)
         # no cell that something comes from is one that something goes to
         self.pos[row, cell] = self.pos[row, old]
-        self.rot[row, cell] = self.rot[row, old] + delta
+        self.rot[row, cell] = self.rot[row, old] + moves[:, 3]
         self.live = n_keep
         self.n_kv = int(n_keep.max())
-        self.next_rot = next_rot
+        self.rotate_from(next_rot)
 
+    def _write_ahead(self) -> None:
+        """Writes into the free cells what the next tokens will bring, so that `append` has nothing to write.
 
-def resized(array: np.ndarray, n_cell: int) -> np.ndarray:
-    """A new array [row, n_cell, ...] with the cells of the old one that fit, and zeros behind them."""
-    new = np.zeros((len(array), n_cell, *array.shape[2:]), array.dtype)
-    n = min(n_cell, array.shape[1])
-    new[:, :n] = array[:, :n]
-    return new
+        Every row lies elsewhere in memory: for many tokens at once this takes little more than for one.
+        Ragged rows do not end in the same cell.
+        """
+        if not self.ragged:
+            new = np.arange(self.pos.shape[1] - self.n_kv, dtype=np.int32)
+            self.pos[:, self.n_kv :] = self.n_past + new
+            self.rot[:, self.n_kv :] = self.next_rot + new
