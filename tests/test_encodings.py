@@ -178,6 +178,17 @@ def test_an_empty_prompt_is_refused(arguments, stdin, code, words):
     assert words in one_line(kvtool("generate", *arguments, stdin=stdin), code)
 
 
+def test_what_no_command_has_looked_at_is_one_line():
+    code = (
+        "from kvtool.cli import generate\n"
+        "def read(): raise UnicodeDecodeError('utf-8', b'\\xe9', 0, 1, 'invalid')\n"
+        "generate.utf8.read_stdin = read\n"
+        "from kvtool.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "generate"], capture_output=True, check=False)
+    assert "a text is not UTF-8" in one_line(done, 5)
+
+
 @pytest.mark.engine
 def test_a_blank_is_a_text_to_continue(smollm2):
     done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", smollm2)

@@ -153,6 +153,25 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("template", "options", "what"),
+    [
+        ("a text", ["-p", "Go on: "], "the text of -p"),
+        ("{{ messages[-1].content }}", ["--system", "Be brief."], "the system prompt"),
+        ("{{ messages[0].content }}", ["--system", "Be brief."], None),
+        ("{{ messages[-1].content }}", ["-p", "Go on: "], None),
+        ("{{ messages[-1].content }}", ["--system", "Be brief.", "--policy", "full"], None),
+    ],
+)
+def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
+    path = tiny_model(chat_template=template)
+    done = kvtool("generate", "-m", path, "-n", 1, "-t", 1, *options, stdin="word " * 9)
+    assert done.returncode == 0, done.stderr
+    words = f"{what} may be evicted: the model's chat template leaves it out, cuts it or moves it\n"
+    assert done.stderr == (words if what else "")
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
 def test_what_is_longer_than_the_budget_is_said_once(smollm2, tmp_path, command):
     (tmp_path / "text").write_text("The tide came in. " * 30)
