@@ -256,6 +256,23 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     assert turns(chat_kv) == FOUR
 
 
+def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp_path):
+    chat = terminal("--session", chat_kv)
+    chat.say(f"/save {tmp_path / 'copy.kv'}")
+    chat.say("turn 4")
+    said = chat.say(f"/load {tmp_path / 'copy.kv'}")
+    assert "continuing after 4 turns" in said
+    assert f"{chat_kv} holds the previous chat" in said
+    assert "is now in chat.kv.1" in chat.say("another")
+    assert turns(chat_kv) == [*FOUR, "another"]
+    assert turns(chat_kv.with_name("chat.kv.1")) == [*FOUR, "turn 4"]
+    chat.say("/undo")
+    assert "took back /load" in chat.say("/undo")
+    assert turns(chat_kv) == [*FOUR, "turn 4"]
+    assert not chat_kv.with_name("chat.kv.1").exists()
+    leave(chat)
+
+
 def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat = terminal()
     chat.say("one")

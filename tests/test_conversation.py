@@ -287,6 +287,19 @@ def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
 
 
 @pytest.mark.engine
+def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
+    path = tmp_path / "chat.kvs"
+    first, second = chat(), chat()
+    for talk in (first, second):
+        keeper = Keeper(SimpleNamespace(params=defaultdict(lambda: None, policy="buzz")), talk, None)
+        "".join(talk.reply("Name a fruit.", 4))
+        assert keeper.save(path) == (talk is first)
+        assert session.read_meta(path)["id"] == first.id
+    assert keeper.save(path, lambda what: "holds another chat (1 turn, saved " in what)
+    assert session.read_meta(path)["id"] == second.id
+
+
+@pytest.mark.engine
 def test_a_chat_is_the_same_one_until_a_reset(chat):
     talk = chat()
     talk.undoable = True

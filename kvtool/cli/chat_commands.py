@@ -85,7 +85,7 @@ class Commands:
         n_more = len(self.conversation.copies)
         more = f"; /undo can go back {n_more} more" if n_more else ""
         self.terminal.note(f"took back {change}; the chat has {turns(self.conversation.n_turn)}{more}")
-        self.keeper.keep_session()
+        self.keeper.keep_session(undone=True)
         self.terminal.saved()
 
     def _reset(self) -> None:
@@ -135,7 +135,7 @@ class Commands:
     def _note_new(self, what: str) -> None:
         """Says that the chat is another one now, and where the one before is."""
         path = self.keeper.path
-        kept = f"; {path} holds the previous chat until the next reply" if self.keeper.has_another else ""
+        kept = f"; {path} holds the previous chat until the next reply" if self.keeper.has_previous else ""
         self.terminal.note(f"{what}{kept}; /undo takes this back")
 
     def _cells(self, last: str) -> None:

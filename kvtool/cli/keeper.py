@@ -32,8 +32,8 @@ _SAVED = (
 class Keeper:
     """Keeps a chat: its session, if it has a file for one, and its transcript.
 
-    The session's file changes only when a turn is finished or taken back. If another chat's turns are in it
-    by then (after a reset, for example), they are set aside first: into FILE.1, FILE.2, ...
+    The session's file changes only when a turn is finished or taken back. If it holds turns that the chat
+    does not have (after a reset, for example), it is set aside first: as FILE.1, FILE.2, ...
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Keeper:
     unsaved
         Why the last turn could not be saved, or None.
     aside
-        Where the last `keep` has put another chat, or None.
+        Under which name the last `keep_session` set the previous chat aside, or None.
     """
 
     def __init__(self, context: typer.Context, chat: Conversation, path: Path | None) -> None:
@@ -54,11 +54,10 @@ class Keeper:
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
         self.aside: Path | None = None
-        # which version of the chat the session's file holds, and which chat's turns
+        # which version of the chat the session's file holds, and what was said in it
         self._version_there: int | None = None
-        self._id_there: str | None = None
-        # by chat, what this process has set aside
-        self._asides: dict[str, Path] = {}
+        self._there: Meta | None = None
+        self._asides: list[Path] = []
         chat.kept = self._kept
 
     def resume(self, path: Path) -> None:
@@ -67,7 +66,7 @@ class Keeper:
         meta, arrays = self.read(path)
         self.chat.restore(meta, arrays)
         self._version_there = self.chat.version if seed is None else None
-        self._id_there = self.chat.id if self.chat.n_turn else None
+        self._there = self._said()
         if system and system != self.chat.system:
             raise SessionError(
                 f"{path} has another system prompt; leave --system out, or use /system in the chat"
@@ -88,9 +87,9 @@ class Keeper:
         return meta, arrays
 
     @property
-    def has_another(self) -> bool:
-        """Whether the session's file holds the turns of another chat than this one."""
-        return self._id_there not in (None, self.chat.id)
+    def has_previous(self) -> bool:
+        """Whether the session's file holds turns that the chat does not have."""
+        return self._there is not None and self._would_lose(self._there)
 
     def save(self, path: Path, may_replace: Callable[[str], bool] = lambda what: False) -> bool:
         """Writes the chat to a file. Returns False if that would replace another chat and may not.
@@ -124,27 +123,31 @@ class Keeper:
             except OSError as error:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
-    def keep_session(self) -> None:
-        """Writes the session, if it has a file. What goes wrong is in `unsaved`."""
+    def keep_session(self, *, undone: bool = False) -> None:
+        """Writes the session, if it has a file. What goes wrong is in `unsaved`.
+
+        undone: after an undo, so that the chat has fewer turns than the file and should.
+        """
         self.unsaved = self.aside = None
         self._version_there = None
         if self.path:
             try:
-                self._replace_own(self.path)
+                self._replace_own(self.path, undone)
             except SessionError as error:
                 self.unsaved = error
             else:
                 self._version_there = self.chat.version
-                self._id_there = self.chat.id if self.chat.n_turn else None
+                self._there = self._said()
 
     def check(self) -> None:
         """Raises the SessionError of the last turn, if there was one."""
         if self.unsaved:
             raise self.unsaved
 
-    def _replace_own(self, path: Path) -> None:
+    def _replace_own(self, path: Path, undone: bool) -> None:
         aside = None
-        if self.has_another and path.exists():
+        is_undone = undone and self._there is not None and self._there["id"] == self.chat.id
+        if self.has_previous and not is_undone and path.exists():
             try:
                 aside = set_aside(path)
             except OSError as error:
@@ -157,18 +160,25 @@ class Keeper:
             if aside:
                 aside.unlink()
             raise
-        if aside and self._id_there:
-            self.aside = self._asides[self._id_there] = aside
-        if spare := self._asides.pop(self.chat.id, None):
-            self._drop(spare)
+        self.aside = aside
+        if undone:
+            self._drop_asides()
+        if aside:
+            self._asides.append(aside)
 
-    def _drop(self, spare: Path) -> None:
-        """Deletes what was set aside if the session has all of it again, after /undo."""
+    def _drop_asides(self) -> None:
+        """Deletes what was set aside if the session has all of it again."""
         from kvtool.chats import session
 
-        with suppress(OSError, SessionError):
-            if not self._would_lose(session.read_meta(spare)):
-                spare.unlink()
+        for spare in list(self._asides):
+            with suppress(OSError, SessionError):
+                if not self._would_lose(session.read_meta(spare)):
+                    self._asides.remove(spare)
+                    spare.unlink()
+
+    def _said(self) -> Meta:
+        """The chat as `_would_lose` takes it."""
+        return {"id": self.chat.id, "n_turn": self.chat.n_turn, "messages": list(self.chat.messages)}
 
     def _write(self, path: Path) -> None:
         """Raises SessionError."""
