@@ -39,6 +39,8 @@ class Cache:
         self.state = policy.start(n_row, n_cell, n_dim)
         self.rows = [[] for _ in range(n_row)]
         self.n_new = self.next = 0
+        # the attention of each of the last queries, the group's heads as one
+        self.queries = np.zeros((0, n_row, n_cell), np.float32)
         self.rng = np.random.default_rng(seed)
         self.n_value = n_value
         self.twin = twin
@@ -100,6 +102,7 @@ class Cache:
         order = chance.argsort(axis=1)
         self.pos[:, : self.n_kv] = np.take_along_axis(self.pos, order, axis=1)
         self.policy.move(self.state, order)
+        self.queries[..., : self.n_kv] = np.take_along_axis(self.queries[..., : self.n_kv], order[None], axis=2)
         if self.n_new:
             for name in SIGNALS.values():
                 setattr(self, name, np.take_along_axis(getattr(self, name), order, axis=1))
@@ -142,10 +145,12 @@ class Cache:
             stays = set(self.pos[row, : self.n_kv][kept].tolist())
             self.rows[row] = [token for token in self.rows[row] if token["pos"] in stays]
         self.pos[:, : source.shape[1]] = np.take_along_axis(self.pos, source, axis=1)
+        self.queries[..., : source.shape[1]] = np.take_along_axis(self.queries, source[None], axis=2)
         self.policy.move(self.state, source)
         for row, n in enumerate(n_keep):
             for array in (self.pos, *self.state):
                 array[row, n:] = 0
+            self.queries[:, row, n:] = 0
         self.live = n_keep.astype(np.int32)
         self.n_new = 0
 
@@ -168,7 +173,10 @@ class Cache:
         }[self.policy.group]
         self.attn = of_group.sum(axis=1)
         self.last = of_group[:, -1].copy()
-        self.recent = of_group[:, -max(self.policy.n_query, 1) :].sum(axis=1)
+        new = np.zeros((len(steps), *self.queries.shape[1:]), np.float32)
+        new[..., : self.n_kv] = of_group.swapaxes(0, 1)
+        self.queries = np.concatenate([self.queries, new])[-max(self.policy.n_query, 1) :]
+        self.recent = self.queries[..., : self.n_kv].sum(axis=0)
         self.squares = (of_group**2).sum(axis=1)
         self.hits = important.sum(axis=(1, 2)).astype(np.float32)
         self.important = (important.any(axis=1) * (steps[:, None] + 1)).max(axis=1).astype(np.int32)

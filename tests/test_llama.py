@@ -40,12 +40,12 @@ either_path = pytest.mark.parametrize("force_graph", [False, True], ids=["host",
 
 
 @contextmanager
-def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, **options):
+def opened(path, n_cell=256, n_batch=64, signals=Signal.NONE, n_query=0, **options):
     model = Model(path)
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_output": 1}
     context = None
     try:
-        context = Context(model, n_cell, n_batch, Request(signals), **(exact | options))
+        context = Context(model, n_cell, n_batch, Request(signals, n_query), **(exact | options))
         yield context
     finally:
         if context:
@@ -467,6 +467,114 @@ def test_an_edit_clears_the_signals(tiny_model, n_keep):
             assert not context.read(Signal.ATTENTION, 256).any()
             assert not context.read(Signal.LAST, 256).any()
             context.apply(NO_MOVES, 0, 0)
+
+
+def last_queries(context, n_query, n):
+    """What the definition says of n tokens decoded at once: f32[query, row, n] of the last n_query queries."""
+    model = transformer.Llama(context.model.path)
+    stream = transformer.Stream(model)
+    stream.decode(tokens(n))
+    recent = np.zeros((n_query, N_ROW, n))
+    for number, row in enumerate(row for rows in stream.rows for row in rows):
+        for cell, seen in enumerate(row.seen):
+            for query, (_, heads) in enumerate(seen, cell - (n - n_query)):
+                if query >= 0:
+                    recent[query, number, cell] = sum(heads)
+    return recent
+
+
+@pytest.mark.parametrize("batches", [[40], [33, 7], [39, 1], [3] * 13 + [1]])
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_recent_attention_is_kept_query_by_query(tiny_model, batches, flash):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=9, flash=flash) as context:
+        at = 0
+        for n in batches:
+            context.decode(tokens(40)[at : at + n], at, 1)
+            at += n
+        history = context.history(Signal.RECENT, 40)
+        want = last_queries(context, 9, 40)
+        tolerance = TOLERANCE if flash == "off" else 2e-2
+        np.testing.assert_allclose(history, want, atol=tolerance)
+        np.testing.assert_allclose(context.read(Signal.RECENT, 40), history.sum(axis=0), atol=1e-6)
+
+
+@either_path
+@pytest.mark.parametrize("ragged", [False, True])
+def test_an_edit_moves_recent_attention_along_and_frees_the_rest(tiny_model, ragged, force_graph):
+    n, n_keep = 30, np.array([11, 11, 11, 11] if not ragged else [11, 3, 0, 8])
+    rows = n_keep if ragged else None
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7, ragged=ragged) as context:
+        fill(context, n)
+        before = context.history(Signal.RECENT, n)
+        assert (before.sum(axis=(0, 2)) > 6).all()
+        # a merge does not change it; a key that turns may move as well
+        source = permutations(n)[:, :11]
+        delta = np.random.default_rng(3).integers(0, 3, source.shape)
+        merge = merge_of([(0, 2, [(5, 0.5), (2, 0.5)]), (3, 1, [(1, 0.5), (20, 0.5)])])
+        context.apply(moves_of(source, delta), 11, n - 11, merge, n_keep_row=rows, force_graph=force_graph)
+        want = np.take_along_axis(before, source[None], axis=2)
+        want[:, np.arange(11) >= n_keep[:, None]] = 0
+        np.testing.assert_array_equal(context.history(Signal.RECENT, n)[..., :11], want)
+        assert not context.history(Signal.RECENT, n)[..., 11:].any()
+        # what comes next takes the place of the oldest queries, and a new cell has nothing of those before it
+        context.decode(tokens(2, seed=1), n, 1)
+        after = context.history(Signal.RECENT, 13)
+        np.testing.assert_array_equal(after[:5, :, :11], want[2:])
+        for row, end in enumerate(n_keep):
+            assert not after[:5, row, end:].any()
+            assert (after[5:, row, end] > 0).all()
+            assert after[5:, row, : end + 2].sum() == pytest.approx(2 * 2, abs=TOLERANCE)
+
+
+def test_recent_attention_outlives_a_cache_of_another_size(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        fill(context, 30)
+        before = context.history(Signal.RECENT, 256)
+        for n_cell in (1024, 512, 256):
+            context.resize(np.full(2, n_cell))
+            after = context.history(Signal.RECENT, n_cell)
+            np.testing.assert_array_equal(after[..., :256], before)
+            assert not after[..., 256:].any()
+
+
+def test_hidden_cells_leave_recent_attention_empty(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        fill(context, 30)
+        context.hide(30)
+        assert not context.history(Signal.RECENT, 30).any()
+        context.decode(tokens(3), 0, 1)
+        # those three are all that there is since then
+        assert context.read(Signal.RECENT, 33)[:, 30:].sum(axis=1) == pytest.approx(3 * 2, abs=TOLERANCE)
+
+
+def test_recent_attention_goes_on_from_what_was_written(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        fill(context, 30)
+        cells = [context.cells(layer, 30) for layer in range(2)]
+        history = context.history(Signal.RECENT, 30)
+        context.decode(tokens(3), 30, 1)
+        want = context.read(Signal.RECENT, 33)
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        # another number of queries before: the slots of a query lie elsewhere
+        fill(context, 45, seed=5)
+        for layer in range(2):
+            context.set_cells(layer, 30, cells[layer])
+        context.apply(NO_MOVES, 30, 0)
+        context.write(Signal.RECENT, history, 30)
+        np.testing.assert_array_equal(context.history(Signal.RECENT, 30), history)
+        context.decode(tokens(3), 30, 1)
+        np.testing.assert_array_equal(context.read(Signal.RECENT, 33), want)
+
+
+def test_recent_attention_of_another_number_of_queries_is_refused(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=7) as context:
+        with pytest.raises(LibraryError, match="n_query must be 7, got 8"):
+            context.write(Signal.RECENT, np.zeros((8, N_ROW, 5)), 0)
+        with pytest.raises(LibraryError, match=r"n_row must be 4 and n_cell in 0\.\.256, got 3 and 5"):
+            context.write(Signal.RECENT, np.zeros((7, 3, 5)), 0)
+    with opened(tiny_model(**SHAPE), signals=BOTH) as context:
+        with pytest.raises(LibraryError, match="signal 4 is not enabled"):
+            context.history(Signal.RECENT, 5)
 
 
 def test_a_signal_that_was_not_asked_for_is_refused(tiny_model):

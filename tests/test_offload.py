@@ -32,6 +32,7 @@ RUNS = [
     ("merging", "in-cache", "on"),
     ("bumblebee", "in-cache", "off"),
     ("corm", "in-cache", "off"),
+    ("snapkv", "original", "off"),
 ]
 # the output counts as a layer: two stay here, two go
 N_LAYER, N_GPU_LAYERS = 4, 3

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.llama.context import Context
 from kvtool.llama.devices import devices
 from kvtool.llama.library import library_path
 from kvtool.llama.log import set_verbose
+from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
+from kvtool.policy import Request, Signal
 from tests import rpc_server, saved
 from tests.merging import Merging
 from tests.running import open_engine, text
@@ -33,7 +36,8 @@ POLICIES = {
     "bumblebee": policies.fit("bumblebee", 48, 16),
     "scissorhands": policies.fit("scissorhands", 48, 16),
     "tova": policies.fit("tova", 48, 16),
-    "snapkv": policies.fit("snapkv", 48, 16),
+    # queries vote from before the last plan as well
+    "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
     "roco": policies.fit("roco", 48, 16),
     "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
@@ -76,6 +80,24 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
         return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
 
 
+def recent(path, n_gpu_layers=None):
+    """RECENT query by query: several batches between an eviction of most cells and the read."""
+    model = Model(path, n_gpu_layers=n_gpu_layers)
+    context = Context(model, 512, 64, Request(Signal.RECENT, 9), type_k="f32", type_v="f32", flash="off")
+    tokens = text(330)
+    for at in range(0, 320, 64):
+        context.decode(tokens[at : at + 64], at, 1)
+    found = [context.history(Signal.RECENT, 512).tolist()]
+    # so few that llama.cpp's attention no longer goes over all cells
+    context.apply(np.empty((0, 4), np.int32), 40, 280)
+    for first, end in ((320, 321), (321, 324), (324, 325)):
+        context.decode(tokens[first:end], first, 1)
+    found.append(context.history(Signal.RECENT, 512).tolist())
+    context.close()
+    model.close()
+    return found
+
+
 def client(endpoint, *paths):
     """Prints what the runs on the server give, as JSON; llama.cpp's log goes to stderr."""
     set_verbose(True)
@@ -85,7 +107,8 @@ def client(endpoint, *paths):
     for run, path in zip(RUNS, paths, strict=True):
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
         results.append(score(path, *run, n_gpu_layers=99))
-    print(json.dumps({"devices": found, "results": results}))
+    sys.stderr.write("\nrun recent\n")
+    print(json.dumps({"devices": found, "results": results, "recent": recent(paths[0], 99)}))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +145,13 @@ def test_edits_on_the_server_score_like_edits_here(remote, tiny_model, number):
     for ours, theirs in zip(here, there, strict=True):
         assert ours.shape == theirs.shape
         assert np.abs(ours - theirs).max() < 1e-4
+
+
+def test_recent_attention_on_the_server_is_that_here(remote, tiny_model):
+    for ours, theirs in zip(recent(model_of(tiny_model)), remote[0]["recent"], strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=1e-5)
+        # every query has seen something in every row
+        assert (np.sum(ours, axis=2) > 0).all()
 
 
 def test_a_server_that_does_not_answer_is_an_error():

@@ -110,28 +110,32 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv):
         assert end == view.next
 
 
-def test_recent_attention_is_that_of_the_last_queries(tiny_model):
-    policy = Recorder(48, 16)
-    checked = 0
-    for view, (rows, since, _), size in zip(
-        policy.views,
-        run(tiny_model(), policy, [48, 16, 16, 3, 9, 4, 16]),
-        (48, 16, 16, 3 + 9 + 4),
-        strict=False,
-    ):
-        # the last batch of at least five queries, of which the last five count, and all after it
-        n = {48: 5, 16: 5}[size] if size != 16 or since < 80 else 5 + 4
-        for number, row in enumerate(rows):
-            cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
-            for token in row:
-                want = sum(
-                    sum(heads)
-                    for step, (_, heads) in enumerate(token["seen"], token["pos"] + 1)
-                    if step > view.next - n
-                )
-                assert view.recent[number, cell_of[token["pos"]]] == pytest.approx(want, abs=TOLERANCE)
-                checked += 1
-    assert checked > 500
+def recent_of(rows, pos, next, n_query, group):
+    """f64[row, cell]: the attention that the last n_query queries gave to the tokens at pos, by the definition."""
+    recent = np.zeros(pos.shape)
+    for number, row in enumerate(rows):
+        cell_of = {int(at): cell for cell, at in enumerate(pos[number])}
+        for token in row:
+            recent[number, cell_of[token["pos"]]] = sum(
+                REDUCE[group](heads)
+                for step, (_, heads) in enumerate(token["seen"], token["pos"] + 1)
+                if step > next - n_query
+            )
+    return recent
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 64])
+@pytest.mark.parametrize(("n_query", "group"), [(5, "max"), (90, "sum")])
+def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, n_query, group):
+    # 90 queries go back beyond the last plan, and with small batches beyond the one before
+    policy = Recorder(104, 64 if size == 64 else 32, group, n_query)
+    want = run(tiny_model(), policy, [size] * (280 // size))
+    for view, (rows, _, end) in zip(policy.views, want, strict=True):
+        assert view.next == end
+        expected = recent_of(rows, view.pos, end, n_query, group)
+        assert (expected > 0).sum() > 100
+        np.testing.assert_allclose(view.recent, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert len(policy.views) > 1
 
 
 @pytest.mark.parametrize("t", ["stream", "cells"])

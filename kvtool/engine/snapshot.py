@@ -37,7 +37,7 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
     live, layer_cells
         As `Rows` and `Cache` have them.
     pos, rot, state.N, and the signals
-        Of the first n_kv cells. The signals are those since the last edit.
+        Of the first n_kv cells. The signals are those since the last edit, as `Cache.history` has them.
     is_observed
         If the policy has observed these signals already.
     cells.N
@@ -55,7 +55,7 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
     for i, array in enumerate(eviction.state):
         yield f"state.{i}", array[:, :n]
     for name, signal in eviction.signals.items():
-        yield name, context.read(signal, n)
+        yield name, context.history(signal, n)
     if eviction.is_observed:
         yield "is_observed", np.ones(1, np.bool_)
     for layer, n_live in enumerate(rows.most_live().tolist()):
@@ -91,7 +91,7 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
             context.fits(layer, n_live, array)
             for layer, (array, n_live) in enumerate(zip(cells, rows.most(live).tolist(), strict=True))
         )
-        and all(array.shape == shape for array in signals.values())
+        and all(array.shape == context.history_shape(signal, n) for signal, array in signals.items())
         and (not swa or [array.shape for array in swa] == context.swa_shapes)
         and all(
             (array.dtype, array.shape) == (own.dtype, shape + own.shape[2:])

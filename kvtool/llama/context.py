@@ -225,7 +225,8 @@ class Context(Decoder):
         ask = request or Request()
         # keys are no signal of the graph's: they are read from the cache
         signals = int(ask.signals & ~Signal.KEYS)
-        wanted = EnableParams(signals, GROUPS[ask.group], max(ask.n_query, 1), ask.log_n, ragged)
+        self._n_query = max(ask.n_query, 1)
+        wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = error_text()
@@ -261,16 +262,31 @@ class Context(Decoder):
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """f32[row, n_kv]: one signal of the queries since the last edit."""
+        """f32[row, n_kv]: one signal of the queries since the last edit; RECENT of its last queries."""
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
 
+    def history(self, signal: Signal, n_kv: int) -> np.ndarray:
+        """What `write` continues a signal from: `read`, or for RECENT f32[query, row, n_kv], oldest first."""
+        if signal != Signal.RECENT:
+            return self.read(signal, n_kv)
+        out = np.empty(self.history_shape(signal, n_kv), np.float32)
+        check(lib.llama_kvtool_read_recent(self._context, out.ctypes.data, *out.shape))
+        return out
+
+    def history_shape(self, signal: Signal, n_kv: int) -> tuple[int, ...]:
+        """The shape of what `history` returns."""
+        return (*([self._n_query] if signal == Signal.RECENT else []), self.n_row, n_kv)
+
     def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
-        """Continues a signal from f32[row, n_kv], as it was n_query queries after the last edit."""
+        """Continues a signal from its `history`, as it was n_query queries after the last edit."""
         values = np.ascontiguousarray(values, np.float32)
-        shape = values.shape
-        check(lib.llama_kvtool_write(self._context, int(signal), values.ctypes.data, *shape, n_query))
+        where = values.ctypes.data
+        if signal == Signal.RECENT:
+            check(lib.llama_kvtool_write_recent(self._context, where, *values.shape))
+        else:
+            check(lib.llama_kvtool_write(self._context, int(signal), where, *values.shape, n_query))
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """f32[row, n, n_dim]: keys of cells first i32[row] .. of each row, rotated by delta i32[row, n]."""

@@ -83,7 +83,7 @@ class SequenceContext(Decoder):
         """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
-    see = read = write = read_keys = hide = resize = swa = set_swa = _refuse
+    see = read = history = history_shape = write = read_keys = hide = resize = swa = set_swa = _refuse
     swa_shapes: list[tuple[int]] = []
 
     def cell_bytes(self, layer: int) -> int:

@@ -150,7 +150,7 @@ static int signal_index(const llama_kvtool & kvtool, uint32_t signal, const floa
     while (s < llama_kvtool_graph::n_signal && signal != 1u << s) {
         ++s;
     }
-    if (s == llama_kvtool_graph::n_signal || !kvtool.signals.has(s)) {
+    if (s == llama_kvtool_graph::n_signal || !(kvtool.params.signals & signal)) {
         return fail(format("signal %u is not enabled", signal));
     }
     return s;
@@ -164,6 +164,17 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
     const int s = signal_index(*kvtool, signal, out, n_row, n_cell);
     if (s < 0) {
         return s;
+    }
+    if (signal == LLAMA_KVTOOL_SIGNAL_RECENT) {
+        return guarded([&]() -> int32_t {
+            kvtool->recent.collect(*ctx);
+            for (size_t i = 0; i < kvtool->layers.size(); ++i) {
+                for (int head = 0; head < kvtool->layers[i].n_head; ++head) {
+                    kvtool->recent.sum(i, head, out + (size_t) (kvtool->layers[i].row_0 + head)*n_cell, n_cell);
+                }
+            }
+            return 0;
+        });
     }
     return guarded([&]() -> int32_t {
         kvtool->signals.collect(*ctx);
@@ -188,6 +199,9 @@ int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * i
     if (s < 0) {
         return s;
     }
+    if (signal == LLAMA_KVTOOL_SIGNAL_RECENT) {
+        return fail("llama_kvtool_write_recent writes the recent signal");
+    }
     if (n_query < 0) {
         return fail(format("n_query must be 0 or more, got %d", n_query));
     }
@@ -202,6 +216,32 @@ int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * i
         }
         return 0;
     });
+}
+
+static int32_t copy_recent(llama_context * ctx, float * out, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (signal_index(*kvtool, LLAMA_KVTOOL_SIGNAL_RECENT, out ? out : in, n_row, n_cell) < 0) {
+        return -1;
+    }
+    if (n_query != kvtool->params.n_query) {
+        return fail(format("n_query must be %d, got %d", kvtool->params.n_query, n_query));
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->recent.collect(*ctx);
+        kvtool->recent.copy(out, in, n_cell);
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_read_recent(llama_context * ctx, float * out, int32_t n_query, int32_t n_row, int32_t n_cell) {
+    return copy_recent(ctx, out, nullptr, n_query, n_row, n_cell);
+}
+
+int32_t llama_kvtool_write_recent(llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell) {
+    return copy_recent(ctx, nullptr, in, n_query, n_row, n_cell);
 }
 
 //

@@ -179,6 +179,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     auto * kv = llama_kvtool::cache(lctx);
 
     lctx.synchronize();
+    kvtool.recent.collect(lctx);
 
     const auto edits = by_layer(kvtool, hparams, edit);
 
@@ -212,6 +213,11 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     }
 
     kvtool.signals.clear(lctx);
+    if (edit.n_hidden > 0) {
+        kvtool.recent.clear();
+    } else {
+        kvtool.recent.move(edit, edits);
+    }
 
     return 0;
 }

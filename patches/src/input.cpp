@@ -24,6 +24,13 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
 
     std::vector<int64_t> idx;
 
+    if (slots && slots->buffer) {
+        for (int64_t t = n_tokens - slots->ne[0]; t < n_tokens; ++t) {
+            idx.push_back(kvtool.recent.slot(t));
+        }
+        ggml_backend_tensor_set(slots, idx.data(), 0, ggml_nbytes(slots));
+    }
+
     for (const auto & r : ragged) {
         const auto & l = kvtool.layers[r.i];
 

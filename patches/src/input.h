@@ -33,6 +33,8 @@ public:
     ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: the tokens that each query has seen, itself included
     ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the same
 
+    ggml_tensor * slots = nullptr; // I64 [q]: where the last q queries' attention is stored
+
     std::vector<rows> ragged;
 };
 

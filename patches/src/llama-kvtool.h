@@ -16,19 +16,20 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 3
+#define LLAMA_KVTOOL_ABI 4
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit. The query heads of
-// one KV head are its group, which `group` reduces to one value. A cell is important to a query that has seen t tokens,
-// itself included, where A >= 1/t.
+// Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit; of the recent
+// signal over the last n_query queries, whatever edits lie between: an edit moves the attention of earlier queries along
+// with the cells, and one that hides cells clears it. The query heads of one KV head are its group, which `group` reduces
+// to one value. A cell is important to a query that has seen t tokens, itself included, where A >= 1/t.
 enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // the sum over the queries
     LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // the last query's
-    LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // sum over the last n_query queries of a batch; shorter batches after it are added
+    LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // the sum over the last n_query queries
     LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // the sum of squares over the queries
     LLAMA_KVTOOL_SIGNAL_HITS      = 16, // how many (query, head) pairs it was important to
     LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // 1 + the index of the latest query that it was important to, for any head; 0: none
@@ -43,7 +44,7 @@ enum llama_kvtool_group {
 struct llama_kvtool_params {
     uint32_t signals; // those that every later decode computes
     uint32_t group;
-    int32_t  n_query; // of the recent signal, at least 1
+    int32_t  n_query; // of the recent signal, at least 1: so many floats per row and cell are kept
 
     bool log_n;  // scale attention logits by log_512(t)
     bool ragged; // rows may hold different numbers of cells
@@ -128,9 +129,16 @@ LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t 
 // out[n_row][n_cell]: a signal's first n_cell cells, 0 beyond a layer's own
 LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell);
 
-// let a signal go on from in[n_row][n_cell], which is what it was n_query queries after the last edit
+// let a signal go on from in[n_row][n_cell], which is what it was n_query queries after the last edit; not the recent one
 LLAMA_API int32_t llama_kvtool_write(
         struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query);
+
+// the recent signal of each of the last n_query queries, the oldest first: out[n_query][n_row][n_cell]. Cells beyond a
+// layer's own, and queries that there have not been, are 0
+LLAMA_API int32_t llama_kvtool_read_recent(struct llama_context * ctx, float * out, int32_t n_query, int32_t n_row, int32_t n_cell);
+
+// let the recent signal go on from in[n_query][n_row][n_cell]; other cells become 0
+LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell);
 
 // Copy a layer's first n_cell cells as they are stored, keys and then values, each cell by cell, between the cache and a
 // buffer that has room for them. Both return how many bytes these are; with a null buffer they do nothing else.
@@ -148,7 +156,7 @@ LLAMA_API int64_t llama_kvtool_set_window(struct llama_context * ctx, const int3
 LLAMA_API int32_t llama_kvtool_read_keys(
         struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out, int32_t n_row, int32_t n_cell, int32_t n_dim);
 
-// apply an edit and clear the signals; returns when it is done
+// apply an edit, and clear all signals but the recent one; returns when it is done
 LLAMA_API int32_t llama_kvtool_apply(struct llama_context * ctx, const struct llama_kvtool_edit * edit);
 
 #ifdef __cplusplus

@@ -120,7 +120,16 @@ void llama_kvtool_build(
         put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, 1)));
     }
     if (has(LLAMA_KVTOOL_SIGNAL_RECENT)) {
-        put(LLAMA_KVTOOL_SIGNAL_RECENT, sum_middle(ctx, queries(a, std::min<int64_t>(params.n_query, n_tokens))));
+        const int64_t r = std::min<int64_t>(params.n_query, n_tokens);
+
+        auto & slots = graph_input(graph).slots;
+        if (!slots) {
+            slots = new_input(ctx, GGML_TYPE_I64, r, 1, 1);
+        }
+        // each query's own: only the group becomes one
+        ggml_tensor * t = ggml_reshape_3d(ctx, queries(a, r), n_kv*r, a->ne[2]/n_head_kv, n_head_kv);
+        t = ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, r, n_head_kv);
+        ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, slots));
     }
     if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
         ggml_tensor * one = summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a;
@@ -166,7 +175,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     // counted closely: ggml and its scheduler keep about a kilobyte for each node that there could be
     uint32_t res = 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
-        const uint32_t n_halving = std::log2(std::max(1u, n_tokens*hparams.n_gqa(il)));
+        const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
         // the probabilities where flash attention leaves none, and the scaled queries; ragged rows' stores, views and masks
         res += 8 + (params.ragged ? 24 : 0) + (hits ? 8 : 0);
@@ -174,7 +183,11 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
             // a halving is two views and a sum, and a view and a sum for an odd one; a maximum is three operations
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT;
 
-            res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving : 8 + 5*n_halving) : 0;
+            res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
+        }
+        if (kvtool->recent.is_on()) {
+            // a group's maximum is taken once for all signals
+            res += 16 + 9*n_halving(1);
         }
     }
 

@@ -32,7 +32,7 @@ void signals::resize() {
 
     places.assign(layers.size(), {});
     devices.clear();
-    if (params.signals && !make_device_sums()) {
+    if (!make_device_sums()) {
         // the device has no memory for them: the host adds up
         places.assign(layers.size(), {});
         devices.clear();
@@ -40,10 +40,15 @@ void signals::resize() {
 }
 
 bool signals::make_device_sums() {
+    int n_sum = 0;
+    for (int s = 0; s < n_signal; ++s) {
+        n_sum += has(s);
+    }
+
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & l = layers[i];
 
-        if (ggml_backend_buffer_is_host(l.k->buffer)) {
+        if (n_sum == 0 || ggml_backend_buffer_is_host(l.k->buffer)) {
             continue;
         }
         const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
@@ -92,8 +97,6 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
     switch (1u << s) {
         case LLAMA_KVTOOL_SIGNAL_LAST:
             return ggml_cpy(ctx, t, sum);
-        case LLAMA_KVTOOL_SIGNAL_RECENT:
-            return n_tokens >= params.n_query ? ggml_cpy(ctx, t, sum) : ggml_add_inplace(ctx, sum, t);
         case LLAMA_KVTOOL_SIGNAL_IMPORTANT: {
             // counted back from the batch's end, so that the graph is the same for every batch
             ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
@@ -130,7 +133,6 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
 
     if (!graph.probes.empty() && !devices.empty()) {
         n_query_device += n_tokens;
-        recent_anew = recent_anew || n_tokens >= params.n_query;
     }
 }
 
@@ -165,10 +167,7 @@ void signals::fold(llama_context & lctx) {
 void signals::fold(int s, const float * src, float * dst, size_t n) const {
     const uint32_t signal = 1u << s;
 
-    const bool newest =
-        signal == LLAMA_KVTOOL_SIGNAL_LAST || (signal == LLAMA_KVTOOL_SIGNAL_RECENT && n_query_staged >= params.n_query);
-
-    if (newest) {
+    if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
         std::copy(src, src + n, dst);
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
         for (size_t i = 0; i < n; ++i) {
@@ -218,7 +217,7 @@ void signals::collect(int s, const float * src, std::vector<float> & dst, int n_
     const uint32_t signal = 1u << s;
 
     for (size_t i = 0; i < dst.size(); ++i) {
-        if (signal == LLAMA_KVTOOL_SIGNAL_LAST || (signal == LLAMA_KVTOOL_SIGNAL_RECENT && recent_anew)) {
+        if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
             dst[i] = src[i];
         } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
             const float at = src[i] + n_query_device;
@@ -236,7 +235,6 @@ void signals::clear_devices() {
         }
     }
     n_query_device = 0;
-    recent_anew    = false;
 }
 
 void signals::clear(llama_context & lctx) {

@@ -19,8 +19,9 @@ public:
     // both outlive this
     signals(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
 
+    // whether signal s is one of those that add up: the recent one does not, recent.h has it
     bool has(int s) const {
-        return params.signals >> s & 1;
+        return (params.signals & ~LLAMA_KVTOOL_SIGNAL_RECENT) >> s & 1;
     }
 
     // makes room for as many cells as the layers have; what devices hold must have been collected
@@ -77,8 +78,7 @@ private:
     std::vector<device_sums> devices;
     std::vector<place>       places; // one a layer
 
-    int  n_query_device = 0;     // queries since the devices' sums were cleared
-    bool recent_anew    = false; // one of their batches had n_query queries or more
+    int n_query_device = 0; // queries since the devices' sums were cleared
 
     bool make_device_sums();
 

@@ -35,13 +35,16 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     }
 
     signals.collect(lctx);
+    recent.collect(lctx);
+
+    recent::rings rings;
+    if (!recent.make(rings, n_cell)) {
+        return fail(format("no memory for the attention of the last %d queries", params.n_query));
+    }
 
     const int64_t n_before = n_bytes();
 
-    std::vector<int> before;
-    for (const auto & l : layers) {
-        before.push_back(l.n_cell);
-    }
+    const auto before = layer_cells();
 
     // one layer after the other, so that the memory holds only one of them twice
     const auto resize_all = [&](const int * wanted) {
@@ -58,6 +61,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
         broken = "there was no memory to resize the cache, nor to undo it; close this context and open a new one";
     }
     signals.resize();
+    if (ok) {
+        recent.take(std::move(rings));
+    }
 
     if (ok && !params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
         auto & cells = kv->v_cells[0];

@@ -124,6 +124,12 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     res->live.resize(res->n_row);
     res->signals.resize();
 
+    recent::rings rings;
+    if (!res->recent.make(rings, res->layer_cells().data())) {
+        return fail(format("no memory for the attention of the last %d queries", params.n_query));
+    }
+    res->recent.take(std::move(rings));
+
     lctx.kvtool         = std::move(res);
     lctx.cparams.kvtool = lctx.kvtool.get();
 
@@ -169,6 +175,14 @@ int llama_kvtool::most_live(const layer & l) const {
     return *std::max_element(live.begin() + l.row_0, live.begin() + l.row_0 + l.n_head);
 }
 
+std::vector<int> llama_kvtool::layer_cells() const {
+    std::vector<int> res;
+    for (const auto & l : layers) {
+        res.push_back(l.n_cell);
+    }
+    return res;
+}
+
 std::vector<int> llama_kvtool::row_cells() const {
     std::vector<int> res;
     for (const auto & l : layers) {
@@ -201,6 +215,7 @@ int32_t llama_kvtool::n_window() const {
 
 void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
     signals.extract(lctx, graph, n_tokens);
+    recent.decoded(n_tokens);
 
     if (params.ragged) {
         for (int32_t & n : live) {

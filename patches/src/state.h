@@ -5,6 +5,7 @@
 #include "graphs.h"
 #include "layer.h"
 #include "llama-kvtool.h"
+#include "recent.h"
 #include "signals.h"
 
 #include <cstdint>
@@ -32,6 +33,7 @@ struct llama_kvtool {
     std::string broken; // why nothing may be done with the context any more; empty: it may be used
 
     kvtool::signals signals { layers, params };
+    kvtool::recent  recent  { layers, params };
     kvtool::graphs  graphs;
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
@@ -57,7 +59,8 @@ struct llama_kvtool {
     int most_cells() const;
     int most_live(const kvtool::layer & l) const;
 
-    std::vector<int> row_cells() const;
+    std::vector<int> layer_cells() const;
+    std::vector<int> row_cells()   const;
 
     int64_t n_bytes()  const;
     int32_t n_dim()    const;

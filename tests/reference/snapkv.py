@@ -1,7 +1,5 @@
 """SnapKV (arXiv:2404.14469): before the window the token of the lowest pooled vote goes, one at a time."""
 
-from . import n_arrived, news
-
 CASES = [
     [],
     ["pool=max"],
@@ -17,10 +15,8 @@ def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks):
     recent = next - min(window, n_keep - first)
     kept = []
     for row in rows:
-        n_query = min(window, n_arrived(row))
-        news(row)
         before = [token for token in row if token["pos"] < recent]
-        votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - n_query) for token in before]
+        votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - window) for token in before]
         score = dict(zip([token["pos"] for token in before], pooled(votes, kernel, pool), strict=True))
         alive = [token["pos"] for token in row]
         while len(alive) > n_keep:

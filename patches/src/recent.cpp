@@ -1,0 +1,211 @@
+#include "recent.h"
+
+#include "edit.h"
+
+#include "llama-context.h"
+
+#include <algorithm>
+
+namespace kvtool {
+
+float * recent::ring::data() {
+    return copy.empty() ? (float *) t->data : copy.data();
+}
+
+bool recent::make(rings & res, const int * n_cell) const {
+    if (!is_on()) {
+        return true;
+    }
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto buft = ggml_backend_buffer_get_type(layers[i].k->buffer);
+
+        auto it = std::find_if(res.all.begin(), res.all.end(), [&](const ring & r) { return r.buft == buft; });
+        if (it == res.all.end()) {
+            it = res.all.emplace(it);
+            it->buft = buft;
+        }
+        res.places.push_back({ (size_t) (it - res.all.begin()), it->n, n_cell[i] });
+        it->n += (size_t) layers[i].n_head*n_cell[i];
+    }
+
+    for (auto & r : res.all) {
+        const size_t n_float = r.n*params.n_query;
+
+        // on the host where the device has no memory for it: the scheduler brings the values there
+        for (auto buft : { r.buft, ggml_backend_cpu_buffer_type() }) {
+            if (!r.buf) {
+                r.ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+                r.t = ggml_new_tensor_1d(r.ctx.get(), GGML_TYPE_F32, n_float);
+                ggml_set_name(r.t, "kvtool_recent");
+                r.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(r.ctx.get(), buft));
+            }
+        }
+        if (!r.buf) {
+            return false;
+        }
+        ggml_backend_buffer_clear(r.buf.get(), 0);
+        if (!ggml_backend_buffer_is_host(r.buf.get())) {
+            r.copy.resize(n_float);
+        }
+    }
+
+    return true;
+}
+
+void recent::take(rings && res) {
+    for (size_t i = 0; i < own.places.size(); ++i) {
+        const int n = std::min(own.places[i].n_cell, res.places[i].n_cell);
+        for (int s = 0; s < params.n_query; ++s) {
+            for (int head = 0; head < layers[i].n_head; ++head) {
+                std::copy_n(own.at(s, i, head), n, res.at(s, i, head));
+            }
+        }
+    }
+    own   = std::move(res);
+    stale = false;
+}
+
+ggml_tensor * recent::build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const {
+    const auto & p = own.places[i];
+    const auto & r = own.all[p.ring];
+
+    GGML_ASSERT(t->ne[0] <= p.n_cell);
+
+    ggml_tensor * all = ggml_view_3d(ctx, r.t, t->ne[0], params.n_query, layers[i].n_head,
+            r.n*sizeof(float), p.n_cell*sizeof(float), p.first*sizeof(float));
+
+    return ggml_set_rows(ctx, all, t, slots);
+}
+
+void recent::decoded(int n_tokens) {
+    if (!is_on()) {
+        return;
+    }
+    n_done += n_tokens;
+    n_new   = std::min<int64_t>(n_new + (int64_t) n_tokens, params.n_query);
+    stale   = true;
+}
+
+void recent::collect(llama_context & lctx) {
+    if (n_new == 0) {
+        return;
+    }
+
+    lctx.synchronize();
+
+    // the newest slots, in up to two pieces as they go round
+    const int end   = slot(0);
+    const int first = end - n_new;
+
+    for (auto & r : own.all) {
+        const auto get = [&](int a, int b) {
+            ggml_backend_tensor_get(r.t, r.copy.data() + a*r.n, a*r.n*sizeof(float), (b - a)*r.n*sizeof(float));
+        };
+        if (r.copy.empty()) {
+            continue;
+        }
+        if (first < 0) {
+            get(first + params.n_query, params.n_query);
+        }
+        if (end > 0) {
+            get(std::max(first, 0), end);
+        }
+    }
+
+    n_new = 0;
+}
+
+void recent::sum(size_t i, int head, float * out, int n_cell) {
+    std::fill(out, out + n_cell, 0.0f);
+
+    const int n = std::min(n_cell, own.places[i].n_cell);
+
+    for (int t = 0; t < params.n_query; ++t) {
+        const float * from = own.at(slot(t), i, head);
+        for (int c = 0; c < n; ++c) {
+            out[c] += from[c];
+        }
+    }
+}
+
+void recent::copy(float * out, const float * in, int n_cell) {
+    size_t at = 0; // of the buffer's row
+
+    for (int t = 0; t < params.n_query; ++t) {
+        for (size_t i = 0; i < layers.size(); ++i) {
+            const int n = std::min(n_cell, own.places[i].n_cell);
+
+            for (int head = 0; head < layers[i].n_head; ++head, at += n_cell) {
+                float * mine = own.at(slot(t), i, head);
+                if (out) {
+                    std::fill(std::copy_n(mine, n, out + at), out + at + n_cell, 0.0f);
+                } else {
+                    std::fill(std::copy_n(in + at, n, mine), mine + own.places[i].n_cell, 0.0f);
+                }
+            }
+        }
+    }
+}
+
+void recent::move(const llama_kvtool_edit & edit, const std::vector<layer_edit> & edits) {
+    if (!is_on()) {
+        return;
+    }
+    clear_devices();
+
+    std::vector<size_t> src;
+    std::vector<size_t> dst;
+    std::vector<float>  tmp;
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const auto & l = layers[i];
+
+        const int n_cell = own.places[i].n_cell;
+
+        src.clear();
+        dst.clear();
+        for (const auto & m : values_moved(edits[i])) {
+            const size_t row = (size_t) (m.row - l.row_0)*n_cell;
+            src.push_back(row + m.src);
+            dst.push_back(row + m.dst);
+        }
+        tmp.resize(src.size());
+
+        for (int s = 0; s < params.n_query; ++s) {
+            float * cells = own.at(s, i, 0);
+
+            for (size_t j = 0; j < src.size(); ++j) {
+                tmp[j] = cells[src[j]];
+            }
+            for (size_t j = 0; j < dst.size(); ++j) {
+                cells[dst[j]] = tmp[j];
+            }
+            for (int head = 0; head < l.n_head; ++head) {
+                const int n_keep = edit.n_keep_row ? edit.n_keep_row[l.row_0 + head] : edit.n_keep;
+
+                std::fill(cells + (size_t) head*n_cell + n_keep, cells + (size_t) (head + 1)*n_cell, 0.0f);
+            }
+        }
+    }
+}
+
+void recent::clear() {
+    clear_devices();
+    for (auto & r : own.all) {
+        std::fill_n(r.data(), r.n*params.n_query, 0.0f);
+    }
+}
+
+// a slot on a device holds what its last query saw: what lies behind the cells of a query to come must be 0
+void recent::clear_devices() {
+    for (auto & r : own.all) {
+        if (stale && !r.copy.empty()) {
+            ggml_backend_buffer_clear(r.buf.get(), 0);
+        }
+    }
+    n_new = 0;
+    stale = false;
+}
+
+} // namespace kvtool

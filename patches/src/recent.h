@@ -1,0 +1,107 @@
+// The attention of the last n_query queries, which the recent signal sums up: of each query its own, so that the oldest
+// one can leave the sum whatever the batches were. Edits move it along with the cells.
+
+#pragma once
+
+#include "layer.h"
+#include "llama-kvtool.h"
+
+#include "ggml-cpp.h"
+
+#include <cstdint>
+#include <vector>
+
+struct llama_context;
+
+namespace kvtool {
+
+struct layer_edit;
+
+class recent {
+public:
+    // both outlive this
+    recent(const std::vector<layer> & layers, const llama_kvtool_params & params) : layers(layers), params(params) {}
+
+    bool is_on() const {
+        return params.signals & LLAMA_KVTOOL_SIGNAL_RECENT;
+    }
+
+    // a query's attention to all cells of the layers on one device. Query q lies in slot q % n_query
+    struct ring {
+        ggml_backend_buffer_type_t buft;
+
+        size_t n = 0; // floats of a slot: [layer][n_head][n_cell]
+
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buf;
+
+        ggml_tensor * t = nullptr; // [n_query*n], beside the cache
+
+        std::vector<float> copy; // the same on the host, up to date after collect; empty where t itself is there
+
+        float * data();
+    };
+
+    // where a layer lies in a slot of them: from first on
+    struct place {
+        size_t ring;
+        size_t first;
+        int    n_cell;
+    };
+
+    struct rings {
+        std::vector<ring>  all;
+        std::vector<place> places; // one a layer
+
+        // layer i's head in a slot
+        float * at(int slot, size_t i, int head) {
+            const auto & p = places[i];
+            return all[p.ring].data() + slot*all[p.ring].n + p.first + (size_t) head*p.n_cell;
+        }
+    };
+
+    // makes empty rings for layers of so many cells; false: there is no memory
+    bool make(rings & res, const int * n_cell) const;
+
+    // replaces the rings by these, and keeps what they hold; collect comes first
+    void take(rings && res);
+
+    // stores the last queries' attention t [n_kv, q, n_head] to layer i in slots I64 [q]
+    ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
+
+    // the slot of the next batch's query t
+    int64_t slot(int64_t t) const { return (n_done + t) % params.n_query; }
+
+    // a graph with n_tokens queries has been computed
+    void decoded(int n_tokens);
+
+    // brings what has been stored on devices to the host
+    void collect(llama_context & lctx);
+
+    // these work on what has been collected:
+
+    // out[n_cell]: the sum over the queries, the oldest first, in layer i's head; 0 beyond the layer's cells
+    void sum(size_t i, int head, float * out, int n_cell);
+
+    // copies the queries, the oldest first, to out[n_query][n_row][n_cell] or from in; what is missing is 0
+    void copy(float * out, const float * in, int n_cell);
+
+    // moves cells as an edit does, and empties those that it frees; edits: the edit by layer
+    void move(const llama_kvtool_edit & edit, const std::vector<layer_edit> & edits);
+
+    void clear();
+
+private:
+    const std::vector<layer>  & layers;
+    const llama_kvtool_params & params;
+
+    rings own;
+
+    int64_t n_done = 0;     // queries so far
+    int     n_new  = 0;     // how many of the last ones collect has not seen
+    bool    stale  = false; // a query has been stored since devices were cleared
+
+    void clear_devices();
+};
+
+} // namespace kvtool
