@@ -102,7 +102,8 @@ class Cache:
         order = chance.argsort(axis=1)
         self.pos[:, : self.n_kv] = np.take_along_axis(self.pos, order, axis=1)
         self.policy.move(self.state, order)
-        self.queries[..., : self.n_kv] = np.take_along_axis(self.queries[..., : self.n_kv], order[None], axis=2)
+        live = self.queries[..., : self.n_kv]
+        live[:] = np.take_along_axis(live, order[None], axis=2)
         if self.n_new:
             for name in SIGNALS.values():
                 setattr(self, name, np.take_along_axis(getattr(self, name), order, axis=1))

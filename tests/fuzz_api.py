@@ -29,6 +29,7 @@ from kvtool.llama.library import (  # noqa: E402
     EnableParams,
     Move,
     Term,
+    check,
     error_text,
     lib,
 )
@@ -61,7 +62,7 @@ class Fuzz:
         self.pointer = self.context._context
         self.n_table = n_cell
         self.cells = [n_cell] * N_LAYER
-        self.signals, self.ragged = 0, False
+        self.signals, self.ragged, self.n_query = 0, False, 1
         self.forget()
 
     def forget(self):
@@ -89,25 +90,28 @@ class Fuzz:
         assert ok or why, f"{name}: refused without a reason"
 
     def call(self):
-        calls = [self.apply] * 10 + [self.decode] * 6 + [self.read, self.read_keys, self.resize] * 2
+        calls = [self.apply] * 10 + [self.decode] * 6
+        calls += [self.read, self.recent, self.read_keys, self.resize] * 2
         calls += [self.seen, self.small, self.enable if self.maybe(0.3) else self.small]
         calls[self.rng.integers(len(calls))]()
 
     def enable(self, signals=None, ragged=None):
         signals = int(self.rng.integers(0, 64)) if signals is None else signals
         ragged = self.maybe(0.4) if ragged is None else ragged
-        params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 500, LARGEST))
+        params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.log_n, params.ragged = self.maybe(0.2), ragged
         ok = not self.maybe(0.2)
         if not ok:
             bad = [("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)]
             setattr(params, *bad[self.rng.integers(5)])
         ok = ok and (ragged or len(set(self.cells)) == 1)
+        # so many queries find no memory
+        ok = ok and not (params.signals & Signal.RECENT and params.n_query == LARGEST)
         status = lib.llama_kvtool_enable(self.pointer, ctypes.byref(params))
         self.expect("enable", status, ok)
         if ok:
             assert status == N_ROW
-            self.signals, self.ragged = signals, ragged
+            self.signals, self.ragged, self.n_query = signals, ragged, params.n_query
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
 
@@ -169,6 +173,26 @@ class Fuzz:
         status = lib.llama_kvtool_read(self.pointer, signal, out.ctypes.data, n_row, n_cell)
         self.expect("read", status, ok)
         assert ok or (out == -7).all()
+
+    def recent(self):
+        """Query by query, out of the cache or into it."""
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, 20, 20, most, most + 1, -1)
+        n_query = self.one_of(*[self.n_query] * 6, 0, -1, self.n_query - 1)
+        n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
+        ok = n_row == N_ROW and 0 <= n_cell <= most and n_query == self.n_query
+        ok = ok and bool(self.signals & Signal.RECENT)
+        n = self.n_query if self.signals & Signal.RECENT else 1
+        values = self.rng.random((n, N_ROW, max(n_cell, 0))).astype(np.float32)
+        writes = self.maybe(0.5)
+        function = lib.llama_kvtool_write_recent if writes else lib.llama_kvtool_read_recent
+        status = function(self.pointer, values.ctypes.data, n_query, n_row, n_cell)
+        self.expect("write_recent" if writes else "read_recent", status, ok)
+        if ok and writes:
+            sums = np.empty((N_ROW, n_cell), np.float32)
+            check(lib.llama_kvtool_read(self.pointer, int(Signal.RECENT), sums.ctypes.data, N_ROW, n_cell))
+            values[:, np.arange(n_cell) >= self.row_cells[:, None]] = 0
+            np.testing.assert_allclose(sums, values.sum(axis=0), rtol=1e-4)
 
     def read_keys(self):
         n = self.one_of(0, 1, 9, 9, 30, min(self.cells), max(self.cells), max(self.cells) + 1, -1)

@@ -470,7 +470,7 @@ def test_an_edit_clears_the_signals(tiny_model, n_keep):
 
 
 def last_queries(context, n_query, n):
-    """What the definition says of n tokens decoded at once: f32[query, row, n] of the last n_query queries."""
+    """By the definition, of n tokens decoded at once: f32[query, row, n] of the last n_query queries."""
     model = transformer.Llama(context.model.path)
     stream = transformer.Stream(model)
     stream.decode(tokens(n))
@@ -572,9 +572,9 @@ def test_recent_attention_of_another_number_of_queries_is_refused(tiny_model):
             context.write(Signal.RECENT, np.zeros((8, N_ROW, 5)), 0)
         with pytest.raises(LibraryError, match=r"n_row must be 4 and n_cell in 0\.\.256, got 3 and 5"):
             context.write(Signal.RECENT, np.zeros((7, 3, 5)), 0)
-    with opened(tiny_model(**SHAPE), signals=BOTH) as context:
-        with pytest.raises(LibraryError, match="signal 4 is not enabled"):
-            context.history(Signal.RECENT, 5)
+    refusal = pytest.raises(LibraryError, match="signal 4 is not enabled")
+    with opened(tiny_model(**SHAPE), signals=BOTH) as context, refusal:
+        context.history(Signal.RECENT, 5)
 
 
 def test_a_signal_that_was_not_asked_for_is_refused(tiny_model):

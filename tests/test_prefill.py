@@ -118,16 +118,12 @@ def test_a_prompt_longer_than_the_context_is_read_in_segments_that_do_not_see_ea
         engine.read(tokens[:300])
         assert np.abs(engine.context.logits()[0] - want[-1]).max() < LOGITS
         assert live(engine) == positions_of(whole)
-<<<<<<< HEAD
-        for at in range(300, 305):
-=======
         for at in range(300, 308):
->>>>>>> 9292245 (patches: the recent signal is that of the last n_query queries, whatever the batches were)
             engine.step(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - whole.decode(tokens[at : at + 1])).max() < LOGITS
         # the next plan goes on from what is left of the prompt's signals
         evict(whole, name, policy)
-        engine.room()
+        engine.evict_if_due()
         assert live(engine) == positions_of(whole)
 
 

@@ -96,14 +96,6 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         }
     }
 
-    lctx.synchronize();
-
-    lctx.memory->clear(false);
-    if (!params.ragged && kv->v_cells[0].size() != n_cell) {
-        // the table does not know the sizes that ragged rows had
-        kv->v_cells[0].resize(n_cell);
-    }
-
     auto res = std::make_shared<llama_kvtool>(params);
 
     res->v_trans = kv->v_trans;
@@ -129,6 +121,14 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         return fail(format("no memory for the attention of the last %d queries", params.n_query));
     }
     res->recent.take(std::move(rings));
+
+    lctx.synchronize();
+
+    lctx.memory->clear(false);
+    if (!params.ragged && kv->v_cells[0].size() != n_cell) {
+        // the table does not know the sizes that ragged rows had
+        kv->v_cells[0].resize(n_cell);
+    }
 
     lctx.kvtool         = std::move(res);
     lctx.cparams.kvtool = lctx.kvtool.get();
