@@ -105,8 +105,12 @@ class Fuzz:
             bad = [("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)]
             setattr(params, *bad[self.rng.integers(5)])
         ok = ok and (ragged or len(set(self.cells)) == 1)
-        # so many queries find no memory
-        ok = ok and not (params.signals & Signal.RECENT and params.n_query == LARGEST)
+        if params.signals & Signal.RECENT and params.n_query == LARGEST:
+            # of so many queries 100 cells take a terabyte: there is no memory
+            if min(self.cells) < 100:
+                params.n_query = 3
+            else:
+                ok = False
         status = lib.llama_kvtool_enable(self.pointer, ctypes.byref(params))
         self.expect("enable", status, ok)
         if ok:

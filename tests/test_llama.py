@@ -826,6 +826,22 @@ def test_a_resize_that_fails_at_the_second_layer_is_undone(tiny_model):
 
 
 @in_host_memory
+def test_a_resize_without_memory_for_recent_attention_is_undone(tiny_model):
+    with opened(tiny_model(**SHAPE), signals=Signal.RECENT, n_query=30) as context:
+        fill(context, 12)
+        before, history = context.state(), context.history(Signal.RECENT, 256)
+        refusal = pytest.raises(LibraryError, match="no memory for the cache$")
+        # both layers find some, and what is tried for the attention does not
+        with failing_caches(False, False, True, True) as left, refusal:
+            context.resize(np.full(2, 512))
+        assert not left
+        assert context.state() == before
+        np.testing.assert_array_equal(context.history(Signal.RECENT, 256), history)
+        context.decode(tokens(3), 12, 1)
+        assert np.isfinite(context.logits()).all()
+
+
+@in_host_memory
 @pytest.mark.parametrize("n_cell", [(512, 1024), (512, 256)], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("flash", ["off", "on"])
 def test_a_resize_that_can_be_neither_done_nor_undone_ends_the_contexts_use(tiny_model, flash, n_cell):

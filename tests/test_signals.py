@@ -111,7 +111,7 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv):
 
 
 def recent_of(rows, pos, next, n_query, group):
-    """f64[row, cell]: the attention that the last n_query queries gave to the tokens at pos, by the definition."""
+    """f64[row, cell]: the attention of the last n_query queries to the tokens at pos, by the definition."""
     recent = np.zeros(pos.shape)
     for number, row in enumerate(rows):
         cell_of = {int(at): cell for cell, at in enumerate(pos[number])}

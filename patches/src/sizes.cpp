@@ -37,11 +37,6 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     signals.collect(lctx);
     recent.collect(lctx);
 
-    recent::rings rings;
-    if (!recent.make(rings, n_cell)) {
-        return fail(format("no memory for the attention of the last %d queries", params.n_query));
-    }
-
     const int64_t n_before = n_bytes();
 
     const auto before = layer_cells();
@@ -55,7 +50,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
         return ok;
     };
 
-    const bool ok = resize_all(n_cell);
+    recent::rings rings;
+
+    const bool ok = resize_all(n_cell) && recent.make(rings, n_cell);
     if (!ok && !resize_all(before.data())) {
         // attention would read past the end of the layers that are too short
         broken = "there was no memory to resize the cache, nor to undo it; close this context and open a new one";
