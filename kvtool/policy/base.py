@@ -33,7 +33,7 @@ class Policy:
     reads
         Signals that the policy wants.
     n_query
-        Number of queries of `Signal.RECENT`.
+        Number of queries of `Signal.RECENT`. The library keeps that many floats per row and cell.
     group
         How the attention of a group of query heads becomes one: "sum", "max", or "first" (the first head's).
     logn

@@ -55,7 +55,7 @@ class Request:
     signals
         What the engine reads after a step.
     n_query
-        Number of queries of `Signal.RECENT`.
+        Number of queries of `Signal.RECENT`. The library keeps that many floats per row and cell.
     group
         How the attention of a group of query heads becomes one: "sum", "max" or "first".
     t
