@@ -22,7 +22,8 @@ from rich.text import Text
 TARGET = Path(__file__).with_name("chat.svg")
 KVTOOL = Path(sys.executable).with_name("kvtool")
 SESSION = "kvtool-picture"
-COMMAND = "kvtool chat --budget 512 --session talk.kv"
+COMMAND = "kvtool chat --session talk.kv -t 1"
+OPTIONS = "--budget 512 --seed 3 --temp 0.6 --repeat-penalty 1.1 -n 250"
 WIDTH, HEIGHT = 80, 24
 
 TOPICS = (
@@ -30,8 +31,10 @@ TOPICS = (
     *("lighthouses", "maps", "clocks", "bridges", "windmills", "the telescope", "printing", "tea", "bread"),
     *("salt", "silk", "glass", "paper", "iron", "gold", "horses", "cats", "owls", "wolves", "salmon", "oaks"),
     *("roses", "wheat", "potatoes", "chess", "the violin", "the theatre", "painting", "poetry", "cinema"),
+    *("stars", "trains", "Rome", "ice cream", "dinosaurs", "the guitar", "chocolate", "the Nile", "penguins"),
+    *("coffee", "sailing", "castles", "dragons", "the rainbow", "the harp", "snow", "the sun", "Egypt"),
 )
-QUESTIONS = ("Why do we have tides? Two sentences, please.", "Which of them is the highest?")
+QUESTIONS = ("What is a tide? One sentence, please.", "And what causes it?")
 
 
 def main() -> None:
@@ -39,7 +42,7 @@ def main() -> None:
         sys.exit("tmux is missing; install it (Debian, Ubuntu: sudo apt install tmux)")
     with tempfile.TemporaryDirectory() as folder:
         turns = "".join(f"Tell me about {topic}.\n" for topic in TOPICS)
-        said = f"{KVTOOL} {COMMAND.removeprefix('kvtool')} --seed 3 --temp 0.3 -t 1".split()
+        said = f"{KVTOOL} {COMMAND.removeprefix('kvtool')} {OPTIONS}".split()
         subprocess.run(said, input=turns, text=True, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         draw(typed(folder))
 
@@ -51,21 +54,23 @@ def typed(folder: str) -> str:
     try:
         tmux("set-option", "-t", SESSION, "status", "off")
         tmux("resize-window", "-t", SESSION, "-x", str(WIDTH), "-y", str(HEIGHT))
+        wait("$")
         for line in (COMMAND, *QUESTIONS):
             tmux("send-keys", "-t", SESSION, line, "Enter")
-            wait()
+            wait(">")
         return tmux("capture-pane", "-e", "-p", "-t", SESSION)
     finally:
         tmux("kill-session", "-t", SESSION)
 
 
-def wait() -> None:
-    """Until the chat waits for the next line, for some time."""
+def wait(prompt: str) -> None:
+    """Until the last line is this prompt, and stays so for two seconds."""
     same, before = 0, ""
     while same < 4:
         time.sleep(0.5)
         screen = tmux("capture-pane", "-p", "-t", SESSION)
-        same = same + 1 if screen == before and screen.rstrip().endswith("\n>") else 0
+        last = screen.rstrip().rpartition("\n")[2]
+        same = same + 1 if screen == before and last == prompt else 0
         before = screen
 
 
