@@ -1,7 +1,7 @@
-"""kvtool: llama.cpp conversations and streams that never end, under a KV-cache policy.
+"""kvtool: endless chats and streams with llama.cpp in constant memory, by evicting from the KV cache.
 
-The names of `__all__` are the library; docs/python.md shows them at work. Each is imported when it is first
-used: the command line needs none of them to start.
+The names in `__all__` are the library, and docs/python.md shows how to use them. Each is imported when it is
+first used, because the command line starts without them.
 """
 
 from __future__ import annotations

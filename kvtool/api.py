@@ -1,6 +1,6 @@
-"""What a Python program needs besides the classes: a model and a policy by name, a chat, a text that goes on.
+"""What a Python program needs besides the classes: load a model and a policy by name, chat, continue a text.
 
-`from kvtool import ...` gives these and the classes; all of them raise KvtoolError for what can go wrong.
+`from kvtool import ...` gives these and the classes. All of them raise KvtoolError for what can go wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are drawn, as Sampler takes it; the likeliest unless temp says otherwise."""
+    """How tokens are drawn: the parameters of `Sampler`. Without any, the likeliest token is taken."""
 
     temp: float
     top_k: int
@@ -41,10 +41,22 @@ def load_model(
     n_gpu_layers: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A model of models.txt, downloaded where it is not there, or a GGUF file; $KVTOOL_MODEL unless given.
+    """Loads a model.
 
-    n_gpu_layers: how many of its layers are a GPU's, all unless given. progress: told of bytes downloaded.
-    Raises ModelError for no such model, a damaged one, or one that kvtool cannot run.
+    Parameters
+    ----------
+    name
+        A name of models.txt, which is downloaded if it is not here, or a path to a GGUF file. Defaults to
+        $KVTOOL_MODEL.
+    n_gpu_layers
+        How many of its layers go to a GPU; all if not given.
+    progress
+        Called with the bytes downloaded.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model, or it is damaged, or kvtool cannot run it.
     """
     path = resolve(None if name is None else str(name), progress)
     check(path)
@@ -52,18 +64,31 @@ def load_model(
 
 
 def load_policy(name: str, budget: int, *, evict_every: int | None = None, **params: object) -> Policy:
-    """The policy of that name, or of a file of one's own, with a budget in cells.
+    """Makes a policy.
 
-    evict_every: tokens from one eviction to the next; 16 unless given, less for a small budget. params: those
-    that `kvtool policies NAME` lists. Raises UsageError for what cannot work, with what would.
+    Parameters
+    ----------
+    name
+        A name of `kvtool policies`, or a file of your own ("./mine.py").
+    budget
+        The most tokens per row.
+    evict_every
+        Tokens from one eviction to the next; 16 if not given, less for a small budget.
+    params
+        Those that `kvtool policies NAME` lists.
+
+    Raises
+    ------
+    UsageError
+        For what cannot work, with what would.
     """
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
 def chat(engine: Engine, system: str | None = None, **sampling: Unpack[Sampling]) -> Conversation:
-    """A chat through the engine's emptied cache: its `reply(text)` gives the answer piece by piece.
+    """Starts a chat in the engine's cache, which is emptied. Its `reply(text)` yields the answer in pieces.
 
-    system: a prompt that is never evicted. Raises ModelError where the model has no chat template.
+    system: a system prompt, which is never evicted. Raises ModelError if the model has no chat template.
     """
     writer = Writer(engine, Sampler(engine.model.n_vocab, **sampling))
     return Conversation(writer, template_of(engine.model), system)
@@ -72,9 +97,10 @@ def chat(engine: Engine, system: str | None = None, **sampling: Unpack[Sampling]
 def generate(
     engine: Engine, prompt: str, n_max: int | None = None, **sampling: Unpack[Sampling]
 ) -> Iterator[str]:
-    """The text that follows what the engine has read so far and this prompt, piece by piece.
+    """Yields the text that follows what the engine has read so far and this prompt, in pieces.
 
-    At most n_max tokens, or up to the model's own end. Raises StreamEnd where the engine has no more room.
+    It ends where the model ends it, or after n_max tokens. Raises UsageError if there is nothing to follow,
+    and StreamEnd if the cache is full and the policy keeps everything.
     """
     model = engine.model
     writer = Writer(engine, Sampler(model.n_vocab, **sampling))

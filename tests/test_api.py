@@ -178,6 +178,34 @@ def test_what_cannot_work_is_one_line(wrong, said):
         wrong()
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("first", ["engine", "model"])
+def test_what_is_closed_says_so(tiny_model, first):
+    model = kvtool.Model(tiny_model())
+    engine = kvtool.Engine(model, load_policy("local", 64), Settings(n_threads=1))
+    sampler = Sampler(model.n_vocab)
+    engine.read(text(8))
+    (engine if first == "engine" else model).close()
+    ways = [
+        lambda: engine.read(text(1)),
+        engine.reset,
+        engine.context.logits,
+        lambda: sampler.sample(engine.context),
+    ]
+    for use in ways:
+        with pytest.raises(UsageError, match="this engine or its model is closed; make a new one"):
+            use()
+    engine.close()
+    model.close()
+    for use in (lambda: model.tokenize("a"), lambda: model.piece(5), lambda: model.ends_turn(5)):
+        with pytest.raises(UsageError, match="this model is closed; load it again"):
+            use()
+    # a second time does nothing
+    engine.close()
+    model.close()
+    sampler.close()
+
+
 def test_a_model_that_is_none_is_one_line(tmp_path, tiny_model, monkeypatch):
     with pytest.raises(ModelError, match=r"unknown model .*no such file"):
         load_model("smollm3-1t")

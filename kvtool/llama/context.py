@@ -129,10 +129,17 @@ class Decoder:
     @property
     def handle(self) -> object:
         """llama.cpp's own context."""
+        self._check_open()
         return self._context
+
+    def _check_open(self) -> None:
+        """Raises UsageError if the cache or its model has been closed: llama.cpp would read freed memory."""
+        if not (self._context and self.model.is_open):
+            raise UsageError("this engine or its model is closed; make a new one")
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        self._check_open()
         n = len(tokens)
         self._batch.n_tokens = n
         self._tokens[:n] = tokens
@@ -150,6 +157,7 @@ class Decoder:
 
     def logits(self) -> np.ndarray:
         """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
+        self._check_open()
         pointer = api.llama_get_logits(self._context)
         where = ctypes.addressof(pointer.contents), self._n_output
         if where != self._logits_where:
@@ -188,6 +196,7 @@ class Decoder:
 
     @property
     def _memory(self) -> object:
+        self._check_open()
         return api.llama_get_memory(self._context)
 
 
@@ -311,6 +320,7 @@ class Context(Decoder):
 
         force_graph: never take the short cut through host memory.
         """
+        self._check_open()
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
         edit = Edit(
             moves=moves.ctypes.data_as(ctypes.POINTER(Move)),

@@ -77,12 +77,18 @@ class Model:
             api.llama_model_free(self._model)
             self._model = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the model has not been closed."""
+        return self._model is not None
+
     def tokenize(self, text: str, *, special: bool = False, start: bool = False) -> np.ndarray:
         """The tokens i32[n] of a text.
 
         special: markers such as <|im_end|> become their tokens. start: a BOS token comes first, if the model
-        wants one. Raises InputError for a text that is no Unicode.
+        wants one. Raises InputError for a text that is not Unicode.
         """
+        self._check_open()
         try:
             data = text.encode()
         except UnicodeEncodeError as error:
@@ -102,6 +108,7 @@ class Model:
 
         Raises UsageError for a token that is not in the vocabulary.
         """
+        self._check_open()
         if not 0 <= token < self.n_vocab:
             raise UsageError(f"token {token} is not in the vocabulary, which is 0..{self.n_vocab - 1}")
         room = 64
@@ -118,9 +125,15 @@ class Model:
 
     def ends_turn(self, token: int) -> bool:
         """Whether the token is one of the model's end-of-generation tokens."""
+        self._check_open()
         return bool(api.llama_vocab_is_eog(self._vocab, int(token)))
 
     def chat_template(self) -> str | None:
         """The Jinja template in the model's header; None if it has none."""
         text = api.llama_model_chat_template(self._model, None)
         return text.decode("utf-8", "replace") if text else None
+
+    def _check_open(self) -> None:
+        """Raises UsageError if the model has been closed: llama.cpp would read freed memory."""
+        if not self.is_open:
+            raise UsageError("this model is closed; load it again")
