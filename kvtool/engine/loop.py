@@ -19,6 +19,8 @@ from kvtool.llama.model import Model
 from kvtool.llama.sequence import SequenceContext
 from kvtool.policy import Policy, Request, State
 
+_I32 = np.dtype(np.int32)
+
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
 
@@ -300,15 +302,17 @@ class Engine:
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
     """The tokens as i32[n]. Raises UsageError if they are none of this model."""
+    # a reply comes token by token, and beside a decode every call of NumPy takes microseconds
+    is_one = type(tokens) is np.ndarray and tokens.shape == (1,) and tokens.dtype is _I32
+    if is_one and 0 <= tokens.item() < n_vocab:
+        return tokens
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
         raise UsageError(f"tokens must be an array i32[n], got {tokens.dtype}{list(tokens.shape)}")
-    # a reply comes token by token
-    if len(tokens) != 1 or not 0 <= tokens.item() < n_vocab:
-        outside = (tokens < 0) | (tokens >= n_vocab)
-        if outside.any():
-            at = int(outside.argmax())
-            raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n_vocab - 1}")
+    outside = (tokens < 0) | (tokens >= n_vocab)
+    if outside.any():
+        at = int(outside.argmax())
+        raise UsageError(f"token {tokens[at]} is not in the vocabulary, which is 0..{n_vocab - 1}")
     return tokens.astype(np.int32, copy=False)
 
 

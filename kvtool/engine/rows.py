@@ -24,15 +24,12 @@ class Rows:
         The position that the next token's key is rotated to.
     n_kv
         Live cells of each row; of the longest row if they are ragged.
-    live
-        i32[row]: live cells of each row.
     pos
         i32[row, n_cell]: the position in the stream of each live cell's token. Other cells mean nothing.
     rot
         i32[row, n_cell]: the position that each live cell's key is rotated to, likewise.
     """
 
-    live: np.ndarray
     pos: np.ndarray
     rot: np.ndarray
 
@@ -47,17 +44,23 @@ class Rows:
         """Forgets everything; each row has n_cell empty cells."""
         n_row = len(self.layer)
         self.n_past = self.next_rot = self.n_kv = 0
-        self.live = np.zeros(n_row, np.int32)
+        self._live = np.zeros(n_row, np.int32)
         self.pos, self.rot = np.zeros((n_row, n_cell), np.int32), np.zeros((n_row, n_cell), np.int32)
         self._write_ahead()
+
+    @property
+    def live(self) -> np.ndarray:
+        """i32[row]: live cells of each row."""
+        # beside a decode even a sum of a few numbers takes 40 us: rows of one length are counted once
+        return self._live if self.ragged else np.full(len(self.layer), self.n_kv, np.int32)
 
     def append(self, n: int) -> None:
         """The next n tokens of the stream, at the end of every row."""
         if self.ragged:
             new = np.arange(n)
-            where = self._row, self.live[:, None] + new
+            where = self._row, self._live[:, None] + new
             self.pos[where], self.rot[where] = self.n_past + new, self.next_rot + new
-        self.live += n
+            self._live += n
         self.n_kv += n
         self.n_past += n
         self.next_rot += n
@@ -72,7 +75,7 @@ class Rows:
 
         n_past, n_kv and next_rot must have been set.
         """
-        self.live = live.copy()
+        self._live = live.copy()
         self.pos[:, : self.n_kv], self.rot[:, : self.n_kv] = pos, rot
         self._write_ahead()
 
@@ -115,7 +118,7 @@ class Rows:
         # no cell that something comes from is one that something goes to
         self.pos[row, cell] = self.pos[row, old]
         self.rot[row, cell] = self.rot[row, old] + moves[:, 3]
-        self.live = n_keep
+        self._live = n_keep
         self.n_kv = int(n_keep.max())
         self.rotate_from(next_rot)
 
