@@ -49,6 +49,9 @@ class Engine:
         i32[layer]: the cells that each layer has at first.
     """
 
+    _n_fit: int
+    """Tokens that every layer of ragged rows has room for."""
+
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
         self.model = model
@@ -73,6 +76,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets everything: the next token is the first."""
+        self._n_fit = 0
         self.rows.clear(self.rows.pos.shape[1])
         self.eviction.reset()
         if (self.context.layer_cells != self.layer_cells).any():
@@ -271,7 +275,9 @@ class Engine:
         if rows.next_rot + n > self.n_ctx:
             self._start_over(n)
         if rows.ragged:
-            self._fit(n)
+            if n > self._n_fit:
+                self._fit(n)
+            self._n_fit -= n
         self.decode(tokens, n_output)
         if rows.n_kv > self.policy.budget:
             self._evict()
@@ -282,13 +288,14 @@ class Engine:
             self._fit(self.policy.slack)
 
     def _fit(self, n: int) -> None:
-        """Lets every layer of ragged rows have room for n tokens; one that has much more gives it back."""
-        needed = self.rows.most_live() + n
-        wanted = -(-needed // _STEP) * _STEP
+        """Gives every layer of ragged rows room for n tokens; one that has much more gives it back."""
+        most = self.rows.most_live()
+        wanted = -(-(most + n) // _STEP) * _STEP
         cells = self.context.layer_cells
-        wrong = (needed > cells) | (cells - wanted > _STEP)
+        wrong = (most + n > cells) | (cells - wanted > _STEP)
         if wrong.any():
             self.resize(np.where(wrong, wanted, cells))
+        self._n_fit = int((self.context.layer_cells - most).min())
 
     def _start_over(self, n: int) -> None:
         """Closes all gaps between live cells; positions start over behind them, n tokens to come."""
