@@ -43,7 +43,7 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context(inf
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0", "at least 1 token"),
+        ("0", "a budget of 0 is too small; use at least 2 tokens"),
         ("0%", "above 0% and at most 100%"),
         ("101%", "above 0% and at most 100%"),
         ("nan%", "above 0% and at most 100%"),

@@ -106,7 +106,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
     [
         (["perplexity", "missing.txt"], 5, "cannot read missing.txt"),
         (["perplexity", "/dev/null"], 5, "empty"),
-        (["perplexity", "TEXT", "--policy", "nope"], 2, "h2o"),
+        (["perplexity", "TEXT", "--policy", "nope"], 2, "unknown policy 'nope'"),
         (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
         (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "smallest budget that works"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
@@ -130,9 +130,9 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["generate"], 5, "nothing to read"),
         (["generate", "-p", "x", "--prefill", "half"], 2, "prefill must be stream or whole"),
         (["perplexity", "TEXT", "--policy", "./nowhere.py"], 2, "no policy file nowhere.py"),
-        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "no policy"),
+        (["perplexity", "TEXT", "--policy", "TEXT"], 2, "unknown policy"),
         (["models", "show", "no-such-model"], 3, "(and no such file). See `kvtool models list`."),
-        (["policies", "nope"], 2, "streamingllm"),
+        (["policies", "nope"], 2, "unknown policy 'nope'"),
     ],
 )
 @pytest.mark.engine

@@ -56,6 +56,7 @@ def compile_all() -> None:
         link(found.values(), kernel_library())
     except LibraryError as error:
         sys.stderr.write(f"kvtool: {error}; kernels run from numba, which takes 100 MiB more memory\n")
+    _say(len(found) + 1, len(found) + 1)
     if sys.stderr.isatty():
         sys.stderr.write("\n")
     stamp().touch()

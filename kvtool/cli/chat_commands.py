@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 HELP = """\
 /help          show this help
-/stats         show what the cache holds, how many bytes it takes, and the speed
-/undo          take back the last turn, /reset, /system or /load; repeat it to go further back
-/save FILE     write the chat to a session file; asks before it replaces another chat
+/stats         show what the cache holds, its size in bytes, and the speed
+/undo          take back the last turn, /reset, /system or /load; type it again
+               to go further back
+/save FILE     write the chat to a session file; asks before replacing a chat
 /load FILE     continue the chat in a session file
-/cells [N]     show the chat's last N tokens, shaded by the share of rows that still hold each
-/reset         forget everything and start over under the same system prompt
+/cells [N]     show the last N tokens; the darker, the more rows still hold it
+/reset         forget everything and start over; the system prompt stays
 /system        show the system prompt
 /system TEXT   start over under another system prompt
 /exit          leave; so does Ctrl-D
 Ctrl-C stops a reply and keeps the chat.
-/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk and are deleted when you leave.
-With --session FILE, the file is written after every reply and every /undo. /reset, /system and /load do not
-touch it: the next reply moves the chat that is in it to FILE.1 (FILE.2, ...) and then writes FILE."""
+/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk and are
+deleted when you leave.
+With --session FILE, the file is written after every reply and every /undo.
+/reset, /system and /load do not touch it: the next reply first moves the chat
+that is in it to FILE.1 (FILE.2, ...)."""
 
 
 class Commands:

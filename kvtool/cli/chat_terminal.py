@@ -51,7 +51,7 @@ class Terminal:
                 (engine.model.path.stem, "bold"),
                 " with policy ",
                 (self.policy, "bold"),
-                f", {engine.policy.budget:,} cells; /help lists the commands",
+                f", {engine.policy.budget:,} cells, /help for help",
             )
         )
         if n := self.conversation.n_turn:

@@ -30,7 +30,7 @@ def parse(
     if text.isdecimal():
         n = int(text)
         if n < 1:
-            raise UsageError("the budget must be at least 1 token")
+            raise UsageError(f"a budget of {n} is too small; use at least 2 tokens")
         return n, False
     if text.endswith("%"):
         n = share(percent(text), info.n_ctx_train)
