@@ -106,7 +106,7 @@ def test_bytes_are_for_cells_and_the_batch(common):
 @pytest.mark.parametrize(
     ("wanted", "budget", "kind", "change", "words"),
     [
-        ("nope", "64", "f16", {}, "no policy"),
+        ("nope", "64", "f16", {}, "unknown policy"),
         ("h2o:sinkz=1", "64", "f16", {}, "no parameter"),
         ("streamingllm", "3", "f16", {}, "smallest budget that works"),
         ("h2o", "many", "f16", {}, "a budget is a number of tokens"),
