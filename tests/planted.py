@@ -78,7 +78,7 @@ PLANTED = {
     "engine, snapshot": Fault(
         "a restored engine forgets which tokens its signals are of",
         "kvtool/engine/snapshot.py",
-        'eviction.n_cleared = counters["eviction", "n_cleared"]\n',
+        'eviction.n_cleared = parts.counters["eviction", "n_cleared"]\n',
         "pass\n",
         ("test_session.py",),
     ),

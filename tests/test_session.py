@@ -8,7 +8,7 @@ from running import open_engine, text
 
 from kvtool import policies
 from kvtool.chats import session
-from kvtool.errors import SessionError
+from kvtool.errors import PlanError, SessionError
 
 
 def scores(engine, tokens):
@@ -109,9 +109,59 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
         shorter = saved | {name: saved[name][:-1]}
         with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
             engine.read(tokens[:20])
-            for wrong in (broken, shorter):
+            kind = np.float32 if saved[name].dtype != np.float32 else np.float64
+            of_another_type = saved | {name: saved[name].astype(kind)}
+            for wrong in (broken, shorter, of_another_type):
+                if name == "engine" and wrong is of_another_type:
+                    # numbers are numbers
+                    continue
                 with pytest.raises(SessionError, match="does not fit"):
                     engine.restore(wrong)
             assert engine.n_past == 20
             engine.read(tokens[20:])
             np.testing.assert_array_equal(engine.rows.pos[:, : engine.n_kv], saved["pos"])
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
+    path, tokens = tiny_model(arch=arch, n_ctx_train=256), text(60)
+    with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
+        engine.read(tokens)
+        saved = {name: array.copy() for name, array in engine.save()}
+    wrong = [("engine", at, value) for at in range(9) for value in (-1, 2**40)]
+    # how often positions started over, and how many cells are gone, may be anything
+    wrong = [each for each in wrong if each[1:] not in ((4, 2**40), (8, 2**40), (0, 2**40))]
+    wrong += [("pos", (1, 5), 60), ("pos", (1, 5), -1), ("rot", (0, 3), 256), ("rot", (0, 3), -2)]
+    wrong += [("live", 1, 5), ("live", 0, 2**20)]
+    with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
+        engine.read(tokens[:20])
+        for name, at, value in wrong:
+            array = saved[name].copy()
+            array[at] = value
+            with pytest.raises(SessionError, match="does not fit"):
+                engine.restore(saved | {name: array})
+            assert engine.n_past == 20
+        if arch == "gemma3":
+            # only llama.cpp knows what its own table must be like
+            table = saved["window"].copy()
+            table[0] = 2**20
+            with pytest.raises(SessionError, match="does not fit"):
+                engine.restore(saved | {"window": table})
+            assert engine.n_past == 0
+        engine.restore(saved)
+        assert engine.n_past == 60
+
+
+def test_what_is_saved_over_the_budget_after_a_failed_plan_is_taken_back(tiny_model):
+    path, tokens = tiny_model(), text(90)
+    with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
+        engine.eviction.check = lambda view, plan: (_ for _ in ()).throw(PlanError("not today"))
+        with pytest.raises(PlanError):
+            engine.read(tokens[:60])
+        assert engine.n_kv == 60
+        saved = {name: array.copy() for name, array in engine.save()}
+        del engine.eviction.check
+        want = scores(engine, tokens[60:])
+    with open_engine(path, policies.fit("h2o", 48, 8)) as engine:
+        engine.restore(saved)
+        np.testing.assert_array_equal(scores(engine, tokens[60:]), want)

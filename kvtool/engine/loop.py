@@ -241,7 +241,7 @@ class Engine:
         return snapshot.save(self)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continues from what `save` gave. Raises SessionError, with all as it was, if it does not fit."""
+        """Continues from what `save` gave. Raises SessionError if it does not fit."""
         snapshot.restore(self, saved)
 
     def decode(self, tokens: np.ndarray, n_output: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvtool.errors import SessionError
+from kvtool.errors import LibraryError, SessionError
+from kvtool.policy import Signal
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -64,56 +65,114 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
         yield from zip(_SWA, context.swa(), strict=True)
 
 
+class _Parts(NamedTuple):
+    """What `save` gave, taken apart. counters: by the part of the engine that has them, and their name."""
+
+    counters: dict[tuple[str, str], int]
+    live: np.ndarray
+    layer_cells: np.ndarray
+    pos: np.ndarray
+    rot: np.ndarray
+    state: list[np.ndarray]
+    signals: dict[Signal, np.ndarray]
+    cells: list[np.ndarray]
+    swa: list[np.ndarray]
+    is_observed: bool
+
+
 def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
-    """Continues from what `save` gave. Raises SessionError, with all as it was, if it does not fit."""
+    """Continues from what `save` gave.
+
+    Raises SessionError if it does not fit this model, policy or cache. The engine is then as it was, or empty
+    if llama.cpp itself refused.
+    """
     misfit = SessionError("what was saved does not fit this model, policy or cache")
-    context, rows, eviction = engine.context, engine.rows, engine.eviction
     try:
-        counters = dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True))
-        n = counters["rows", "n_kv"]
-        live, pos, rot = saved["live"], saved["pos"], saved["rot"]
-        state = [saved[f"state.{i}"] for i in range(len(eviction.state))]
-        signals = {signal: saved[name] for name, signal in eviction.signals.items()}
-        layer_cells = saved["layer_cells"]
-        cells = [saved[f"cells.{layer}"] for layer in range(len(layer_cells))]
-        swa = [saved[name] for name in _SWA] if context.n_swa else []
-    except (KeyError, ValueError):
+        parts = _parts(engine, saved)
+    except (KeyError, ValueError, TypeError, AttributeError):
         raise misfit from None
-    shape = (len(rows.live), n)
-    fits = (
-        live.shape == rows.live.shape
+    if not _fits(engine, parts):
+        raise misfit
+    try:
+        _put(engine, parts)
+    except LibraryError:
+        engine.reset()
+        raise misfit from None
+
+
+def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
+    eviction, layer_cells = engine.eviction, saved["layer_cells"]
+    return _Parts(
+        counters=dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True)),
+        live=saved["live"],
+        layer_cells=layer_cells,
+        pos=saved["pos"],
+        rot=saved["rot"],
+        state=[saved[f"state.{i}"] for i in range(len(eviction.state))],
+        signals={signal: saved[name] for name, signal in eviction.signals.items()},
+        cells=[saved[f"cells.{layer}"] for layer in range(len(layer_cells))],
+        swa=[saved[name] for name in _SWA] if engine.context.n_swa else [],
+        is_observed="is_observed" in saved,
+    )
+
+
+def _fits(engine: Engine, parts: _Parts) -> bool:
+    """Whether the arrays are of the right types and sizes, and the numbers can be."""
+    context, rows, eviction = engine.context, engine.rows, engine.eviction
+    counters, live, pos, rot = parts.counters, parts.live, parts.pos, parts.rot
+    n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
+    shape = len(rows.layer), n
+    tables = [live, parts.layer_cells, pos, rot, *parts.swa[:1]]
+    if not (
+        all(array.dtype == np.int32 for array in tables)
+        and live.shape == shape[:1]
         and pos.shape == rot.shape == shape
-        and 0 <= n <= engine.policy.budget
-        and live.min(initial=n) >= 0
+        and parts.layer_cells.shape == engine.layer_cells.shape
+        and 0 <= n <= min(engine.n_cell, n_past)
+        and live.min(initial=n) >= (0 if rows.ragged else n)
         and live.max(initial=0) == n
-        and layer_cells.shape == engine.layer_cells.shape
+    ):
+        return False
+    is_live = np.arange(n) < live[:, None]
+    own_state = [(own.dtype, shape + own.shape[2:]) for own in eviction.state]
+    return (
+        min(counters.values()) >= 0
+        and all(counters["eviction", name] <= n_past for name in ("n_planned", "n_cleared"))
+        and all(counters["eviction", name] < engine.policy.budget for name in ("n_pinned", "n_held"))
+        and counters["rows", "next_rot"] <= engine.n_ctx
+        and all(
+            ((array >= 0) & (array < end))[is_live].all()
+            for array, end in ((pos, n_past), (rot, engine.n_ctx))
+        )
         and all(
             context.fits(layer, n_live, array)
-            for layer, (array, n_live) in enumerate(zip(cells, rows.most(live).tolist(), strict=True))
+            for layer, (array, n_live) in enumerate(zip(parts.cells, rows.most(live).tolist(), strict=True))
         )
-        and all(array.shape == context.history_shape(signal, n) for signal, array in signals.items())
-        and (not swa or [array.shape for array in swa] == context.swa_shapes)
         and all(
-            (array.dtype, array.shape) == (own.dtype, shape + own.shape[2:])
-            for array, own in zip(state, eviction.state, strict=True)
+            array.dtype == np.float32 and array.shape == context.history_shape(signal, n)
+            for signal, array in parts.signals.items()
         )
+        and (not parts.swa or [array.shape for array in parts.swa] == context.swa_shapes)
+        and [(array.dtype, array.shape) for array in parts.state] == own_state
     )
-    if not fits:
-        raise misfit
+
+
+def _put(engine: Engine, parts: _Parts) -> None:
+    context, rows, eviction = engine.context, engine.rows, engine.eviction
     engine.reset()
     if rows.ragged:
-        engine.resize(layer_cells)
-    for (part, name), value in counters.items():
+        engine.resize(parts.layer_cells)
+    for (part, name), value in parts.counters.items():
         setattr(getattr(engine, part), name, value)
-    rows.put(live, pos, rot)
-    for own, array in zip(eviction.state, state, strict=True):
-        own[:, :n] = array
+    rows.put(parts.live, parts.pos, parts.rot)
+    for own, array in zip(eviction.state, parts.state, strict=True):
+        own[:, : rows.n_kv] = array
     for layer, n_live in enumerate(rows.most_live().tolist()):
-        context.set_cells(layer, n_live, cells[layer])
+        context.set_cells(layer, n_live, parts.cells[layer])
     eviction.edit(np.empty((0, 4), np.int32), rows.live, rows.next_rot)
-    eviction.n_cleared = counters["eviction", "n_cleared"]
-    eviction.is_observed = "is_observed" in saved
-    if swa:
-        context.set_swa(*swa)
-    for signal, values in signals.items():
+    eviction.n_cleared = parts.counters["eviction", "n_cleared"]
+    eviction.is_observed = parts.is_observed
+    if parts.swa:
+        context.set_swa(*parts.swa)
+    for signal, values in parts.signals.items():
         context.write(signal, values, eviction.n_new)

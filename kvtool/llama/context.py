@@ -366,7 +366,7 @@ class Context(Decoder):
 
     def fits(self, layer: int, n: int, data: np.ndarray) -> bool:
         """Whether `cells` may have returned this for n cells of the layer."""
-        return data.nbytes == n * self.cell_bytes(layer)
+        return data.dtype == np.uint8 and data.nbytes == n * self.cell_bytes(layer)
 
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
         """Writes what `cells` returned."""
