@@ -152,6 +152,20 @@ def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
         assert engine.n_past == 60
 
 
+def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_model):
+    path, tokens = tiny_model(), text(60)
+    with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
+        engine.read(tokens[:48])
+        saved = {name: array.copy() for name, array in engine.save()}
+        engine.read(tokens[48:49])
+        want = np.sort(engine.rows.pos[:, : engine.n_kv]).tolist()
+    saved["recent"] = saved["recent"].sum(axis=0)
+    with open_engine(path, policies.fit("snapkv", 48, 8), over_budget=False) as engine:
+        engine.restore(saved)
+        engine.read(tokens[48:49])
+        assert np.sort(engine.rows.pos[:, : engine.n_kv]).tolist() == want
+
+
 def test_what_is_saved_over_the_budget_after_a_failed_plan_is_taken_back(tiny_model):
     path, tokens = tiny_model(), text(90)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:

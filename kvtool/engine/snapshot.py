@@ -109,11 +109,22 @@ def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
         pos=saved["pos"],
         rot=saved["rot"],
         state=[saved[f"state.{i}"] for i in range(len(eviction.state))],
-        signals={signal: saved[name] for name, signal in eviction.signals.items()},
+        signals={
+            signal: _history(engine, signal, saved[name]) for name, signal in eviction.signals.items()
+        },
         cells=[saved[f"cells.{layer}"] for layer in range(len(layer_cells))],
         swa=[saved[name] for name in _SWA] if engine.context.n_swa else [],
         is_observed="is_observed" in saved,
     )
+
+
+def _history(engine: Engine, signal: Signal, values: np.ndarray) -> np.ndarray:
+    """The signal as `Cache.history` has it; older sessions have the sum, which here is the last query's."""
+    if signal is not Signal.RECENT or values.ndim != 2:
+        return values
+    history = np.zeros(engine.context.history_shape(signal, values.shape[1]), np.float32)
+    history[-1] = values
+    return history
 
 
 def _fits(engine: Engine, parts: _Parts) -> bool:
