@@ -1,6 +1,7 @@
-// GCC before 14 tells its optimizer too little of what AMX's intrinsics touch: of 64 bytes of tile configuration that
-// one reads 8, of the memory that a tile is read from or stored to nothing. It drops the stores that it takes to be dead:
-// ggml's AMX kernels then die of an invalid configuration, or give garbage. Put before the files of ggml-cpu.
+// GCC before 14 does not know all the memory that AMX's intrinsics read and write: of the 64 bytes of a tile
+// configuration it sees 8, of the memory that tiles are loaded from and stored to nothing. So it removes stores that it
+// takes for dead, and ggml's AMX kernels crash on an invalid configuration or compute garbage. This file is included
+// before those of ggml-cpu.
 
 #pragma once
 
@@ -12,7 +13,7 @@
 #undef _tile_stored
 #undef _tile_zero
 
-// a tile is a number, which may come as a macro
+// tile is a number, or a macro that stands for one
 #define kvtool_tile_load(tile, base, stride) \
     __asm__ volatile ("tileloadd (%0,%1,1), %%tmm" #tile :: "r" ((const void *) (base)), "r" ((long) (stride)) : "memory")
 #define kvtool_tile_store(tile, base, stride) \

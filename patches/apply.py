@@ -1,7 +1,7 @@
-"""Applies hooks.patch to a source tree: `python apply.py PATCH TREE`. Called by apply.cmake.
+"""Applies hooks.patch to a source tree: `python apply.py PATCH TREE`. apply.cmake calls it.
 
-Exact: every old line must stand where the patch says, or nothing is changed. No git and no patch(1), which
-a machine may lack; and `git apply` inside another work tree exits 0 and changes nothing.
+Every old line must stand exactly where the patch says, or nothing is changed. It needs neither git nor
+patch(1), which a machine may lack. (Inside another work tree, `git apply` exits 0 and changes nothing.)
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 class PatchError(Exception):
-    """The patch is damaged, or the tree is not the one that it is for."""
+    """The patch is damaged, or it was made for another tree."""
 
 
 @dataclass
 class Hunk:
-    """old, new: lines with their line ends; the starts count from 0."""
+    """One change of a file.
+
+    Attributes
+    ----------
+    old_start, new_start
+        The first line before and after the change, counted from 0.
+    old, new
+        The lines before and after, with their line ends.
+    """
 
     old_start: int
     new_start: int
@@ -34,7 +42,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 def parse(patch: bytes) -> dict[str, list[Hunk]]:
-    """Each changed file's hunks. Raises PatchError for anything but changes to files that are there."""
+    """The hunks of each changed file. Raises PatchError if the patch adds, deletes or renames one."""
     files: dict[str, list[Hunk]] = {}
     lines = _lines(patch)
     hunks: list[Hunk] = []
@@ -73,7 +81,7 @@ def parse(patch: bytes) -> dict[str, list[Hunk]]:
 
 
 def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | None:
-    """The first line, from 1, that is not as expected; None when all are."""
+    """The first line, counted from 1, that is not as expected; None if all are."""
     for hunk in hunks:
         start, expected = (hunk.new_start, hunk.new) if applied else (hunk.old_start, hunk.old)
         for offset, line in enumerate(expected):
@@ -83,7 +91,7 @@ def _differs(lines: list[bytes], hunks: list[Hunk], *, applied: bool) -> int | N
 
 
 def apply(patch: bytes, tree: Path) -> bool:
-    """Changes the tree's files; False when the patch was applied before.
+    """Changes the tree's files. Returns False if the patch was applied before.
 
     Raises PatchError, with nothing changed, when it does not fit.
     """

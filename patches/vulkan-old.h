@@ -1,5 +1,5 @@
-// ggml's Vulkan backend names a few types of VK_EXT_layer_settings, which Vulkan's headers have since 1.3.272; Debian 12's
-// are older. Put before its files, these are the types; what they are for is off unless ggml is built to be validated.
+// ggml's Vulkan backend names a few types of VK_EXT_layer_settings, which Vulkan headers have since 1.3.272; Debian 12's
+// are older. This file, included before the backend's, defines them. They are used only if ggml is built with validation.
 
 #pragma once
 

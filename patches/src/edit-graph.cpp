@@ -173,7 +173,8 @@ static ggml_tensor * build_keys(
 }
 
 static ggml_tensor * build_values(
-        ggml_context * ctx, const layer & l, int64_t n_embd, const layer_shape & s, const graph_inputs & in, const layer_inputs & a, bool v_trans) {
+        ggml_context * ctx, const layer & l, int64_t n_embd, const layer_shape & s,
+        const graph_inputs & in, const layer_inputs & a, bool v_trans) {
     const int64_t n_part = v_trans ? n_embd : 1;
 
     ggml_tensor * v = ggml_reshape_2d(ctx, l.v, n_embd/n_part, ggml_nelements(l.v)/(n_embd/n_part));
@@ -347,7 +348,8 @@ int32_t read_keys(
     const auto n_cell = kvtool.row_cells();
     for (int row = 0; row < n_row; ++row) {
         if (first[row] < 0 || first[row] > n_cell[row] - n) {
-            return fail(format("row %d has %d cells, of which cells %d..%lld were asked for", row, n_cell[row], first[row], (long long) first[row] + n - 1));
+            return fail(format("row %d has %d cells, of which cells %d..%lld were asked for",
+                    row, n_cell[row], first[row], (long long) first[row] + n - 1));
         }
     }
 

@@ -97,7 +97,8 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     for (int i = 0; i < edit.n_term; ++i) {
         const auto & t = edit.terms[i];
         if (!inside(t.row, t.dst, t.src) || !std::isfinite(t.weight)) {
-            return format("term %d lies outside the cache or is not finite: row %d of %d, cells %d <- %d of %d, weight %f", i, t.row, n_row, t.dst, t.src, n_most, t.weight);
+            return format("term %d lies outside the cache or is not finite: row %d of %d, cells %d <- %d of %d, weight %f",
+                    i, t.row, n_row, t.dst, t.src, n_most, t.weight);
         }
         const bool goes_on = i > 0 && edit.terms[i - 1].row == t.row && edit.terms[i - 1].dst == t.dst;
         if (!goes_on && !merged.first(t.row, t.dst)) {

@@ -193,7 +193,8 @@ bool graphs::compute(
 
         // the work is done where the cache lies; a view stays with what it views, which may be an input on the host
         const auto buft = ggml_backend_buffer_get_type(layers[p.layers[i]].k->buffer);
-        const auto home = std::find_if(backends.begin(), backends.end(), [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
+        const auto home = std::find_if(backends.begin(), backends.end(),
+                [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
             ggml_tensor * node = ggml_graph_node(gf, j);

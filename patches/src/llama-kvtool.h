@@ -154,7 +154,8 @@ LLAMA_API int64_t llama_kvtool_set_window(struct llama_context * ctx, const int3
 // out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
 // positions on the way, 0 beyond a layer's own length of a key
 LLAMA_API int32_t llama_kvtool_read_keys(
-        struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out, int32_t n_row, int32_t n_cell, int32_t n_dim);
+        struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out,
+        int32_t n_row, int32_t n_cell, int32_t n_dim);
 
 // apply an edit, and clear all signals but the recent one; returns when it is done
 LLAMA_API int32_t llama_kvtool_apply(struct llama_context * ctx, const struct llama_kvtool_edit * edit);

@@ -197,7 +197,7 @@ void recent::clear() {
     }
 }
 
-// a slot on a device holds what its last query saw: what lies behind the cells of a query to come must be 0
+// a query writes only as many cells as llama.cpp's attention covers then: the others in its slot must be 0
 void recent::clear_devices() {
     for (auto & r : own.all) {
         if (stale && !r.copy.empty()) {

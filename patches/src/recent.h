@@ -1,5 +1,5 @@
-// The attention of the last n_query queries, which the recent signal sums up: of each query its own, so that the oldest
-// one can leave the sum whatever the batches were. Edits move it along with the cells.
+// The attention of each of the last n_query queries. The recent signal is their sum; the oldest query can leave it at any
+// time, whatever the batches were. Edits move the attention along with the cells.
 
 #pragma once
 
@@ -26,7 +26,7 @@ public:
         return params.signals & LLAMA_KVTOOL_SIGNAL_RECENT;
     }
 
-    // a query's attention to all cells of the layers on one device. Query q lies in slot q % n_query
+    // the queries' attention to the cells of all layers on one device: query q lies in slot q % n_query
     struct ring {
         ggml_backend_buffer_type_t buft;
 
@@ -37,12 +37,12 @@ public:
 
         ggml_tensor * t = nullptr; // [n_query*n], beside the cache
 
-        std::vector<float> copy; // the same on the host, up to date after collect; empty where t itself is there
+        std::vector<float> copy; // the same on the host, complete after collect; empty where t itself is on the host
 
         float * data();
     };
 
-    // where a layer lies in a slot of them: from first on
+    // where a layer begins in a slot
     struct place {
         size_t ring;
         size_t first;
@@ -66,7 +66,7 @@ public:
     // replaces the rings by these, and keeps what they hold; collect comes first
     void take(rings && res);
 
-    // stores the last queries' attention t [n_kv, q, n_head] to layer i in slots I64 [q]
+    // stores the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
 
     // the slot of the next batch's query t
@@ -75,12 +75,12 @@ public:
     // a graph with n_tokens queries has been computed
     void decoded(int n_tokens);
 
-    // brings what has been stored on devices to the host
+    // copies what devices have stored to the host
     void collect(llama_context & lctx);
 
-    // these work on what has been collected:
+    // the following work on what has been collected
 
-    // out[n_cell]: the sum over the queries, the oldest first, in layer i's head; 0 beyond the layer's cells
+    // out[n_cell]: the sum over the queries, from the oldest to the newest, of layer i's head; 0 beyond the layer's cells
     void sum(size_t i, int head, float * out, int n_cell);
 
     // copies the queries, the oldest first, to out[n_query][n_row][n_cell] or from in; what is missing is 0
@@ -98,8 +98,8 @@ private:
     rings own;
 
     int64_t n_done = 0;     // queries so far
-    int     n_new  = 0;     // how many of the last ones collect has not seen
-    bool    stale  = false; // a query has been stored since devices were cleared
+    int     n_new  = 0;     // how many of the last of them are still to be collected
+    bool    stale  = false; // devices have stored a query since they were cleared
 
     void clear_devices();
 };

@@ -30,7 +30,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
             return fail(format("layer %d: %d cells cannot hold its %d tokens", l.il, n_cell[i], n_live));
         }
         if (!params.ragged && n_cell[i] != n_cell[0]) {
-            return fail(format("layer %d gets %d cells and layer %d gets %d: only ragged rows may differ", l.il, n_cell[i], layers[0].il, n_cell[0]));
+            return fail(format("layer %d gets %d cells and layer %d gets %d: only ragged rows may differ",
+                    l.il, n_cell[i], layers[0].il, n_cell[0]));
         }
     }
 
