@@ -74,7 +74,7 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """" Did you mean ...?" with the known names that are like this one; empty if there are none."""
+    """ " Did you mean ...?" with the known names that are like this one; empty if there are none."""
     # imported here: only a failing command needs it
     from difflib import get_close_matches
 

@@ -56,7 +56,6 @@ def held(path: Path) -> Iterator[None]:
         yield
 
 
-
 def write(path: Path, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     """Replaces the file once all of it is on the disk. Raises SessionError, with the old file as it was."""
     try:

@@ -291,7 +291,6 @@ def _finish(
         for _, record in rows:
             typer.echo(json_text(record))
     else:
-
         from kvtool.cli.compare_table import show
 
         show(plain_console(), rows, text, info.path.stem)

@@ -264,6 +264,7 @@ def turns(n: int) -> str:
 _FLAGS = {
     "model_sha256": "the model of SHA-256 {:.12}",
     "policy": "--policy {}",
+    "policy_package": "a policy of the package {}",
     "budget": "--budget {}",
     "slack": "--evict-every {}",
     "positions": "--positions {}",

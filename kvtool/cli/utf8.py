@@ -60,6 +60,4 @@ def stdin_lines() -> Iterator[str]:
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}"
-            ) from None
+            raise InputError(f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}") from None

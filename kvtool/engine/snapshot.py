@@ -109,9 +109,7 @@ def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
         pos=saved["pos"],
         rot=saved["rot"],
         state=[saved[f"state.{i}"] for i in range(len(eviction.state))],
-        signals={
-            signal: _history(engine, signal, saved[name]) for name, signal in eviction.signals.items()
-        },
+        signals={signal: _history(engine, signal, saved[name]) for name, signal in eviction.signals.items()},
         cells=[saved[f"cells.{layer}"] for layer in range(len(layer_cells))],
         swa=[saved[name] for name in _SWA] if engine.context.n_swa else [],
         is_observed="is_observed" in saved,

@@ -173,9 +173,7 @@ def smallest_budget(
     return smallest or fit(name, 1, evict_every, options).budget
 
 
-def _fitted(
-    policy: type[Policy], budget: int, evict_every: int | None, given: dict[str, object]
-) -> Policy:
+def _fitted(policy: type[Policy], budget: int, evict_every: int | None, given: dict[str, object]) -> Policy:
     fitted = policy.fit(budget, evict_every or default_slack(budget), **given)
     if not isinstance(fitted, policy):
         raise TypeError(f"fit must return an instance of {policy.__name__}, got {type(fitted).__name__}")
