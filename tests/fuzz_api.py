@@ -91,7 +91,7 @@ class Fuzz:
 
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
-        calls += [self.read, self.recent, self.read_keys, self.resize] * 2
+        calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
         calls += [self.seen, self.small, self.enable if self.maybe(0.3) else self.small]
         calls[self.rng.integers(len(calls))]()
 
@@ -139,6 +139,7 @@ class Fuzz:
             ("enable", lib.llama_kvtool_enable(self.pointer, None)),
             ("resize", lib.llama_kvtool_resize(self.pointer, None, N_LAYER)),
             ("read", lib.llama_kvtool_read(self.pointer, 1, None, N_ROW, 1)),
+            ("write", lib.llama_kvtool_write(self.pointer, 1, None, N_ROW, 1)),
             ("read_keys", lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
             ("apply", lib.llama_kvtool_apply(self.pointer, None)),
         ):
@@ -165,18 +166,34 @@ class Fuzz:
             self.cells = wanted
             self.n_table = self.n_table if self.ragged else wanted[0]
 
-    def read(self):
+    def some_signal(self):
+        """A signal, n_row and n_cell, and whether it can be read with these."""
         enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
         signal = self.one_of(1, 2, 4, 8, 16, 32, 0, 3, 64, 2**31, *enabled * 8)
         most = max(self.cells)
         n_cell = self.one_of(0, 1, most, most, most // 2, most // 2, most + 1, -1)
         n_row = self.one_of(*[N_ROW] * 8, 0, -1, N_ROW + 1)
         ok = n_row == N_ROW and 0 <= n_cell <= most and signal in [1 << i for i in range(N_SIGNAL)]
-        ok = ok and bool(self.signals & signal)
+        return signal, n_row, n_cell, ok and bool(self.signals & signal)
+
+    def read(self):
+        signal, n_row, n_cell, ok = self.some_signal()
         out = np.full((N_ROW, max(n_cell, 0)), -7, np.float32)
         status = lib.llama_kvtool_read(self.pointer, signal, out.ctypes.data, n_row, n_cell)
         self.expect("read", status, ok)
         assert ok or (out == -7).all()
+
+    def write(self):
+        signal, n_row, n_cell, ok = self.some_signal()
+        ok = ok and signal != Signal.RECENT
+        values = self.rng.integers(0, 50, (N_ROW, max(n_cell, 0))).astype(np.float32)
+        status = lib.llama_kvtool_write(self.pointer, signal, values.ctypes.data, n_row, n_cell)
+        self.expect("write", status, ok)
+        if ok:
+            found = np.empty_like(values)
+            check(lib.llama_kvtool_read(self.pointer, signal, found.ctypes.data, N_ROW, n_cell))
+            values[np.arange(n_cell) >= self.row_cells[:, None]] = 0
+            np.testing.assert_array_equal(found, values)
 
     def recent(self):
         """Query by query, out of the cache or into it."""

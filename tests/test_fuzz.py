@@ -22,6 +22,6 @@ def test_a_damaged_file_ends_in_one_line_and_in_time():
 
 def test_calls_of_the_library_are_done_or_refused_but_never_crash():
     counts = fuzz_api.run(600)
-    for name in ("apply", "decode", "enable", "read", "read_keys", "resize", "seen"):
+    for name in ("apply", "decode", "enable", "read", "read_keys", "resize", "seen", "write"):
         for what in ("done", "refused"):
             assert counts[name, what] >= 3, (name, what, counts)

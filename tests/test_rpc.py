@@ -59,7 +59,7 @@ RUNS = [
     ("corm", "in-cache", "off"),
     ("h2o", "auto", "off", "gemma3"),
 ]
-N_TOKENS = 160
+N_TOKENS, N_ROW = 160, 4
 ROOT = Path(__file__).parent.parent
 
 
@@ -80,19 +80,28 @@ def score(path, name, positions, flash, arch="llama", n_gpu_layers=None):
         return nll.tolist(), state.keys(0, 2).tolist(), state.values(0, 2).tolist()
 
 
-def recent(path, n_gpu_layers=None):
-    """RECENT query by query: several batches between an eviction of most cells and the read."""
+def signals(path, n_gpu_layers=None):
+    """RECENT query by query, and IMPORTANT: several batches between edits, a write and the reads."""
     model = Model(path, n_gpu_layers=n_gpu_layers)
-    context = Context(model, 512, 64, Request(Signal.RECENT, 9), type_k="f32", type_v="f32", flash="off")
+    asked = Request(Signal.RECENT | Signal.IMPORTANT, 9)
+    context = Context(model, 512, 64, asked, type_k="f32", type_v="f32", flash="off")
+
+    def read():
+        return [context.history(Signal.RECENT, 512).tolist(), context.read(Signal.IMPORTANT, 512).tolist()]
+
     tokens = text(330)
     for at in range(0, 320, 64):
         context.decode(tokens[at : at + 64], at, 1)
-    found = [context.history(Signal.RECENT, 512).tolist()]
+    found = [read()]
     # so few that llama.cpp's attention no longer goes over all cells
     context.apply(np.empty((0, 4), np.int32), 40, 280)
     for first, end in ((320, 321), (321, 324), (324, 325)):
         context.decode(tokens[first:end], first, 1)
-    found.append(context.history(Signal.RECENT, 512).tolist())
+    found.append(read())
+    context.write(Signal.IMPORTANT, np.arange(N_ROW * 45).reshape(N_ROW, 45))
+    for first, end in ((325, 326), (326, 328)):
+        context.decode(tokens[first:end], first, 1)
+    found.append(read())
     context.close()
     model.close()
     return found
@@ -107,8 +116,8 @@ def client(endpoint, *paths):
     for run, path in zip(RUNS, paths, strict=True):
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
         results.append(score(path, *run, n_gpu_layers=99))
-    sys.stderr.write("\nrun recent\n")
-    print(json.dumps({"devices": found, "results": results, "recent": recent(paths[0], 99)}))
+    sys.stderr.write("\nrun signals\n")
+    print(json.dumps({"devices": found, "results": results, "signals": signals(paths[0], 99)}))
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +156,15 @@ def test_edits_on_the_server_score_like_edits_here(remote, tiny_model, number):
         assert np.abs(ours - theirs).max() < 1e-4
 
 
-def test_recent_attention_on_the_server_is_that_here(remote, tiny_model):
-    for ours, theirs in zip(recent(model_of(tiny_model)), remote[0]["recent"], strict=True):
-        np.testing.assert_allclose(theirs, ours, atol=1e-5)
+def test_signals_on_the_server_are_those_here(remote, tiny_model):
+    for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"], strict=True):
+        recent, important = map(np.array, ours)
+        np.testing.assert_allclose(theirs[0], recent, atol=1e-5)
         # every query has seen something in every row
-        assert (np.sum(ours, axis=2) > 0).all()
+        assert (recent.sum(axis=2) > 0).all()
+        # rounding makes a hit or none
+        assert (theirs[1] != important).mean() < 0.002
+        assert len(np.unique(important)) > 3
 
 
 def test_a_server_that_does_not_answer_is_an_error():

@@ -48,8 +48,11 @@ class Recorder(Policy):
         return Plan(order < self.budget - self.slack)
 
 
-def run(path, policy, sizes, **settings):
-    """The views, and for each of them the rows of the reference as they were then and the tokens since."""
+def run(path, policy, sizes, *, restores=False, **settings):
+    """For each view (rows, since, end): the reference's rows then; tokens until the last plan, and until it.
+
+    restores: save and restore the engine after every batch, with something else read in between.
+    """
     stream = transformer.Stream(transformer.Llama(path), positions="in-cache", t=policy.t)
     tokens, at, since, want = text(sum(sizes)), 0, 0, []
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
@@ -70,19 +73,24 @@ def run(path, policy, sizes, **settings):
             engine.step(part)
             stream.decode(part)
             at += n
+            if restores:
+                saved = {name: array.copy() for name, array in engine.save()}
+                engine.reset()
+                engine.read(tokens[:5])
+                engine.restore(saved)
     return want
 
 
 SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 
 
+@pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 @pytest.mark.parametrize("group", REDUCE)
-def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv):
+def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, restores):
     policy = Recorder(48, 16, group)
-    for view, (rows, since, end) in zip(
-        policy.views, run(tiny_model(n_head_kv=n_head_kv), policy, SIZES), strict=True
-    ):
+    want = run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores)
+    for view, (rows, since, end) in zip(policy.views, want, strict=True):
         expected = {
             name: np.zeros(view.pos.shape) for name in ("attn", "last", "squares", "hits", "important")
         }

@@ -117,9 +117,9 @@ class Eviction:
         if any(not np.isfinite(array).all() for array in values.values()):
             raise PlanError("the model's attention is not finite; the model file may be damaged")
         if "important" in values:
-            # the library counts queries since it was cleared, a view counts the stream's tokens
-            steps = values["important"].astype(np.int32)
-            values["important"] = np.where(steps > 0, steps + np.int32(self.n_cleared), 0)
+            # the library counts back from the last query, a view counts the stream's tokens
+            ago = values["important"].astype(np.int32)
+            values["important"] = np.where(ago > 0, np.int32(self.rows.n_past + 1) - ago, 0)
         return values
 
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:

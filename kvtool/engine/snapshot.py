@@ -38,7 +38,8 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
     live, layer_cells
         As `Rows` and `Cache` have them.
     pos, rot, state.N, and the signals
-        Of the first n_kv cells. The signals are those since the last edit, as `Cache.history` has them.
+        Of the first n_kv cells. The signals are those since the last edit, as `Cache.history` has them, but
+        IMPORTANT counts from that edit on: 1 is the first query after it.
     is_observed
         If the policy has observed these signals already.
     cells.N
@@ -56,7 +57,7 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
     for i, array in enumerate(eviction.state):
         yield f"state.{i}", array[:, :n]
     for name, signal in eviction.signals.items():
-        yield name, context.history(signal, n)
+        yield name, _counted_back(signal, context.history(signal, n), eviction.n_new)
     if eviction.is_observed:
         yield "is_observed", np.ones(1, np.bool_)
     for layer, n_live in enumerate(rows.most_live().tolist()):
@@ -125,6 +126,11 @@ def _history(engine: Engine, signal: Signal, values: np.ndarray) -> np.ndarray:
     return history
 
 
+def _counted_back(signal: Signal, values: np.ndarray, n_new: int) -> np.ndarray:
+    """IMPORTANT counted from the last of n_new queries instead of the first, or the other way round."""
+    return np.where(values > 0, n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values
+
+
 def _fits(engine: Engine, parts: _Parts) -> bool:
     """Whether the arrays are of the right types and sizes, and the numbers can be."""
     context, rows, eviction = engine.context, engine.rows, engine.eviction
@@ -184,4 +190,4 @@ def _put(engine: Engine, parts: _Parts) -> None:
     if parts.swa:
         context.set_swa(*parts.swa)
     for signal, values in parts.signals.items():
-        context.write(signal, values, eviction.n_new)
+        context.write(signal, _counted_back(signal, values, eviction.n_new))

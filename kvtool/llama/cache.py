@@ -73,7 +73,10 @@ class Cache(Protocol):
         """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """f32[row, n_kv]: one signal of the queries since the last edit; RECENT of its last queries."""
+        """f32[row, n_kv]: one signal of the queries since the last edit; RECENT of its last queries.
+
+        IMPORTANT is how many queries ago a key was last important: 1 is the last query; 0: to none.
+        """
 
     def history(self, signal: Signal, n_kv: int) -> np.ndarray:
         """What `write` continues a signal from: `read`, or for RECENT f32[query, row, n_kv], oldest first."""
@@ -81,8 +84,8 @@ class Cache(Protocol):
     def history_shape(self, signal: Signal, n_kv: int) -> tuple[int, ...]:
         """The shape of what `history` returns."""
 
-    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
-        """Continues a signal from its `history`, as it was n_query queries after the last edit."""
+    def write(self, signal: Signal, values: np.ndarray) -> None:
+        """Continues a signal from its `history`."""
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """f32[row, n, n_dim]: the keys of cells first i32[row] .. of each row, rotated by delta i32[row, n].

@@ -271,7 +271,10 @@ class Context(Decoder):
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
-        """f32[row, n_kv]: one signal of the queries since the last edit; RECENT of its last queries."""
+        """f32[row, n_kv]: one signal of the queries since the last edit; RECENT of its last queries.
+
+        IMPORTANT is how many queries ago a key was last important: 1 is the last query; 0: to none.
+        """
         out = np.empty((self.n_row, n_kv), np.float32)
         check(lib.llama_kvtool_read(self._context, int(signal), out.ctypes.data, self.n_row, n_kv))
         return out
@@ -288,14 +291,14 @@ class Context(Decoder):
         """The shape of what `history` returns."""
         return (*([self._n_query] if signal == Signal.RECENT else []), self.n_row, n_kv)
 
-    def write(self, signal: Signal, values: np.ndarray, n_query: int) -> None:
-        """Continues a signal from its `history`, as it was n_query queries after the last edit."""
+    def write(self, signal: Signal, values: np.ndarray) -> None:
+        """Continues a signal from its `history`."""
         values = np.ascontiguousarray(values, np.float32)
         where = values.ctypes.data
         if signal == Signal.RECENT:
             check(lib.llama_kvtool_write_recent(self._context, where, *values.shape))
         else:
-            check(lib.llama_kvtool_write(self._context, int(signal), where, *values.shape, n_query))
+            check(lib.llama_kvtool_write(self._context, int(signal), where, *values.shape))
 
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
         """f32[row, n, n_dim]: keys of cells first i32[row] .. of each row, rotated by delta i32[row, n]."""

@@ -20,7 +20,7 @@ except (ImportError, OSError, RuntimeError) as error:
     how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
     raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
 
-ABI = 4
+ABI = 5
 """The version of the patch's C API that this kvtool speaks."""
 
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
@@ -94,7 +94,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_row_layers", i32, pointer, pointer, i32)
     bind("llama_kvtool_cache_bytes", i64, pointer)
     bind("llama_kvtool_read", i32, pointer, u32, pointer, i32, i32)
-    bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32, i32)
+    bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32)
     bind("llama_kvtool_read_recent", i32, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_write_recent", i32, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)

@@ -190,7 +190,7 @@ int32_t llama_kvtool_read(llama_context * ctx, uint32_t signal, float * out, int
     });
 }
 
-int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query) {
+int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
@@ -202,12 +202,8 @@ int32_t llama_kvtool_write(llama_context * ctx, uint32_t signal, const float * i
     if (signal == LLAMA_KVTOOL_SIGNAL_RECENT) {
         return fail("llama_kvtool_write_recent writes the recent signal");
     }
-    if (n_query < 0) {
-        return fail(format("n_query must be 0 or more, got %d", n_query));
-    }
     return guarded([&]() -> int32_t {
         kvtool->signals.collect(*ctx);
-        kvtool->signals.n_done = n_query;
         for (int32_t row = 0; row < n_row; ++row) {
             auto & dst = kvtool->signals.values(s)[row];
 

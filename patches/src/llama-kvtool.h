@@ -16,7 +16,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 4
+#define LLAMA_KVTOOL_ABI 5
 
 #ifdef __cplusplus
 extern "C" {
@@ -32,7 +32,7 @@ enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_RECENT    = 4,  // the sum over the last n_query queries
     LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // the sum of squares over the queries
     LLAMA_KVTOOL_SIGNAL_HITS      = 16, // how many (query, head) pairs it was important to
-    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // 1 + the index of the latest query that it was important to, for any head; 0: none
+    LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // how many queries ago it was last important, to any head: 1 is the last query; 0: to none
 };
 
 enum llama_kvtool_group {
@@ -129,9 +129,8 @@ LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t 
 // out[n_row][n_cell]: a signal's first n_cell cells, 0 beyond a layer's own
 LLAMA_API int32_t llama_kvtool_read(struct llama_context * ctx, uint32_t signal, float * out, int32_t n_row, int32_t n_cell);
 
-// let a signal go on from in[n_row][n_cell], which is what it was n_query queries after the last edit; not the recent one
-LLAMA_API int32_t llama_kvtool_write(
-        struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell, int32_t n_query);
+// let a signal go on from in[n_row][n_cell], as llama_kvtool_read gave it; not the recent one
+LLAMA_API int32_t llama_kvtool_write(struct llama_context * ctx, uint32_t signal, const float * in, int32_t n_row, int32_t n_cell);
 
 // the recent signal of each of the last n_query queries, the oldest first: out[n_query][n_row][n_cell]. Cells beyond a
 // layer's own, and queries that there have not been, are 0

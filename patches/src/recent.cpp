@@ -82,9 +82,9 @@ void recent::decoded(int n_tokens) {
     if (!is_on()) {
         return;
     }
-    n_done += n_tokens;
-    n_new   = std::min<int64_t>(n_new + (int64_t) n_tokens, params.n_query);
-    stale   = true;
+    next  = slot(n_tokens);
+    n_new = std::min<int64_t>(n_new + (int64_t) n_tokens, params.n_query);
+    stale = true;
 }
 
 void recent::collect(llama_context & lctx) {

@@ -26,7 +26,7 @@ public:
         return params.signals & LLAMA_KVTOOL_SIGNAL_RECENT;
     }
 
-    // the queries' attention to the cells of all layers on one device: query q lies in slot q % n_query
+    // the queries' attention to the cells of all layers on one device: slots in a circle, one a query
     struct ring {
         ggml_backend_buffer_type_t buft;
 
@@ -70,7 +70,7 @@ public:
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
 
     // the slot of the next batch's query t
-    int64_t slot(int64_t t) const { return (n_done + t) % params.n_query; }
+    int64_t slot(int64_t t) const { return (next + t) % params.n_query; }
 
     // a graph with n_tokens queries has been computed
     void decoded(int n_tokens);
@@ -97,9 +97,9 @@ private:
 
     rings own;
 
-    int64_t n_done = 0;     // queries so far
-    int     n_new  = 0;     // how many of the last of them are still to be collected
-    bool    stale  = false; // devices have stored a query since they were cleared
+    int64_t next  = 0;     // the slot of the next query
+    int     n_new = 0;     // how many of the last queries are still to be collected
+    bool    stale = false; // devices have stored a query since they were cleared
 
     void clear_devices();
 };

@@ -41,8 +41,6 @@ public:
     // the sums of signal s after collect: [n_row][n_cell of the row's layer]
     std::vector<std::vector<float>> & values(int s) { return sums[s]; }
 
-    int n_done = 0; // queries since the last edit, those under way not counted
-
 private:
     // the sums of all layers whose cache lies on one device, beside that cache. They are copied only when somebody
     // reads them: copying after every batch would be most of what goes to another machine
@@ -73,7 +71,7 @@ private:
     // copies of the last batch's signals that are under way to the host: [n_layer][n_head*n_kv]
     std::vector<std::vector<float>> staging[n_signal];
 
-    int n_query_staged = 0;
+    int n_query_staged = 0; // of that batch; 0: none is under way
 
     std::vector<device_sums> devices;
     std::vector<place>       places; // one a layer
@@ -85,7 +83,7 @@ private:
     void fold(llama_context & lctx);
     void fold(int s, const float * src, float * dst, size_t n) const;
 
-    void collect(int s, const float * src, std::vector<float> & dst, int n_before) const;
+    void collect(int s, const float * src, std::vector<float> & dst) const;
 
     void clear_devices();
 };
