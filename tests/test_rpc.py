@@ -60,6 +60,8 @@ RUNS = [
     ("h2o", "auto", "off", "gemma3"),
 ]
 N_TOKENS, N_ROW = 160, 4
+# all on the server, and some here
+N_GPU_LAYERS = (99, 2)
 ROOT = Path(__file__).parent.parent
 
 
@@ -117,7 +119,8 @@ def client(endpoint, *paths):
         sys.stderr.write(f"\nrun {' '.join(run)}\n")
         results.append(score(path, *run, n_gpu_layers=99))
     sys.stderr.write("\nrun signals\n")
-    print(json.dumps({"devices": found, "results": results, "signals": signals(paths[0], 99)}))
+    own = [signals(paths[0], n) for n in N_GPU_LAYERS]
+    print(json.dumps({"devices": found, "results": results, "signals": own}))
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +159,9 @@ def test_edits_on_the_server_score_like_edits_here(remote, tiny_model, number):
         assert np.abs(ours - theirs).max() < 1e-4
 
 
-def test_signals_on_the_server_are_those_here(remote, tiny_model):
-    for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"], strict=True):
+@pytest.mark.parametrize("number", range(len(N_GPU_LAYERS)), ids=[f"{n} layers" for n in N_GPU_LAYERS])
+def test_signals_on_the_server_are_those_here(remote, tiny_model, number):
+    for ours, theirs in zip(signals(model_of(tiny_model)), remote[0]["signals"][number], strict=True):
         recent, important = map(np.array, ours)
         np.testing.assert_allclose(theirs[0], recent, atol=1e-5)
         # every query has seen something in every row
