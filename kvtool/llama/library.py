@@ -100,9 +100,9 @@ def _bind_all() -> None:
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
-    bind("llama_kvtool_n_window", i32, pointer)
-    bind("llama_kvtool_get_window", i64, pointer, pointer, pointer)
-    bind("llama_kvtool_set_window", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_n_swa", i32, pointer)
+    bind("llama_kvtool_get_swa", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_set_swa", i64, pointer, pointer, pointer)
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
 
 

@@ -157,7 +157,7 @@ static bool slide(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtoo
 
     std::vector<layer_edit> edits(layers.size());
 
-    for (const int c : llama_kvtool::shift_window(*kv, delta)) {
+    for (const int c : llama_kvtool::shift_swa(*kv, delta)) {
         for (size_t i = 0; i < layers.size(); ++i) {
             for (int head = 0; head < layers[i].n_head && is_rotary(hparams, layers[i]); ++head) {
                 edits[i].turns.push_back({ head, c, c, delta });

@@ -144,11 +144,11 @@ LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const fl
 LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
 LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
 
-// The same for the layers with a sliding window: all of their n_window cells, layer by layer.
-// table[1 + n_window]: where the next token goes, then each cell's position, -1 if it is empty
-LLAMA_API int32_t llama_kvtool_n_window  (const struct llama_context * ctx);
-LLAMA_API int64_t llama_kvtool_get_window(struct llama_context * ctx, int32_t * table, uint8_t * out);
-LLAMA_API int64_t llama_kvtool_set_window(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
+// The same for the layers with a sliding window (swa): all of their n_swa cells, layer by layer.
+// table[1 + n_swa]: where the next token goes, then each cell's position, -1 if it is empty
+LLAMA_API int32_t llama_kvtool_n_swa  (const struct llama_context * ctx);
+LLAMA_API int64_t llama_kvtool_get_swa(struct llama_context * ctx, int32_t * table, uint8_t * out);
+LLAMA_API int64_t llama_kvtool_set_swa(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
 // out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
 // positions on the way, 0 beyond a layer's own length of a key

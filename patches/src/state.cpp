@@ -107,8 +107,8 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         res->layer_of_row.insert(res->layer_of_row.end(), n_head, layer.il);
         res->n_row += n_head;
     }
-    if (const auto * window = sliding_cache(lctx)) {
-        for (const auto & layer : window->layers) {
+    if (const auto * swa = sliding_cache(lctx)) {
+        for (const auto & layer : swa->layers) {
             res->sliding.push_back({ (int) layer.il, (int) hparams.n_head_kv(layer.il), 0, (int) layer.k->ne[1], layer.k, layer.v });
         }
     }
@@ -209,7 +209,7 @@ int32_t llama_kvtool::n_dim() const {
     return res;
 }
 
-int32_t llama_kvtool::n_window() const {
+int32_t llama_kvtool::n_swa() const {
     return sliding.empty() ? 0 : sliding[0].n_cell;
 }
 
@@ -278,7 +278,7 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
     return size_k + size_v;
 }
 
-int64_t llama_kvtool::copy_window(
+int64_t llama_kvtool::copy_swa(
         llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const {
     int64_t res = 0;
     for (const auto & l : sliding) {
@@ -368,7 +368,7 @@ void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n
     kv.v_heads[0] = n;
 }
 
-std::vector<int> llama_kvtool::shift_window(llama_kv_cache & kv, int delta) {
+std::vector<int> llama_kvtool::shift_swa(llama_kv_cache & kv, int delta) {
     auto & cells = kv.v_cells[0];
 
     std::vector<int> res;

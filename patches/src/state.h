@@ -64,7 +64,7 @@ struct llama_kvtool {
 
     int64_t n_bytes()  const;
     int32_t n_dim()    const;
-    int32_t n_window() const;
+    int32_t n_swa() const;
 
     // a batch has been computed
     void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
@@ -85,7 +85,7 @@ struct llama_kvtool {
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
 
     // all cells of the sliding layers; the tables are [where the next token goes, each cell's position or -1]
-    int64_t copy_window(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
+    int64_t copy_swa(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
 
     //
     // llama.cpp's own
@@ -109,7 +109,7 @@ struct llama_kvtool {
 
     // moves the tokens of the table by delta positions, and forgets those that would come before 0; returns the cells
     // whose keys have to turn
-    static std::vector<int> shift_window(llama_kv_cache & kv, int delta);
+    static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
 private:
     static std::string unsupported(const llama_context & lctx);
