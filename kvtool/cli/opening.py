@@ -189,12 +189,13 @@ def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
     from kvtool.llama.crash import guard
     from kvtool.llama.log import set_verbose
     from kvtool.llama.model import Model
-    from kvtool.llama.workers import add_rpc
 
     set_verbose(wanted.verbose)
     guard()
     check_patch([wanted.policy])
     if workers := workers_of(wanted.rpc, wanted.gpu_layers):
+        from kvtool.llama.workers import add_rpc
+
         add_rpc(*workers)
     model = Model(path, n_gpu_layers=wanted.gpu_layers)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from kvtool.engine import prefill, snapshot
+from kvtool.engine import prefill
 from kvtool.engine.cells import Cells
 from kvtool.engine.eviction import Eviction, ask
 from kvtool.engine.rows import Rows
@@ -16,7 +16,6 @@ from kvtool.llama.cache import Cache
 from kvtool.llama.context import Context
 from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
 from kvtool.llama.model import Model
-from kvtool.llama.sequence import SequenceContext
 from kvtool.policy import Policy, Request, State
 
 _I32 = np.dtype(np.int32)
@@ -238,10 +237,15 @@ class Engine:
 
     def save(self) -> Iterator[tuple[str, np.ndarray]]:
         """What the next step depends on besides model, policy and settings: arrays by name, one at a time."""
+        # here and below: what most chats do not need is not imported at their start
+        from kvtool.engine import snapshot
+
         return snapshot.save(self)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave. Raises SessionError if it does not fit."""
+        from kvtool.engine import snapshot
+
         snapshot.restore(self, saved)
 
     def decode(self, tokens: np.ndarray, n_output: int) -> None:
@@ -366,4 +370,6 @@ def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n
     for is_asked, what in lacking:
         if is_asked:
             raise LibraryError(f"{UNPATCHED}, which {what} needs; {HOW_TO_BUILD}")
+    from kvtool.llama.sequence import SequenceContext
+
     return SequenceContext(model, n_cell, settings.n_batch, **how)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtool.errors import ModelError
 from kvtool.models.catalogue import registry, unknown
-from kvtool.models.download import Progress, pull
 from kvtool.models.header import ModelInfo, read
 from kvtool.models.supported import unsupported
+
+if TYPE_CHECKING:
+    from kvtool.models.download import Progress
 
 
 def resolve(name_or_path: str | None = None, progress: Progress | None = None) -> Path:
@@ -21,7 +24,13 @@ def resolve(name_or_path: str | None = None, progress: Progress | None = None) -
     entries = registry()
     wanted = name_or_path or os.environ.get("KVTOOL_MODEL") or next(iter(entries))
     if wanted in entries:
-        return pull(entries[wanted], progress)
+        entry = entries[wanted]
+        if entry.here:
+            return entry.path
+        # not imported where there is nothing to download
+        from kvtool.models.download import pull
+
+        return pull(entry, progress)
     path = Path(wanted).expanduser()
     if path.is_dir():
         raise ModelError(f"{wanted} is a folder; name the GGUF file in it")
