@@ -211,6 +211,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
         llama_kvtool::fill_table(*kv, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
     } else {
         llama_kvtool::fill_table(*kv, edit.n_keep, edit.pos_0, edit.n_hidden);
+        kvtool.fill_recalled(*kv);
     }
 
     kvtool.signals.clear(lctx);

@@ -39,6 +39,9 @@ bool llama_kvtool_store(
         ggml_tensor * & v,
                 int   il);
 
+// with an archive: fills the layer's last cells with the archived tokens that the queries q attend to most
+void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, int il);
+
 // ragged rows: a mask with each row's own length; else kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 

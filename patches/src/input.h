@@ -35,6 +35,9 @@ public:
 
     ggml_tensor * slots = nullptr; // I64 [q]: where the last q queries' attention is stored
 
+    ggml_tensor * recalled = nullptr; // I64 [n_recall]: the cells that recalled tokens go to
+    ggml_tensor * rot      = nullptr; // I32 [1]: the position that the first query is rotated to
+
     std::vector<rows> ragged;
 };
 

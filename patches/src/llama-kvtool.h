@@ -5,6 +5,7 @@
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
 // - sizes:   each layer's cache made longer or shorter
 // - copies:  cells and signals out of the cache and back in again
+// - archive: keys and values that have left the cache, in host memory, of which every step recalls some
 // - ragged:  rows that hold different numbers of cells, each with an attention mask of its own length
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, llama.cpp computes what it always does.
@@ -16,7 +17,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 5
+#define LLAMA_KVTOOL_ABI 6
 
 #ifdef __cplusplus
 extern "C" {
@@ -45,6 +46,13 @@ struct llama_kvtool_params {
     uint32_t signals; // those that every later decode computes
     uint32_t group;
     int32_t  n_query; // of the recent signal, at least 1: so many floats per row and cell are kept
+
+    // the archive, if there is one
+    int32_t n_recall; // of each row's last cells: those that a step fills with archived tokens; 0 without an archive
+    int32_t n_near;   // tokens farther than this count, and come back, as if they were so far
+    int32_t n_bit;    // of each number in the index that keys are chosen by: 8 or 4, or 0 for the keys themselves
+    int32_t type_k;   // ggml_type of archived keys
+    int32_t type_v;   // and values
 
     bool log_n;  // scale attention logits by log_512(t)
     bool ragged; // rows may hold different numbers of cells
@@ -155,6 +163,30 @@ LLAMA_API int64_t llama_kvtool_set_swa(struct llama_context * ctx, const int32_t
 LLAMA_API int32_t llama_kvtool_read_keys(
         struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out,
         int32_t n_row, int32_t n_cell, int32_t n_dim);
+
+// Copy these cells of all rows to the archive, which later steps recall from: tokens at pos_0, pos_0 + 1, ... in the
+// stream, right after those that it has.
+LLAMA_API int32_t llama_kvtool_archive(struct llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0);
+
+// keys in the cache, and those of the next decode, are rotated to their position in the stream less base
+LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
+
+// forget all but the newest n tokens of the archive
+LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
+
+// Copy what a layer's archive holds, as it is stored, token by token, from position begin to end: to a buffer that has
+// room for it, or from one. Both return how many bytes these are; with a null buffer they do nothing else.
+LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
+LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * in, int64_t begin, int64_t end);
+
+// What else there is to an archive: table[3 + 2*n_frame] is where it begins, where it ends, where its far tokens end, and of
+// each stretch of the stream whose keys have one base where that begins, and the base. Both return the table's length;
+// a null table is not written. It is set after the layers.
+LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
+LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
+
+// bytes of host memory that the archive takes
+LLAMA_API int64_t llama_kvtool_archive_bytes(const struct llama_context * ctx);
 
 // apply an edit, and clear all signals but the recent one; returns when it is done
 LLAMA_API int32_t llama_kvtool_apply(struct llama_context * ctx, const struct llama_kvtool_edit * edit);

@@ -28,6 +28,12 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_query < 1) {
         return format("n_query must be 1 or more, got %d", params.n_query);
     }
+    if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
+        return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
+    }
+    if (params.n_recall > 0 && (params.n_near < 1 || (params.n_bit != 0 && params.n_bit != 4 && params.n_bit != 8))) {
+        return format("n_near must be 1 or more and n_bit 0, 4 or 8, got %d and %d", params.n_near, params.n_bit);
+    }
 
     return {};
 }
@@ -73,6 +79,32 @@ std::string llama_kvtool::unsupported(const llama_context & lctx) {
     return {};
 }
 
+// why these parameters' archive cannot be of this cache; empty: it can
+std::string llama_kvtool::no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params) {
+    for (const int32_t type : { params.type_k, params.type_v }) {
+        if (type < 0 || type >= GGML_TYPE_COUNT || (type != GGML_TYPE_F32 && !ggml_get_type_traits((ggml_type) type)->from_float_ref)) {
+            return format("keys and values of type %d cannot be archived", type);
+        }
+    }
+    for (const auto & layer : kv.layers) {
+        const int64_t n_k = hparams.n_embd_head_k(layer.il);
+        const int64_t n_v = hparams.n_embd_head_v(layer.il);
+
+        if (n_k % ggml_blck_size((ggml_type) params.type_k) != 0 || n_v % ggml_blck_size((ggml_type) params.type_v) != 0) {
+            return format("heads of %d and %d numbers are not archived as %s; choose f16",
+                    (int) n_k, (int) n_v, ggml_type_name((ggml_type) params.type_k));
+        }
+        if (params.n_bit > 0 && n_k % 8 != 0) {
+            return format("an index is for keys of a multiple of 8 numbers, not %d; choose by keys", (int) n_k);
+        }
+        if (params.n_recall >= layer.k->ne[1]) {
+            return format("n_recall must be less than the %d cells, got %d", (int) layer.k->ne[1], params.n_recall);
+        }
+    }
+
+    return {};
+}
+
 int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & params) {
     auto why = lctx.kvtool ? lctx.kvtool->broken : std::string();
     if (why.empty()) {
@@ -96,6 +128,13 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         }
     }
 
+    if (params.n_recall > 0) {
+        const auto why = no_archive(hparams, *kv, params);
+        if (!why.empty()) {
+            return fail(why);
+        }
+    }
+
     auto res = std::make_shared<llama_kvtool>(params);
 
     res->v_trans = kv->v_trans;
@@ -115,6 +154,13 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     res->live.resize(res->n_row);
     res->signals.resize();
+
+    if (params.n_recall > 0) {
+        res->archive.make(*res, lctx);
+        for (size_t i = 0; i < res->layers.size(); ++i) {
+            res->recalled.push_back({ res.get(), i });
+        }
+    }
 
     recent::rings rings;
     if (!res->recent.make(rings, res->layer_cells().data())) {
@@ -341,6 +387,14 @@ const std::vector<float> & llama_kvtool::key_rotation(const llama_kv_cache & kv,
     return kv.attn_rot_hadamard.at(n);
 }
 
+int llama_kvtool::key_map(const llama_kv_cache & kv) {
+    int n = 0;
+    for (int i = 64; kv.attn_rot_k && kv.n_embd_head_k_all % i == 0; i *= 2) {
+        n = i;
+    }
+    return n;
+}
+
 void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden) {
     auto & cells = kv.v_cells[0];
 
@@ -366,6 +420,27 @@ void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n
         cells.seq_add(i, i < n_hidden);
     }
     kv.v_heads[0] = n;
+}
+
+void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {
+    auto & cells = kv.v_cells[0];
+
+    const int n = std::min<int>(params.n_recall, archive.size());
+    for (int i = 0; i < n; ++i) {
+        const int c = cells.size() - params.n_recall + i;
+        if (cells.is_empty(c)) {
+            cells.pos_set(c, 0);
+            cells.seq_add(c, 0);
+        }
+    }
+}
+
+void llama_kvtool::forget_graphs(llama_context & lctx) const {
+    for (auto & res : lctx.gf_res_prev) {
+        res.reset();
+    }
+    lctx.gf_res_prev_active = nullptr;
+    lctx.sched_need_reserve = true;
 }
 
 std::vector<int> llama_kvtool::shift_swa(llama_kv_cache & kv, int delta) {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "archive.h"
 #include "graphs.h"
 #include "layer.h"
 #include "llama-kvtool.h"
@@ -14,6 +15,17 @@
 
 class  llama_kv_cache;
 struct llama_context;
+struct llama_hparams;
+
+namespace kvtool {
+
+// what recall of one layer reads while a graph is computed
+struct recalled_layer {
+    const llama_kvtool * kvtool;
+    size_t               i;
+};
+
+} // namespace kvtool
 
 struct llama_kvtool {
     llama_kvtool_params params;
@@ -35,6 +47,9 @@ struct llama_kvtool {
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
     kvtool::graphs  graphs;
+    kvtool::archive archive;
+
+    std::vector<kvtool::recalled_layer> recalled; // one a layer
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
@@ -103,9 +118,18 @@ struct llama_kvtool {
     // the matrix [n, n] that quantized keys are stored under
     static const std::vector<float> & key_rotation(const llama_kv_cache & kv, int64_t n);
 
+    // the size of that matrix; 0: keys are stored as they are
+    static int key_map(const llama_kv_cache & kv);
+
     // sets the table of cells: n in use, the last at position pos_0 + n - 1 and the others before it; the first n_hidden
     // of them belong to a sequence without queries
     static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0);
+
+    // enters the recalled cells into the table: older than all others
+    void fill_recalled(llama_kv_cache & kv) const;
+
+    // graphs that were made without an archive do not look into it
+    void forget_graphs(llama_context & lctx) const;
 
     // moves the tokens of the table by delta positions, and forgets those that would come before 0; returns the cells
     // whose keys have to turn
@@ -113,6 +137,7 @@ struct llama_kvtool {
 
 private:
     static std::string unsupported(const llama_context & lctx);
+    static std::string no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params);
 
     bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n);
 };

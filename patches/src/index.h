@@ -1,0 +1,33 @@
+// Keys in 8 or 4 bits, to be multiplied with queries fast: sixteen keys lie side by side.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvtool {
+
+// keys that are compared at once
+constexpr int n_side = 16;
+
+// a query in 8 bits
+struct small_query {
+    std::vector<int32_t> fours; // four numbers in each
+
+    float   scale = 0.0f;
+    int32_t sum   = 0;
+
+    void set(const float * query, int64_t n_embd);
+};
+
+// the bytes of n_side keys: [n_embd/4][n_side][4] bytes, with 4 bits two of these in one, then n_side scales
+size_t side_bytes(int64_t n_embd, int n_bit);
+
+// key i of a side
+void set_key(uint8_t * side, int i, const float * key, int64_t n_embd, int n_bit);
+
+// out[n*n_side]: the products of n sides with a query
+void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, int n_bit, float * out);
+
+} // namespace kvtool

@@ -1,0 +1,118 @@
+#include "turns.h"
+
+#include "llama-context.h"
+#include "llama-hparams.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtool {
+
+turns::turns(const llama_context & lctx, int il, int n_map, int n_most) : n_map(n_map) {
+    const auto & model   = lctx.get_model();
+    const auto & hparams = model.hparams;
+    const auto & cparams = lctx.get_cparams();
+
+    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE || !hparams.has_rope(il)) {
+        return;
+    }
+
+    n_embd  = hparams.n_embd_head_k(il);
+    is_neox = hparams.rope_type == LLAMA_ROPE_TYPE_NEOX;
+    n_pair  = hparams.n_rot(il)/2;
+
+    const double freq_base  = model.get_rope_freq_base (cparams, il);
+    const double freq_scale = model.get_rope_freq_scale(cparams, il);
+
+    std::vector<float> factors(n_pair, 1.0f);
+    if (const ggml_tensor * t = model.get_rope_factors(cparams, il)) {
+        ggml_backend_tensor_get(t, factors.data(), 0, n_pair*sizeof(float));
+    }
+
+    float range[2];
+    ggml_rope_yarn_corr_dims(2*n_pair, cparams.n_ctx_orig_yarn, freq_base, cparams.yarn_beta_fast, cparams.yarn_beta_slow, range);
+
+    for (int i = 0; i < n_pair; ++i) {
+        const double own  = pow(freq_base, -i/(double) n_pair)/factors[i];
+        const double ramp = 1.0 - std::min(1.0, std::max(0.0, (i - range[0])/(double) std::max(0.001f, range[1] - range[0])));
+        const double mix  = ramp*cparams.yarn_ext_factor;
+
+        omega.push_back(own*(freq_scale*(1.0 - mix) + mix));
+    }
+
+    const auto fill = [&](std::vector<float> & table, int64_t first, int64_t step, int n) {
+        for (int i = 0; i < n; ++i) {
+            for (const double w : omega) {
+                table.push_back(cos((first + i)*step*w));
+                table.push_back(sin((first + i)*step*w));
+            }
+        }
+    };
+
+    const int n_large = n_most/n_small + 2;
+
+    first_large = -n_large;
+    fill(small, 0, 1, n_small);
+    fill(large, first_large, n_small, 2*n_large + 1);
+}
+
+void turns::map(float * x) const {
+    const float scale = 1.0f/std::sqrt((float) n_map);
+
+    for (float * end = x + n_embd; x < end; x += n_map) {
+        for (int half = 1; half < n_map; half *= 2) {
+            for (int i = 0; i < n_map; i += 2*half) {
+                for (int j = i; j < i + half; ++j) {
+                    const float a = x[j];
+                    const float b = x[j + half];
+                    x[j]        = a + b;
+                    x[j + half] = a - b;
+                }
+            }
+        }
+        for (int i = 0; i < n_map; ++i) {
+            x[i] *= scale;
+        }
+    }
+}
+
+void turns::turn(float * x, int64_t delta) const {
+    if (n_pair == 0 || delta == 0) {
+        return;
+    }
+
+    const int64_t row = (delta >> 8) - first_large;
+
+    std::vector<float> made;
+
+    const float * a = small.data() + (delta & (n_small - 1))*2*n_pair;
+    const float * b = large.data() + row*2*n_pair;
+    if (row < 0 || row*2*n_pair >= (int64_t) large.size()) {
+        for (const double w : omega) {
+            made.push_back(cos((delta - (delta & (n_small - 1)))*w));
+            made.push_back(sin((delta - (delta & (n_small - 1)))*w));
+        }
+        b = made.data();
+    }
+
+    if (n_map > 0) {
+        map(x);
+    }
+    for (int i = 0; i < n_pair; ++i) {
+        const float c = a[2*i]*b[2*i] - a[2*i + 1]*b[2*i + 1];
+        const float s = a[2*i]*b[2*i + 1] + a[2*i + 1]*b[2*i];
+
+        float & u = x[is_neox ? i          : 2*i];
+        float & v = x[is_neox ? i + n_pair : 2*i + 1];
+
+        const float turned = u*c - v*s;
+        v = u*s + v*c;
+        u = turned;
+    }
+    if (n_map > 0) {
+        map(x);
+    }
+}
+
+} // namespace kvtool

@@ -1,0 +1,44 @@
+// RoPE on the host: turns keys and queries by whole positions.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+struct llama_context;
+
+namespace kvtool {
+
+class turns {
+public:
+    turns() = default;
+
+    // the rotation of a layer's keys, for turns by less than n_most positions either way; n_map: the size of the map that
+    // quantized keys are stored under, 0 without one
+    turns(const llama_context & lctx, int il, int n_map, int n_most);
+
+    // rotates a key or a query by delta positions
+    void turn(float * x, int64_t delta) const;
+
+private:
+    bool is_neox = false;
+    int  n_pair  = 0; // none: the layer has no RoPE
+    int  n_map   = 0;
+
+    int64_t n_embd = 0;
+
+    // the map, which undoes itself
+    void map(float * x) const;
+
+    std::vector<double> omega; // [n_pair], radians a position
+
+    // cosine and sine of all pairs, a turn a row: by 0 .. n_small - 1 positions, and by multiples of n_small
+    static constexpr int n_small = 256;
+
+    std::vector<float> small;
+    std::vector<float> large;
+
+    int first_large = 0; // the multiple that `large` begins with
+};
+
+} // namespace kvtool
