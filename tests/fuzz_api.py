@@ -102,8 +102,11 @@ class Fuzz:
         params.log_n, params.ragged = self.maybe(0.2), ragged
         ok = not self.maybe(0.2)
         if not ok:
-            bad = [("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)]
-            setattr(params, *bad[self.rng.integers(5)])
+            bad = [
+                *(("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)),
+                *(("n_recall", -1), ("n_recall", LARGEST)),
+            ]
+            setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if params.signals & Signal.RECENT and params.n_query == LARGEST:
             # of so many queries 100 cells take a terabyte: there is no memory

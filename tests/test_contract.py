@@ -36,7 +36,7 @@ def plans(name, budget, pinned=0, n_plan=5, held=0):
     """A stream's plans: (policy, cache before the plan is applied, view, plan)."""
     policy, cache = make(name, budget)
     for step in range(n_plan):
-        cache.grow(max(budget - cache.n_kv + (0, 0, 1, budget)[step % 4], 1))
+        cache.grow(max(policy.n_live - cache.n_kv + (0, 0, 1, budget)[step % 4], 1))
         view, plan = cache.plan(pinned, held)
         yield policy, cache, view, plan
         cache.apply(plan.keep)
@@ -54,13 +54,13 @@ def test_keeps_fewer_than_the_budget_and_the_same_number_in_every_row_unless_rag
         assert plan.keep.shape == view.pos.shape
         n_kept = set(plan.keep.sum(axis=1).tolist())
         assert len(n_kept) == 1 or policy.ragged
-        assert 1 <= min(n_kept) <= max(n_kept) < policy.budget
+        assert 1 <= min(n_kept) <= max(n_kept) < policy.n_live
 
 
 @every_policy
 def test_keeps_all_that_fits(name):
     policy, cache = make(name, 40)
-    cache.grow(40 - policy.slack)
+    cache.grow(policy.n_keep)
     assert cache.plan()[1].keep.all()
 
 
@@ -90,24 +90,25 @@ def test_keeps_the_sinks(name, budget):
 @every_budget
 @every_evicting_policy
 def test_keeps_pinned_tokens_and_the_newest_as_long_as_both_fit(name, budget):
-    n_keep = budget - policies.default_slack(budget)
-    for pinned in (1, 7, n_keep - 2, n_keep - 1):
+    n_keep = policies.fit(name, budget).n_keep
+    for pinned in (1, min(7, n_keep - 1), n_keep - 2, n_keep - 1):
         for policy, cache, view, plan in plans(name, budget, pinned):
             for row in kept(view, plan):
                 assert row >= {*range(pinned), cache.next - 1}
-                assert len(row) < policy.budget
+                assert len(row) < policy.n_live
             assert len({len(row) for row in kept(view, plan)}) == 1 or policy.ragged
 
 
 @every_budget
 @every_evicting_policy
 def test_keeps_held_tokens_beside_pinned_ones(name, budget):
-    n_keep = budget - policies.default_slack(budget)
-    for pinned, held in ((0, 6), (5, n_keep - 5)):
+    n_keep = policies.fit(name, budget).n_keep
+    # sinks stay as well
+    for pinned, held in ((0, min(6, n_keep - 4)), (5, n_keep - 5)):
         for policy, cache, view, plan in plans(name, budget, pinned, held=held):
             for row in kept(view, plan):
                 assert row >= {*range(pinned), *range(cache.next - held, cache.next)}
-                assert len(row) < policy.budget
+                assert len(row) < policy.n_live
 
 
 @every_policy

@@ -39,7 +39,8 @@ def reference(path, tokens, policy, name, **kwargs):
         budget=policy.budget,
         slack=policy.slack,
         # steps of the engine's length: positions start over between two of them
-        n_batch=policy.slack if policy.ragged else policy.budget,
+        n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
+        recalled=policy.budget - policy.n_live,
         keep=keep,
         observe=observe,
         t=policy.t,
@@ -142,6 +143,24 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
     assert np.abs(got - want.nll).max() < TOLERANCE
     assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
     assert len({len(row) for row in live}) > 1
+
+
+@pytest.mark.parametrize("evict_every", [1, 16])
+@pytest.mark.parametrize("positions", ["original", "auto"])
+@pytest.mark.parametrize("options", [["index=keys"], ["index=keys", "recalled=5", "chunk=4"]], ids=" ".join)
+@pytest.mark.parametrize("rope", ["norm", "neox"])
+def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_every, options):
+    # no token twice: rounding would decide between two of them that are far
+    n = 128 if positions == "original" else 250
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
+    # distances of more than 65 are one
+    path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
+    policy = policies.fit("recall", 48, evict_every, options)
+    want = reference(path, tokens, policy, "recall", positions=positions)
+    with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.context.archive.n > 2 * policy.recalled
+    assert np.abs(got - want.nll).max() < TOLERANCE
 
 
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On

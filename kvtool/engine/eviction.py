@@ -65,6 +65,8 @@ class Eviction:
     def reset(self) -> None:
         """Frees all cells of the cache."""
         self.n_pinned = self.n_held = self.n_planned = self.n_cleared = self.n_evicted = self.n_restart = 0
+        if self.cache.archive:
+            self.cache.archive.keep(0)
         self.plan_s = self.edit_s = 0.0
         self.edit(np.empty((0, 4), np.int32), np.zeros(self.cache.n_row, np.int32), 0)
 
@@ -173,7 +175,7 @@ class Eviction:
 
     def check(self, view: View, plan: Plan) -> np.ndarray:
         """i32[row]: how many cells the plan keeps. Raises StreamEnd or PlanError if it cannot be."""
-        name, n_kv, budget = self._name, self.rows.n_kv, self.policy.budget
+        name, n_kv, budget = self._name, self.rows.n_kv, self.policy.n_live
         if not isinstance(plan, Plan):
             raise PlanError(f"{name}: plan must return a Plan, got {type(plan).__name__}")
         keep = plan.keep
@@ -222,9 +224,13 @@ class Eviction:
         fill_holes(plan.keep, n_keep, source)
         turn = turns(rows, source, n_keep, next_rot) if close or self.in_cache else None
         moves = moves_of(source, turn)
+        if self.cache.archive and not plan.keep[0].all():
+            self._archive(np.flatnonzero(~plan.keep[0]))
         self.edit(moves, n_keep, next_rot, plan.merge)
         self.n_evicted += int((rows.live - n_keep).sum())
         rows.move(moves, n_keep, next_rot)
+        if self.cache.archive:
+            self.cache.archive.rebase(rows.n_past - rows.next_rot)
         try:
             if self.state:
                 self.ask("move", self.state, source)
@@ -244,6 +250,12 @@ class Eviction:
         self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None)
         self.edit_s += time.perf_counter() - start
         self._count_from_here()
+
+    def _archive(self, cells: np.ndarray) -> None:
+        """Archives the tokens in these cells i32[n] of every row."""
+        assert self.cache.archive
+        pos = self.rows.pos[0, cells]
+        self.cache.archive.push(cells[np.argsort(pos)], int(pos.min()))
 
     def hide(self) -> None:
         """Keeps the live cells out of sight of later queries, which clears the signals."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -57,16 +58,18 @@ class Engine:
         self.policy = policy
         self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
         _check(model, policy, settings, self.n_ctx)
-        self.n_cell = n_start = policy.budget
+        self.n_cell = n_start = policy.n_live
         if policy.ragged:
             # llama.cpp's own table holds no more than the tokens between two plans
             n_start = policy.slack + settings.n_batch + 1
-        elif policy.slack and settings.over_budget:
+        elif policy.slack and settings.over_budget and not policy.recall:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
+        self._n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
-        self.context = _cache(model, policy, self._request, settings, prefill.pad(n_start))
+        n_start += policy.budget - policy.n_live
+        self.context = _cache(model, policy, self._request, settings, prefill.pad(n_start), self.n_ctx)
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
         in_cache = settings.positions == "in-cache"
@@ -118,9 +121,15 @@ class Engine:
         return self.eviction.n_evicted // len(self.rows.live)
 
     @property
+    def n_archived(self) -> int:
+        """Evicted tokens that a step may recall."""
+        return self.context.archive.n if self.context.archive else 0
+
+    @property
     def mean_kv(self) -> float:
-        """Live cells per row, the mean of all rows."""
-        return float(self.rows.live.mean())
+        """Cells per row that a query sees, live or recalled: the mean of all rows."""
+        n_recalled = min(self.policy.recall.n_cell, self.n_archived) if self.policy.recall else 0
+        return float(self.rows.live.mean()) + n_recalled
 
     @property
     def state(self) -> State:
@@ -137,6 +146,11 @@ class Engine:
         """Bytes that the policy's state and the rows' table take on the host."""
         return self.rows.pos.nbytes + self.rows.rot.nbytes + sum(array.nbytes for array in self.state)
 
+    @property
+    def archive_bytes(self) -> int:
+        """Bytes that the archive takes on the host."""
+        return self.context.archive.n_bytes if self.context.archive else 0
+
     def cells(self) -> Cells:
         """Which tokens each row holds now."""
         return Cells.of(self.rows)
@@ -152,13 +166,13 @@ class Engine:
     def room(self) -> int:
         """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
         # n_cell is at most n_ctx
-        return min(self.settings.n_batch, self.n_cell - self.rows.n_kv)
+        return min(self._n_batch, self.n_cell - self.rows.n_kv)
 
     @property
     def n_until_plan(self) -> int:
         """Tokens until the next plan; 0 or less if one is due."""
         policy, rows = self.policy, self.rows
-        n = policy.budget - rows.n_kv
+        n = policy.n_live - rows.n_kv
         if rows.ragged:
             n = min(n, self.eviction.n_planned + policy.slack - rows.n_past)
         return n
@@ -283,7 +297,7 @@ class Engine:
                 self._fit(n)
             self._n_fit -= n
         self.decode(tokens, n_output)
-        if rows.n_kv > self.policy.budget:
+        if rows.n_kv > self.policy.n_live:
             self._evict()
 
     def _evict(self) -> None:
@@ -339,8 +353,12 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
             f"{settings.type_k} keys lose too much precision when they are re-rotated at every eviction; "
             "choose --positions auto, or -ctk q8_0"
         )
-    if _prefill(policy, settings) == "whole" and policy.ragged:
+    if _prefill(policy, settings) == "whole" and (policy.ragged or policy.recall):
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
+    if settings.positions == "in-cache" and policy.recall:
+        raise UsageError(
+            f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"
+        )
 
 
 def _prefill(policy: Policy, settings: Settings) -> str:
@@ -351,9 +369,11 @@ def _prefill(policy: Policy, settings: Settings) -> str:
     return how
 
 
-def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n_cell: int) -> Cache:
+def _cache(
+    model: Model, policy: Policy, request: Request, settings: Settings, n_cell: int, n_ctx: int
+) -> Cache:
     """The cache. Raises LibraryError for what needs the patch if the library is without it."""
-    how = {
+    how: dict[str, Any] = {
         "n_output": settings.n_output,
         "type_k": settings.type_k,
         "type_v": settings.type_v,
@@ -361,7 +381,14 @@ def _cache(model: Model, policy: Policy, request: Request, settings: Settings, n
         "n_threads": settings.n_threads,
     }
     if is_patched():
-        return Context(model, n_cell, settings.n_batch, request, ragged=policy.ragged, **how)
+        own: dict[str, Any] = {
+            "ragged": policy.ragged,
+            "archive_type": settings.archive_type,
+            "n_archive": settings.archive,
+            "archive_bytes": settings.archive_bytes,
+            "n_near": n_ctx // 2,
+        }
+        return Context(model, n_cell, settings.n_batch, request, **own, **how)
     lacking = (
         (policy.needs_patch(), f"the policy {type(policy).__name__}"),
         (_prefill(policy, settings) == "whole", "reading a prompt whole, without --prefill stream,"),

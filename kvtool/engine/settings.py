@@ -31,6 +31,11 @@ class Settings:
         than the slack.
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
+    archive, archive_bytes
+        The most tokens in the archive of a policy that recalls, or the most bytes of host memory that it
+        takes; half of the free memory if neither is given. The oldest tokens go for good.
+    archive_type
+        Number format of what a policy recalls from, such as "f16" or "q8_0".
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
@@ -50,6 +55,9 @@ class Settings:
     over_budget: bool = True
     type_k: str = "f16"
     type_v: str = "f16"
+    archive: int | None = None
+    archive_bytes: int | None = None
+    archive_type: str = "q8_0"
     flash: str = "auto"
     n_threads: int | None = None
 
@@ -60,10 +68,10 @@ class Settings:
             raise UsageError(f"prefill must be stream or whole, got {self.prefill!r}")
         if self.flash not in ("on", "off", "auto"):
             raise UsageError(f"flash must be on, off or auto, got {self.flash!r}")
-        for name in ("n_ctx", "n_batch", "n_output", "n_threads"):
+        for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
-        for name in ("type_k", "type_v"):
+        for name in ("type_k", "type_v", "archive_type"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise UsageError(
                     f"{name} must be one of {', '.join(CACHE_TYPES)}, got {getattr(self, name)!r}"

@@ -44,6 +44,8 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
         If the policy has observed these signals already.
     cells.N
         K and V of the Nth layer's live cells, as they are stored.
+    archive, archive.N
+        Of a policy that recalls: as `Archive.save` gives them.
     window, window_cells
         What sliding layers hold, if there are some.
     """
@@ -62,6 +64,8 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
         yield "is_observed", np.ones(1, np.bool_)
     for layer, n_live in enumerate(rows.most_live().tolist()):
         yield f"cells.{layer}", context.cells(layer, n_live)
+    if context.archive:
+        yield from context.archive.save()
     if context.n_swa:
         yield from zip(_SWA, context.swa(), strict=True)
 
@@ -78,6 +82,7 @@ class _Parts(NamedTuple):
     signals: dict[Signal, np.ndarray]
     cells: list[np.ndarray]
     swa: list[np.ndarray]
+    archive: dict[str, np.ndarray]
     is_observed: bool
 
 
@@ -102,7 +107,7 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
 
 
 def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
-    eviction, layer_cells = engine.eviction, saved["layer_cells"]
+    eviction, layer_cells, archive = engine.eviction, saved["layer_cells"], engine.context.archive
     return _Parts(
         counters=dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True)),
         live=saved["live"],
@@ -113,6 +118,7 @@ def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
         signals={signal: _history(engine, signal, saved[name]) for name, signal in eviction.signals.items()},
         cells=[saved[f"cells.{layer}"] for layer in range(len(layer_cells))],
         swa=[saved[name] for name in _SWA] if engine.context.n_swa else [],
+        archive={name: saved[name] for name in archive.names} if archive else {},
         is_observed="is_observed" in saved,
     )
 
@@ -167,6 +173,7 @@ def _fits(engine: Engine, parts: _Parts) -> bool:
             array.dtype == np.float32 and array.shape == context.history_shape(signal, n)
             for signal, array in parts.signals.items()
         )
+        and (not context.archive or context.archive.fits(parts.archive))
         and (not parts.swa or [array.shape for array in parts.swa] == context.swa_shapes)
         and [(array.dtype, array.shape) for array in parts.state] == own_state
     )
@@ -184,6 +191,9 @@ def _put(engine: Engine, parts: _Parts) -> None:
         own[:, : rows.n_kv] = array
     for layer, n_live in enumerate(rows.most_live().tolist()):
         context.set_cells(layer, n_live, parts.cells[layer])
+    if context.archive:
+        context.archive.restore(parts.archive)
+        context.archive.rebase(rows.n_past - rows.next_rot)
     eviction.edit(np.empty((0, 4), np.int32), rows.live, rows.next_rot)
     eviction.n_cleared = parts.counters["eviction", "n_cleared"]
     eviction.is_observed = parts.is_observed

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvtool.llama.archive import Archive
 from kvtool.policy import Merge, Signal
 
 
@@ -35,6 +36,8 @@ class Cache(Protocol):
         i32[layer]: the cells of each layer that has rows.
     cache_bytes
         Bytes of the K and V tensors, those of sliding layers included.
+    archive
+        What has left the cache and may be recalled; None without recall.
     has_logits
         Whether the last decode left logits to sample from.
     """
@@ -57,6 +60,8 @@ class Cache(Protocol):
     def layer_cells(self) -> np.ndarray: ...
     @property
     def cache_bytes(self) -> int: ...
+    @property
+    def archive(self) -> Archive | None: ...
     @property
     def has_logits(self) -> bool: ...
 

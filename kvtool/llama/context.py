@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.llama.archive import INDEX_BITS, Archive
 from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.devices import default_threads, has_gpu
 from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, api, check, error_text, lib
 from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.llama.model import Model
 from kvtool.models.header import read as read_header
-from kvtool.policy import Merge, Request, Signal
+from kvtool.policy import Merge, Recalls, Request, Signal
 
 CACHE_TYPES = {
     "f32": 0,
@@ -211,6 +212,12 @@ class Context(Decoder):
         What a policy needs of the attention.
     ragged
         Whether rows may hold different numbers of cells.
+    archive_type
+        Number format of the archive, if the request recalls from one.
+    n_near
+        Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
+    n_archive, archive_bytes
+        The most archived tokens, or the most bytes that they take; half of the free memory without either.
     how
         As in `Decoder`.
 
@@ -228,6 +235,10 @@ class Context(Decoder):
         request: Request | None = None,
         *,
         ragged: bool = False,
+        archive_type: str = "f16",
+        n_near: int = 0,
+        n_archive: int | None = None,
+        archive_bytes: int | None = None,
         **how: Any,
     ) -> None:
         super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
@@ -235,7 +246,11 @@ class Context(Decoder):
         # keys are no signal of the graph's: they are read from the cache
         signals = int(ask.signals & ~Signal.KEYS)
         self._n_query = max(ask.n_query, 1)
-        wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, ask.log_n, ragged)
+        type_archive = CACHE_TYPES[archive_type]
+        recall = ask.recall or Recalls(n_cell=0, chunk=1, index="keys")
+        n_bit = INDEX_BITS[recall.index]
+        archive = recall.n_cell, n_near, n_bit, type_archive, type_archive
+        wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = error_text()
@@ -244,7 +259,12 @@ class Context(Decoder):
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
-        n_layer = np.count_nonzero(np.diff(self.row_layers)) + 1
+        n_layer = int(np.count_nonzero(np.diff(self.row_layers))) + 1
+        self.archive: Archive | None = None
+        if ask.recall:
+            # a scale of four bytes is beside the bits
+            n_bytes = self.n_dim * n_bit // 8 + 4 if n_bit else 0
+            self.archive = Archive(self._context, n_layer, self.n_row * n_bytes, n_archive, archive_bytes)
         self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
         if model.n_swa and model.n_swa + n_batch > n_cell:
             self.resize(np.full(n_layer, n_cell))

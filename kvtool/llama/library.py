@@ -20,7 +20,7 @@ except (ImportError, OSError, RuntimeError) as error:
     how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
     raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
 
-ABI = 5
+ABI = 6
 """The version of the patch's C API that this kvtool speaks."""
 
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
@@ -58,6 +58,7 @@ class EnableParams(ctypes.Structure):
         ("signals", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("n_query", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("n_recall", "n_near", "n_bit", "type_k", "type_v")),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
     ]
@@ -103,6 +104,14 @@ def _bind_all() -> None:
     bind("llama_kvtool_n_swa", i32, pointer)
     bind("llama_kvtool_get_swa", i64, pointer, pointer, pointer)
     bind("llama_kvtool_set_swa", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64)
+    bind("llama_kvtool_base", i32, pointer, i64)
+    bind("llama_kvtool_forget", i32, pointer, i64)
+    bind("llama_kvtool_get_archive", i64, pointer, i32, pointer, i64, i64)
+    bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, i64, i64)
+    bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
+    bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
+    bind("llama_kvtool_archive_bytes", i64, pointer)
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
 
 

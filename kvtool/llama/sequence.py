@@ -33,6 +33,7 @@ class SequenceContext(Decoder):
     # no policy that reads keys runs here
     n_dim = 0
     n_swa = 0
+    archive = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)

@@ -57,9 +57,12 @@ class Holdings:
 
 
 def n_forgotten(engine: Engine) -> int:
-    """How many tokens of the stream no row holds any more. The cost grows with the cells, not the stream."""
+    """How many tokens of the stream no row holds any more, nor the archive.
+
+    The cost grows with the cells, not the stream.
+    """
     held = np.sort(_held(engine)[1])
-    return engine.n_past - int(np.count_nonzero(np.diff(held, prepend=-1)))
+    return engine.n_past - int(np.count_nonzero(np.diff(held, prepend=-1))) - engine.n_archived
 
 
 def watch(

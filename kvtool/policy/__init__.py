@@ -5,10 +5,10 @@ order: `View.pos[row, cell]` says which token of the stream a cell holds.
 """
 
 from kvtool.policy.base import Policy, State, split_budget
-from kvtool.policy.checks import check_choice, check_kept
+from kvtool.policy.checks import check_choice, check_kept, check_whole
 from kvtool.policy.plan import Merge, Plan, true_cells
 from kvtool.policy.ranked import Ranked, keep_ranked, protected, sum_rows
-from kvtool.policy.view import SIGNALS, Request, Signal, View
+from kvtool.policy.view import SIGNALS, Recalls, Request, Signal, View
 
 __all__ = [
     "SIGNALS",
@@ -16,12 +16,14 @@ __all__ = [
     "Plan",
     "Policy",
     "Ranked",
+    "Recalls",
     "Request",
     "Signal",
     "State",
     "View",
     "check_choice",
     "check_kept",
+    "check_whole",
     "keep_ranked",
     "protected",
     "split_budget",

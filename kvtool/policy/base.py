@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from kvtool.policy.plan import Plan, true_cells
-from kvtool.policy.view import Request, Signal, View
+from kvtool.policy.view import Recalls, Request, Signal, View
 
 if TYPE_CHECKING:
     from typing import Self
@@ -91,7 +91,17 @@ class Policy:
     @property
     def n_keep(self) -> int:
         """Cells of a row after an eviction."""
-        return self.budget - self.slack
+        return self.n_live - self.slack
+
+    @property
+    def recall(self) -> Recalls | None:
+        """What a step brings back of what was evicted; None: what is evicted is forgotten."""
+        return None
+
+    @property
+    def n_live(self) -> int:
+        """The most live cells of a row: the budget without the cells for recalled tokens."""
+        return self.budget - (self.recall.n_cell if self.recall else 0)
 
     @property
     def exempt(self) -> tuple[int, int]:
@@ -100,7 +110,7 @@ class Policy:
 
     def request(self) -> Request:
         """What llama.cpp computes for this policy, as one object."""
-        return Request(self.reads, self.n_query, self.group, self.t, self.logn)
+        return Request(self.reads, self.n_query, self.group, self.t, self.logn, self.recall)
 
     @classmethod
     def needs_patch(cls) -> bool:
@@ -110,7 +120,7 @@ class Policy:
         """
         own = (
             getattr(cls, name)
-            for name in ("reads", "logn")
+            for name in ("reads", "logn", "recall")
             if getattr(cls, name) is not getattr(Policy, name)
         )
         return cls.ragged or any(own)
@@ -125,7 +135,8 @@ class Policy:
 
         pinned: number of first tokens that are never evicted. Only those beyond the sinks are counted.
         """
-        return split_budget(self.budget, self.slack, *self.exempt, pinned)
+        parts = split_budget(self.n_live, self.slack, *self.exempt, pinned)
+        return parts | ({"recalled": self.recall.n_cell} if self.recall else {})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """The state: zeroed arrays [row, n_cell, ...]; n_dim is the length of a key.

@@ -47,6 +47,25 @@ SIGNALS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Recalls:
+    """What a step brings back from the archive, where evicted tokens go.
+
+    Attributes
+    ----------
+    n_cell
+        Cells of each row that a step fills with archived tokens.
+    chunk
+        The most tokens of a step: they share one choice.
+    index
+        What archived tokens are chosen by: their "keys", or these in 8 or 4 bits, "q8" or "q4".
+    """
+
+    n_cell: int
+    chunk: int
+    index: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What llama.cpp computes for a policy: how it reduces each step's attention, and scales it.
 
@@ -62,6 +81,8 @@ class Request:
         What t counts in `Signal.HITS`, `Signal.IMPORTANT` and log_n: tokens of the "stream" or live "cells".
     log_n
         Whether attention logits are multiplied by log_512(t).
+    recall
+        What a step brings back of what was evicted; None: nothing.
 
     Raises ValueError or TypeError for a value that none of these takes.
     """
@@ -71,6 +92,7 @@ class Request:
     group: str = "sum"
     t: str = "stream"
     log_n: bool = False
+    recall: Recalls | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.signals, Signal):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -25,3 +26,21 @@ def rss_bytes() -> int | None:
     import resource
 
     return n_page * resource.getpagesize()
+
+
+def free_bytes() -> int:
+    """The memory that programs can still take, in bytes; half of all where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return total_bytes() // 2
+
+
+def total_bytes() -> int:
+    """The machine's memory in bytes; 8 GiB if the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 8 * 2**30

@@ -120,6 +120,7 @@ class Row:
         self.seen = []
         self.old = []
         self.notes = []
+        self.archive = Archive(head_dim)
 
     def __len__(self):
         return len(self.pos)
@@ -171,6 +172,25 @@ class Row:
         return index
 
 
+class Archive:
+    """What a row has evicted, in the order of the stream: pos, key and value as a row has them."""
+
+    def __init__(self, head_dim):
+        self.pos = np.empty(0, np.int64)
+        self.key = np.empty((0, head_dim // 2), np.complex128)
+        self.value = np.empty((0, head_dim))
+
+    def append(self, row, gone):
+        for name in ("pos", "key", "value"):
+            setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
+
+    def choose(self, products, k):
+        """The k entries that get the most from products f64[query, n], each less its query's highest."""
+        score = (products - products.max(axis=-1, keepdims=True)).max(axis=0)
+        # among equal scores the newer one
+        return np.sort(np.lexsort((-self.pos, -score))[:k])
+
+
 class Stream:
     """A text being decoded. rows[layer][head]: what is left of it, of layers that do not slide.
 
@@ -178,7 +198,9 @@ class Stream:
 
     counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
-    multiplied by log_512(t). observe: a twin's, or None.
+    multiplied by log_512(t). observe: a twin's, or None. recalled: how many evicted entries a step attends to
+    beside each row's own. far: those that at the last eviction were farther than n_near from the next token
+    are taken to be n_near away from the step's first.
     """
 
     def __init__(
@@ -191,6 +213,8 @@ class Stream:
         t="stream",
         logn=False,
         observe=None,
+        recalled=0,
+        n_near=None,
     ):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
@@ -202,6 +226,9 @@ class Stream:
         self.t = t
         self.logn = logn
         self.observe = observe
+        self.recalled = recalled
+        self.n_near = n_near or self.n_ctx_train // 2
+        self.far = 0
         self.next = 0
         self.rows = [
             [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
@@ -245,7 +272,10 @@ class Stream:
             for row, own, positions, terms in zip(rows, records, kept, merges, strict=True):
                 row.old = [record["old"] for record in own]
                 row.merge(terms)
+                if self.recalled:
+                    row.archive.append(row, ~np.isin(row.pos, positions))
                 row.keep(positions)
+        self.far = self.next - self.n_near
         if self.in_cache:
             self._close_gaps(self.counter)
 
@@ -276,9 +306,15 @@ class Stream:
             scores[:, row.pos > pos[:, None]] = -np.inf
             if slides:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
+            values = row.value
+            if len(row.archive.pos) and not slides:
+                products, chosen = self._recall(row.archive, asked, pos[0], rot[0])
+                scores = np.concatenate((scores, products / np.sqrt(model.head_dim)), axis=-1)
+                values = np.concatenate((values, row.archive.value[chosen]))
             attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attn /= attn.sum(axis=-1, keepdims=True)
-            out[mine] = attn @ row.value
+            out[mine] = attn @ values
+            attn = attn[..., : len(row)]
             row.mass += attn.sum(axis=(0, 1))
             row.last = attn[:, -1].sum(axis=0)
             if slides:
@@ -289,6 +325,14 @@ class Stream:
                     if at <= step:
                         seen.append((n, own))
         return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
+
+    def _recall(self, archive, asked, first, rot):
+        """Products of all queries with the chosen entries, and which these are."""
+        at = np.where(archive.pos < self.far, rot - self.n_near, rot - (first - archive.pos))
+        keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[False]))).view(np.float64)
+        products = asked @ keys.T
+        chosen = archive.choose(products.reshape(-1, len(keys)), self.recalled)
+        return products[..., chosen], chosen
 
     def _make_room(self, m):
         """Closes all gaps and starts over where m more tokens would go past the trained context."""
@@ -335,6 +379,7 @@ def run(
     t="stream",
     logn=False,
     ragged=False,
+    recalled=0,
     **params,
 ):
     """Scores a text in batches of n_batch tokens (slack; all at once without one), never over the budget.
@@ -351,14 +396,16 @@ def run(
         t=t,
         logn=logn,
         observe=observe,
+        recalled=recalled,
     )
+    n_live = None if budget is None else budget - recalled
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
         m = min(n_batch or slack or len(tokens), len(tokens) - at)
         if budget is not None:
-            m = min(m, budget - stream.n)
+            m = min(m, n_live - stream.n)
         if m < 1:
-            raise ValueError(f"an eviction must leave fewer than {budget} entries, got {stream.n}")
+            raise ValueError(f"an eviction must leave fewer than {n_live} entries, got {stream.n}")
         batch_logits = stream.decode(tokens[at : at + m])
         at += m
         targets = np.asarray(tokens[at - m + 1 : at + 1], np.int64)
@@ -368,7 +415,7 @@ def run(
         nll.append(total - scored[np.arange(len(targets)), targets])
         if logits:
             kept_logits.append(batch_logits)
-        if budget is not None and (ragged or stream.n >= budget):
+        if budget is not None and (ragged or stream.n >= n_live):
             stream.evict(keep, pinned=pinned, budget=budget, slack=slack, **params)
             counts = {len(row) for rows in stream.rows for row in rows}
             if len(counts) > 1 and not ragged:

@@ -1,0 +1,140 @@
+"""The archive: keys and values that have left the cache, in host memory, which later steps recall from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from kvtool.errors import UsageError
+from kvtool.llama.library import check, lib
+from kvtool.system.memory import free_bytes
+from kvtool.units import format_bytes
+
+INDEX_BITS = {"keys": 0, "q8": 8, "q4": 4}
+"""What archived keys are chosen by, and the bits that a number of it takes; 0: the keys themselves."""
+
+_TABLE = "archive"
+_N_FIXED = 3
+
+
+class Archive:
+    """The archive of a patched llama.cpp's context: tokens by their positions in the stream, without gaps.
+
+    Parameters
+    ----------
+    context
+        llama.cpp's own context.
+    n_layer
+        Layers that have rows.
+    index_bytes
+        Bytes of the index that one token takes.
+    n_max, max_bytes
+        The most tokens, or the most bytes that they take; half of the free memory if neither is given.
+
+    Raises
+    ------
+    UsageError
+        For bytes that hold no token.
+    """
+
+    def __init__(
+        self, context: object, n_layer: int, index_bytes: int, n_max: int | None, max_bytes: int | None
+    ) -> None:
+        self._context = context
+        self._n_layer = n_layer
+        self._index_bytes = index_bytes
+        if max_bytes is not None and max_bytes < self.token_bytes:
+            raise UsageError(
+                f"an archive of {format_bytes(max_bytes)} holds no token; "
+                f"one takes {format_bytes(self.token_bytes)}"
+            )
+        most = free_bytes() // 2 if max_bytes is None else max_bytes
+        self.n_max = n_max or max(most // self.token_bytes, 1)
+
+    def push(self, cells: np.ndarray, pos_0: int) -> None:
+        """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
+
+        The oldest go for good where there are more than n_max.
+        """
+        cells = np.ascontiguousarray(cells, np.int32)
+        check(lib.llama_kvtool_archive(self._context, cells.ctypes.data, len(cells), pos_0))
+        self.keep(self.n_max)
+
+    def rebase(self, base: int) -> None:
+        """From now on, keys in the cache are rotated to their position in the stream less base."""
+        check(lib.llama_kvtool_base(self._context, base))
+
+    def keep(self, n: int) -> None:
+        """Forgets all but the newest n tokens."""
+        check(lib.llama_kvtool_forget(self._context, n))
+
+    @property
+    def n(self) -> int:
+        """Tokens in it."""
+        begin, end = self._table()[:2].tolist()
+        return int(end - begin)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of host memory that it takes now."""
+        return int(lib.llama_kvtool_archive_bytes(self._context))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes."""
+        return self._index_bytes + sum(self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer))
+
+    def save(self) -> Iterator[tuple[str, np.ndarray]]:
+        """What `restore` takes: arrays by name, one at a time."""
+        table = self._table()
+        begin, end = table[:2].tolist()
+        yield _TABLE, table
+        for layer in range(self._n_layer):
+            data = np.empty(self._layer_bytes(layer, begin, end), np.uint8)
+            check(lib.llama_kvtool_get_archive(self._context, layer, data.ctypes.data, begin, end))
+            yield f"{_TABLE}.{layer}", data
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Continues from what `save` gave. Raises LibraryError if llama.cpp refuses it."""
+        table = np.ascontiguousarray(saved[_TABLE], np.int64)
+        begin, end = table[:2].tolist()
+        for layer in range(self._n_layer):
+            data = np.ascontiguousarray(saved[f"{_TABLE}.{layer}"])
+            check(lib.llama_kvtool_set_archive(self._context, layer, data.ctypes.data, begin, end))
+        check(lib.llama_kvtool_set_archive_table(self._context, table.ctypes.data, len(table)))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arrays that `save` gives."""
+        return [_TABLE, *(f"{_TABLE}.{layer}" for layer in range(self._n_layer))]
+
+    def fits(self, saved: Mapping[str, np.ndarray]) -> bool:
+        """Whether `save` may have given this."""
+        table = saved[_TABLE]
+        if not (
+            table.dtype == np.int64
+            and table.ndim == 1
+            and len(table) >= _N_FIXED
+            and len(table) % 2 == 1
+            and 0 <= table[0] <= table[1]
+            and 0 <= table[2] <= table[1]
+            and (len(table) > _N_FIXED or table[0] == table[1])
+        ):
+            return False
+        begin, end = table[:2].tolist()
+        layers = [saved[name] for name in self.names[1:]]
+        return all(
+            data.dtype == np.uint8 and data.nbytes == self._layer_bytes(layer, begin, end)
+            for layer, data in enumerate(layers)
+        )
+
+    def _table(self) -> np.ndarray:
+        table = np.empty(lib.llama_kvtool_get_archive_table(self._context, None, 0), np.int64)
+        check(lib.llama_kvtool_get_archive_table(self._context, table.ctypes.data, len(table)))
+        return table
+
+    def _layer_bytes(self, layer: int, begin: int, end: int) -> int:
+        n_bytes: int = lib.llama_kvtool_set_archive(self._context, layer, None, begin, end)
+        check(n_bytes)
+        return n_bytes

@@ -1,0 +1,14 @@
+"""Recall: StreamingLLM's rows in what the recalled tokens leave of the budget.
+
+Which archived tokens a step recalls, tests/reference/transformer.py says.
+"""
+
+from tests.reference import streamingllm
+
+CASES = [[], ["sinks=0"], ["recalled=2"]]
+
+
+def keep(rows, *, next, pinned, budget, slack, sinks, recalled, chunk, index):
+    return streamingllm.keep(
+        rows, next=next, pinned=pinned, budget=budget - recalled, slack=slack, sinks=sinks
+    )

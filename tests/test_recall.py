@@ -1,0 +1,168 @@
+"""Recall: what leaves the window is archived, and comes back in the step that asks for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.errors import KvtoolError, SessionError, UsageError
+from kvtool.measure import perplexity
+from tests import saved
+from tests.running import TOLERANCE, open_engine, text
+
+pytestmark = pytest.mark.engine
+
+
+def fit(budget=48, evict_every=16, **params):
+    return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])
+
+
+def scores(path, policy, tokens, **settings):
+    with open_engine(path, policy, **settings) as engine:
+        return perplexity.stream(engine, tokens)
+
+
+@pytest.mark.parametrize("index", ["keys", "q8", "q4"])
+@pytest.mark.parametrize(
+    ("flash", "kind", "tolerance"),
+    # flash attention takes keys in half precision, and adds them up in another order
+    [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("on", "q8_0", 0.1)],
+)
+def test_an_archive_no_larger_than_what_is_recalled_is_the_full_cache(
+    tiny_model, index, flash, kind, tolerance
+):
+    path, tokens = tiny_model(n_head_kv=2), text(120)
+    settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
+    full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
+    kept = scores(path, policies.fit("streamingllm", 64, 16), tokens, **settings)
+    with open_engine(path, fit(128, recalled=64, index=index), archive_type=kind, **settings) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.context.archive.n == 64
+    assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
+
+
+def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(64)
+    want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)
+    with open_engine(path, fit(128, recalled=32)) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.context.archive.n == 0
+    assert (got == want).all()
+
+
+def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(400)
+    with open_engine(path, fit(), archive=40) as engine:
+        perplexity.stream(engine, tokens)
+        assert engine.context.archive.n == 40
+        table = dict(engine.context.archive.save())["archive"]
+        live = engine.cells().pos[0]
+        # up to the window, which follows it
+        assert table[1] == live[live >= 4].min()
+
+
+def test_what_is_forgotten_is_not_recalled(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    few, many = (scores(path, fit(), tokens, archive=n) for n in (20, 1000))
+    assert not np.allclose(few, many)
+
+
+@pytest.mark.parametrize("kinds", [("f32", "f32"), ("f16", "q8_0")])
+def test_a_saved_stream_goes_on_as_one_that_never_stopped(tiny_model, kinds):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=130), text(300)
+    settings = {"type_k": kinds[0], "archive_type": kinds[1], "archive": 100}
+    policy = fit()
+    with open_engine(path, policy, **settings) as engine:
+        perplexity.stream(engine, tokens[:250])
+        saved = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[250:])
+        assert engine.n_restart > 0
+    with open_engine(path, policy, **settings) as engine:
+        engine.restore(saved)
+        assert (perplexity.stream(engine, tokens[250:]) == want).all()
+        # and once more, over what is there now
+        engine.restore(saved)
+        assert (perplexity.stream(engine, tokens[250:]) == want).all()
+
+
+def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit()) as engine:
+        perplexity.stream(engine, tokens)
+        saved = {name: array.copy() for name, array in engine.save()}
+        for name, wrong in (
+            ("archive", saved["archive"][:2]),
+            ("archive", saved["archive"].astype(np.int32)),
+            ("archive.0", saved["archive.0"][:-1]),
+        ):
+            with pytest.raises(SessionError):
+                engine.restore(saved | {name: wrong})
+
+
+def test_a_new_stream_begins_with_an_empty_archive(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit()) as engine:
+        first = perplexity.stream(engine, tokens)
+        engine.reset()
+        assert engine.context.archive.n == 0
+        assert (perplexity.stream(engine, tokens) == first).all()
+
+
+@pytest.mark.parametrize("settings", [{"positions": "in-cache"}, {"prefill": "whole"}], ids=str)
+def test_what_recall_cannot_do_is_one_line(tiny_model, settings):
+    with pytest.raises(UsageError, match="Recall"), open_engine(tiny_model(), fit(), **settings):
+        pass
+
+
+WRONG = [{"recalled": 0}, {"recalled": 40}, {"chunk": 0}, {"index": "q2"}]
+
+
+@pytest.mark.parametrize("params", WRONG, ids=str)
+def test_parameters_that_cannot_work_are_refused(params):
+    with pytest.raises(UsageError):
+        fit(**params)
+
+
+@pytest.mark.parametrize("positions", ["original", "auto"])
+def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, positions):
+    rng = np.random.default_rng(5)
+    policy, tokens, at = fit(48, 8), text(600), 0
+    with open_engine(tiny_model(n_ctx_train=1024), policy, positions=positions) as engine:
+        while at < len(tokens):
+            engine.evict_if_due()
+            n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
+            engine.step(tokens[at : at + n])
+            at += n
+            n_recalled = min(engine.n_archived, policy.recalled)
+            assert engine.n_kv + n_recalled <= 48
+            # llama.cpp's own table has the recalled cells, too
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_recalled
+        assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
+
+
+def test_a_prompt_is_read_in_steps_of_the_chunk(tiny_model):
+    steps = []
+    with open_engine(tiny_model(), fit(96, 8, chunk=12)) as engine:
+        decode = engine.decode
+        engine.decode = lambda tokens, n_output: (steps.append(len(tokens)), decode(tokens, n_output))
+        engine.read(text(300))
+    assert max(steps) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
+        ({"archive_bytes": 100}, "an archive of 100 B holds no token"),
+    ],
+    ids=str,
+)
+def test_an_archive_that_cannot_be_is_one_line(tiny_model, settings, line):
+    with (
+        pytest.raises(KvtoolError, match=line),
+        open_engine(
+            tiny_model(head_dim=8), fit(), **({"archive_type": "f16"} | settings)
+        ),
+    ):
+        pass
