@@ -58,6 +58,8 @@ def chat(
     rpc: opt.Rpc = None,
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
+    archive: opt.Archive = None,
+    archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
     verbose: opt.Verbose = False,

@@ -90,8 +90,9 @@ class Terminal:
         from kvtool.units import format_bytes
 
         engine = self.engine
+        archived = f"{engine.n_archived:,} archived, " if engine.context.archive else ""
         return (
-            f"{engine.n_past:,} tokens, {n_forgotten(engine):,} forgotten \u00b7 "
+            f"{engine.n_past:,} tokens, {archived}{n_forgotten(engine):,} forgotten \u00b7 "
             f"{engine.mean_kv:,.0f}/{engine.policy.budget:,} cells \u00b7 "
             f"cache {format_bytes(engine.cache_bytes)} \u00b7 {self.tokens_per_s:.1f} tokens/s"
         )

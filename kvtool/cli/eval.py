@@ -99,6 +99,8 @@ def evaluate(
     rpc: opt.Rpc = None,
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
+    archive: opt.Archive = None,
+    archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     json_to: Annotated[
         str | None,

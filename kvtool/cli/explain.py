@@ -114,10 +114,11 @@ def _memory(engine: Engine) -> str:
     from kvtool.units import format_bytes
 
     cells = f"{engine.context.n_cell:,} cells per row{' at the start' if engine.policy.ragged else ''}"
-    return (
-        f"K and V {format_bytes(engine.cache_bytes)} ({cells}), "
-        f"policy state {format_bytes(engine.host_bytes)}"
-    )
+    state = f"policy state {format_bytes(engine.host_bytes)}"
+    if archive := engine.context.archive:
+        most = format_bytes(archive.n_max * archive.token_bytes)
+        state += f", an archive of at most {archive.n_max:,} tokens ({most}) in host memory"
+    return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 
 
 def _eviction(engine: Engine, what: str, n_text: int) -> str:

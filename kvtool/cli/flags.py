@@ -160,6 +160,21 @@ TypeV = Annotated[
     typer.Option("-ctv", "--cache-type-v", metavar="TYPE", help="Type of the cached values, as for keys."),
 ]
 
+Archive = Annotated[
+    str | None,
+    typer.Option(
+        "--archive",
+        metavar="N",
+        help="With --policy recall: the most tokens (20000) or bytes (2GiB) archived in host memory; "
+        "half of the free memory unless given.",
+    ),
+]
+
+ArchiveType = Annotated[
+    str,
+    typer.Option("--archive-type", metavar="TYPE", help="Type of the archived keys and values, as for -ctk."),
+]
+
 Flash = Annotated[
     str, typer.Option("-fa", "--flash-attn", metavar="MODE", help="Flash attention: on, off or auto.")
 ]

@@ -49,6 +49,8 @@ def generate(
     rpc: opt.Rpc = None,
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
+    archive: opt.Archive = None,
+    archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
     verbose: opt.Verbose = False,
@@ -148,6 +150,8 @@ def _finish(
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
             "state_bytes": engine.host_bytes,
+            "archived": engine.n_archived,
+            "archive_bytes": engine.archive_bytes,
             "prompt_s": read_in,
             "tokens_per_s": n_written / wrote_in if wrote_in else None,
         }

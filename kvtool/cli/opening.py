@@ -46,6 +46,8 @@ class EngineOptions:
     verbose: bool
     prefill: str | None = None
     rpc: str | None = None
+    archive: str | None = None
+    archive_type: str = "q8_0"
 
     @classmethod
     def of(cls, context: typer.Context) -> EngineOptions:
@@ -141,17 +143,23 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     """
     from kvtool.models.header import CACHE_TYPES
 
-    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
+    types = (("-ctk", wanted.type_k), ("-ctv", wanted.type_v), ("--archive-type", wanted.archive_type))
+    for flag, kind in types:
         if kind not in CACHE_TYPES:
             raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
     check_flash(wanted.flash)
 
     from kvtool import policies
+    from kvtool.policy import Policy
 
     policy = policies.load(wanted.policy)
     if not policy.evicts and wanted.budget:
         raise UsageError(f"`{wanted.policy}` keeps every token and takes no --budget; -c sets its cache size")
     policies.parse_options(policy, wanted.options or [])
+    if wanted.archive:
+        archive_of(wanted.archive)
+        if policy.recall is Policy.recall:
+            raise UsageError(f"`{wanted.policy}` forgets what it evicts; --archive goes with --policy recall")
     workers_of(wanted.rpc, wanted.gpu_layers)
     return resolved(wanted.model)
 
@@ -160,6 +168,22 @@ def check_flash(flash: str) -> None:
     """Raise UsageError for a value that -fa does not take."""
     if flash not in ("on", "off", "auto"):
         raise UsageError(f"-fa must be on, off or auto, got {flash!r}")
+
+
+def archive_of(text: str) -> dict[str, int]:
+    """The settings that --archive stands for: "20000" tokens, or "2GiB". Raises UsageError."""
+    from kvtool.units import parse_bytes
+
+    text = text.strip()
+    if text.isdecimal() and int(text) > 0:
+        return {"archive": int(text)}
+    try:
+        n_bytes = parse_bytes(text)
+    except UsageError:
+        n_bytes = 0
+    if n_bytes < 1 or text.isdecimal():
+        raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}")
+    return {"archive_bytes": n_bytes}
 
 
 def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
@@ -273,6 +297,8 @@ def settings_of(
         over_budget=over_budget,
         type_k=wanted.type_k,
         type_v=wanted.type_v,
+        archive_type=wanted.archive_type,
         flash=wanted.flash,
         n_threads=wanted.threads,
+        **(archive_of(wanted.archive) if wanted.archive else {}),
     )
