@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.engine.outlook import first_plan
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.measure import perplexity
 from tests import saved
@@ -166,3 +167,18 @@ def test_an_archive_that_cannot_be_is_one_line(tiny_model, settings, line):
         ),
     ):
         pass
+
+
+@pytest.mark.parametrize("n_text", [0, 100])
+def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
+    with open_engine(tiny_model(), fit(96, 8)) as engine:
+        foretold = first_plan(engine, n_text)
+        if n_text:
+            for _ in engine.steps(text(n_text), late=True):
+                if engine.n_evicted:
+                    break
+        while not engine.n_evicted:
+            engine.evict_if_due()
+            engine.step(text(1))
+        # the step after it has been read, too, unless a text was in the way
+        assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))

@@ -70,6 +70,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         )
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
+    if engine.policy.recall:
+        share += ", and the others go to host memory"
     return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
 
 
@@ -161,7 +163,7 @@ def _prefill(engine: Engine) -> str:
 
 
 def _batch(engine: Engine) -> int:
-    return min(engine.settings.n_batch, engine.n_cell)
+    return min(engine.n_batch, engine.n_cell)
 
 
 def _percent(part: int, n: int) -> str:

@@ -39,6 +39,8 @@ class Engine:
         Context length: the most positions that keys are rotated to.
     n_cell
         The most tokens that the cache takes before an eviction.
+    n_batch
+        The most tokens of a step.
     context
         The cache in llama.cpp, whose `logits()` are those of the last step.
     rows
@@ -65,7 +67,7 @@ class Engine:
         elif policy.slack and settings.over_budget and not policy.recall:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
-        self._n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
+        self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
         n_start += policy.budget - policy.n_live
@@ -166,7 +168,7 @@ class Engine:
     def room(self) -> int:
         """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
         # n_cell is at most n_ctx
-        return min(self._n_batch, self.n_cell - self.rows.n_kv)
+        return min(self.n_batch, self.n_cell - self.rows.n_kv)
 
     @property
     def n_until_plan(self) -> int:

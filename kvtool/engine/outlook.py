@@ -16,8 +16,8 @@ def first_plan(engine: Engine, n_text: int = 0) -> int | None:
         return None
     if engine.reads_whole(n_text):
         return n_text
-    due = min(policy.budget, policy.slack) if policy.ragged else policy.budget
-    if not settings.over_budget:
+    due = min(policy.budget, policy.slack) if policy.ragged else policy.n_live
+    if not settings.over_budget or policy.recall:
         return due
     # a text is read in whole batches, as long as they fit
     n_batch = settings.n_batch
