@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
+
+_EVERY_S = 1 / 12
+"""Seconds from one drawing to the next."""
 
 
 class MarkdownStream:
@@ -16,14 +21,16 @@ class MarkdownStream:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._text = ""
-        self._live = Live(console=console, refresh_per_second=12, vertical_overflow="visible", transient=True)
+        # drawn by this thread: one of its own would keep to itself that the terminal is gone
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible", transient=True)
+        self._drawn = 0.0
 
     def __enter__(self) -> MarkdownStream:
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.update("")
+        self._live.update("", refresh=True)
         self._live.stop()
         self._print(self._text)
 
@@ -31,10 +38,14 @@ class MarkdownStream:
         self._text += piece
         done, rest = self._split()
         if done:
-            self._live.update("")
+            self._live.update("", refresh=True)
             self._print(done)
             self._text = rest
-        self._live.update(Markdown(self._text))
+        now = time.monotonic()
+        is_due = now - self._drawn >= _EVERY_S
+        if is_due:
+            self._drawn = now
+        self._live.update(Markdown(self._text), refresh=is_due)
 
     def _split(self) -> tuple[str, str]:
         """The finished blocks, and the open one. A blank line inside a code fence ends no block."""
