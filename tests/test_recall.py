@@ -7,8 +7,9 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine.outlook import first_plan
-from kvtool.errors import KvtoolError, SessionError, UsageError
+from kvtool.errors import KvtoolError, PlanError, SessionError, UsageError
 from kvtool.measure import perplexity
+from kvtool.policies.recall import Recall
 from tests import saved
 from tests.running import TOLERANCE, open_engine, text
 
@@ -182,3 +183,61 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
             engine.step(text(1))
         # the step after it has been read, too, unless a text was in the way
         assert engine.n_past - foretold in ((0, 1) if not n_text else range(engine.n_batch + 1))
+
+
+def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
+    with open_engine(tiny_model(), fit(96, 8)) as engine:
+        n_keep = engine.policy.n_keep
+        for take in (engine.pin, engine.hold):
+            with pytest.raises(UsageError, match="choose a budget of"):
+                take(n_keep)
+        engine.pin(n_keep - 1)
+        engine.read(text(200))
+        assert engine.cells().pos[0, -1] == 199
+        with pytest.raises(UsageError, match="archived already"):
+            engine.pin(3)
+        engine.pin(n_keep - 1)
+
+
+def test_a_closed_engine_says_so(tiny_model):
+    with open_engine(tiny_model(), fit()) as engine:
+        engine.read(text(100))
+        engine.close()
+        with pytest.raises(UsageError):
+            engine.reset()
+        with pytest.raises(UsageError):
+            _ = engine.n_archived
+
+
+def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(300)
+    with open_engine(path, fit()) as engine:
+        perplexity.stream(engine, tokens)
+        saved = {name: array.copy() for name, array in engine.save()}
+    with open_engine(path, fit(), archive=50) as engine:
+        engine.restore(saved)
+        assert engine.n_archived == 50
+
+
+@pytest.mark.parametrize(
+    "table",
+    # begins after its end; ends after the stream; far after its end; frames beyond it, before it, not rising
+    [[9, 8, 0, 0, 0], [0, 2**62, 0, 0, 0], [0, 8, 9, 0, 0], [0, 8, 0, 0, 0, 900, 0], [0, 8, 0, 1, 0]],
+    ids=str,
+)
+def test_a_table_that_cannot_be_is_refused(tiny_model, table):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        perplexity.stream(engine, text(100))
+        saved = {name: array.copy() for name, array in engine.save()}
+        with pytest.raises(SessionError):
+            engine.restore(saved | {"archive": np.array(table, np.int64)})
+
+
+def test_rows_that_evict_different_tokens_are_refused(tiny_model):
+    class Uneven(Recall):
+        def scores(self, view, state):
+            return np.random.default_rng(1).random(view.pos.shape, np.float32)
+
+    policy = Uneven(48, 16, 16)
+    with open_engine(tiny_model(n_head_kv=2), policy) as engine, pytest.raises(PlanError, match="archived"):
+        engine.read(text(100))

@@ -246,7 +246,7 @@ class Keeper:
             "key_type": settings.type_k,
             "value_type": settings.type_v,
             "llama_cpp": library_info()["version"],
-        }
+        } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
 
 
 def open_transcript(path: Path) -> Log:
@@ -271,6 +271,7 @@ _FLAGS = {
     "positions": "--positions {}",
     "context": "-c {}",
     "key_type": "-ctk {}",
+    "archive_type": "--archive-type {}",
     "value_type": "-ctv {}",
     "llama_cpp": "llama.cpp {}",
 }

@@ -90,21 +90,31 @@ class Eviction:
         return ask(self.policy, what, *args)
 
     def pin(self, n: int) -> None:
-        """The first n tokens of the stream are never evicted. Raises UsageError for too many."""
-        room = self.policy.budget - self.policy.slack
+        """The first n tokens of the stream are never evicted.
+
+        Raises UsageError for too many, and for another number once tokens are archived: they have no gaps.
+        """
+        room = self.policy.n_keep
         if n >= room:
             raise UsageError(
                 f"the pinned text takes {n} of {room} cells; "
-                f"choose a budget of {n + self.policy.slack + 64} or more, or a shorter text"
+                f"choose a budget of {self._budget_for(n)} or more, or a shorter text"
             )
+        if n != self.n_pinned and self.cache.archive and self.cache.archive.n:
+            raise UsageError("tokens are archived already; pin before the first eviction")
         self.n_pinned = n
+
+    def _budget_for(self, n: int) -> int:
+        """A budget in which n tokens that stay leave room for others."""
+        n_live = n + self.policy.slack + 64
+        return n_live * self.policy.budget // self.policy.n_live
 
     def hold(self, n: int) -> None:
         """The newest n tokens stay at every eviction. Raises UsageError for too many."""
-        if n >= self.policy.budget - self.policy.slack - self.n_pinned:
+        if n >= self.policy.n_keep - self.n_pinned:
             raise UsageError(
                 f"the chat template's reply header takes {n} cells, and {self.n_pinned} are pinned; "
-                f"choose a budget of {self.n_pinned + n + self.policy.slack + 64} or more"
+                f"choose a budget of {self._budget_for(self.n_pinned + n)} or more"
             )
         self.n_held = n
 
@@ -205,7 +215,17 @@ class Eviction:
                 raise PlanError(f"{name}: row {int(lost[0])} evicts a pinned token")
         if plan.merge is not None:
             check_merge(name, plan.merge, keep)
+        if self.cache.archive:
+            self._check_archived(name, view, keep)
         return counts
+
+    def _check_archived(self, name: str, view: View, keep: np.ndarray) -> None:
+        """Raises PlanError unless all rows evict the tokens that come next in the archive, without gaps."""
+        assert self.cache.archive
+        pos = np.sort(view.pos[0, ~keep[0]])
+        begin = self.cache.archive.end if self.cache.archive.n else (pos[0] if len(pos) else 0)
+        if not (keep == keep[0]).all() or (pos != begin + np.arange(len(pos))).any():
+            raise PlanError(f"{name}: all rows must evict the tokens that are archived next")
 
     def apply(self, plan: Plan, n_keep: np.ndarray, next_rot: int, *, close: bool = False) -> np.ndarray:
         """Fills the holes of evicted cells, closes gaps by rotating keys, and moves the state along.

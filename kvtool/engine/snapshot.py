@@ -159,7 +159,7 @@ def _fits(engine: Engine, parts: _Parts) -> bool:
     return (
         min(counters.values()) >= 0
         and all(counters["eviction", name] <= n_past for name in ("n_planned", "n_cleared"))
-        and all(counters["eviction", name] < engine.policy.budget for name in ("n_pinned", "n_held"))
+        and all(counters["eviction", name] < engine.policy.n_live for name in ("n_pinned", "n_held"))
         and counters["rows", "next_rot"] <= engine.n_ctx
         and all(
             ((array >= 0) & (array < end))[is_live].all()
@@ -173,7 +173,7 @@ def _fits(engine: Engine, parts: _Parts) -> bool:
             array.dtype == np.float32 and array.shape == context.history_shape(signal, n)
             for signal, array in parts.signals.items()
         )
-        and (not context.archive or context.archive.fits(parts.archive))
+        and (not context.archive or context.archive.fits(parts.archive, n_past))
         and (not parts.swa or [array.shape for array in parts.swa] == context.swa_shapes)
         and [(array.dtype, array.shape) for array in parts.state] == own_state
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,15 @@ INDEX_BITS = {"keys": 0, "q8": 8, "q4": 4}
 
 _TABLE = "archive"
 _N_FIXED = 3
+_LARGEST = 2**31 - 1
+
+
+class Owner(Protocol):
+    """What has an archive."""
+
+    @property
+    def handle(self) -> object:
+        """llama.cpp's own context. Raises UsageError once it is closed."""
 
 
 class Archive:
@@ -23,8 +33,8 @@ class Archive:
 
     Parameters
     ----------
-    context
-        llama.cpp's own context.
+    owner
+        The cache: its handle is llama.cpp's own context.
     n_layer
         Layers that have rows.
     index_bytes
@@ -39,9 +49,9 @@ class Archive:
     """
 
     def __init__(
-        self, context: object, n_layer: int, index_bytes: int, n_max: int | None, max_bytes: int | None
+        self, owner: Owner, n_layer: int, index_bytes: int, n_max: int | None, max_bytes: int | None
     ) -> None:
-        self._context = context
+        self._owner = owner
         self._n_layer = n_layer
         self._index_bytes = index_bytes
         if max_bytes is not None and max_bytes < self.token_bytes:
@@ -50,7 +60,7 @@ class Archive:
                 f"one takes {format_bytes(self.token_bytes)}"
             )
         most = free_bytes() // 2 if max_bytes is None else max_bytes
-        self.n_max = n_max or max(most // self.token_bytes, 1)
+        self.n_max = min(n_max or max(most // self.token_bytes, 1), _LARGEST)
 
     def push(self, cells: np.ndarray, pos_0: int) -> None:
         """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
@@ -58,16 +68,16 @@ class Archive:
         The oldest go for good where there are more than n_max.
         """
         cells = np.ascontiguousarray(cells, np.int32)
-        check(lib.llama_kvtool_archive(self._context, cells.ctypes.data, len(cells), pos_0))
+        check(lib.llama_kvtool_archive(self._owner.handle, cells.ctypes.data, len(cells), pos_0))
         self.keep(self.n_max)
 
     def rebase(self, base: int) -> None:
         """From now on, keys in the cache are rotated to their position in the stream less base."""
-        check(lib.llama_kvtool_base(self._context, base))
+        check(lib.llama_kvtool_base(self._owner.handle, base))
 
     def keep(self, n: int) -> None:
         """Forgets all but the newest n tokens."""
-        check(lib.llama_kvtool_forget(self._context, n))
+        check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     @property
     def n(self) -> int:
@@ -76,9 +86,14 @@ class Archive:
         return int(end - begin)
 
     @property
+    def end(self) -> int:
+        """The position of the token that comes next, if there are some."""
+        return int(self._table()[1])
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of host memory that it takes now."""
-        return int(lib.llama_kvtool_archive_bytes(self._context))
+        return int(lib.llama_kvtool_archive_bytes(self._owner.handle))
 
     @property
     def token_bytes(self) -> int:
@@ -92,7 +107,7 @@ class Archive:
         yield _TABLE, table
         for layer in range(self._n_layer):
             data = np.empty(self._layer_bytes(layer, begin, end), np.uint8)
-            check(lib.llama_kvtool_get_archive(self._context, layer, data.ctypes.data, begin, end))
+            check(lib.llama_kvtool_get_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
             yield f"{_TABLE}.{layer}", data
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
@@ -101,40 +116,42 @@ class Archive:
         begin, end = table[:2].tolist()
         for layer in range(self._n_layer):
             data = np.ascontiguousarray(saved[f"{_TABLE}.{layer}"])
-            check(lib.llama_kvtool_set_archive(self._context, layer, data.ctypes.data, begin, end))
-        check(lib.llama_kvtool_set_archive_table(self._context, table.ctypes.data, len(table)))
+            check(lib.llama_kvtool_set_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
+        check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
+        self.keep(self.n_max)
 
     @property
     def names(self) -> list[str]:
         """The names of the arrays that `save` gives."""
         return [_TABLE, *(f"{_TABLE}.{layer}" for layer in range(self._n_layer))]
 
-    def fits(self, saved: Mapping[str, np.ndarray]) -> bool:
-        """Whether `save` may have given this."""
+    def fits(self, saved: Mapping[str, np.ndarray], n_past: int) -> bool:
+        """Whether `save` may have given this after n_past tokens of a stream."""
         table = saved[_TABLE]
-        if not (
-            table.dtype == np.int64
-            and table.ndim == 1
-            and len(table) >= _N_FIXED
-            and len(table) % 2 == 1
-            and 0 <= table[0] <= table[1]
-            and 0 <= table[2] <= table[1]
-            and (len(table) > _N_FIXED or table[0] == table[1])
-        ):
+        if table.dtype != np.int64 or table.ndim != 1 or len(table) < _N_FIXED or len(table) % 2 == 0:
             return False
-        begin, end = table[:2].tolist()
+        begin, end, far = table[:_N_FIXED].tolist()
+        first, base = table[_N_FIXED::2], table[_N_FIXED + 1 :: 2]
+        if not 0 <= begin <= end <= n_past or not 0 <= far <= end:
+            return False
+        if (end > begin and (not len(first) or first[0] > begin)) or (np.diff(first) <= 0).any():
+            return False
+        if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
+            return False
         layers = [saved[name] for name in self.names[1:]]
         return all(
-            data.dtype == np.uint8 and data.nbytes == self._layer_bytes(layer, begin, end)
+            data.dtype == np.uint8 and data.nbytes == (end - begin) * self._layer_bytes(layer, 0, 1)
             for layer, data in enumerate(layers)
         )
 
     def _table(self) -> np.ndarray:
-        table = np.empty(lib.llama_kvtool_get_archive_table(self._context, None, 0), np.int64)
-        check(lib.llama_kvtool_get_archive_table(self._context, table.ctypes.data, len(table)))
+        n: int = lib.llama_kvtool_get_archive_table(self._owner.handle, None, 0)
+        check(n)
+        table = np.empty(n, np.int64)
+        check(lib.llama_kvtool_get_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         return table
 
     def _layer_bytes(self, layer: int, begin: int, end: int) -> int:
-        n_bytes: int = lib.llama_kvtool_set_archive(self._context, layer, None, begin, end)
+        n_bytes: int = lib.llama_kvtool_set_archive(self._owner.handle, layer, None, begin, end)
         check(n_bytes)
         return n_bytes

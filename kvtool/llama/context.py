@@ -264,7 +264,11 @@ class Context(Decoder):
         if ask.recall:
             # a scale of four bytes is beside the bits
             n_bytes = self.n_dim * n_bit // 8 + 4 if n_bit else 0
-            self.archive = Archive(self._context, n_layer, self.n_row * n_bytes, n_archive, archive_bytes)
+            try:
+                self.archive = Archive(self, n_layer, self.n_row * n_bytes, n_archive, archive_bytes)
+            except BaseException:
+                self.close()
+                raise
         self.layer_cells = np.full(n_layer, self.n_ctx, np.int32)
         if model.n_swa and model.n_swa + n_batch > n_cell:
             self.resize(np.full(n_layer, n_cell))
