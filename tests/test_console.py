@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from rich.table import Table
 
 from kvtool.cli.console import plain_console
+from kvtool.cli.markdown import MarkdownStream
 from kvtool.cli.progress import _bytes_bar
 
 SOURCES = Path(__file__).parent.parent / "kvtool"
@@ -42,3 +48,25 @@ def test_there_is_no_other_console_and_no_column_with_markup():
         assert all("markup=False" in call for call in re.findall(r"TextColumn\(.*", text)), path
         # a status reads a string as markup, whatever its console does
         assert all("Text(" in call for call in re.findall(r"console\.status\(.*", text)), path
+
+
+def test_a_reply_of_one_paragraph_ends_where_its_terminal_is_gone():
+    master, slave = pty.openpty()
+    wrote_on = []
+
+    def write():
+        with MarkdownStream(plain_console(file=file, width=80)) as out:
+            out.write("Once")
+            os.close(master)
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                out.write(" and again")
+                time.sleep(0.02)
+            wrote_on.append(True)
+
+    file = os.fdopen(slave, "w", encoding="utf-8")
+    with pytest.raises(OSError, match="Input/output error"):
+        write()
+    assert not wrote_on
+    with suppress(OSError):
+        file.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 
 from rich.console import Console
@@ -21,7 +23,7 @@ class MarkdownStream:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._text = ""
-        # drawn by this thread: one of its own would keep to itself that the terminal is gone
+        # drawn by this thread: one of its own would keep errors to itself
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible", transient=True)
         self._drawn = 0.0
 
@@ -35,6 +37,7 @@ class MarkdownStream:
         self._print(self._text)
 
     def write(self, piece: str) -> None:
+        """Adds a piece. Raises OSError once the terminal is gone."""
         self._text += piece
         done, rest = self._split()
         if done:
@@ -45,6 +48,9 @@ class MarkdownStream:
         is_due = now - self._drawn >= _EVERY_S
         if is_due:
             self._drawn = now
+            if not self._console.is_terminal:
+                # it is gone, and rich draws nothing where there is none
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
         self._live.update(Markdown(self._text), refresh=is_due)
 
     def _split(self) -> tuple[str, str]:
