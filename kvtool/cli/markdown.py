@@ -45,13 +45,13 @@ class MarkdownStream:
             self._print(done)
             self._text = rest
         now = time.monotonic()
-        is_due = now - self._drawn >= _EVERY_S
-        if is_due:
-            self._drawn = now
-            if not self._console.is_terminal:
-                # it is gone, and rich draws nothing where there is none
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        self._live.update(Markdown(self._text), refresh=is_due)
+        if now - self._drawn < _EVERY_S:
+            return
+        self._drawn = now
+        if not self._console.is_terminal:
+            # it is gone, and rich draws nothing where there is none
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._live.update(Markdown(self._text), refresh=True)
 
     def _split(self) -> tuple[str, str]:
         """The finished blocks, and the open one. A blank line inside a code fence ends no block."""
