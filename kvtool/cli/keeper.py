@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SAVED = (
     *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
-    *("archive", "archive_type"),
+    "archive_type",
     *("prefill", *SAMPLING),
 )
 """The options that a resumed session takes from its file where they are not typed."""

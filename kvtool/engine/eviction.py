@@ -106,8 +106,11 @@ class Eviction:
 
     def _budget_for(self, n: int) -> int:
         """A budget in which n tokens that stay leave room for others."""
-        n_live = n + self.policy.slack + 64
-        return n_live * self.policy.budget // self.policy.n_live
+        policy = self.policy
+        if policy.recall:
+            # the cells for recalled tokens grow with the budget
+            return (n + 64) * policy.budget // policy.n_keep
+        return n + policy.slack + 64
 
     def hold(self, n: int) -> None:
         """The newest n tokens stay at every eviction. Raises UsageError for too many."""
