@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Counts, and sizes in bytes, as people write them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,47 @@ _UNITS = {
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
+    "TIB": 2**40,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
+    "TB": 10**12,
 }
+_MOST_DIGITS = 20
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)
+
+
+def parse_count(text: str) -> tuple[int, bool]:
+    """A count ("512") or bytes ("64MiB"), and whether it is bytes. Raises UsageError for neither."""
+    text = text.strip()
+    if text.isdecimal() and len(text) <= _MOST_DIGITS:
+        return int(text), False
+    return parse_bytes(text), True
 
 
 def parse_bytes(text: str) -> int:
     """The bytes in "64MiB", rounded down. A KiB is 1024 bytes, a KB 1000.
 
-    Case does not matter; a number without a unit is bytes. Raises UsageError.
+    Case does not matter; a whole number without a unit is bytes. Raises UsageError.
     """
     # imported here: most commands never need it, and it takes memory
     from decimal import Decimal
 
     match = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    if match is None or unit is None:
+    # the unit of "1.5" was forgotten: nobody means one byte and a half
+    is_half = match is not None and not match[2] and "." in match[1]
+    if match is None or unit is None or is_half or len(match[1]) > _MOST_DIGITS:
         raise UsageError(
-            f"a size is a number with a unit (B, KiB, MiB, GiB, KB, MB or GB), like 64MiB; got {text!r}"
+            "a size is a number with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB or TB), like 64MiB; "
+            f"got {text!r}"
         )
     return int(Decimal(match[1]) * unit)
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one: B, KiB, MiB or GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """Bytes in the largest unit of which there is at least one: B, KiB, MiB, GiB or TiB."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"
     return f"{n_bytes} B"

@@ -50,6 +50,7 @@ def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context(inf
         ("-5%", "above 0% and at most 100%"),
         ("0.05%", r"0.05% of the trained context \(1000 tokens\) is less than 1 token"),
         ("12x", r"tokens \(512\), a share of the trained context \(10%\) or bytes \(64MiB\), got '12x'"),
+        ("1.5", r"got '1.5'"),
         ("1KiB", "too small for .*: the smallest cache .256 tokens. takes 128.0 KiB"),
     ],
 )

@@ -627,25 +627,28 @@ def test_what_can_run_is_not_refused(tmp_path, arch, keys):
         ("0.5GB", 500000000),
         ("512", 512),
         ("7B", 7),
+        ("0.5TiB", 549755813888),
+        ("2TB", 2000000000000),
     ],
 )
 def test_parse_bytes(text, n_bytes):
     assert parse_bytes(text) == n_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "64M", "-1MiB", "1e3", "64 MiB more", "1..5KiB", "٣KB"])
+@pytest.mark.parametrize("text", ["", "MiB", "64M", "-1MiB", "1e3", "64 MiB more", "1..5KiB", "٣KB", "1.5"])
 def test_parse_bytes_refuses(text):
     with pytest.raises(UsageError, match="like 64MiB"):
         parse_bytes(text)
 
 
 def test_format_bytes():
-    assert [format_bytes(n) for n in (0, 1023, 1024, 98362432, 3 * 2**30)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 98362432, 3 * 2**30, 5 * 2**41)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
         "93.8 MiB",
         "3.0 GiB",
+        "10.0 TiB",
     ]
 
 

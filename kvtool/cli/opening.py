@@ -156,7 +156,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     if not policy.evicts and wanted.budget:
         raise UsageError(f"`{wanted.policy}` keeps every token and takes no --budget; -c sets its cache size")
     policies.parse_options(policy, wanted.options or [])
-    if wanted.archive:
+    if wanted.archive is not None:
         archive_of(wanted.archive)
         if policy.recall is Policy.recall:
             raise UsageError(f"`{wanted.policy}` forgets what it evicts; --archive goes with --policy recall")
@@ -172,18 +172,26 @@ def check_flash(flash: str) -> None:
 
 def archive_of(text: str) -> dict[str, int]:
     """The settings that --archive stands for: "20000" tokens, or "2GiB". Raises UsageError."""
-    from kvtool.units import parse_bytes
+    from kvtool.system.memory import total_bytes
+    from kvtool.units import format_bytes, parse_count
 
-    text = text.strip()
-    if text.isdecimal() and int(text) > 0:
-        return {"archive": int(text)}
     try:
-        n_bytes = parse_bytes(text)
+        n, is_bytes = parse_count(text)
     except UsageError:
-        n_bytes = 0
-    if n_bytes < 1 or text.isdecimal():
-        raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}")
-    return {"archive_bytes": n_bytes}
+        raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}") from None
+    if n < 1:
+        raise UsageError(
+            f"--archive {text} holds no token; give at least 1, or choose --policy streamingllm, "
+            "which archives none"
+        )
+    if not is_bytes:
+        # a cap, which the stream may never reach
+        return {"archive": n}
+    if n > (most := total_bytes()):
+        raise UsageError(
+            f"--archive {text} is more than this machine's memory ({format_bytes(most)}); choose less"
+        )
+    return {"archive_bytes": n}
 
 
 def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
@@ -300,5 +308,5 @@ def settings_of(
         archive_type=wanted.archive_type,
         flash=wanted.flash,
         n_threads=wanted.threads,
-        **(archive_of(wanted.archive) if wanted.archive else {}),
+        **(archive_of(wanted.archive) if wanted.archive is not None else {}),
     )

@@ -57,7 +57,8 @@ class Archive:
         if max_bytes is not None and max_bytes < self.token_bytes:
             raise UsageError(
                 f"an archive of {format_bytes(max_bytes)} holds no token; "
-                f"one takes {format_bytes(self.token_bytes)}"
+                # exact: typed again, a rounded number may be too small
+                f"give at least {self.token_bytes}B, the bytes of one"
             )
         most = free_bytes() // 2 if max_bytes is None else max_bytes
         self.n_max = min(n_max or max(most // self.token_bytes, 1), _LARGEST)

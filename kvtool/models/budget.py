@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
 from kvtool.models.header import PAD, ModelInfo
-from kvtool.units import format_bytes, parse_bytes
+from kvtool.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -27,11 +27,6 @@ def parse(
     n_batch: the most tokens of a batch. Raises UsageError.
     """
     text = text.strip()
-    if text.isdecimal():
-        n = int(text)
-        if n < 1:
-            raise UsageError(f"a budget of {n} is too small; use at least 2 tokens")
-        return n, False
     if text.endswith("%"):
         n = share(percent(text), info.n_ctx_train)
         if n == 0:
@@ -41,13 +36,17 @@ def parse(
             )
         return n, False
     try:
-        n_bytes = parse_bytes(text)
+        n, is_bytes = parse_count(text)
     except UsageError:
         raise UsageError(
             f"a budget is a number of tokens (512), a share of the trained context (10%) or bytes (64MiB), "
             f"got {text!r}"
         ) from None
-    n = info.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD
+    if not is_bytes:
+        if n < 1:
+            raise UsageError(f"a budget of {n} is too small; use at least 2 tokens")
+        return n, False
+    n = info.cells_that_fit(n, n_batch, type_k, type_v) // PAD * PAD
     if n == 0:
         smallest = format_bytes(
             PAD * info.cell_bytes(type_k, type_v) + info.swa_bytes(n_batch, type_k, type_v)
