@@ -7,6 +7,7 @@ import pytest
 from kvtool.cli import opening
 from kvtool.errors import UsageError
 from kvtool.system import memory
+from tests.test_cli import kvtool
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,23 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**40)
     with pytest.raises(UsageError, match=words):
         opening.archive_of(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("generate", ["--archive", "2GiB"], "`h2o` has no archive; leave out --archive, or choose"),
+        ("perplexity", ["-", "--archive-type", "q8_0"], "`h2o` has no archive; leave out --archive-type, or"),
+        ("chat", ["--policy", "full", "--archive", "9"], "`full` has no archive; leave out --archive, or"),
+        (
+            "inspect",
+            ["--policy", "tova", "--archive-type", "f16", "--archive", "9"],
+            "`tova` has no archive; leave out --archive and --archive-type, or choose --policy recall",
+        ),
+    ],
+)
+def test_a_policy_without_an_archive_takes_no_flag_of_it(command, arguments, words):
+    done = kvtool(command, *arguments, stdin="a text")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -172,7 +172,11 @@ Archive = Annotated[
 
 ArchiveType = Annotated[
     str,
-    typer.Option("--archive-type", metavar="TYPE", help="Type of the archived keys and values, as for -ctk."),
+    typer.Option(
+        "--archive-type",
+        metavar="TYPE",
+        help="With --policy recall: type of the archived keys and values, as for -ctk.",
+    ),
 ]
 
 Flash = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
 """The sampler's options except the seed."""
 
+_ARCHIVE_FLAGS = {"archive": "--archive", "archive_type": "--archive-type"}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The shared options as they were typed. Each field has the name of a command's parameter."""
+    """The shared options. Each field but the last has the name of a command's parameter.
+
+    typed: the names of the parameters that were typed, and have neither their default nor a session's value.
+    """
 
     model: str | None
     policy: str
@@ -48,12 +53,14 @@ class EngineOptions:
     rpc: str | None = None
     archive: str | None = None
     archive_type: str = "q8_0"
+    typed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, context: typer.Context) -> EngineOptions:
         """The options of the running command."""
         names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in context.params.items() if name in names})
+        params = {name: value for name, value in context.params.items() if name in names}
+        return cls(**params, typed=frozenset(name for name in params if is_typed(context, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +135,14 @@ def sampler(context: typer.Context, engine: Engine) -> Sampler:
 def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
     """Use a session's options for those that were not typed."""
     for name, value in saved.items():
-        source = context.get_parameter_source(name)
-        if source and source.name != "COMMANDLINE":
+        if name in context.params and not is_typed(context, name):
             context.params[name] = value
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether the running command's parameter of that name was typed."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 # step by step
@@ -150,7 +162,6 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     check_flash(wanted.flash)
 
     from kvtool import policies
-    from kvtool.policy import Policy
 
     policy = policies.load(wanted.policy)
     if not policy.evicts and wanted.budget:
@@ -158,8 +169,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     policies.parse_options(policy, wanted.options or [])
     if wanted.archive is not None:
         archive_of(wanted.archive)
-        if policy.recall is Policy.recall:
-            raise UsageError(f"`{wanted.policy}` forgets what it evicts; --archive goes with --policy recall")
+    check_recalls([wanted.policy], wanted.typed)
     workers_of(wanted.rpc, wanted.gpu_layers)
     return resolved(wanted.model)
 
@@ -168,6 +178,23 @@ def check_flash(flash: str) -> None:
     """Raise UsageError for a value that -fa does not take."""
     if flash not in ("on", "off", "auto"):
         raise UsageError(f"-fa must be on, off or auto, got {flash!r}")
+
+
+def check_recalls(names: Sequence[str], typed: Collection[str]) -> None:
+    """Raise UsageError if options of the archive were typed, and none of the policies has one."""
+    flags = [_ARCHIVE_FLAGS[name] for name in _ARCHIVE_FLAGS if name in typed]
+    if not flags:
+        return
+
+    from kvtool import policies
+    from kvtool.policy import Policy
+
+    if all(policies.load(name).recall is Policy.recall for name in names):
+        have = "has" if len(names) == 1 else "have"
+        raise UsageError(
+            f"{', '.join(f'`{name}`' for name in names)} {have} no archive; leave out {' and '.join(flags)}, "
+            "or choose --policy recall"
+        )
 
 
 def archive_of(text: str) -> dict[str, int]:
