@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import tiny
 
 from kvtool.cli import opening
 from kvtool.errors import UsageError
+from kvtool.llama.archive import Archive
 from kvtool.system import memory
+from tests.test_chat_session import TEMPLATE, TURNS
 from tests.test_cli import kvtool
+
+RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "chat.gguf"
+    tiny.write_llama(path, chat_template=TEMPLATE, n_ctx_train=512)
+    return path
+
+
+@pytest.fixture
+def talk(model, tmp_path):
+    """talk(turns, *options): a chat of 12 tokens a reply, kept in chat.kvs."""
+
+    def run(turns, *options):
+        own = ["-m", model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
+        return kvtool("chat", *own, *options, stdin="".join(f"{turn}\n" for turn in turns))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -63,3 +87,29 @@ def test_a_policy_without_an_archive_takes_no_flag_of_it(command, arguments, wor
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_path):
+    assert talk(TURNS[:4], *RECALL, "--archive", 5000).returncode == 0
+    path = tmp_path / "chat.kvs"
+    before = path.read_bytes()
+    refused = talk(TURNS[4:5], "--archive", 9)
+    assert refused.returncode == 9
+    n = int(refused.stderr.split("--archive ")[1].split()[0])
+    assert n > 100
+    assert refused.stderr == (
+        f"kvtool: {path} has {n} archived tokens, and this chat's archive takes 9; "
+        f"start the chat with --archive {n} or more\n"
+    )
+    assert talk(TURNS[4:5], "--archive", n - 1).returncode == 9
+    assert path.read_bytes() == before
+    assert talk(TURNS[4:5], "--archive", n).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "table", [None, np.zeros(3), np.zeros(2, np.int64), np.zeros((3, 3), np.int64)], ids=str
+)
+def test_what_is_no_table_of_an_archive_has_no_tokens(table):
+    assert Archive.n_saved({} if table is None else {"archive": table}) == 0
+    assert Archive.n_saved({"archive": np.array([3, 10, 0])}) == 7

@@ -85,6 +85,7 @@ class Keeper:
             raise SessionError(
                 f"{path} was started with {theirs}; it cannot continue with {ours}; name another file"
             )
+        self._check_archive(path, arrays)
         return meta, arrays
 
     @property
@@ -144,6 +145,15 @@ class Keeper:
         """Raises the SessionError of the last turn, if there was one."""
         if self.unsaved:
             raise self.unsaved
+
+    def _check_archive(self, path: Path, arrays: Arrays) -> None:
+        """Raises SessionError for more archived tokens than this chat's archive takes: some would be lost."""
+        archive = self.chat.writer.engine.context.archive
+        if archive and (n := archive.n_saved(arrays)) > archive.n_max:
+            raise SessionError(
+                f"{path} has {n:,} archived tokens, and this chat's archive takes {archive.n_max:,}; "
+                f"start the chat with --archive {n} or more"
+            )
 
     def _replace_own(self, path: Path, undone: bool) -> None:
         aside = None

@@ -121,6 +121,15 @@ class Archive:
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         self.keep(self.n_max)
 
+    @staticmethod
+    def n_saved(saved: Mapping[str, np.ndarray]) -> int:
+        """Tokens in what `save` gave; 0 for what it cannot have given."""
+        table = saved.get(_TABLE)
+        if table is None or table.dtype != np.int64 or table.ndim != 1 or len(table) < _N_FIXED:
+            return 0
+        begin, end = table[:2].tolist()
+        return int(end - begin)
+
     @property
     def names(self) -> list[str]:
         """The names of the arrays that `save` gives."""
