@@ -22,7 +22,8 @@ class Recall(Ranked):
     Attributes
     ----------
     recalled
-        Cells of the budget that a step may fill from the archive; half of the budget unless given.
+        Cells of the budget that a step may fill from the archive. Unless given, half of what the slack leaves
+        of the budget, or fewer where sinks and the newest token need the room.
     sinks
         First tokens, never evicted.
     chunk
@@ -39,17 +40,30 @@ class Recall(Ranked):
     index: str = "q8"
 
     def __post_init__(self) -> None:
-        for name in ("recalled", "chunk"):
+        for name in ("budget", "slack", "recalled", "sinks", "chunk"):
             check_whole(name, getattr(self, name), ValueError)
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_choice("index", self.index, ("keys", "q8", "q4"))
-        # at least the newest token stays beside the sinks
-        check_kept(self.n_live, self.slack, self.sinks, window=1)
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        most = _most_recalled(self.budget, self.slack, self.sinks)
+        if most < 1:
+            raise ValueError(
+                f"a budget of {self.budget} is too small for {self.sinks} sinks, the newest token, "
+                f"a recalled one and {self.slack} slack"
+            )
+        check_kept(self.budget, self.slack, self.sinks)
+        if not 1 <= self.recalled <= most:
+            raise ValueError(
+                f"recalled must be in 1..{most} (the budget of {self.budget} less {self.slack} slack, "
+                f"{self.sinks} sinks and the newest token), got {self.recalled}"
+            )
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
-        return cls(budget, slack, **{"recalled": max((budget - slack) // 2, 1), **params})
+        if "recalled" not in params:
+            sinks = params.get("sinks", cls.__dataclass_fields__["sinks"].default)
+            params["recalled"] = max(min((budget - slack) // 2, _most_recalled(budget, slack, sinks)), 1)
+        return cls(budget, slack, **params)
 
     @property
     def recall(self) -> Recalls:
@@ -58,6 +72,11 @@ class Recall(Ranked):
     def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays
         return np.zeros(view.pos.shape, np.float32)
+
+
+def _most_recalled(budget: int, slack: int, sinks: int) -> int:
+    """Cells that can be for recalled tokens: at least the newest token stays beside the sinks."""
+    return budget - slack - sinks - 1
 
 
 POLICY = Recall
