@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import tiny
@@ -113,3 +115,14 @@ def test_a_session_is_not_continued_with_an_archive_that_is_too_small(talk, tmp_
 def test_what_is_no_table_of_an_archive_has_no_tokens(table):
     assert Archive.n_saved({} if table is None else {"archive": table}) == 0
     assert Archive.n_saved({"archive": np.array([3, 10, 0])}) == 7
+
+
+@pytest.mark.engine
+def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(model):
+    own = ["-m", model, "-t", 1, "--policy", "recall", "--budget", 32, "--evict-every", 8, "--archive", 20]
+    result = json.loads(kvtool("inspect", *own, "--json", stdin="word " * 20).stdout)
+    assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 80)
+    assert result["forgotten"] == 60
+    assert result["archive_bytes"] > 0
+    shown = kvtool("inspect", *own, stdin="word " * 20).stdout
+    assert "100 tokens: 20 held by every row, 0 by some, 20 archived, 60 forgotten" in shown

@@ -96,3 +96,18 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
         assert holdings.texts(model, tokens) == ["a", "", "", "€", "</s>"]
         assert holdings.texts(model, tokens[:2]) == ["a", "\ufffd"]
         assert holdings.texts(model, tokens[:0]) == []
+
+
+def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8), archive=40) as engine:
+        found = holdings.watch(engine, text(210), 6)
+        archived = holdings.is_archived(engine)
+        assert archived.sum() == engine.n_archived == 40
+        assert holdings.n_forgotten(engine) == int(((found.share() == 0) & ~archived).sum()) > 0
+    assert not (archived & (found.share() > 0)).any()
+    # at each time the newest of those between sinks and window
+    for snapshot, (begin, end) in enumerate(found.archived.tolist()):
+        held = np.flatnonzero(found.held(snapshot)[0])
+        assert end == held[4]
+        assert begin == max(4, end - 40)
+    assert np.flatnonzero(archived).tolist() == [*range(begin, end)]

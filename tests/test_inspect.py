@@ -28,10 +28,12 @@ from tests.test_cli import kvtool
 SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
 
 
-def shown(texts, share, last=100, **console):
+def shown(texts, share, last=100, archived=(), **console):
     out = io.StringIO()
+    is_archived = np.isin(np.arange(len(texts)), archived)
     inspect.show(
-        Console(**({"file": out, "width": 21, "_environ": {}} | console)), texts, np.array(share), last
+        Console(**({"file": out, "width": 21, "_environ": {}} | console)),
+        *(texts, np.array(share), is_archived, last),
     )
     return out.getvalue()
 
@@ -100,6 +102,21 @@ def test_where_there_are_no_256_colours_there_are_marks(console):
     out = shown(["One", " two"], [1, 0.5], width=60, **console)
     assert "\nOne two\n###6666\n" in out or "\nOne two\n###7777\n" in out
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("shaded", [False, True])
+def test_what_is_archived_is_not_forgotten(shaded):
+    colours = {"width": 60, "force_terminal": True, "color_system": "256"} if shaded else {"width": 120}
+    out = shown(["One", " two", " three", " four"], [1, 0, 0, 0], archived=[1, 2], **colours)
+    assert "4 tokens: 1 held by every row, 0 by some, 2 archived, 1 forgotten" in out
+    if shaded:
+        assert "\x1b[38;5;231;48;5;53m two\x1b[0m" in out
+        assert "\x1b[38;5;244m four\x1b[0m" in out
+    else:
+        assert "# all rows, a archived" in out
+        assert "\n#aa.\n" in out
+        assert "One two three four\n###aaaaaaaaaa.....\n" in out
+    assert "archived" not in shown(["One"], [1], **colours)
 
 
 # the page
@@ -172,7 +189,9 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
             for (const snapshot of data.ends.keys())
               counts.push([...countRows(data, until, rowsOf(data, layer, head), snapshot)]);
           const levels = [0, 0.02, 0.021, 0.7, 0.99, 1].map((share) => level(data, share));
-          console.log(JSON.stringify({ counts, levels }));
+          data.archived[1] = [data.first + 1, data.first + 3];
+          const archived = [0, 1, 2, 3].map((token) => isArchived(data, token, 1));
+          console.log(JSON.stringify({ counts, levels, archived }));
         });"""
     done = subprocess.run(
         ["node", "-e", script + driver],
@@ -189,6 +208,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["counts"] == want
     assert got["levels"] == [inspect._level(share) for share in (0, 0.02, 0.021, 0.7, 0.99, 1)]
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
+    assert got["archived"] == [False, True, True, False]
 
 
 def test_the_picture_is_dark_where_a_row_holds():
@@ -199,7 +219,9 @@ def test_the_picture_is_dark_where_a_row_holds():
     until = np.zeros((12, 5000), np.uint8)
     # layers 0 to 2 hold the first half, the others the last quarter
     until[:6, :2500] = until[6:, 3750:] = 1
-    found = holdings.Holdings(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until)
+    found = holdings.Holdings(
+        layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until, np.zeros((1, 2), np.int64)
+    )
     pixels = imread(io.BytesIO(inspect.drawn(RESULT, found)))[..., :3]
     dark, light = (
         np.abs(pixels - np.array(colour) / 255).max(axis=2) < 0.01
@@ -235,8 +257,19 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == {
-        *("tokens", "forgotten", "policy", "budget", "params", "model", "rows", "cells", "kv_bytes"),
-        *("state_bytes", "tokens_per_s", "seconds", "text", "share"),
+        *(
+            "tokens",
+            "archived",
+            "forgotten",
+            "policy",
+            "budget",
+            "params",
+            "model",
+            "rows",
+            "cells",
+            "kv_bytes",
+        ),
+        *("state_bytes", "archive_bytes", "tokens_per_s", "seconds", "text", "share"),
     }
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
     # as the policy's definition has it: sinks and the newest

@@ -151,7 +151,8 @@ class Commands:
             self.terminal.note("nothing has been read yet")
         else:
             texts = holdings.texts(self.engine.model, self.conversation.writer.tokens)
-            inspect.show(self.terminal.console, texts, self.engine.cells().share(), int(last or inspect.LAST))
+            share, archived = self.engine.cells().share(), holdings.is_archived(self.engine)
+            inspect.show(self.terminal.console, texts, share, archived, int(last or inspect.LAST))
 
     def _stats(self) -> None:
         from rich.table import Table

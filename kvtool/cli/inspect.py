@@ -35,14 +35,16 @@ _LAST_HTML = 20_000
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
-_DARK = (17, 18, 24, 25, 31, 38, 45, 123)
-_LIGHT = (195, 153, 117, 111, 75, 69, 33, 27)
-"""Background colours (of 256) for the levels from few rows to all, on a dark and on a light terminal."""
-_BRIGHT = {38, 45, 123, *_LIGHT[:-1]}
+ARCHIVED = len(BOUNDS) + 3
+"""The level of a token that no row holds, but the archive."""
+_DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
+_LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
+"""Background colours (of 256), from few rows to all, then archived: on a dark and on a light terminal."""
+_BRIGHT = {38, 45, 123, *_LIGHT[:-2], 225}
 """The backgrounds that need dark letters."""
 
-Line = list[tuple[str, float]]
-"""A line on a terminal: texts, each with the share of rows that hold it."""
+Line = list[tuple[str, int]]
+"""A line on a terminal: texts, each with its level."""
 
 
 def inspect(
@@ -126,10 +128,11 @@ def inspect(
             found = holdings.watch(engine, tokens, snapshots, report)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
-        share = found.share()
+        share, archived = found.share(), holdings.is_archived(engine)
         result = {
             "tokens": len(tokens),
-            "forgotten": int((share == 0).sum()),
+            "archived": engine.n_archived,
+            "forgotten": holdings.n_forgotten(engine),
             "policy": policy,
             "budget": engine.policy.budget,
             "params": policies.chosen(engine.policy),
@@ -138,6 +141,7 @@ def inspect(
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
             "state_bytes": engine.host_bytes,
+            "archive_bytes": engine.archive_bytes,
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
         }
@@ -159,50 +163,54 @@ def inspect(
     else:
         from kvtool.cli.console import plain_console
 
-        show(plain_console(), texts, share, last or LAST)
+        show(plain_console(), texts, share, archived, last or LAST)
     # not earlier: a file that cannot be written must not lose the result
     if failed:
         raise failed
 
 
-def show(console: Console, texts: Sequence[str], share: np.ndarray, last: int) -> None:
+def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
     """Prints a strip of the whole stream and the last tokens, by the share f64[n] of rows that hold each.
 
-    A terminal with 256 colours gets shades; others get marks below each line.
+    archived: b1[n], the tokens that only the archive holds. A terminal with 256 colours gets shades; others
+    get marks below each line.
     """
-    n = len(texts)
+    n, n_archived = len(texts), int(archived.sum())
+    levels = _levels(share, archived)
     shaded = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
     draw: Callable[..., Sequence[str | Text]] = _shaded if shaded else _marked
     # some terminals break the line in the last column
     width = max(console.width - 1, 20)
-    _print(console, _legend(shaded))
+    _print(console, _legend(shaded, n_archived > 0))
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
-    _print(console, *draw(_strip(share, width), marks_only=True))
+    _print(console, *draw(_strip(share, archived, width), marks_only=True))
     if n > last:
         _print(console, f"\nthe last {last:,} tokens; {n - last:,} earlier ones are not shown:\n")
     else:
         _print(console, "\nthe text:\n")
-    for line in lines(texts[-last:], share[-last:], width):
+    for line in lines(texts[-last:], levels[-last:], width):
         _print(console, *draw(line))
     n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
+    in_archive = f"{n_archived:,} archived, " if n_archived else ""
     _print(
         console,
-        f"\n{n:,} tokens: {n_all:,} held by every row, {n - n_all - n_none:,} by some, {n_none:,} forgotten",
+        f"\n{n:,} tokens: {n_all:,} held by every row, {n - n_all - n_none:,} by some, "
+        f"{in_archive}{n_none - n_archived:,} forgotten",
     )
 
 
-def lines(texts: Iterable[str], share: Iterable[float], width: int) -> Iterator[Line]:
+def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[Line]:
     """The tokens in lines of at most `width` columns, broken between words; line breaks are shown."""
     from rich.cells import cell_len, chop_cells
 
     line: Line = []
     used = 0
-    for word in _words(texts, share):
+    for word in _words(texts, levels):
         n_columns = sum(cell_len(text) for text, _ in word)
         if used and used + n_columns > width:
             yield line
             line, used = [], 0
-        for text, held in word:
+        for text, level in word:
             for i, part in enumerate(text.split("\n")):
                 if i:
                     yield line
@@ -212,20 +220,20 @@ def lines(texts: Iterable[str], share: Iterable[float], width: int) -> Iterator[
                         yield line
                         line, used = [], 0
                     if piece:
-                        line.append((piece, held))
+                        line.append((piece, level))
                         used += cell_len(piece)
     if line:
         yield line
 
 
-def _words(texts: Iterable[str], share: Iterable[float]) -> Iterator[Line]:
+def _words(texts: Iterable[str], levels: Iterable[int]) -> Iterator[Line]:
     """Groups tokens that no space separates."""
     word: Line = []
-    for text, held in zip(texts, share, strict=True):
+    for text, level in zip(texts, levels, strict=True):
         if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
             yield word
             word = []
-        word.append((visible(text), held))
+        word.append((visible(text), level))
     if word:
         yield word
 
@@ -247,6 +255,13 @@ def _level(held: float) -> int:
     return bisect_left(BOUNDS, held) + 1
 
 
+def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
+    return [
+        ARCHIVED if is_archived else _level(held)
+        for held, is_archived in zip(share.tolist(), archived.tolist(), strict=True)
+    ]
+
+
 @cache
 def _style(level: int) -> Style:
     from rich.style import Style
@@ -262,37 +277,41 @@ def _style(level: int) -> Style:
 def _shaded(line: Line, marks_only: bool = False) -> list[Text]:
     from rich.text import Text
 
-    return [Text.assemble(*((text, _style(_level(held))) for text, held in line))]
+    return [Text.assemble(*((text, _style(level)) for text, level in line))]
 
 
 def _marked(line: Line, marks_only: bool = False) -> list[str]:
     """A line, and a line of marks, one per column."""
     from rich.cells import cell_len
 
-    marks = "".join(_MARKS[_level(held)] * cell_len(text) for text, held in line)
+    marks = "".join(_MARKS[level] * cell_len(text) for text, level in line)
     return [marks] if marks_only else ["".join(text for text, _ in line), marks]
 
 
-_MARKS = ".1234567#"
+_MARKS = ".1234567#a"
 
 
-def _legend(shaded: bool) -> str | Text:
+def _legend(shaded: bool, has_archive: bool) -> str | Text:
     from rich.text import Text
 
     names = ["no row", *(f"{bound:.0%}" for bound in BOUNDS), "more", "all rows"]
+    names += ["archived"] * has_archive
     if not shaded:
-        signs = (f"{mark} {name}" for mark, name in zip(_MARKS, names, strict=True))
+        signs = (f"{mark} {name}" for mark, name in zip(_MARKS, names, strict=False))
         return f"held by up to: {', '.join(signs)}"
     swatches = ((f" {name} ", _style(level)) for level, name in enumerate(names))
     return Text.assemble("held by up to:", *swatches)
 
 
-def _strip(share: np.ndarray, width: int) -> Line:
-    """The mean share of equal parts of the stream, one part per column."""
+def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
+    """The mean share of equal parts of the stream, one a column; archived where most of a part is."""
     import numpy as np
 
-    parts = np.array_split(share, min(width, len(share)))
-    return [(" ", float(part.mean())) for part in parts]
+    mean, is_archived = (
+        np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
+        for of_tokens in (share, archived)
+    )
+    return [(" ", level) for level in _levels(mean, is_archived > 0.5)]
 
 
 def _print(console: Console, *texts: str | Text) -> None:
@@ -317,6 +336,7 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
         "layer": found.layer.tolist(),
         "head": found.head.tolist(),
         "ends": found.ends.tolist(),
+        "archived": found.archived.tolist(),
         # the bytes `until` of the tokens shown, row by row, deflated
         "until": base64.b64encode(zlib.compress(found.until[:, first:].tobytes(), 9)).decode(),
     }

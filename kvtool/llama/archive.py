@@ -83,8 +83,12 @@ class Archive:
     @property
     def n(self) -> int:
         """Tokens in it."""
-        begin, end = self._table()[:2].tolist()
-        return int(end - begin)
+        return len(self.span)
+
+    @property
+    def span(self) -> range:
+        """The positions of its tokens."""
+        return range(*self._table()[:2].tolist())
 
     @property
     def end(self) -> int:

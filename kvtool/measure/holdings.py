@@ -35,13 +35,16 @@ class Holdings:
         i64[snapshot], tokens read at each snapshot, rising.
     until
         u8[row, n], the first snapshot at which the row no longer held the token; 0 if it held it at none.
-        This says everything, because an evicted token never comes back.
+        This says everything, because an evicted token never comes back to a cell of its own.
+    archived
+        i64[snapshot, 2], the first archived token and the one behind the last.
     """
 
     layer: np.ndarray
     head: np.ndarray
     ends: np.ndarray
     until: np.ndarray
+    archived: np.ndarray
 
     def held(self, snapshot: int = -1) -> np.ndarray:
         """b1[row, n], whether the row holds the token at that snapshot; by default at the last."""
@@ -54,6 +57,13 @@ class Holdings:
         """f64[n], the share of the rows that hold the token at that snapshot."""
         share: np.ndarray = self.held(snapshot).mean(axis=0)
         return share
+
+
+def is_archived(engine: Engine) -> np.ndarray:
+    """b1[n_past], whether a token is in the archive: no row holds it, and it may be recalled."""
+    span = _archived(engine)
+    token = np.arange(engine.n_past)
+    return (token >= span.start) & (token < span.stop)
 
 
 def n_forgotten(engine: Engine) -> int:
@@ -78,6 +88,7 @@ def watch(
     ends = np.array([n]) if whole else np.unique(-(-np.arange(1, n_snapshot + 1) * n // n_snapshot))
     rows = engine.cells()
     until = np.zeros((len(rows.live), n), np.uint8)
+    archived = np.zeros((len(ends), 2), np.int64)
 
     def stopped() -> bool:
         progress(engine.n_past)
@@ -89,7 +100,9 @@ def watch(
         for _ in engine.steps(tokens[engine.n_past : end], every=False):
             progress(engine.n_past)
         until[_held(engine)] = snapshot + 1
-    return Holdings(rows.layer, rows.head, ends, until)
+        span = _archived(engine)
+        archived[snapshot] = span.start, span.stop
+    return Holdings(rows.layer, rows.head, ends, until, archived)
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:
@@ -102,6 +115,12 @@ def texts(model: Model, tokens: np.ndarray) -> list[str]:
     if found:
         found[-1] += decoder.decode(b"", final=True)
     return found
+
+
+def _archived(engine: Engine) -> range:
+    """The positions of the archived tokens."""
+    archive = engine.context.archive
+    return archive.span if archive else range(0)
 
 
 def _held(engine: Engine) -> tuple[np.ndarray, np.ndarray]:
