@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import numpy as np
 import pytest
 import tiny
 
-from kvtool.cli import opening
+from kvtool.cli.archive import archive_of
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system import memory
+from tests.terminal import Terminal
 from tests.test_chat_session import TEMPLATE, TURNS
 from tests.test_cli import kvtool
 
@@ -49,7 +52,7 @@ def talk(model, tmp_path):
     ],
 )
 def test_an_archive_is_tokens_or_bytes(text, settings):
-    assert opening.archive_of(text) == settings
+    assert archive_of(text) == settings
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_an_archive_is_tokens_or_bytes(text, settings):
 def test_what_is_no_archive_is_refused(monkeypatch, text, words):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**40)
     with pytest.raises(UsageError, match=words):
-        opening.archive_of(text)
+        archive_of(text)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,46 @@ def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(model):
     assert result["archive_bytes"] > 0
     shown = kvtool("inspect", *own, stdin="word " * 20).stdout
     assert "100 tokens: 20 held by every row, 0 by some, 20 archived, 60 forgotten" in shown
+
+
+@pytest.mark.engine
+def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
+    path = tmp_path / "chat.kvs"
+    assert talk(TURNS[:4], *RECALL).returncode == 0
+    shown = json.loads(kvtool("session", "show", "--json", path).stdout)
+    # all that was read, less sinks and window
+    assert 0 < shown["tokens"] - shown["archived"] < 96
+    assert shown["archive_bytes"] > 0
+    lines = dict(line.split(None, 1) for line in kvtool("session", "show", path).stdout.splitlines()[:-1])
+    assert lines["archived"] == str(shown["archived"])
+    assert lines["archive_bytes"].endswith("iB")
+    path.unlink()
+    assert talk(TURNS[:1], "--budget", 96).returncode == 0
+    assert "archive" not in kvtool("session", "show", path).stdout
+
+
+@pytest.mark.engine
+def test_generate_says_what_is_archived(model):
+    own = ["-m", model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
+    result = json.loads(kvtool("generate", *own, "--json", stdin="word " * 60).stdout)
+    assert (result["archived"], result["archive_limit"]) == (100, 100)
+    said = kvtool("generate", *own, "-v", stdin="word " * 60).stderr
+    assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", said)
+    without = kvtool("generate", *own[:6], "--budget", 96, "-v", stdin="word " * 60)
+    assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+def test_a_chat_says_what_is_archived(model):
+    chat = Terminal(model, "-n", 4, *RECALL, "--archive", 30)
+    try:
+        assert "96 cells, an archive of at most 30 tokens, /help" in chat.wait_for("\n> ")
+        chat.say("word " * 60)
+        stats = chat.say("/stats")
+        assert re.search(r"archive +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
+        (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
+        assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
+    finally:
+        chat.kill()
+        os.close(chat.master)

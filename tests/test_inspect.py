@@ -257,19 +257,9 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == {
-        *(
-            "tokens",
-            "archived",
-            "forgotten",
-            "policy",
-            "budget",
-            "params",
-            "model",
-            "rows",
-            "cells",
-            "kv_bytes",
-        ),
-        *("state_bytes", "archive_bytes", "tokens_per_s", "seconds", "text", "share"),
+        *("tokens", "forgotten", "policy", "budget", "params", "model", "rows", "cells", "kv_bytes"),
+        *("state_bytes", "archived", "archive_bytes", "archive_limit"),
+        *("tokens_per_s", "seconds", "text", "share"),
     }
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
     # as the policy's definition has it: sinks and the newest

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import may_lose_system, policy_line, unpinned
 from kvtool.cli.keeper import turns
 from kvtool.cli.utf8 import shown
@@ -175,6 +176,10 @@ class Commands:
             "positions": f"{engine.settings.positions}, gaps closed {engine.n_restart} times",
             "cache": format_bytes(engine.cache_bytes),
             "policy state": format_bytes(engine.host_bytes),
+        }
+        if engine.context.archive:
+            rows["archive"] = archive_line(archive_record(engine))
+        rows |= {
             "process memory": format_bytes(resident) if resident else "unknown",
             "copies for /undo": f"{len(copies)}, {format_bytes(copies.n_bytes)} on disk",
             "speed": f"{self.terminal.tokens_per_s:.1f} tokens/s",

@@ -46,12 +46,14 @@ class Terminal:
         from rich.text import Text
 
         engine, commands = self.engine, Commands(self)
+        archive = engine.context.archive
+        kept = f", an archive of at most {archive.n_max:,} tokens" if archive else ""
         self.console.print(
             Text.assemble(
                 (engine.model.path.stem, "bold"),
                 " with policy ",
                 (self.policy, "bold"),
-                f", {engine.policy.budget:,} cells, /help for help",
+                f", {engine.policy.budget:,} cells{kept}, /help for help",
             )
         )
         if n := self.conversation.n_turn:

@@ -10,6 +10,7 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import utf8
+from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import Notice, explain_run, unpinned
 from kvtool.cli.opening import EngineOptions, open_engine, sampler
 from kvtool.errors import InputError, UsageError
@@ -150,8 +151,7 @@ def _finish(
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
             "state_bytes": engine.host_bytes,
-            "archived": engine.n_archived,
-            "archive_bytes": engine.archive_bytes,
+            **archive_record(engine),
             "prompt_s": read_in,
             "tokens_per_s": n_written / wrote_in if wrote_in else None,
         }
@@ -159,9 +159,10 @@ def _finish(
     elif pieces and not pieces[-1].endswith("\n"):
         sys.stdout.write("\n")
     if verbose:
+        archive = f", archive {archive_line(archive_record(engine))}" if engine.context.archive else ""
         sys.stderr.write(
             f"read {n_read} tokens in {read_in:.1f} s, wrote {n_written} in {wrote_in:.1f} s, "
             f"{engine.mean_kv:.0f}/{engine.policy.budget} cells per row, "
             f"cache {format_bytes(engine.cache_bytes)}, "
-            f"policy state {format_bytes(engine.host_bytes)}\n"
+            f"policy state {format_bytes(engine.host_bytes)}{archive}\n"
         )

@@ -15,6 +15,7 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.archive import archive_record
 from kvtool.cli.explain import explain_run
 from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.progress import tokens_progress
@@ -131,7 +132,6 @@ def inspect(
         share, archived = found.share(), holdings.is_archived(engine)
         result = {
             "tokens": len(tokens),
-            "archived": engine.n_archived,
             "forgotten": holdings.n_forgotten(engine),
             "policy": policy,
             "budget": engine.policy.budget,
@@ -141,7 +141,7 @@ def inspect(
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
             "state_bytes": engine.host_bytes,
-            "archive_bytes": engine.archive_bytes,
+            **archive_record(engine),
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
         }

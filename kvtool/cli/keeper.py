@@ -204,6 +204,8 @@ class Keeper:
             "n_past": engine.n_past,
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
+            "archived": engine.n_archived,
+            "archive_bytes": engine.archive_bytes,
             "fixed": self._fixed,
             "options": {name: params[name] for name in _SAVED}
             | {"model": str(engine.model.path.resolve()), "policy": self._fixed["policy"]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvtool.cli.archive import archive_of, check_recalls
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import LibraryError, UsageError
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
 """The sampler's options except the seed."""
-
-_ARCHIVE_FLAGS = {"archive": "--archive", "archive_type": "--archive-type"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,47 +177,6 @@ def check_flash(flash: str) -> None:
     """Raise UsageError for a value that -fa does not take."""
     if flash not in ("on", "off", "auto"):
         raise UsageError(f"-fa must be on, off or auto, got {flash!r}")
-
-
-def check_recalls(names: Sequence[str], typed: Collection[str]) -> None:
-    """Raise UsageError if options of the archive were typed, and none of the policies has one."""
-    flags = [_ARCHIVE_FLAGS[name] for name in _ARCHIVE_FLAGS if name in typed]
-    if not flags:
-        return
-
-    from kvtool import policies
-    from kvtool.policy import Policy
-
-    if all(policies.load(name).recall is Policy.recall for name in names):
-        have = "has" if len(names) == 1 else "have"
-        raise UsageError(
-            f"{', '.join(f'`{name}`' for name in names)} {have} no archive; leave out {' and '.join(flags)}, "
-            "or choose --policy recall"
-        )
-
-
-def archive_of(text: str) -> dict[str, int]:
-    """The settings that --archive stands for: "20000" tokens, or "2GiB". Raises UsageError."""
-    from kvtool.system.memory import total_bytes
-    from kvtool.units import format_bytes, parse_count
-
-    try:
-        n, is_bytes = parse_count(text)
-    except UsageError:
-        raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}") from None
-    if n < 1:
-        raise UsageError(
-            f"--archive {text} holds no token; give at least 1, or choose --policy streamingllm, "
-            "which archives none"
-        )
-    if not is_bytes:
-        # a cap, which the stream may never reach
-        return {"archive": n}
-    if n > (most := total_bytes()):
-        raise UsageError(
-            f"--archive {text} is more than this machine's memory ({format_bytes(most)}); choose less"
-        )
-    return {"archive_bytes": n}
 
 
 def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli import flags as opt
+from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import Notice, explain_run
 from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.progress import tokens_progress
@@ -122,8 +123,7 @@ def perplexity(
             "cells": engine.mean_kv,
             "kv_bytes": engine.cache_bytes,
             "state_bytes": engine.host_bytes,
-            "archived": engine.n_archived,
-            "archive_bytes": engine.archive_bytes,
+            **archive_record(engine),
             "peak_rss_bytes": peak_rss_bytes(),
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
@@ -160,8 +160,10 @@ def _progress(n_scored: int) -> Iterator[Callable[[np.ndarray], None]]:
 def _summary(result: dict[str, Any]) -> None:
     from kvtool.units import format_bytes
 
+    archive = f"archive {archive_line(result)}, " if result["archive_limit"] else ""
     sys.stderr.write(
         f"{result['tokens']} tokens scored, policy {result['policy']}, {result['cells']:.0f} of "
         f"{result['budget']} tokens kept per KV head, cache {format_bytes(result['kv_bytes'])}, "
-        f"policy state {format_bytes(result['state_bytes'])}, {result['tokens_per_s']:.1f} tokens/s\n"
+        f"policy state {format_bytes(result['state_bytes'])}, {archive}"
+        f"{result['tokens_per_s']:.1f} tokens/s\n"
     )

@@ -39,12 +39,18 @@ def show(file: File, as_json: opt.Json = False) -> None:
         "tokens": meta["n_past"],
         "cells": meta["cells"],
         "kv_bytes": meta["kv_bytes"],
+        # sessions of earlier versions have none
+        "archived": meta.get("archived", 0),
+        "archive_bytes": meta.get("archive_bytes", 0),
         "system": meta["system"],
     }
     if as_json:
         sys.stdout.write(json_text(shown) + "\n")
         return
-    shown["size"], shown["kv_bytes"] = format_bytes(shown["size"]), format_bytes(shown["kv_bytes"])
+    for name in ("size", "kv_bytes", "archive_bytes"):
+        shown[name] = format_bytes(shown[name])
+    if "archive_type" not in fixed:
+        del shown["archived"], shown["archive_bytes"]
     shown["parameters"] = " ".join(f"{name}={value}" for name, value in fixed["parameters"].items())
     width = max(map(len, shown))
     for name, value in shown.items():
