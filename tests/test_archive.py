@@ -172,3 +172,39 @@ def test_a_chat_says_what_is_archived(model):
     finally:
         chat.kill()
         os.close(chat.master)
+
+
+@pytest.mark.engine
+def test_compare_takes_an_archive_for_the_policies_that_have_one(model, tmp_path):
+    (tmp_path / "text").write_text("word " * 60)
+    own = ["-m", model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
+    args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
+    done = kvtool("compare", tmp_path / "text", *own, *args)
+    recall, h2o = map(json.loads, done.stdout.splitlines())
+    assert (recall["archived"], recall["archive"], recall["archive_type"]) == (50, {"archive": 50}, "f16")
+    assert (h2o["archived"], h2o["archive_bytes"], h2o["archive"], h2o["archive_type"]) == (0, 0, None, None)
+    for wrong, words in (
+        (["--policies", "h2o,tova", "--archive", 50], "`h2o`, `tova` have no archive; leave out --archive"),
+        (["--archive-type", "q9"], "--archive-type must be one of"),
+        (["--archive", ""], "--archive is a number of tokens"),
+    ):
+        refused = kvtool("compare", tmp_path / "text", *own, *wrong)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.engine
+def test_an_evaluation_with_another_archive_is_another_one(model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    own = ["-m", model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
+    own += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
+    for arguments, n in (
+        (["--policy", "recall"], 1),
+        (["--policy", "recall", "--archive", 50], 2),
+        (["--policy", "recall", "--archive", "50"], 2),
+        (["--policy", "h2o"], 3),
+    ):
+        done = kvtool("eval", "passkey", *own, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert len(out.read_text().splitlines()) == n

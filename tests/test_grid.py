@@ -211,6 +211,18 @@ def test_another_device_is_another_run(common):
     assert keys[0] != keys[1]
 
 
+def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
+    changes = ({}, {"archive": {"archive": 100}}, {"archive_type": "f16"})
+    keys = {
+        name: {
+            records.key(grid.identity(replace(common, **change), *make(common, [name], ["64"])), grid.KEY)
+            for change in changes
+        }
+        for name in ("h2o", "recall")
+    }
+    assert {name: len(found) for name, found in keys.items()} == {"h2o": 1, "recall": 3}
+
+
 # running
 
 
@@ -317,4 +329,5 @@ def test_no_process_outlives_its_runner(common):
 def test_a_job_survives_its_way(common):
     (run,) = make(common, ["h2o:window=30"], ["64"])
     job = one.Job("m", "t", run.policy, run.options, 64, 8, "f16", "f16", "auto", 512, 64, "auto", 1)
+    job = replace(job, archive={"archive_bytes": 9})
     assert one.decode(json.loads(one.encode(job))) == job

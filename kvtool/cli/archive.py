@@ -20,9 +20,8 @@ def check_recalls(names: Sequence[str], typed: Collection[str]) -> None:
         return
 
     from kvtool import policies
-    from kvtool.policy import Policy
 
-    if all(policies.load(name).recall is Policy.recall for name in names):
+    if not any(policies.recalls(policies.load(name)) for name in names):
         have = "has" if len(names) == 1 else "have"
         raise UsageError(
             f"{', '.join(f'`{name}`' for name in names)} {have} no archive; leave out {' and '.join(flags)}, "
@@ -52,6 +51,14 @@ def archive_of(text: str) -> dict[str, int]:
             f"--archive {text} is more than this machine's memory ({format_bytes(most)}); choose less"
         )
     return {"archive_bytes": n}
+
+
+def check_archive_type(kind: str) -> None:
+    """Raise UsageError for a value that --archive-type does not take."""
+    from kvtool.models.header import CACHE_TYPES
+
+    if kind not in CACHE_TYPES:
+        raise UsageError(f"--archive-type must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
 
 
 def archive_record(engine: Engine) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.archive import archive_of, check_archive_type, check_recalls
 from kvtool.cli.console import plain_console
-from kvtool.cli.opening import check_flash, check_patch, n_ctx_of, resolved, runnable, workers_of
+from kvtool.cli.opening import check_flash, check_patch, is_typed, n_ctx_of, resolved, runnable, workers_of
 from kvtool.cli.progress import bytes_progress
 from kvtool.cli.texts import read_text, too_short
 from kvtool.cli.utf8 import json_text
@@ -31,6 +32,7 @@ class _Stopped(KvtoolError):
 
 
 def compare(
+    context: typer.Context,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
     policies: Annotated[
         str | None,
@@ -98,6 +100,8 @@ def compare(
     threads: opt.Threads = None,
     gpu_layers: opt.GpuLayers = None,
     rpc: opt.Rpc = None,
+    archive: opt.Archive = None,
+    archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     verbose: opt.Verbose = False,
 ) -> None:
@@ -116,20 +120,26 @@ def compare(
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
 
+    from kvtool.measure import grid
     from kvtool.models.download import sha256
     from kvtool.models.header import CACHE_TYPES
 
     for kind in type_texts:
         if kind not in CACHE_TYPES:
             raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
+    check_archive_type(archive_type)
+    archived = {} if archive is None else archive_of(archive)
     if not type_texts:
         raise UsageError("--types names no cache type")
+    if names:
+        typed = [name for name in ("archive", "archive_type") if is_typed(context, name)]
+        check_recalls([grid.split_policy(name)[0] for name in names], typed)
     model_path, info = resolved(model)
 
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
     from kvtool.llama.log import set_verbose
-    from kvtool.measure import grid, records
+    from kvtool.measure import records
     from kvtool.measure.results import Results
 
     set_verbose(verbose)
@@ -154,6 +164,8 @@ def compare(
         threads=threads or max(1, default_threads() // jobs),
         gpu_layers=gpu_layers,
         rpc=workers,
+        archive=archived,
+        archive_type=archive_type,
         verbose=verbose,
     )
     if not names:

@@ -13,6 +13,7 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import output
+from kvtool.cli.archive import archive_of
 from kvtool.cli.console import plain_console
 from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
 from kvtool.cli.progress import tokens_progress
@@ -239,13 +240,15 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
+    kind = policies.load(wanted.policy)
+    recalls = policies.recalls(kind)
     return {
         "model": path.name,
         "model_sha256": sha256(path),
         "policy": wanted.policy,
         "policy_sha256": policies.file_sha256(wanted.policy),
         "options": wanted.options or [],
-        "budget": (wanted.budget or "20%") if policies.load(wanted.policy).evicts else None,
+        "budget": (wanted.budget or "20%") if kind.evicts else None,
         "evict_every": wanted.evict_every,
         "positions": wanted.positions,
         "prefill": wanted.prefill,
@@ -255,6 +258,8 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
         "type_v": wanted.type_v,
         "flash": wanted.flash,
         "gpu_layers": wanted.gpu_layers,
+        "archive": archive_of(wanted.archive) if recalls and wanted.archive is not None else None,
+        "archive_type": wanted.archive_type if recalls else None,
         **records.versions(),
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvtool.cli.archive import archive_of, check_recalls
+from kvtool.cli.archive import archive_of, check_archive_type, check_recalls
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import LibraryError, UsageError
 
@@ -154,10 +154,10 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     """
     from kvtool.models.header import CACHE_TYPES
 
-    types = (("-ctk", wanted.type_k), ("-ctv", wanted.type_v), ("--archive-type", wanted.archive_type))
-    for flag, kind in types:
+    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
         if kind not in CACHE_TYPES:
             raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
+    check_archive_type(wanted.archive_type)
     check_flash(wanted.flash)
 
     from kvtool import policies

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ KEY = (
     "n_batch",
     "flash",
     "gpu_layers",
+    "archive",
+    "archive_type",
     "kvtool",
     "llama_cpp_python",
     "patch",
@@ -69,6 +71,10 @@ class Common:
         Layers on the GPU; None for all.
     rpc
         Workers, "HOST:PORT" each.
+    archive
+        The setting `archive` or `archive_bytes` of policies that recall; neither for the default.
+    archive_type
+        Type of what these policies archive.
     verbose
         Whether llama.cpp's log goes to stderr.
     """
@@ -83,6 +89,8 @@ class Common:
     threads: int
     gpu_layers: int | None = None
     rpc: tuple[str, ...] = ()
+    archive: Mapping[str, int] = field(default_factory=dict)
+    archive_type: str = "q8_0"
     verbose: bool = False
 
 
@@ -116,6 +124,8 @@ class Run:
         Type of the cached values.
     policy_sha256
         Hash of the policy's file, if it is a user's.
+    recalls
+        Whether the policy has an archive.
     """
 
     label: str
@@ -130,6 +140,7 @@ class Run:
     type_k: str
     type_v: str
     policy_sha256: str | None = None
+    recalls: bool = False
 
     @property
     def title(self) -> str:
@@ -213,6 +224,8 @@ def identity(common: Common, run: Run) -> dict[str, Any]:
         "n_batch": run.n_batch,
         "flash": common.flash,
         "gpu_layers": common.gpu_layers,
+        "archive": (dict(common.archive) or None) if run.recalls else None,
+        "archive_type": common.archive_type if run.recalls else None,
         "threads": common.threads,
         "rpc": list(common.rpc),
     }
@@ -290,4 +303,5 @@ def _run(
         kind,
         kind,
         policies.file_sha256(name),
+        policies.recalls(policy_type),
     )

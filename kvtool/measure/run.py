@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,10 @@ class Job:
         Layers on the GPU; None for all.
     rpc
         Workers, "HOST:PORT" each.
+    archive
+        The setting `archive` or `archive_bytes` of a policy that recalls; neither for the default.
+    archive_type
+        Type of what such a policy archives.
     reference
         File with the full cache's predictions; None if there is nothing to compare with.
     writes
@@ -89,6 +93,8 @@ class Job:
     threads: int
     gpu_layers: int | None = None
     rpc: tuple[str, ...] = ()
+    archive: dict[str, int] = field(default_factory=dict)
+    archive_type: str = "q8_0"
     reference: str | None = None
     writes: bool = False
     verbose: bool = False
@@ -119,6 +125,9 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
         type_v=job.type_v,
         flash=job.flash,
         n_threads=job.threads,
+        archive_type=job.archive_type,
+        archive=job.archive.get("archive"),
+        archive_bytes=job.archive.get("archive_bytes"),
     )
     set_verbose(job.verbose)
     if job.rpc:
@@ -151,6 +160,8 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
                     "kv_peak_bytes": kv_peak_bytes,
                     "budget_bytes": _budget_bytes(engine),
                     "state_bytes": engine.host_bytes,
+                    "archived": engine.n_archived,
+                    "archive_bytes": engine.archive_bytes,
                     "peak_rss_bytes": peak_rss_bytes(),
                 }
             finally:

@@ -110,6 +110,8 @@ class Runner:
             threads=common.threads,
             gpu_layers=common.gpu_layers,
             rpc=common.rpc,
+            archive=dict(common.archive),
+            archive_type=common.archive_type,
             reference=str(against) if against else None,
             writes=writes,
             verbose=common.verbose,

@@ -116,6 +116,13 @@ def _checked(policy: object, what: str) -> type[Policy]:
     return policy
 
 
+def recalls(policy: type[Policy]) -> bool:
+    """Whether the policy has an archive, from which it recalls what it has evicted."""
+    from kvtool.policy import Policy
+
+    return policy.recall is not Policy.recall
+
+
 def params(policy: type[Policy]) -> dict[str, object]:
     """The parameters that `-o name=value` sets, with their defaults; None where the budget decides."""
     return parameters.defaults(policy, but=_COMMON)
