@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -551,6 +552,40 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     # the last one may not have been counted yet
     kept = [f"{i} of 100 items are in {out}; --resume does the rest" for i in (n - 1, n)]
     assert said in [f"kvtool: stopped; {each}\n" for each in kept]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
+    tiny_model, tmp_path, is_stopped
+):
+    n = 100 if is_stopped else 4
+    command = ["eval", "passkey", "-m", tiny_model(), *SMALL, "--set", f"repeats={n // 2}", "--json", "-"]
+    master, slave = os.openpty()
+    seen = ""
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(
+            [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
+        )
+        os.close(slave)
+        # the terminal of a process that has ended gives an error
+        with suppress(OSError):
+            while new := os.read(master, 65536).decode():
+                seen += new
+                if is_stopped and f"1/{n}" in seen:
+                    process.send_signal(signal.SIGINT)
+                    is_stopped = False
+    assert process.wait(30) == (130 if n == 100 else 0)
+    os.close(master)
+    assert "passkey" in seen
+    if n == 100:
+        # the cursor is shown again, and nothing follows the line
+        said = "\x1b[?25h\r\nkvtool: stopped"
+        assert seen.rstrip().endswith(said)
+    else:
+        assert len(list(map(json.loads, (tmp_path / "out").read_text().splitlines()))) == n + 1
+        assert '"task"' not in seen
 
 
 def test_tasks_are_listed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -64,6 +65,13 @@ def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        # else rich prints what goes to a file or a pipe above the bar instead
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+    ) as bar:
         task = bar.add_task(what, total=n)
         yield lambda done, what=what: bar.update(task, completed=done, description=what)

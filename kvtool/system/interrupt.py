@@ -22,10 +22,12 @@ def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
-        # below the ^C; a progress bar may have hidden the cursor
-        before = "\x1b[?25h\n" if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{before}kvtool: {said}\n")
-        sys.stderr.flush()
+        # a progress bar replaces sys.stderr, and draws itself again below what is written there
+        err = sys.__stderr__ or sys.stderr
+        # below the ^C; a bar may have hidden the cursor
+        before = "\x1b[?25h\n" if err.isatty() else ""
+        err.write(f"{before}kvtool: {said}\n")
+        err.flush()
     os._exit(exit_code)
 
 
