@@ -164,9 +164,9 @@ Archive = Annotated[
     str | None,
     typer.Option(
         "--archive",
-        metavar="N",
-        help="With --policy recall: the most tokens (20000) or bytes (2GiB) archived in host memory; "
-        "half of the free memory unless given.",
+        metavar="SIZE",
+        help="With --policy recall: the most tokens (20000) or bytes (2GiB) archived in host memory.",
+        show_default="half of the free memory",
     ),
 ]
 
