@@ -36,8 +36,8 @@ PLANTED = {
     "cli": Fault(
         "a session's options stand for those that were typed",
         "kvtool/cli/opening.py",
-        'if source and source.name != "COMMANDLINE":',
-        'if source and source.name == "COMMANDLINE":',
+        "if name in context.params and not is_typed(context, name):",
+        "if name in context.params and is_typed(context, name):",
         ("test_chat_session.py",),
     ),
     "models": Fault(

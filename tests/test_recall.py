@@ -207,6 +207,8 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
 def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
     with open_engine(tiny_model(), fit(96, 8)) as engine:
         n_keep = engine.policy.n_keep
+        with pytest.raises(UsageError, match=f"takes 90 cells, and a budget of 96 has {n_keep - 1} for it"):
+            engine.pin(90)
         for take in (engine.pin, engine.hold):
             with pytest.raises(UsageError, match="choose a budget of"):
                 take(n_keep)

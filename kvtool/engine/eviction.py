@@ -94,10 +94,10 @@ class Eviction:
 
         Raises UsageError for too many, and for another number once tokens are archived: they have no gaps.
         """
-        room = self.policy.n_keep
-        if n >= room:
+        room = self.policy.n_keep - 1
+        if n > room:
             raise UsageError(
-                f"the pinned text takes {n} of {room} cells; "
+                f"the pinned text takes {n} cells, and a budget of {self.policy.budget} has {room} for it; "
                 f"choose a budget of {self._budget_for(n)} or more, or a shorter text"
             )
         if n != self.n_pinned and self.cache.archive and self.cache.archive.n:
