@@ -71,8 +71,8 @@ PLANTED = {
     "engine, rows": Fault(
         "a cell that moves keeps the rotation of the one before it",
         "kvtool/engine/rows.py",
-        "self.rot[row, cell] = self.rot[row, old] + delta",
-        "self.rot[row, cell] = self.rot[row, cell] + delta",
+        "self.rot[row, cell] = self.rot[row, old] + moves[:, 3]",
+        "self.rot[row, cell] = self.rot[row, cell] + moves[:, 3]",
         ("test_exactness.py", "test_engine.py"),
     ),
     "engine, snapshot": Fault(
