@@ -102,6 +102,21 @@ def test_a_saved_archive_that_does_not_fit_is_refused(tiny_model):
                 engine.restore(saved | {name: wrong})
 
 
+def test_pieces_of_an_archive_are_what_is_saved_of_it(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        perplexity.stream(engine, text(200))
+        archive, saved = engine.context.archive, dict(engine.save())
+        n, sizes = archive.n, archive.layer_bytes
+        begin, end = archive.span.start + 7, archive.span.stop - 9
+        pieces = np.split(archive.read(begin, end), np.cumsum(sizes)[:-1] * (end - begin))
+        for layer, (size, piece) in enumerate(zip(sizes, pieces, strict=True)):
+            assert (piece == saved[f"archive.{layer}"].reshape(n, size)[7:-9].reshape(-1)).all()
+        # without its tokens, the rest is the same
+        assert set(saved) - set(dict(engine.save(archived=False))) == {
+            f"archive.{i}" for i in range(len(sizes))
+        }
+
+
 def test_a_new_stream_begins_with_an_empty_archive(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(200)
     with open_engine(path, fit()) as engine:

@@ -251,12 +251,15 @@ class Engine:
             done = next(steps).stop
         return done
 
-    def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """What the next step depends on besides model, policy and settings: arrays by name, one at a time."""
+    def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
+        """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
+
+        archived: False leaves out the archive's tokens, which `restore` needs, too.
+        """
         # here and below: what most chats do not need is not imported at their start
         from kvtool.engine import snapshot
 
-        return snapshot.save(self)
+        return snapshot.save(self, archived=archived)
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave. Raises SessionError if it does not fit."""

@@ -30,7 +30,7 @@ _SWA = ("window", "window_cells")
 """What sliding layers hold. Session files have these names."""
 
 
-def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
+def save(engine: Engine, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
     """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
 
     engine
@@ -45,7 +45,7 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
     cells.N
         K and V of the Nth layer's live cells, as they are stored.
     archive, archive.N
-        Of a policy that recalls: as `Archive.save` gives them.
+        Of a policy that recalls: as `Archive.save` gives them. Without `archived`, tokens are left out.
     window, window_cells
         What sliding layers hold, if there are some.
     """
@@ -65,7 +65,7 @@ def save(engine: Engine) -> Iterator[tuple[str, np.ndarray]]:
     for layer, n_live in enumerate(rows.most_live().tolist()):
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.archive:
-        yield from context.archive.save()
+        yield from context.archive.save(tokens=archived)
     if context.n_swa:
         yield from zip(_SWA, context.swa(), strict=True)
 
@@ -82,7 +82,7 @@ class _Parts(NamedTuple):
     signals: dict[Signal, np.ndarray]
     cells: list[np.ndarray]
     swa: list[np.ndarray]
-    archive: dict[str, np.ndarray]
+    archive: Mapping[str, np.ndarray]
     is_observed: bool
 
 
@@ -107,7 +107,7 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
 
 
 def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
-    eviction, layer_cells, archive = engine.eviction, saved["layer_cells"], engine.context.archive
+    eviction, layer_cells = engine.eviction, saved["layer_cells"]
     return _Parts(
         counters=dict(zip(_COUNTERS, saved["engine"].tolist(), strict=True)),
         live=saved["live"],
@@ -118,7 +118,7 @@ def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
         signals={signal: _history(engine, signal, saved[name]) for name, signal in eviction.signals.items()},
         cells=[saved[f"cells.{layer}"] for layer in range(len(layer_cells))],
         swa=[saved[name] for name in _SWA] if engine.context.n_swa else [],
-        archive={name: saved[name] for name in archive.names} if archive else {},
+        archive=saved,
         is_observed="is_observed" in saved,
     )
 

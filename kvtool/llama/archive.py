@@ -9,13 +9,13 @@ import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.library import check, lib
+from kvtool.llama.segment import TABLE, Segment, layer_name, listed
 from kvtool.system.memory import free_bytes
 from kvtool.units import format_bytes
 
 INDEX_BITS = {"keys": 0, "q8": 8, "q4": 4}
 """What archived keys are chosen by, and the bits that a number of it takes; 0: the keys themselves."""
 
-_TABLE = "archive"
 _N_FIXED = 3
 _LARGEST = 2**31 - 1
 
@@ -42,6 +42,11 @@ class Archive:
     n_max, max_bytes
         The most tokens, or the most bytes that they take; half of the free memory if neither is given.
 
+    Attributes
+    ----------
+    segments
+        What has been saved of this stream, oldest first and without gaps. Tokens behind it have not been.
+
     Raises
     ------
     UsageError
@@ -60,6 +65,7 @@ class Archive:
                 # exact: typed again, a rounded number may be too small
                 f"give at least {self.token_bytes}B, the bytes of one"
             )
+        self.segments: list[Segment] = []
         most = free_bytes() // 2 if max_bytes is None else max_bytes
         self.n_max = min(n_max or max(most // self.token_bytes, 1), _LARGEST)
 
@@ -77,7 +83,9 @@ class Archive:
         check(lib.llama_kvtool_base(self._owner.handle, base))
 
     def keep(self, n: int) -> None:
-        """Forgets all but the newest n tokens."""
+        """Forgets all but the newest n tokens; without any, another stream may begin."""
+        if not n:
+            self.segments = []
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     @property
@@ -103,46 +111,58 @@ class Archive:
     @property
     def token_bytes(self) -> int:
         """Bytes that a token takes."""
-        return self._index_bytes + sum(self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer))
+        return self._index_bytes + sum(self.layer_bytes)
 
-    def save(self) -> Iterator[tuple[str, np.ndarray]]:
-        """What `restore` takes: arrays by name, one at a time."""
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of a token's keys and values in each layer."""
+        return [self._layer_bytes(layer, 0, 1) for layer in range(self._n_layer)]
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """u8[]: keys and values of these tokens as they are stored, layer by layer, then token by token."""
+        data = np.empty((end - begin) * sum(self.layer_bytes), np.uint8)
+        at = 0
+        for layer in range(self._n_layer):
+            check(lib.llama_kvtool_get_archive(self._owner.handle, layer, data[at:].ctypes.data, begin, end))
+            at += self._layer_bytes(layer, begin, end)
+        return data
+
+    def save(self, *, tokens: bool = True) -> Iterator[tuple[str, np.ndarray]]:
+        """What `restore` takes: arrays by name, one at a time. tokens: False leaves all but the table out."""
         table = self._table()
         begin, end = table[:2].tolist()
-        yield _TABLE, table
-        for layer in range(self._n_layer):
+        yield TABLE, table
+        for layer in range(self._n_layer if tokens else 0):
             data = np.empty(self._layer_bytes(layer, begin, end), np.uint8)
             check(lib.llama_kvtool_get_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
-            yield f"{_TABLE}.{layer}", data
+            yield layer_name(layer), data
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave. Raises LibraryError if llama.cpp refuses it."""
-        table = np.ascontiguousarray(saved[_TABLE], np.int64)
+        table = np.ascontiguousarray(saved[TABLE], np.int64)
         begin, end = table[:2].tolist()
         for layer in range(self._n_layer):
-            data = np.ascontiguousarray(saved[f"{_TABLE}.{layer}"])
+            data = np.ascontiguousarray(saved[layer_name(layer)])
             check(lib.llama_kvtool_set_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
+        self.segments = list(listed(saved))
         self.keep(self.n_max)
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
         """Tokens in what `save` gave; 0 for what it cannot have given."""
-        table = saved.get(_TABLE)
+        table = saved.get(TABLE)
         if table is None or table.dtype != np.int64 or table.ndim != 1 or len(table) < _N_FIXED:
             return 0
         begin, end = table[:2].tolist()
         return int(end - begin)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the arrays that `save` gives."""
-        return [_TABLE, *(f"{_TABLE}.{layer}" for layer in range(self._n_layer))]
-
     def fits(self, saved: Mapping[str, np.ndarray], n_past: int) -> bool:
         """Whether `save` may have given this after n_past tokens of a stream."""
-        table = saved[_TABLE]
-        if table.dtype != np.int64 or table.ndim != 1 or len(table) < _N_FIXED or len(table) % 2 == 0:
+        table = saved.get(TABLE)
+        if table is None or table.dtype != np.int64 or table.ndim != 1:
+            return False
+        if len(table) < _N_FIXED or len(table) % 2 == 0:
             return False
         begin, end, far = table[:_N_FIXED].tolist()
         first, base = table[_N_FIXED::2], table[_N_FIXED + 1 :: 2]
@@ -152,10 +172,12 @@ class Archive:
             return False
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
-        layers = [saved[name] for name in self.names[1:]]
+        # one at a time: together they may be gigabytes
         return all(
-            data.dtype == np.uint8 and data.nbytes == (end - begin) * self._layer_bytes(layer, 0, 1)
-            for layer, data in enumerate(layers)
+            (data := saved.get(layer_name(layer))) is not None
+            and data.dtype == np.uint8
+            and data.nbytes == (end - begin) * n_bytes
+            for layer, n_bytes in enumerate(self.layer_bytes)
         )
 
     def _table(self) -> np.ndarray:

@@ -1,0 +1,52 @@
+"""Segments of an archive: how a session lists what it has saved. Knows nothing of llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+TABLE = "archive"
+"""The array with what else there is to an archive; the first two numbers are where it begins and ends."""
+
+SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
+"""The arrays that list the segments: i64[n, 3] begin, end, offset in their file, and u8[n, 32]."""
+
+
+class Segment(NamedTuple):
+    """Archived tokens that have been saved together, and never change.
+
+    Attributes
+    ----------
+    begin, end
+        Their positions in the stream.
+    sha256
+        Of what `Archive.read` gives of them.
+    """
+
+    begin: int
+    end: int
+    sha256: bytes
+
+
+def layer_name(layer: int) -> str:
+    """The name of the array with a layer's tokens."""
+    return f"{TABLE}.{layer}"
+
+
+def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """Where an archive begins and ends that was saved."""
+    begin, end = saved[TABLE][:2].tolist()
+    return begin, end
+
+
+def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
+    """The segments that saved arrays list, oldest first, with their offsets; none if they have the tokens."""
+    if SEGMENTS not in saved:
+        return {}
+    digests = map(bytes, saved[DIGESTS])
+    return {
+        Segment(begin, end, sha256): at
+        for (begin, end, at), sha256 in zip(saved[SEGMENTS].tolist(), digests, strict=True)
+    }
