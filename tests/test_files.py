@@ -104,6 +104,28 @@ def test_a_file_is_set_aside_under_the_first_free_name(tmp_path, monkeypatch, li
     assert (tmp_path / "chat.kv.1").read_text() == "mine"
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypatch, links):
+    path, beside = tmp_path / "chat.kv", tmp_path / "chat.kv.archive"
+    path.write_text("chat")
+    beside.write_bytes(bytes(2000))
+    (tmp_path / "chat.kv.1.archive").write_text("mine")
+    if not links:
+        monkeypatch.setattr(os, "link", _no_links)
+        names = sorted(os.listdir(tmp_path))
+        with full_after(1000), pytest.raises(OSError, match="File too large"):
+            files.set_aside(path, ".archive")
+        assert sorted(os.listdir(tmp_path)) == names
+    spare = files.set_aside(path, ".archive")
+    assert spare.name == "chat.kv.2"
+    assert spare.read_text() == "chat"
+    assert (tmp_path / "chat.kv.2.archive").read_bytes() == bytes(2000)
+    assert (tmp_path / "chat.kv.1.archive").read_text() == "mine"
+    beside.unlink()
+    assert files.set_aside(path, ".archive").name == "chat.kv.3"
+    assert not (tmp_path / "chat.kv.3.archive").exists()
+
+
 def _no_links(*_):
     raise PermissionError("no hard links here")
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+from kvtool.system.paths import cache_dir
 
 
 @contextmanager
@@ -32,13 +36,49 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink()
         raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """A new name must reach the disk too."""
     if os.name == "posix":
-        # the new name must reach the disk too
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def create(path: Path, like: Path) -> FileIO:
+    """Opens an empty file without a buffer. It has the permissions of `like`, if there is such a file.
+
+    What was there is gone. Raises OSError.
+    """
+    file = path.open("w+b", buffering=0)
+    try:
+        with suppress(FileNotFoundError):
+            shutil.copymode(like, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def temporary(buffering: int = -1) -> BinaryIO:
+    """Opens a file without a name, on the disk of the cache folder. Raises OSError."""
+    # not in the folder for temporary files, which may be memory
+    folder = cache_dir()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    ours = folder if os.access(folder, os.W_OK) else None
+    return cast(BinaryIO, tempfile.TemporaryFile(buffering=buffering, dir=ours))
+
+
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Writes all of it to a file without a buffer, so that nothing of it comes later. Raises OSError."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def write(path: Path, data: bytes) -> None:
@@ -68,8 +108,7 @@ class Log:
         # a pipe has no end to go back to
         end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            write_all(self._file, data)
         except OSError:
             if end is not None:
                 with suppress(OSError):
@@ -80,26 +119,42 @@ class Log:
         self._file.close()
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: Path, suffix: str = "") -> Path:
     """Gives a file a second name, the first of PATH.1, PATH.2, ... that is free. Raises OSError.
 
-    Costs no bytes where the file system has hard links, else a copy.
+    suffix: of a file PATH + suffix that gets a second name with it, if there is one. Costs no bytes where the
+    file system has hard links, else a copy.
     """
     path = Path(os.path.realpath(path))
+    suffixes = [each for each in dict.fromkeys((suffix, "")) if os.path.lexists(f"{path}{each}")] or [""]
     n = 0
     while True:
         n += 1
         spare = path.with_name(f"{path.name}.{n}")
-        if os.path.lexists(spare):
+        if any(os.path.lexists(f"{spare}{each}") for each in ("", suffix)):
             continue
+        made: list[Path] = []
         try:
-            os.link(path, spare)
-        except FileExistsError:
-            continue
-        except OSError:
-            with path.open("rb") as source, replacing(spare) as copy:
-                shutil.copyfileobj(source, copy)
+            for each in suffixes:
+                made.append(_link(Path(f"{path}{each}"), Path(f"{spare}{each}")))
+        except OSError as error:
+            for other in made:
+                other.unlink()
+            if isinstance(error, FileExistsError):
+                continue
+            raise
         return spare
+
+
+def _link(path: Path, spare: Path) -> Path:
+    try:
+        os.link(path, spare)
+    except FileExistsError:
+        raise
+    except OSError:
+        with path.open("rb") as source, replacing(spare) as copy:
+            shutil.copyfileobj(source, copy)
+    return spare
 
 
 @contextmanager
