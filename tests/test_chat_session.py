@@ -56,6 +56,7 @@ def _command(model, session, *options):
 
 
 FIRST = ["--policy", "h2o", "--budget", "96", "--temp", "0"]
+RECALL = ["--policy", "recall", *FIRST[2:]]
 
 
 def of_session(*arguments):
@@ -68,9 +69,12 @@ def exported(path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("sampling", ["--temp 0", "--temp 1 --seed 7 --repeat-penalty 1.2"])
-def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sampling):
-    first = ["--policy", "h2o", "--budget", "96", *sampling.split()]
+@pytest.mark.parametrize(
+    ("policy", "sampling"),
+    [("h2o", "--temp 0"), ("h2o", "--temp 1 --seed 7 --repeat-penalty 1.2"), ("recall", "--temp 0")],
+)
+def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, policy, sampling):
+    first = ["--policy", policy, "--budget", "96", *sampling.split()]
     assert talk(TURNS, *first, session="whole").returncode == 0
     for at, options in ((0, first), (1, []), (9, []), (17, [])):
         end = {0: 1, 1: 9, 9: 17, 17: 24}[at]
@@ -85,16 +89,17 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, sa
 
 
 @pytest.mark.engine
-def test_a_chat_that_is_killed_fifty_times_loses_no_turn(model, tmp_path):
+@pytest.mark.parametrize(("options", "n"), [(FIRST, 50), (RECALL, 15)], ids=["h2o", "recall"])
+def test_a_chat_that_is_killed_many_times_loses_no_turn(model, tmp_path, options, n):
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
-    for n_kill in range(50):
+    for n_kill in range(n):
         # a file, since a pipe could be full; of few turns, so that a fast machine has an end too
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
             chat = subprocess.Popen(
-                _command(model, path, *([] if saved else FIRST)),
+                _command(model, path, *([] if saved else options)),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -111,14 +116,15 @@ def test_a_chat_that_is_killed_fifty_times_loses_no_turn(model, tmp_path):
             time.sleep(rng.uniform(0, 1))
         chat.kill()
         said += chat.communicate()[0]
-        now = session.read_meta(path)["messages"] if path.exists() else []
+        # with its archive, if it has one
+        now = session.read(path)[0]["messages"] if path.exists() else []
         assert now[: len(saved)] == saved
         runs.append((first, len(now) // 2, said))
         saved = now
-    assert len(saved) > 40
+    assert len(saved) > 0.8 * n
     # one turn more, of which the last kill may have seen a part
     done = subprocess.run(
-        _command(model, tmp_path / "whole", *FIRST),
+        _command(model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
         stdout=subprocess.DEVNULL,
         check=False,
@@ -175,6 +181,66 @@ def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_pat
 
 
 @pytest.mark.engine
+def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    talk(TURNS[:2], *RECALL)
+    before = archive.read_bytes(), archive.stat().st_ino, path.stat().st_size
+    assert talk(TURNS[2:12]).returncode == 0
+    data = archive.read_bytes()
+    # the old bytes stay, in the same file, and the session has but a list of the new ones
+    assert data.startswith(before[0])
+    assert archive.stat().st_ino == before[1]
+    assert len(data) > 4 * len(before[0])
+    assert path.stat().st_size - before[2] < 0.1 * len(data)
+    shown = json.loads(of_session("show", "--json", path))
+    assert shown["size"] == len(data) + path.stat().st_size
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.kvs", "chat.kvs.archive"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("what", ["is damaged", "is missing", "belongs to another session"])
+def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(talk, tmp_path, what):
+    talk(TURNS[:6], *RECALL)
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    before, text = path.read_bytes(), exported(path)
+    if what == "is damaged":
+        data = bytearray(archive.read_bytes())
+        data[len(data) // 2] ^= 4
+        archive.write_bytes(data)
+    elif what == "is missing":
+        archive.unlink()
+    else:
+        talk(TURNS[:6], *RECALL, session="other")
+        (tmp_path / "other.archive").rename(archive)
+    done = talk(TURNS[6:7])
+    assert done.returncode == 9
+    assert f"{archive} {what}, and the chat in {path} cannot continue" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert path.read_bytes() == before
+    assert exported(path) == text
+    assert json.loads(of_session("show", "--json", path))["turns"] == 6
+
+
+@pytest.mark.engine
+def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continues(talk, tmp_path):
+    for name in ("chat.kvs", "whole"):
+        talk(TURNS[:6], *RECALL, session=name)
+    path = tmp_path / "chat.kvs"
+    meta, arrays = session.read(path)
+    listing = ("archive.segments", "archive.sha256", "archive.id", "archive.layers")
+    session.write(path, meta, [(name, array) for name, array in arrays.items() if name not in listing])
+    (tmp_path / "chat.kvs.archive").unlink()
+    assert path.read_bytes().startswith(b"kvtool session 1 ")
+    for name in ("chat.kvs", "whole"):
+        assert talk(TURNS[6:9], session=name).returncode == 0
+    assert exported(path) == exported(tmp_path / "whole")
+    assert path.read_bytes().startswith(b"kvtool session 2 ")
+    saved, whole = (session.read(each)[1] for each in (path, tmp_path / "whole"))
+    for name in set(whole) - set(listing):
+        assert (saved[name] == whole[name]).all()
+
+
+@pytest.mark.engine
 def test_two_chats_on_one_session_are_one_too_many(model, talk, tmp_path):
     chat = subprocess.Popen(
         _command(model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -206,6 +272,23 @@ def test_a_full_disk_keeps_what_was_saved(talk, tmp_path):
     assert done.stderr.count("\n") == 1
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["chat.kvs"]
+
+
+@pytest.mark.engine
+def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
+    talk(TURNS[:6], *RECALL)
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    before = path.read_bytes(), archive.read_bytes()
+    # a part of the new segment fits, and the session would
+    assert len(before[0]) < len(before[1])
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (len(before[1]) + 99, resource.RLIM_INFINITY))
+    done = talk(TURNS[6:8], preexec_fn=full)
+    assert done.returncode == 9
+    assert f"cannot write {archive} (File too large); the last saved version is still there" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (path.read_bytes(), archive.read_bytes()) == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert talk(TURNS[6:8]).returncode == 0
 
 
 @pytest.mark.engine

@@ -6,6 +6,7 @@ import io
 import os
 import tempfile
 from collections import defaultdict
+from io import FileIO
 from types import SimpleNamespace
 
 import pytest
@@ -286,6 +287,118 @@ def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     assert talk.n_turn == 1
 
 
+@pytest.fixture
+def keep(chat):
+    """keep(path) -> a chat with a tiny archive in a session, and its keeper; None: without a session."""
+    keepers = []
+
+    def make(path):
+        talk = chat("recall", 64, "Be brief.")
+        talk.undoable = True
+        keepers.append(Keeper(SimpleNamespace(params=defaultdict(lambda: None, policy="recall")), talk, path))
+        return talk, keepers[-1]
+
+    yield make
+    for keeper in keepers:
+        keeper.close()
+
+
+def say(talk, keeper, text):
+    "".join(talk.reply(text, 24))
+    keeper.keep()
+    keeper.check()
+
+
+def everything(talk):
+    return {name: array.tobytes() for name, array in talk.writer.engine.save()}
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+@pytest.mark.parametrize("has_session", [True, False])
+def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, has_session):
+    story = "Tell me a story of the sea, of the keeper of a light, and of the waves that he counts."
+    talk, keeper = keep(tmp_path / "chat.kvs" if has_session else None)
+    for text in (story, "And of a storm that lasts for a week.", "And then?"):
+        say(talk, keeper, text)
+    archived = talk.archive.end
+    for text in ("What did he eat?", "And of a storm that lasts for a week."):
+        for _ in range(2):
+            assert talk.undo()
+            keeper.keep_session(undone=True)
+        assert talk.archive.end < archived
+        for other in (text, "Of whom?"):
+            say(talk, keeper, other)
+    # a store of the copies alone, too, has what they share once
+    assert talk.copies.n_bytes < 4 * len(talk.copies) * 2**20
+
+    plain, plain_keeper = keep(tmp_path / "plain.kvs")
+    for text in (story, "And of a storm that lasts for a week.", "Of whom?"):
+        say(plain, plain_keeper, text)
+    assert talk.messages == plain.messages
+    assert everything(talk) == everything(plain)
+    if has_session:
+        again, again_keeper = keep(tmp_path / "chat.kvs")
+        keeper.close()
+        again_keeper.resume(tmp_path / "chat.kvs")
+        assert everything(again) == everything(plain)
+        for each in (again, again_keeper), (plain, plain_keeper):
+            say(*each, "Why?")
+        assert again.messages == plain.messages
+        assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
+def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
+    def names():
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    talk, keeper = keep(tmp_path / "a")
+    for text in ("Tell me a story of the sea, of the keeper of a light, and of waves.", "And of a storm."):
+        say(talk, keeper, text)
+    first = everything(talk)
+    # saved: complete in itself
+    assert keeper.save(tmp_path / "b")
+    assert names() == ["a", "a.archive", "b", "b.archive"]
+    for path in tmp_path.glob("a*"):
+        path.rename(path.with_name(path.name.replace("a", "moved", 1)))
+    other, other_keeper = keep(tmp_path / "a")
+    say(other, other_keeper, "Name as many fruits as you can think of, and then their colours, in a list.")
+    say(other, other_keeper, "And animals.")
+    second = everything(other)
+    # loaded, and set aside by the reply that follows
+    assert other.remember("/load")
+    other.restore(*other_keeper.read(tmp_path / "b"))
+    assert everything(other) == first
+    say(other, other_keeper, "And then?")
+    assert names() == ["a", "a.1", "a.1.archive", "a.archive", "b", "b.archive", "moved", "moved.archive"]
+    third = everything(other)
+    for path, want in (("a.1", second), ("a", third), ("moved", first)):
+        with_archive, its_keeper = keep(tmp_path / path)
+        its_keeper.resume(tmp_path / path)
+        assert everything(with_archive) == want
+        with_archive.writer.engine.close()
+    # taken back: what was set aside is not needed any more
+    for _ in range(2):
+        assert other.undo()
+        other_keeper.keep_session(undone=True)
+        other_keeper.check()
+    assert everything(other) == second
+    rest = ["b", "b.archive", "moved", "moved.archive"]
+    # the loaded chat, which is not in it, is kept
+    assert names() == ["a", "a.2", "a.2.archive", "a.archive", *rest]
+    # another stream, whose tokens are others at the same positions
+    other.remember("/reset")
+    other.reset("Be brief.")
+    for text in ("Tell me of the moon, of the sun, of the stars and of all that is above.", "And then?"):
+        say(other, other_keeper, text)
+    fourth = everything(other)
+    again, again_keeper = keep(tmp_path / "a")
+    again_keeper.resume(tmp_path / "a")
+    assert everything(again) == fourth
+
+
 @pytest.mark.engine
 def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
     path = tmp_path / "chat.kvs"
@@ -317,6 +430,27 @@ def copy_of(n):
     file.write(b"x" * n)
     file.flush()
     return file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere nothing is shared")
+def test_what_copies_share_drops_none_of_them():
+    def share(file):
+        return FileIO(os.dup(file.fileno()))
+
+    with copy_of(300) as large, copy_of(90) as older, tempfile.NamedTemporaryFile() as named:
+        named.write(b"x" * 500)
+        named.flush()
+        copies = Copies(9, 100)
+        for archive, n_bytes, left in (
+            (large, 310, 1),
+            (large, 320, 2),
+            # a session has it
+            (named, 10, 1),
+            (older, 20 + 90, 2),
+        ):
+            copies.push(Copy("", copy_of(10), share(archive)))
+            assert (copies.n_bytes, len(copies)) == (n_bytes, left)
+        copies.close()
 
 
 @pytest.mark.parametrize(("sizes", "left"), [([1] * 5, 3), ([60, 60], 1), ([200], 1), ([40, 40, 40], 2)])

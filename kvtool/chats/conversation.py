@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing
+from io import FileIO
 from itertools import chain
 from typing import BinaryIO
 
@@ -14,10 +13,12 @@ import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.prompt import pin_prefix, system_prefix
+from kvtool.chats.segments import Listing, Store
 from kvtool.chats.template import Message, Template
 from kvtool.chats.undo import Copies, Copy
 from kvtool.chats.writer import Writer
-from kvtool.system.paths import cache_dir
+from kvtool.llama.archive import Archive
+from kvtool.system.files import temporary
 
 
 def transcript(messages: list[Message]) -> str:
@@ -49,7 +50,7 @@ class Conversation:
     copies
         Those copies.
     kept
-        Opens a file that holds the chat as it is now, or returns None. It saves writing a copy.
+        Opens the files that hold the chat as it is now, or returns None. It saves writing a copy.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Conversation:
         self.template = template
         self.undoable = undoable
         self.copies = Copies()
-        self.kept: Callable[[], BinaryIO | None] = lambda: None
+        self.kept: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
+        # where copies have their archive, if not in the session's
+        self._store = Store()
         self.n_reply = self.version = 0
         self._n_held = len(writer.engine.model.tokenize(template.reply_start(), special=True))
         self.reset(system)
@@ -122,9 +125,14 @@ class Conversation:
         finally:
             self.messages.append({"role": "assistant", "content": "".join(said)})
 
-    def save(self) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """The whole chat: what JSON can hold, and arrays, one at a time."""
-        arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save())
+    @property
+    def archive(self) -> Archive | None:
+        """What its policy has archived; `save` leaves that out."""
+        return self.writer.engine.context.archive
+
+    def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
+        """The whole chat: what JSON can hold, and arrays, one at a time. listed: as `Store.put` yields it."""
+        arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save(archived=False), listed)
         return {
             "id": self.id,
             "system": self.system,
@@ -152,10 +160,11 @@ class Conversation:
             return False
         while True:
             try:
-                self.copies.push(Copy(change, self.kept() or self._copy()))
+                self.copies.push(Copy(change, *(self.kept() or self._copy())))
             except OSError:
                 # copies without a gap, or none
                 if not len(self.copies):
+                    self._store.close()
                     return False
                 self.copies.drop_oldest()
             else:
@@ -168,29 +177,26 @@ class Conversation:
         """
         if not len(self.copies):
             return None
-        change, file = self.copies.pop()
-        with file:
+        with closing(self.copies.pop()) as copy:
             n_reply = self.n_reply
-            self.restore(*session.load(file, "the copy of the chat"))
+            self.restore(*session.load(copy.file, "the copy of the chat", copy.archive))
         self.n_reply = max(n_reply, self.n_reply)
-        return change
+        return copy.change
 
     def close(self) -> None:
         """Drops the copies."""
         self.copies.close()
+        self._store.close()
 
-    def _copy(self) -> BinaryIO:
-        # not in the folder for temporary files, which may be memory
-        folder = cache_dir()
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+    def _copy(self) -> tuple[BinaryIO, FileIO | None]:
         with ExitStack() as stack:
-            ours = folder if os.access(folder, os.W_OK) else None
-            file = stack.enter_context(tempfile.TemporaryFile(dir=ours))
-            session.dump(file, *self.save())
-            file.flush()
+            file = stack.enter_context(temporary())
+            with self._store.put(self.archive) as listed:
+                session.dump(file, *self.save(listed))
+                file.flush()
+            archive = self._store.share()
             stack.pop_all()
-            return file
+            return file, archive
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:

@@ -1,8 +1,9 @@
-"""A chat in one file, which is written whole or not at all and checked when it is read.
+"""A chat in a file, which is written whole or not at all and checked when it is read.
 
 Line 1 holds the format's number, the SHA-256 of line 2, and the SHA-256 of the rest. Line 2 is JSON with
 everything that a person may want to read; it can be read even if the rest is damaged. The rest is arrays:
-for each a line with name, dtype and shape, then its bytes.
+for each a line with name, dtype and shape, then its bytes. They list what a second file beside it has of the
+chat: what its policy has archived (`segments`).
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from kvtool.chats import segments
 from kvtool.errors import SessionError
-from kvtool.system.files import locked, replacing
+from kvtool.llama.segment import SEGMENTS
+from kvtool.system.files import locked, replacing, set_aside
 
-FORMAT = 1
-"""Increases when the meaning of what is saved changes."""
+FORMAT, FORMAT_BESIDE = 1, 2
+"""Increases when the meaning of what is saved changes; the second: of a session with an archive beside it."""
 
 Meta = dict[str, Any]
-Arrays = dict[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]
 
 _FIRST = "kvtool session {} {} {}\n"
 _FIRST_LINE = re.compile(rb"kvtool session (\d+) ([0-9a-f]{64}) ([0-9a-f]{64})\n")
@@ -52,7 +56,7 @@ def held(path: Path) -> Iterator[None]:
                 f"{path} is in use by another chat; end that chat, or name another file"
             ) from None
         except (OSError, ValueError) as error:
-            raise _cannot("write", path, error) from None
+            raise cannot("write", path, error) from None
         yield
 
 
@@ -62,16 +66,17 @@ def write(path: Path, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> N
         with replacing(path) as file:
             dump(file, meta, arrays)
     except (OSError, ValueError) as error:
-        raise _cannot("write", path, error) from None
+        raise cannot("write", path, error) from None
 
 
 def read(path: Path) -> tuple[Meta, Arrays]:
     """Reads what `write` wrote. Raises SessionError for another format, damage, or what is not a session."""
     try:
         with path.open("rb") as file:
-            return load(file, str(path))
+            meta, arrays = _load(file, str(path))
+            return meta, segments.join(path, arrays) if SEGMENTS in arrays else arrays
     except (OSError, ValueError) as error:
-        raise _cannot("read", path, error) from None
+        raise cannot("read", path, error) from None
 
 
 def read_meta(path: Path) -> Meta:
@@ -80,7 +85,7 @@ def read_meta(path: Path) -> Meta:
         with path.open("rb") as file:
             return _head(file, str(path))[0]
     except (OSError, ValueError) as error:
-        raise _cannot("read", path, error) from None
+        raise cannot("read", path, error) from None
 
 
 def peek(path: Path) -> Meta | None:
@@ -92,8 +97,25 @@ def peek(path: Path) -> Meta | None:
         if not path.exists() or (path.is_file() and path.stat().st_size == 0):
             return None
     except (OSError, ValueError) as error:
-        raise _cannot("read", path, error) from None
+        raise cannot("read", path, error) from None
     return read_meta(path)
+
+
+def size(path: Path) -> int:
+    """Bytes of a session and its archive. Raises OSError."""
+    archive = segments.beside(path)
+    return path.stat().st_size + (archive.stat().st_size if archive.exists() else 0)
+
+
+def aside(path: Path) -> Path:
+    """Gives a session and its archive a second name, and returns that. Raises OSError."""
+    return set_aside(path, segments.SUFFIX)
+
+
+def delete(path: Path) -> None:
+    """Removes a session and its archive. Raises OSError."""
+    path.unlink()
+    segments.delete(path)
 
 
 def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -101,11 +123,13 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
     # the path of a model may hold bytes that are not UTF-8
     line = json.dumps(meta, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
     digest = hashlib.sha256()
+    number = FORMAT
     # the hash of what follows is written last
     file.seek(_N_FIRST)
     file.write(line)
     for name, array in arrays:
         array = np.ascontiguousarray(array)
+        number = FORMAT_BESIDE if name == SEGMENTS else number
         title = f"{name} {array.dtype.str} {','.join(map(str, array.shape))}".encode()
         # pad, so that the bytes start where an array of any type may start
         title += b" " * (-(file.tell() + len(title) + 1) % _ALIGN) + b"\n"
@@ -113,14 +137,22 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
             digest.update(part)
             file.write(part)
     file.seek(0)
-    file.write(_FIRST.format(FORMAT, hashlib.sha256(line).hexdigest(), digest.hexdigest()).encode())
+    file.write(_FIRST.format(number, hashlib.sha256(line).hexdigest(), digest.hexdigest()).encode())
 
 
-def load(file: BinaryIO, name: str) -> tuple[Meta, Arrays]:
+def load(file: BinaryIO, name: str, archive: FileIO | None = None) -> tuple[Meta, Arrays]:
     """Reads what `dump` wrote. The arrays are views of the file, read from it when they are used.
 
-    `name` stands for the file in error messages. Raises SessionError as `read` does.
+    `name` stands for the file in error messages. archive: the file with the segments that are listed, if
+    there are some. Raises SessionError as `read` does.
     """
+    meta, arrays = _load(file, name)
+    if SEGMENTS not in arrays:
+        return meta, arrays
+    return meta, segments.Joined(arrays, archive, f"the archive of {name}", name)
+
+
+def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
     meta, start, wanted = _head(file, name)
     data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     digest = hashlib.sha256()
@@ -128,7 +160,7 @@ def load(file: BinaryIO, name: str) -> tuple[Meta, Arrays]:
         digest.update(data[at : at + _BLOCK])
     if digest.hexdigest() != wanted:
         raise _damaged(name)
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     at = start
     while at < len(data):
         end = data.find(b"\n", at)
@@ -146,9 +178,9 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     found = _FIRST_LINE.fullmatch(file.readline(_N_FIRST))
     if not found:
         raise SessionError(f"{name} is not a kvtool session, or it is damaged; name another file")
-    if int(found[1]) != FORMAT:
+    if int(found[1]) not in (FORMAT, FORMAT_BESIDE):
         raise SessionError(
-            f"{name} is a session of format {int(found[1])}, and this kvtool reads format {FORMAT}; "
+            f"{name} is a session of format {int(found[1])}, and this kvtool reads up to {FORMAT_BESIDE}; "
             "use the kvtool that wrote it"
         )
     line = file.readline()
@@ -164,7 +196,9 @@ def _damaged(name: str) -> SessionError:
     )
 
 
-def _cannot(what: str, path: Path, error: OSError | ValueError) -> SessionError:
+def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | None = None) -> SessionError:
+    """The line for a session, or a file of it, that cannot be read or written because of this."""
     why = (error.strerror if isinstance(error, OSError) else None) or error
-    kept = "; the last saved version is still there" if what == "write" and os.path.isfile(path) else ""
+    is_there = what == "write" and os.path.isfile(session or path)
+    kept = "; the last saved version is still there" if is_there else ""
     return SessionError(f"cannot {what} {path} ({why}){kept}")

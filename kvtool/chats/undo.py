@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from io import FileIO
 from typing import BinaryIO, NamedTuple
 
 MOST = 10
 """Copies that are kept."""
 
 MOST_BYTES = 512 * 2**20
-"""Bytes that the copies may take together; the newest one is kept whatever it takes."""
+"""Bytes that the copies may take together; the newest one is kept whatever it takes, and what it shares."""
 
 
 class Copy(NamedTuple):
@@ -21,10 +22,18 @@ class Copy(NamedTuple):
         What was done next, in words: a turn, or a command.
     file
         The chat as `session.dump` writes it; the caller closes it.
+    archive
+        The file with the segments that it lists, if it lists some; the caller closes that, too.
     """
 
     change: str
     file: BinaryIO
+    archive: FileIO | None = None
+
+    def close(self) -> None:
+        self.file.close()
+        if self.archive:
+            self.archive.close()
 
 
 class Copies:
@@ -40,12 +49,23 @@ class Copies:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the copies take on disk."""
-        return sum(os.fstat(copy.file.fileno()).st_size for copy in self._copies)
+        """Bytes that the copies take on disk; archives that a session has, too, take none."""
+        files = sum(os.fstat(copy.file.fileno()).st_size for copy in self._copies)
+        return files + sum(self._archives().values())
+
+    def _archives(self) -> dict[int, int]:
+        """Bytes of the archives that no session has, by their inodes: many copies share one."""
+        archives = (os.fstat(copy.archive.fileno()) for copy in self._copies if copy.archive)
+        return {each.st_ino: each.st_size for each in archives if not each.st_nlink}
+
+    def _is_full(self) -> bool:
+        newest = self._copies[-1].archive
+        shared = self._archives().get(os.fstat(newest.fileno()).st_ino, 0) if newest else 0
+        return len(self) > self.most or (len(self) > 1 and self.n_bytes - shared > self.most_bytes)
 
     def push(self, copy: Copy) -> None:
         self._copies.append(copy)
-        while len(self) > self.most or (len(self) > 1 and self.n_bytes > self.most_bytes):
+        while self._is_full():
             self.drop_oldest()
 
     def pop(self) -> Copy:
@@ -53,7 +73,7 @@ class Copies:
         return self._copies.pop()
 
     def drop_oldest(self) -> None:
-        self._copies.pop(0).file.close()
+        self._copies.pop(0).close()
 
     def close(self) -> None:
         """Drops all copies."""

@@ -86,7 +86,7 @@ def chat(
         writer = Writer(opened.engine, sampler(context, opened.engine))
         conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)
-        keeper = Keeper(context, conversation, session)
+        keeper = stack.enter_context(closing(Keeper(context, conversation, session)))
         if session and is_old:
             keeper.resume(session)
         conversation.pin_system()

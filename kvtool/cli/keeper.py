@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,10 +16,13 @@ import kvtool
 from kvtool.cli.opening import SAMPLING
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import InputError, SessionError
-from kvtool.system.files import Log, set_aside
+from kvtool.system.files import Log
 
 if TYPE_CHECKING:
+    from io import FileIO
+
     from kvtool.chats.conversation import Conversation
+    from kvtool.chats.segments import Store
     from kvtool.chats.session import Arrays, Meta
 
 _SAVED = (
@@ -59,6 +62,7 @@ class Keeper:
         self._version_there: int | None = None
         self._there: Meta | None = None
         self._asides: list[Path] = []
+        self._own_store: Store | None = None
         chat.kept = self._kept
 
     def resume(self, path: Path) -> None:
@@ -66,6 +70,7 @@ class Keeper:
         system, seed = self.chat.system, self.context.params["seed"]
         meta, arrays = self.read(path)
         self.chat.restore(meta, arrays)
+        self._store.adopt(arrays)
         self._version_there = self.chat.version if seed is None else None
         self._there = self._said()
         if system and system != self.chat.system:
@@ -156,11 +161,15 @@ class Keeper:
             )
 
     def _replace_own(self, path: Path, undone: bool) -> None:
+        from kvtool.chats import session
+
         aside = None
         is_undone = undone and self._there is not None and self._there["id"] == self.chat.id
         if self.has_previous and not is_undone and path.exists():
             try:
-                aside = set_aside(path)
+                self._store.open()
+                self._store.settle()
+                aside = session.aside(path)
             except OSError as error:
                 raise SessionError(
                     f"cannot set {path} aside ({error.strerror}); it was not written"
@@ -169,7 +178,7 @@ class Keeper:
             self._write(path)
         except SessionError:
             if aside:
-                aside.unlink()
+                session.delete(aside)
             raise
         self.aside = aside
         if undone:
@@ -185,7 +194,7 @@ class Keeper:
             with suppress(OSError, SessionError):
                 if not self._would_lose(session.read_meta(spare)):
                     self._asides.remove(spare)
-                    spare.unlink()
+                    session.delete(spare)
 
     def _said(self) -> Meta:
         """The chat as `_would_lose` takes it."""
@@ -193,11 +202,23 @@ class Keeper:
 
     def _write(self, path: Path) -> None:
         """Raises SessionError."""
-        from kvtool.chats import session
+        from kvtool.chats import segments, session
 
-        saved, arrays = self.chat.save()
+        store = self._store if self._is_own(path) else segments.Store(path)
+        try:
+            with store.put(self.chat.archive) as listed:
+                saved, arrays = self.chat.save(listed)
+                session.write(path, self._meta() | saved, arrays)
+        except OSError as error:
+            raise session.cannot("write", segments.beside(path), error, path) from None
+        finally:
+            if store is not self._own_store:
+                store.close()
+
+    def _meta(self) -> Meta:
+        """What `Conversation.save` does not have."""
         engine, params = self.chat.writer.engine, self.context.params
-        meta = {
+        return {
             "kvtool": kvtool.__version__,
             "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
             "n_turn": self.chat.n_turn,
@@ -210,7 +231,6 @@ class Keeper:
             "options": {name: params[name] for name in _SAVED}
             | {"model": str(engine.model.path.resolve()), "policy": self._fixed["policy"]},
         }
-        session.write(path, meta | saved, arrays)
 
     def _is_own(self, path: Path) -> bool:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
@@ -225,15 +245,30 @@ class Keeper:
         what = "another chat" if there.get("id") != self.chat.id else "more of this chat"
         return f"{path} holds {what} ({turns(there['n_turn'])}, saved {there['saved']})"
 
-    def _kept(self) -> BinaryIO | None:
+    def _kept(self) -> tuple[BinaryIO, FileIO | None] | None:
         """Opens the session if it holds the chat as it is. An open file outlives its replacement on POSIX."""
         if self.path and self._version_there == self.chat.version and os.name == "posix":
-            try:
-                return self.path.open("rb")
-            except OSError:
-                # someone has removed it
-                pass
+            with ExitStack() as stack, suppress(OSError):
+                # an OSError: someone has removed it
+                file = stack.enter_context(self.path.open("rb"))
+                archive = self._store.share()
+                stack.pop_all()
+                return file, archive
         return None
+
+    @property
+    def _store(self) -> Store:
+        """Where the session has its archive."""
+        from kvtool.chats.segments import Store
+
+        if not self._own_store:
+            self._own_store = Store(self.path)
+        return self._own_store
+
+    def close(self) -> None:
+        """Closes what is open."""
+        if self._own_store:
+            self._own_store.close()
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:

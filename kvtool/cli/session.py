@@ -20,14 +20,14 @@ File = Annotated[Path, typer.Argument(help="A file that `kvtool chat --session` 
 @app.command()
 def show(file: File, as_json: opt.Json = False) -> None:
     """Show what a chat runs on and how long it is."""
-    from kvtool.chats.session import read_meta
+    from kvtool.chats.session import read_meta, size
     from kvtool.units import format_bytes
 
     meta = read_meta(file)
     fixed, options = meta["fixed"], meta["options"]
     shown = {
         "file": str(file),
-        "size": file.stat().st_size,
+        "size": size(file),
         "saved": meta["saved"],
         "kvtool": meta["kvtool"],
         "llama_cpp": fixed["llama_cpp"],

@@ -1,0 +1,392 @@
+"""The file beside a session's that keeps its archive: segments, which are written once and never changed.
+
+A session lists the segments that its archive consists of, with offsets and hashes. A turn appends what it has
+archived, and then replaces the session; until then the one before it is whole, and so are its segments.
+
+The first line holds the format's number and the file's id, which the session has too. Where most of a file
+is of no use any more, or another session shares it, the next turn writes a new one: FILE.archive.next. That
+becomes FILE.archive once the session that lists it is there. So a session's archive is always in the file
+with its id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from kvtool.errors import SessionError
+from kvtool.llama.segment import DIGESTS, SEGMENTS, Segment, layer_name, listed, span
+from kvtool.system.files import create, temporary, write_all
+
+if TYPE_CHECKING:
+    from kvtool.llama.archive import Archive
+
+FORMAT = 1
+"""Increases when the meaning of what is in such a file changes."""
+
+SUFFIX = ".archive"
+_NEXT = ".next"
+_ID, _LAYERS = "archive.id", "archive.layers"
+_N_ID = 16
+_START = b"kvtool archive "
+_FIRST = b"%s%d %%s\n" % (_START, FORMAT)
+_N_FIRST = len(_FIRST % bytes(2 * _N_ID))
+_FIRST_LINE = re.compile(_FIRST % b"([0-9a-f]{32})")
+_PIECE = 4 * 2**20
+"""Bytes of a segment, about: what is held in memory to write it."""
+
+Listing = list[tuple[str, np.ndarray]]
+
+
+def beside(path: Path) -> Path:
+    """The file with the archive of the session at `path`; where that is a link, beside its target."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(real.name + SUFFIX)
+
+
+def delete(path: Path) -> None:
+    """Removes the archive of the session at `path`, if it has one. Leaves files that are not kvtool's."""
+    for place in _places(path):
+        _delete(place)
+
+
+class Store:
+    """Where a chat's archive is kept: the file beside its session's, or a temporary one.
+
+    Parameters
+    ----------
+    session
+        The session's file; None for a temporary store.
+    """
+
+    def __init__(self, session: Path | None = None) -> None:
+        self._session = session
+        self._listed: Mapping[str, np.ndarray] = {}
+        self._file: _File | None = None
+
+    def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Goes on with the file that the session lists, which was read and is `saved`."""
+        self.close()
+        self._listed = {name: saved[name] for name in (_ID, _LAYERS, SEGMENTS, DIGESTS) if name in saved}
+
+    @contextmanager
+    def put(self, archive: Archive | None) -> Iterator[Listing]:
+        """Writes what is new in an archive, and yields the arrays that list all of it.
+
+        The caller writes the session inside. Whatever fails, the session that was there still has its
+        segments. Raises OSError, and SessionError where a file that is not kvtool's would be replaced.
+        """
+        self.open()
+        old = self._file
+        wanted = _wanted(archive, old.at if old else {}) if archive else []
+        file = old if old and archive and old.takes(archive, wanted) else self._begin() if wanted else None
+        try:
+            if archive:
+                archive.segments = file.append(archive, wanted) if file else []
+            yield _listing(archive, file) if archive else []
+        except BaseException:
+            if file and file is not old:
+                self._drop(file)
+            raise
+        if file is not old:
+            self._replace(file)
+        if not file and self._session:
+            delete(self._session)
+
+    def open(self) -> None:
+        """Opens the file that the session lists, unless it is open. Raises OSError."""
+        if self._file and (not self._session or self._file.is_at(_places(self._session))):
+            return
+        saved = self._listed
+        self.close()
+        if not self._session or not len(saved.get(SEGMENTS, ())):
+            return
+        places = _, following = _places(self._session)
+        for place in places:
+            with ExitStack() as stack, suppress(FileNotFoundError):
+                file = stack.enter_context(place.open("r+b", buffering=0))
+                if _id_of(file) == bytes(saved[_ID]):
+                    self._file = _File(file, bytes(saved[_ID]), listed(saved), saved[_LAYERS])
+                    stack.pop_all()
+                    break
+        # what a killed process did not come to
+        self.settle()
+        if self._file:
+            _delete(following)
+
+    def settle(self) -> None:
+        """Gives an open file that has only its second name the first. Raises OSError."""
+        if self._file and self._session:
+            path, following = _places(self._session)
+            if not self._file.is_at([path]):
+                os.replace(following, path)
+
+    def share(self) -> FileIO | None:
+        """Opens the file as it is now, to read what a copy of the session lists; None if that lists nothing.
+
+        Raises OSError.
+        """
+        if not self._file:
+            is_listed = len(self._listed.get(SEGMENTS, ())) > 0
+            self.open()
+            if is_listed and not self._file:
+                raise FileNotFoundError
+        return FileIO(os.dup(self._file.raw.fileno())) if self._file else None
+
+    def close(self) -> None:
+        """Ends the use of the file; a temporary one is gone."""
+        if self._file:
+            self._file.raw.close()
+        self._file, self._listed = None, {}
+
+    def _begin(self) -> _File:
+        """An empty file, to become the store's own."""
+        if not self._session:
+            return _File.new(cast(FileIO, temporary(buffering=0)))
+        path, following = _places(self._session)
+        for place in (path, following):
+            if place.exists() and not _is_ours(place):
+                raise SessionError(f"{place} is not an archive of kvtool; rename it, or name another session")
+        self.settle()
+        try:
+            return _File.new(create(following, like=Path(os.path.realpath(self._session))))
+        except BaseException:
+            _delete(following)
+            raise
+
+    def _replace(self, file: _File | None) -> None:
+        """Makes another file the store's own, now that the session lists it."""
+        self.close()
+        self._file = file
+        # if not now, then when it is opened the next time
+        with suppress(OSError):
+            self.settle()
+
+    def _drop(self, file: _File) -> None:
+        file.raw.close()
+        if self._session:
+            _delete(_places(self._session)[1])
+
+
+class _File:
+    """An open file of segments.
+
+    Attributes
+    ----------
+    name
+        Its id.
+    at
+        The offsets of the segments in it.
+    end
+        The offset of the next one.
+    """
+
+    def __init__(self, raw: FileIO, name: bytes, at: dict[Segment, int], layers: Iterable[int] = ()) -> None:
+        self.raw = raw
+        self.name = name
+        self.at = at
+        n_bytes = sum(map(int, layers))
+        ends = (offset + (segment.end - segment.begin) * n_bytes for segment, offset in at.items())
+        self.end = max(ends, default=_N_FIRST)
+
+    @classmethod
+    def new(cls, raw: FileIO) -> _File:
+        file = cls(raw, secrets.token_bytes(_N_ID), {})
+        try:
+            write_all(raw, _FIRST % file.name.hex().encode())
+        except BaseException:
+            raw.close()
+            raise
+        return file
+
+    def is_at(self, places: Iterable[Path]) -> bool:
+        """Whether it has one of these names still."""
+        own = os.fstat(self.raw.fileno())
+        return any(place.exists() and os.path.samestat(own, place.stat()) for place in places)
+
+    def takes(self, archive: Archive, wanted: list[Segment]) -> bool:
+        """Whether segments should go here: most of it would be of use then, and no other session has it."""
+        if not wanted:
+            return False
+        n_bytes = sum(archive.layer_bytes)
+        n_new = sum(each.end - each.begin for each in wanted if each not in self.at)
+        n_all = sum(each.end - each.begin for each in wanted)
+        # a second name is that of a session that was set aside
+        is_shared = n_new > 0 and os.fstat(self.raw.fileno()).st_nlink > 1
+        return not is_shared and self.end - _N_FIRST + n_new * n_bytes <= 2 * n_all * n_bytes
+
+    def append(self, archive: Archive, wanted: list[Segment]) -> list[Segment]:
+        """Writes the segments that it lacks, to the disk. Returns all of them, the new ones with hashes.
+
+        Raises OSError, with all as it was.
+        """
+        found, at, end = [], dict(self.at), self.end
+        try:
+            for segment in wanted:
+                if segment not in at:
+                    data = archive.read(segment.begin, segment.end)
+                    segment = segment._replace(sha256=hashlib.sha256(data.data).digest())
+                    self.raw.seek(end)
+                    write_all(self.raw, data.data)
+                    at[segment] = end
+                    end += data.nbytes
+                found.append(segment)
+            if end > self.end:
+                # what a killed process has left
+                self.raw.truncate(end)
+                os.fsync(self.raw.fileno())
+        except BaseException:
+            with suppress(OSError):
+                self.raw.truncate(self.end)
+            raise
+        self.at, self.end = at, end
+        return found
+
+
+class Joined(Mapping[str, np.ndarray]):
+    """A session's arrays; those of the archive are put together from its segments when they are asked for.
+
+    Parameters
+    ----------
+    arrays
+        The session's own.
+    file
+        The file that has the segments, if there is one.
+    name, owner
+        What stands for that file and for the session in error messages.
+
+    Raises
+    ------
+    SessionError
+        Where the file is missing, damaged, or of another session.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
+        self._arrays = arrays
+        self._segments = listed(arrays)
+        self._layers = arrays[_LAYERS].tolist()
+        self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
+        self._begin, end = span(arrays)
+        if not self._segments:
+            self._data = np.empty(0, np.uint8)
+            return
+        if not file:
+            raise _useless(name, "is missing", owner)
+        if _id_of(file) != bytes(arrays[_ID]):
+            what = "belongs to another session" if _id_of(file) else "is damaged"
+            raise _useless(name, what, owner)
+        self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        order = list(self._segments)
+        is_complete = (
+            order[0].begin <= self._begin
+            and order[-1].end == end
+            and all(one.end == other.begin for one, other in pairwise(order))
+        )
+        if not is_complete or not all(map(self._is_whole, order)):
+            raise _useless(name, "is damaged", owner)
+
+    def _is_whole(self, segment: Segment) -> bool:
+        # of a file that ends before it there is less
+        at, n_bytes = self._segments[segment], (segment.end - segment.begin) * sum(self._layers)
+        return hashlib.sha256(self._data[at : at + n_bytes].data).digest() == segment.sha256
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name in self._arrays:
+            return self._arrays[name]
+        layer = self._names[name]
+        n_bytes, before = self._layers[layer], sum(self._layers[:layer])
+        parts = [np.empty(0, np.uint8)]
+        for segment, at in self._segments.items():
+            n = segment.end - segment.begin
+            n_dropped = max(self._begin - segment.begin, 0)
+            parts.append(self._data[at + before * n + n_dropped * n_bytes : at + (before + n_bytes) * n])
+        return np.concatenate(parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._arrays, *self._names])
+
+    def __len__(self) -> int:
+        return len(self._arrays) + len(self._names)
+
+
+def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
+    """The arrays of the session at `path` with those of its archive.
+
+    Raises OSError, and SessionError where the archive is missing, damaged or another session's.
+    """
+    found = None
+    with ExitStack() as stack:
+        for place in _places(path):
+            with suppress(FileNotFoundError):
+                file = stack.enter_context(place.open("rb", buffering=0))
+                if not found or _id_of(file) == bytes(arrays[_ID]):
+                    found = file
+        return Joined(arrays, found, f"{path}{SUFFIX}", str(path))
+
+
+def _useless(name: str, what: str, owner: str) -> SessionError:
+    return SessionError(
+        f"{name} {what}, and the chat in {owner} cannot continue without its archive; "
+        f"put that back, or print the text with `kvtool session export {owner}`"
+    )
+
+
+def _wanted(archive: Archive, at: Mapping[Segment, int]) -> list[Segment]:
+    """The segments that an archive consists of. Those to be written are within it, and of few MiB."""
+    begin, end = archive.span.start, archive.span.stop
+    found = [
+        each if each in at or each.begin >= begin else Segment(begin, each.end, b"")
+        for each in archive.segments
+        if each.end > begin
+    ]
+    n = max(_PIECE // sum(archive.layer_bytes), 1)
+    starts = range(found[-1].end if found else begin, end, n)
+    return found + [Segment(start, min(start + n, end), b"") for start in starts]
+
+
+def _listing(archive: Archive, file: _File | None) -> Listing:
+    segments = archive.segments
+    table = [(each.begin, each.end, file.at[each]) for each in segments] if file else []
+    digests = b"".join(each.sha256 for each in segments)
+    return [
+        (_ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
+        (_LAYERS, np.array(archive.layer_bytes, np.int64)),
+        (SEGMENTS, np.array(table, np.int64).reshape(-1, 3)),
+        (DIGESTS, np.frombuffer(digests, np.uint8).reshape(-1, hashlib.sha256().digest_size)),
+    ]
+
+
+def _places(session: Path) -> tuple[Path, Path]:
+    """The two names of a session's archive."""
+    path = beside(session)
+    return path, path.with_name(path.name + _NEXT)
+
+
+def _delete(place: Path) -> None:
+    with suppress(OSError):
+        if _is_ours(place):
+            place.unlink()
+
+
+def _id_of(file: FileIO) -> bytes | None:
+    """The id of an archive; None where it is not one of this format."""
+    file.seek(0)
+    found = _FIRST_LINE.fullmatch(file.read(_N_FIRST))
+    return bytes.fromhex(found[1].decode()) if found else None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is an archive, or the empty beginning of one."""
+    with path.open("rb") as file:
+        return file.read(len(_START)) in (b"", _START)
