@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import tiny
 
-from kvtool.chats import session
+from kvtool.chats import segments, session
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 TEMPLATE = (
@@ -191,6 +191,9 @@ def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     assert data.startswith(before[0])
     assert archive.stat().st_ino == before[1]
     assert len(data) > 4 * len(before[0])
+    saved = session.read(path)[1]
+    n_bytes = (saved["archive"][1] - saved["archive"][0]) * saved["archive.layers"].sum()
+    assert len(data) == segments._N_FIRST + n_bytes
     assert path.stat().st_size - before[2] < 0.1 * len(data)
     shown = json.loads(of_session("show", "--json", path))
     assert shown["size"] == len(data) + path.stat().st_size

@@ -107,8 +107,8 @@ def test_a_file_is_set_aside_under_the_first_free_name(tmp_path, monkeypatch, li
 @pytest.mark.parametrize("links", [True, False])
 def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypatch, links):
     path, beside = tmp_path / "chat.kv", tmp_path / "chat.kv.archive"
-    path.write_text("chat")
-    beside.write_bytes(bytes(2000))
+    path.write_bytes(bytes(2000))
+    beside.write_text("archive")
     (tmp_path / "chat.kv.1.archive").write_text("mine")
     if not links:
         monkeypatch.setattr(os, "link", _no_links)
@@ -118,8 +118,8 @@ def test_a_file_beside_it_is_set_aside_with_it_or_neither_is(tmp_path, monkeypat
         assert sorted(os.listdir(tmp_path)) == names
     spare = files.set_aside(path, ".archive")
     assert spare.name == "chat.kv.2"
-    assert spare.read_text() == "chat"
-    assert (tmp_path / "chat.kv.2.archive").read_bytes() == bytes(2000)
+    assert spare.read_bytes() == bytes(2000)
+    assert (tmp_path / "chat.kv.2.archive").read_text() == "archive"
     assert (tmp_path / "chat.kv.1.archive").read_text() == "mine"
     beside.unlink()
     assert files.set_aside(path, ".archive").name == "chat.kv.3"
