@@ -82,6 +82,13 @@ PLANTED = {
         "pass\n",
         ("test_session.py",),
     ),
+    "chats": Fault(
+        "a new archive takes the place of the old one before the session does",
+        "kvtool/chats/segments.py",
+        "return _File.new(create(following, like=",
+        "return _File.new(create(path, like=",
+        ("test_segments.py",),
+    ),
     "llama": Fault(
         "logits of a step with another number of outputs are those of the one before",
         "kvtool/llama/context.py",

@@ -29,8 +29,8 @@ HELP = """\
 /system TEXT   start over under another system prompt
 /exit          leave; so does Ctrl-D
 Ctrl-C stops a reply and keeps the chat.
-/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk and are
-deleted when you leave.
+/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without
+the archive of --policy recall, and are deleted when you leave.
 With --session FILE, the file is written after every reply and every /undo.
 /reset, /system and /load do not touch it: the next reply first moves the chat
 that is in it to FILE.1 (FILE.2, ...)."""
