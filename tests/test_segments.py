@@ -188,6 +188,23 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert session.aside(path).name == "talk.kv.2"
 
 
+def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
+    save(path, Archive(1, 50), store)
+    older = path.read_bytes()
+    save(path, Archive(1, 100).restore(load(path)), store)
+    aside = session.aside(path)
+    path.unlink()
+    path.write_bytes(older)
+    with closing(Store(path)) as own:
+        own.adopt(load(path))
+        with pytest.raises(SessionError, match="no room"), own.put(Archive(1, 50).restore(load(path))):
+            raise SessionError("no room")
+    assert holds(aside, Archive(1, 100))
+    turn(path, Archive(1, 60))
+    assert holds(path, Archive(1, 60))
+    assert holds(aside, Archive(1, 100))
+
+
 def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
     for archive in (Archive(1, 0), None):
         save(path, Archive(1, 30), store)
@@ -209,10 +226,27 @@ def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, 
     later = Archive(stream, end)
     with pytest.raises(SessionError, match="no room"), store.put(later):
         raise SessionError("no room")
-    assert path.read_bytes() == before[0]
-    assert beside(path).read_bytes().startswith(before[1])
+    assert (path.read_bytes(), beside(path).read_bytes()) == before
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
     assert holds(path, archive)
+    save(path, later, store)
+    assert holds(path, later)
+
+
+@pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5), (2, 0)], ids=["appended", "anew", "none"])
+def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, store, stream, end):
+    save(path, Archive(1, 30), store)
+    later = Archive(stream, end)
+    table = np.array([0, end, 0], np.int64)
+
+    def interrupted():
+        with store.put(later) as listed:
+            session.write(path, {"n": end}, [(TABLE, table), *listed])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert holds(path, later)
     save(path, later, store)
     assert holds(path, later)
 

@@ -91,18 +91,27 @@ class Store:
         old = self._file
         wanted = _wanted(archive, old.at if old else {}) if archive else []
         file = old if old and archive and old.takes(archive, wanted) else self._begin() if wanted else None
+        end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
             if archive:
                 archive.segments = file.append(archive, wanted) if file else []
             yield _listing(archive, file) if archive else []
-        except BaseException:
-            if file and file is not old:
+            is_written = True
+        finally:
+            # Ctrl-C may come right behind the session's replacement
+            if is_written or self._inode() != inode:
+                self._keep(file)
+            elif file is not old:
                 self._drop(file)
-            raise
-        if file is not old:
-            self._replace(file)
-        if not file and self._session:
-            delete(self._session)
+            elif file:
+                file.cut(end)
+
+    def _inode(self) -> int | None:
+        """Tells whether the session was replaced."""
+        try:
+            return self._session.stat().st_ino if self._session else None
+        except OSError:
+            return None
 
     def open(self) -> None:
         """Opens the file that the session lists, unless it is open. Raises OSError."""
@@ -165,15 +174,21 @@ class Store:
             _delete(following)
             raise
 
-    def _replace(self, file: _File | None) -> None:
-        """Makes another file the store's own, now that the session lists it."""
-        self.close()
-        self._file = file
-        # if not now, then when it is opened the next time
-        with suppress(OSError):
-            self.settle()
+    def _keep(self, file: _File | None) -> None:
+        """Makes this file the store's own, now that the session lists it; without one there is none."""
+        if file is not self._file:
+            self.close()
+            self._file = file
+            # if not now, then when it is opened the next time
+            with suppress(OSError):
+                self.settle()
+        if not file and self._session:
+            delete(self._session)
 
-    def _drop(self, file: _File) -> None:
+    def _drop(self, file: _File | None) -> None:
+        """Deletes a new file, which no session lists."""
+        if not file:
+            return
         file.raw.close()
         if self._session:
             _delete(_places(self._session)[1])
@@ -210,6 +225,11 @@ class _File:
             raise
         return file
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has a second name: that of a session that was set aside."""
+        return os.fstat(self.raw.fileno()).st_nlink > 1
+
     def is_at(self, places: Iterable[Path]) -> bool:
         """Whether it has one of these names still."""
         own = os.fstat(self.raw.fileno())
@@ -222,36 +242,37 @@ class _File:
         n_bytes = sum(archive.layer_bytes)
         n_new = sum(each.end - each.begin for each in wanted if each not in self.at)
         n_all = sum(each.end - each.begin for each in wanted)
-        # a second name is that of a session that was set aside
-        is_shared = n_new > 0 and os.fstat(self.raw.fileno()).st_nlink > 1
-        return not is_shared and self.end - _N_FIRST + n_new * n_bytes <= 2 * n_all * n_bytes
+        return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new * n_bytes <= 2 * n_all * n_bytes
 
     def append(self, archive: Archive, wanted: list[Segment]) -> list[Segment]:
         """Writes the segments that it lacks, to the disk. Returns all of them, the new ones with hashes.
 
-        Raises OSError, with all as it was.
+        Raises OSError; then a part of them is there, to be cut off.
         """
-        found, at, end = [], dict(self.at), self.end
-        try:
-            for segment in wanted:
-                if segment not in at:
-                    data = archive.read(segment.begin, segment.end)
-                    segment = segment._replace(sha256=hashlib.sha256(data.data).digest())
-                    self.raw.seek(end)
-                    write_all(self.raw, data.data)
-                    at[segment] = end
-                    end += data.nbytes
-                found.append(segment)
-            if end > self.end:
-                # what a killed process has left
-                self.raw.truncate(end)
-                os.fsync(self.raw.fileno())
-        except BaseException:
-            with suppress(OSError):
-                self.raw.truncate(self.end)
-            raise
-        self.at, self.end = at, end
+        found, before = [], self.end
+        for segment in wanted:
+            if segment not in self.at:
+                data = archive.read(segment.begin, segment.end)
+                segment = segment._replace(sha256=hashlib.sha256(data.data).digest())
+                self.raw.seek(self.end)
+                write_all(self.raw, data.data)
+                self.at[segment] = self.end
+                self.end += data.nbytes
+            found.append(segment)
+        if self.end > before:
+            # what a killed process has left
+            self.raw.truncate(self.end)
+            os.fsync(self.raw.fileno())
         return found
+
+    def cut(self, end: int) -> None:
+        """Takes off what was appended behind this offset, if anything was."""
+        if self.is_shared:
+            # by another session, so nothing was
+            return
+        self.end, self.at = end, {each: offset for each, offset in self.at.items() if offset < end}
+        with suppress(OSError):
+            self.raw.truncate(end)
 
 
 class Joined(Mapping[str, np.ndarray]):
