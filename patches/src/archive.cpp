@@ -1,5 +1,6 @@
 #include "archive.h"
 
+#include "convert.h"
 #include "state.h"
 
 #include "llama-context.h"
@@ -11,22 +12,6 @@
 #include <cstring>
 
 namespace kvtool {
-
-static void to_float(ggml_type type, const void * src, float * dst, int64_t n) {
-    if (type == GGML_TYPE_F32) {
-        memcpy(dst, src, n*sizeof(float));
-    } else {
-        ggml_get_type_traits(type)->to_float(src, dst, n);
-    }
-}
-
-static void from_float(ggml_type type, const float * src, void * dst, int64_t n) {
-    if (type == GGML_TYPE_F32) {
-        memcpy(dst, src, n*sizeof(float));
-    } else {
-        ggml_get_type_traits(type)->from_float_ref(src, dst, n);
-    }
-}
 
 //
 // one layer
@@ -120,12 +105,20 @@ int64_t archived_layer::bytes() const {
     return res;
 }
 
+const uint8_t * archived_layer::raw_key(int head, int64_t i) const {
+    return at(i).k.data() + (head*n_block + i % n_block)*size_k;
+}
+
+const uint8_t * archived_layer::raw_value(int head, int64_t i) const {
+    return at(i).v.data() + (head*n_block + i % n_block)*size_v;
+}
+
 void archived_layer::keys(int head, int64_t i, int n, float * out) const {
-    to_float(type_k, at(i).k.data() + (head*n_block + i % n_block)*size_k, out, n*n_embd_k);
+    to_float(type_k, raw_key(head, i), out, n*n_embd_k);
 }
 
 void archived_layer::value(int head, int64_t i, float * out) const {
-    to_float(type_v, at(i).v.data() + (head*n_block + i % n_block)*size_v, out, n_embd_v);
+    to_float(type_v, raw_value(head, i), out, n_embd_v);
 }
 
 const uint8_t * archived_layer::side(int head, int64_t i) const {

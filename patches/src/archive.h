@@ -50,6 +50,10 @@ public:
     void keys (int head, int64_t i, int n, float * out) const;
     void value(int head, int64_t i, float * out) const;
 
+    // a key and a value as they are stored
+    const uint8_t * raw_key  (int head, int64_t i) const;
+    const uint8_t * raw_value(int head, int64_t i) const;
+
     // where the block of token i ends
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
 
@@ -64,6 +68,9 @@ public:
     const int64_t n_embd_v;
     const int     n_bit; // of the index; 0: there is none
 
+    const ggml_type type_k;
+    const ggml_type type_v;
+
     static constexpr int n_block = 1024;
 
 private:
@@ -73,9 +80,6 @@ private:
         std::vector<uint8_t> v;
         std::vector<uint8_t> index;
     };
-
-    const ggml_type type_k;
-    const ggml_type type_v;
 
     const size_t size_k;
     const size_t size_v;

@@ -40,7 +40,7 @@ bool llama_kvtool_store(
                 int   il);
 
 // with an archive: fills the layer's last cells with the archived tokens that the queries q attend to most
-void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, int il);
+void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, float scale, int il);
 
 // ragged rows: a mask with each row's own length; else kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);

@@ -1,12 +1,12 @@
 #include "index.h"
 
+#include "cpu.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-// libllama is built for the oldest CPU: faster ones are asked for at run time
-#if defined(__x86_64__) && defined(__GNUC__)
-#define KVTOOL_X86
+#ifdef KVTOOL_X86
 #include <immintrin.h>
 #endif
 
@@ -88,7 +88,7 @@ static void multiply_plain(const uint8_t * sides, int n, const small_query & que
 #ifdef KVTOOL_X86
 
 template <int N_BIT>
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
+KVTOOL_AVX512
 static void multiply_vnni(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
     const size_t size = side_bytes(n_embd, N_BIT);
 
@@ -116,7 +116,7 @@ static void multiply_vnni(const uint8_t * sides, int n, const small_query & quer
 }
 
 template <int N_BIT>
-__attribute__((target("avx2")))
+KVTOOL_AVX2
 static void multiply_avx2(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
     const size_t size = side_bytes(n_embd, N_BIT);
 
@@ -156,13 +156,10 @@ static void multiply_avx2(const uint8_t * sides, int n, const small_query & quer
 template <int N_BIT>
 static void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
 #ifdef KVTOOL_X86
-    static const bool vnni = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-    static const bool avx2 = __builtin_cpu_supports("avx2");
-    if (vnni) {
-        return multiply_vnni<N_BIT>(sides, n, query, n_embd, out);
-    }
-    if (avx2) {
-        return multiply_avx2<N_BIT>(sides, n, query, n_embd, out);
+    switch (vectors()) {
+        case AVX512: return multiply_vnni<N_BIT>(sides, n, query, n_embd, out);
+        case AVX2:   return multiply_avx2<N_BIT>(sides, n, query, n_embd, out);
+        case PLAIN:  break;
     }
 #endif
     multiply_plain<N_BIT>(sides, n, query, n_embd, out);

@@ -31,12 +31,7 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         ggml_backend_tensor_set(slots, idx.data(), 0, ggml_nbytes(slots));
     }
 
-    if (recalled && recalled->buffer) {
-        idx.clear();
-        for (int64_t i = 0; i < recalled->ne[0]; ++i) {
-            idx.push_back(kvtool.layers[0].n_cell - recalled->ne[0] + i);
-        }
-        ggml_backend_tensor_set(recalled, idx.data(), 0, ggml_nbytes(recalled));
+    if (rot && rot->buffer) {
         ggml_backend_tensor_set(rot, ubatch->pos, 0, ggml_nbytes(rot));
     }
 

@@ -38,6 +38,8 @@ public:
     ggml_tensor * recalled = nullptr; // I64 [n_recall]: the cells that recalled tokens go to
     ggml_tensor * rot      = nullptr; // I32 [1]: the position that the first query is rotated to
 
+    ggml_tensor * live     = nullptr; // [n_live, n_tokens]: the mask of the live cells, which is made of llama.cpp's
+
     std::vector<rows> ragged;
 };
 

@@ -158,7 +158,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     if (params.n_recall > 0) {
         res->archive.make(*res, lctx);
         for (size_t i = 0; i < res->layers.size(); ++i) {
-            res->recalled.push_back({ res.get(), i });
+            res->recalled.push_back({ res.get(), i, 0.0f });
         }
     }
 

@@ -23,6 +23,8 @@ namespace kvtool {
 struct recalled_layer {
     const llama_kvtool * kvtool;
     size_t               i;
+
+    float scale; // of the products of keys and queries, in the graph that was made last
 };
 
 } // namespace kvtool

@@ -184,9 +184,12 @@ class Archive:
         for name in ("pos", "key", "value"):
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
-    def choose(self, products, k):
-        """The k entries that get the most from products f64[query, n], each less its query's highest."""
-        score = (products - products.max(axis=-1, keepdims=True)).max(axis=0)
+    def choose(self, logits, live, k):
+        """The k entries that the queries' attention is largest on: logits f64[query, n], and live f64[query, n_live]."""
+        everything = np.concatenate((logits, live), axis=-1)
+        attention = np.exp(everything - everything.max(axis=-1, keepdims=True))
+        attention /= attention.sum(axis=-1, keepdims=True)
+        score = attention[:, : len(self.pos)].sum(axis=0)
         # among equal scores the newer one
         return np.sort(np.lexsort((-self.pos, -score))[:k])
 
@@ -308,8 +311,8 @@ class Stream:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
             values = row.value
             if len(row.archive.pos) and not slides:
-                products, chosen = self._recall(row.archive, asked, pos[0], rot[0])
-                scores = np.concatenate((scores, products / np.sqrt(model.head_dim)), axis=-1)
+                recalled, chosen = self._recall(row.archive, asked, scores, pos[0], rot[0])
+                scores = np.concatenate((scores, recalled), axis=-1)
                 values = np.concatenate((values, row.archive.value[chosen]))
             attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attn /= attn.sum(axis=-1, keepdims=True)
@@ -326,13 +329,14 @@ class Stream:
                         seen.append((n, own))
         return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
 
-    def _recall(self, archive, asked, first, rot):
-        """Products of all queries with the chosen entries, and which these are."""
+    def _recall(self, archive, asked, live, first, rot):
+        """Logits of all queries with the chosen entries, and which these are."""
         at = np.where(archive.pos < self.far, rot - self.n_near, rot - (first - archive.pos))
         keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[False]))).view(np.float64)
-        products = asked @ keys.T
-        chosen = archive.choose(products.reshape(-1, len(keys)), self.recalled)
-        return products[..., chosen], chosen
+        logits = asked @ keys.T / np.sqrt(self.model.head_dim)
+        n_query = logits.shape[0] * logits.shape[1]
+        chosen = archive.choose(logits.reshape(n_query, -1), live.reshape(n_query, -1), self.recalled)
+        return logits[..., chosen], chosen
 
     def _make_room(self, m):
         """Closes all gaps and starts over where m more tokens would go past the trained context."""

@@ -1,0 +1,17 @@
+// Rows of numbers in other formats.
+
+#pragma once
+
+#include "ggml.h"
+
+#include <cstdint>
+
+namespace kvtool {
+
+void to_float  (ggml_type type, const void  * x, float * y, int64_t n);
+void from_float(ggml_type type, const float * x, void  * y, int64_t n);
+
+void to_half(const float * x, ggml_fp16_t * y, int64_t n);
+void to_half(ggml_type type, const void * x, ggml_fp16_t * y, int64_t n);
+
+} // namespace kvtool

@@ -1,0 +1,30 @@
+// Which vector instructions this CPU has: libllama is built for the oldest one, and faster ones are asked for at run time.
+
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVTOOL_X86
+#define KVTOOL_INLINE __attribute__((always_inline))
+#define KVTOOL_AVX2   __attribute__((target("avx2,fma,f16c")))
+#define KVTOOL_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
+#else
+#define KVTOOL_INLINE
+#endif
+
+namespace kvtool {
+
+enum vector_set { PLAIN, AVX2, AVX512 };
+
+inline vector_set vectors() {
+#ifdef KVTOOL_X86
+    static const vector_set res =
+        !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c") ? PLAIN :
+        !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512bw")   || !__builtin_cpu_supports("avx512dq")  ? AVX2  : AVX512;
+    return res;
+#else
+    return PLAIN;
+#endif
+}
+
+} // namespace kvtool

@@ -1,0 +1,22 @@
+// Sums of exponentials over many logits, for choosing among archived tokens.
+
+#pragma once
+
+namespace kvtool {
+
+// logits that are looked at together, at most
+constexpr int n_tile = 256;
+
+// part of a softmax
+struct softmax_part {
+    float most; // the highest logit
+    float sum;  // of e^(logit - most)
+};
+
+// e[n] = e^(scale*x - most). Both have room for whole groups of 16, and what follows x[n] is overwritten. scale > 0
+softmax_part exponentials(float * x, int n, float scale, float * e);
+
+// y[n] += w*x[n]
+void add(float * y, const float * x, int n, float w);
+
+} // namespace kvtool
