@@ -1,20 +1,31 @@
-// The kernels of patches/src/index.cpp one by one, for tests: in a program the CPU decides which of them runs.
+// The kernels of patches/src/index.cpp and softmax.cpp one by one, for tests: in a program the CPU decides which of them runs.
 
 #include "../patches/src/index.cpp"
+#include "../patches/src/softmax.cpp"
 
 using namespace kvtool;
 
 extern "C" {
 
 int n_kernel() {
-#ifdef KVTOOL_X86
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")) {
-        return 3;
+    return vectors() + 1;
+}
+
+// x[n] -> e[n], most and sum; x and e have room for whole groups of 16
+void powers(int kernel, float * x, int n, float scale, float * e, float * most, float * sum) {
+    softmax_part res;
+    if (kernel < 0) {
+        res = exponentials(x, n, scale, e);
+    } else if (kernel == 0) {
+        res = exponentials_of(x, n, scale, e);
     }
-    return __builtin_cpu_supports("avx2") ? 2 : 1;
-#else
-    return 1;
+#ifdef KVTOOL_X86
+    else {
+        res = (kernel == 1 ? exponentials_avx2 : exponentials_avx512)(x, n, scale, e);
+    }
 #endif
+    *most = res.most;
+    *sum  = res.sum;
 }
 
 // keys [n*n_side][n_embd] and a query [n_embd] -> out[n*n_side]; kernel -1: the one that a program runs

@@ -25,6 +25,8 @@ def kernels(tmp_path_factory):
     number, pointer = ctypes.c_int, ctypes.c_void_p
     lib.products.argtypes = [number, pointer, number, pointer, number, number, pointer]
     lib.products.restype = None
+    lib.powers.argtypes = [number, pointer, number, ctypes.c_float, pointer, pointer, pointer]
+    lib.powers.restype = None
     return lib
 
 
@@ -69,3 +71,22 @@ def test_products_are_those_of_the_rounded_numbers(kernels, kernel, n_bit, n_emb
         assert products(kernels, kernel, keys, query, n_bit) == pytest.approx(want, rel=1e-4, abs=1e-3)
     exact = keys @ query
     assert np.corrcoef(exact, want)[0, 1] > (0.99 if n_bit == 8 else 0.8)
+
+
+@pytest.mark.parametrize("n", [1, 16, 37, 256])
+@pytest.mark.parametrize("kernel", [-1, 0, 1, 2])
+def test_exponentials_and_their_sum(kernels, kernel, n):
+    if kernel >= kernels.n_kernel():
+        pytest.skip("this CPU has no such instructions")
+    rng = np.random.default_rng(1)
+    scale = 0.125
+    x = np.zeros(n + 16, np.float32)
+    # the highest one leads by more than a float's exponent takes
+    x[:n] = rng.standard_normal(n) * 100
+    x[n // 2] += 500
+    want = np.exp(scale * (x[:n].astype(np.float64) - x[:n].max()))
+    e, most, total = np.empty(n + 16, np.float32), np.empty(1, np.float32), np.empty(1, np.float32)
+    kernels.powers(kernel, x.ctypes.data, n, scale, e.ctypes.data, most.ctypes.data, total.ctypes.data)
+    assert e[:n] == pytest.approx(want, rel=1e-5, abs=2e-38)
+    assert most[0] == pytest.approx(scale * x[:n].max(), rel=1e-6)
+    assert total[0] == pytest.approx(want.sum(), rel=1e-6)
