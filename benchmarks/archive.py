@@ -3,8 +3,8 @@
     python benchmarks/archive.py FILE --sizes 8192,32768,65536,131072 -t 1
 
 Some tokens of the text are read. What the archive or the full cache then holds is repeated until it is as
-long as asked: the number of tokens matters, not which these are. All but the newest 4,096 tokens of an archive
-are far, as in a stream. Policies and the full cache take turns token by token, and CPU time is taken, so that
+long as asked: the number of tokens matters, not which these are. All but an archive's newest 4,096 tokens are
+far, as in a stream. Policies and the full cache take turns token by token, and CPU time is taken, so that
 what slows the machine slows all. Evictions are left out: there are fewer tokens than from one to the next.
 """
 
