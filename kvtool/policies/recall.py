@@ -37,7 +37,7 @@ class Recall(Ranked):
     recalled: int
     sinks: int = 4
     chunk: int = 16
-    index: str = "q8"
+    index: str = "q4"
 
     def __post_init__(self) -> None:
         for name in ("budget", "slack", "recalled", "sinks", "chunk"):
