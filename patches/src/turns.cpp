@@ -43,10 +43,7 @@ turns::turns(const llama_context & lctx, int il, int n_map, int n_most) : n_map(
 
     const auto fill = [&](std::vector<float> & table, int64_t first, int64_t step, int n) {
         for (int i = 0; i < n; ++i) {
-            for (const double w : omega) {
-                table.push_back(cos((first + i)*step*w));
-                table.push_back(sin((first + i)*step*w));
-            }
+            add_row(table, (first + i)*step);
         }
     };
 
@@ -55,6 +52,15 @@ turns::turns(const llama_context & lctx, int il, int n_map, int n_most) : n_map(
     first_large = -n_large;
     fill(small, 0, 1, n_small);
     fill(large, first_large, n_small, 2*n_large + 1);
+}
+
+void turns::add_row(std::vector<float> & table, int64_t delta) const {
+    for (const double w : omega) {
+        table.push_back(cos(delta*w));
+    }
+    for (const double w : omega) {
+        table.push_back(sin(delta*w));
+    }
 }
 
 void turns::map(float * x) const {
@@ -77,6 +83,16 @@ void turns::map(float * x) const {
     }
 }
 
+// a pair's numbers u and v, turned by both a and b: cosines, and their sines n_pair later
+static inline void turn_pair(const float * a, const float * b, int n_pair, float * u, float * v) {
+    const float c = a[0]*b[0] - a[n_pair]*b[n_pair];
+    const float s = a[0]*b[n_pair] + a[n_pair]*b[0];
+
+    const float turned = *u*c - *v*s;
+    *v = *u*s + *v*c;
+    *u = turned;
+}
+
 void turns::turn(float * x, int64_t delta) const {
     if (n_pair == 0 || delta == 0) {
         return;
@@ -89,26 +105,22 @@ void turns::turn(float * x, int64_t delta) const {
     const float * a = small.data() + (delta & (n_small - 1))*2*n_pair;
     const float * b = large.data() + row*2*n_pair;
     if (row < 0 || row*2*n_pair >= (int64_t) large.size()) {
-        for (const double w : omega) {
-            made.push_back(cos((delta - (delta & (n_small - 1)))*w));
-            made.push_back(sin((delta - (delta & (n_small - 1)))*w));
-        }
+        add_row(made, delta - (delta & (n_small - 1)));
         b = made.data();
     }
 
     if (n_map > 0) {
         map(x);
     }
-    for (int i = 0; i < n_pair; ++i) {
-        const float c = a[2*i]*b[2*i] - a[2*i + 1]*b[2*i + 1];
-        const float s = a[2*i]*b[2*i + 1] + a[2*i + 1]*b[2*i];
-
-        float & u = x[is_neox ? i          : 2*i];
-        float & v = x[is_neox ? i + n_pair : 2*i + 1];
-
-        const float turned = u*c - v*s;
-        v = u*s + v*c;
-        u = turned;
+    // the two numbers of a pair lie side by side, or half of the pairs apart
+    if (is_neox) {
+        for (int i = 0; i < n_pair; ++i) {
+            turn_pair(a + i, b + i, n_pair, x + i, x + i + n_pair);
+        }
+    } else {
+        for (int i = 0; i < n_pair; ++i) {
+            turn_pair(a + i, b + i, n_pair, x + 2*i, x + 2*i + 1);
+        }
     }
     if (n_map > 0) {
         map(x);

@@ -30,9 +30,12 @@ private:
     // the map, which undoes itself
     void map(float * x) const;
 
+    // adds the row of a turn by delta positions to a table
+    void add_row(std::vector<float> & table, int64_t delta) const;
+
     std::vector<double> omega; // [n_pair], radians a position
 
-    // cosine and sine of all pairs, a turn a row: by 0 .. n_small - 1 positions, and by multiples of n_small
+    // cosines of all pairs, then sines, a turn a row: by 0 .. n_small - 1 positions, and by multiples of n_small
     static constexpr int n_small = 256;
 
     std::vector<float> small;
