@@ -57,14 +57,14 @@ private:
     const archived_layer & l;
     const turns          & rope;
 
-    std::vector<stretch> stretches;
-    std::vector<tile>    tiles;
-    std::vector<float>   keys;   // of a tile
-    std::vector<softmax_part>    parts;  // [n_together][n_tile]
-    std::vector<float>   powers; // [n_together][size()]
-    std::vector<float>   score;
-    std::vector<float>   some;
-    std::vector<int64_t> chosen;
+    std::vector<stretch>      stretches;
+    std::vector<tile>         tiles;
+    std::vector<float>        keys;   // of a tile
+    std::vector<softmax_part> parts;  // [n_together] queries, of each the tiles
+    std::vector<float>        powers; // [n_together] queries, of each the tokens and room for a side
+    std::vector<float>        score;
+    std::vector<float>        some;
+    std::vector<int64_t>      chosen;
 
     void prepare(const std::vector<float> & queries, int64_t rot);
 
