@@ -1,5 +1,6 @@
 // Edits of a cache in host memory, without a graph.
 
+#include "convert.h"
 #include "edit.h"
 #include "state.h"
 
@@ -112,8 +113,7 @@ static void move_host(const std::vector<llama_kvtool_move> & moves, const P & pi
 
 template <typename P>
 static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & pieces) {
-    const auto & view   = pieces.view;
-    const auto & traits = *ggml_get_type_traits(view.t->type);
+    const auto & view = pieces.view;
 
     const size_t  size   = pieces.size();
     const size_t  n_byte = size*view.n;
@@ -142,11 +142,7 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
         for (int i = 0; i < view.n; ++i) {
             pieces.get(first->row, src, i, raw.data() + i*size, n_byte);
         }
-        if (traits.to_float) {
-            traits.to_float(raw.data(), x.data(), x.size());
-        } else {
-            memcpy(x.data(), raw.data(), raw.size());
-        }
+        to_float(view.t->type, raw.data(), x.data(), x.size());
 
         sum.assign(dst.size()*n_embd, 0.0f);
 
@@ -161,11 +157,7 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
             }
         }
 
-        if (traits.from_float_ref) {
-            traits.from_float_ref(sum.data(), raw.data(), sum.size());
-        } else {
-            memcpy(raw.data(), sum.data(), sum.size()*sizeof(float));
-        }
+        from_float(view.t->type, sum.data(), raw.data(), sum.size());
         for (int i = 0; i < view.n; ++i) {
             pieces.set(first->row, dst, i, raw.data() + i*size, n_byte);
         }
