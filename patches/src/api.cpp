@@ -300,7 +300,7 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
         const bool first = archive.size() == 0;
         kvtool->archive.push(*kvtool, *ctx, cells, n_cell, pos_0);
         if (first) {
-            kvtool->forget_graphs(*ctx);
+            llama_kvtool::forget_graphs(*ctx, true);
         }
         return 0;
     });
@@ -330,7 +330,7 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
             kvtool->archive.keep(n);
         } else if (kvtool->archive.size() > 0) {
             kvtool->archive.clear();
-            kvtool->forget_graphs(*ctx);
+            llama_kvtool::forget_graphs(*ctx, true);
         }
         return 0;
     });
@@ -389,7 +389,7 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
         if (!why.empty()) {
             return fail(why);
         }
-        kvtool->forget_graphs(*ctx);
+        llama_kvtool::forget_graphs(*ctx, true);
         return n;
     });
 }

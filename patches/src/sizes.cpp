@@ -84,14 +84,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     GGML_UNUSED(n_before);
 #endif
 
-    // the graphs that were made have views of the old tensors
-    for (auto & res : lctx.gf_res_prev) {
-        res.reset();
-    }
-    lctx.gf_res_prev_active = nullptr;
-
-    // the compute buffers follow the cache; ragged layers change too often for that, and by little
-    lctx.sched_need_reserve = broken.empty() && (lctx.sched_need_reserve || !params.ragged);
+    // the graphs that were made have views of the old tensors. The compute buffers follow the cache; ragged layers change too
+    // often for that, and by little
+    forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || !params.ragged));
 
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }

@@ -435,12 +435,12 @@ void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {
     }
 }
 
-void llama_kvtool::forget_graphs(llama_context & lctx) const {
+void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {
     for (auto & res : lctx.gf_res_prev) {
         res.reset();
     }
     lctx.gf_res_prev_active = nullptr;
-    lctx.sched_need_reserve = true;
+    lctx.sched_need_reserve = reserve;
 }
 
 std::vector<int> llama_kvtool::shift_swa(llama_kv_cache & kv, int delta) {

@@ -130,8 +130,8 @@ struct llama_kvtool {
     // enters the recalled cells into the table: older than all others
     void fill_recalled(llama_kv_cache & kv) const;
 
-    // graphs that were made without an archive do not look into it
-    void forget_graphs(llama_context & lctx) const;
+    // the next decode makes a new graph; reserve: it needs other compute buffers, too
+    static void forget_graphs(llama_context & lctx, bool reserve);
 
     // moves the tokens of the table by delta positions, and forgets those that would come before 0; returns the cells
     // whose keys have to turn
