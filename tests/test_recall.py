@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from kvtool import policies
 from kvtool.engine.outlook import first_plan
-from kvtool.errors import KvtoolError, PlanError, SessionError, UsageError
+from kvtool.errors import KvtoolError, PlanError, SessionError, StreamEnd, UsageError
 from kvtool.measure import perplexity
 from kvtool.policies.recall import Recall
+from kvtool.system.memory import rss_bytes
 from tests import saved
 from tests.running import TOLERANCE, open_engine, text
 
@@ -191,7 +195,7 @@ def test_a_prompt_is_read_in_steps_of_the_chunk(tiny_model):
         ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
         (
             {"archive_bytes": 100},
-            "an archive of 100 B holds no token; give at least [0-9]+B, the bytes of one",
+            "an archive of 100 B is too small; give at least [0-9]+B: memory is taken for 256 tokens at once",
         ),
     ],
     ids=str,
@@ -246,13 +250,15 @@ def test_a_closed_engine_says_so(tiny_model):
 
 
 def test_a_smaller_archive_takes_the_newest_of_a_saved_one(tiny_model):
-    path, tokens = tiny_model(n_head_kv=2), text(300)
+    path, tokens = tiny_model(n_head_kv=2), text(900)
     with open_engine(path, fit()) as engine:
         perplexity.stream(engine, tokens)
         saved = {name: array.copy() for name, array in engine.save()}
     with open_engine(path, fit(), archive=50) as engine:
         engine.restore(saved)
         assert engine.n_archived == 50
+        # and no memory for the others
+        assert engine.archive_bytes <= engine.context.archive.max_bytes
 
 
 @pytest.mark.parametrize(
@@ -277,3 +283,76 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
     policy = Uneven(48, 16, 16)
     with open_engine(tiny_model(n_head_kv=2), policy) as engine, pytest.raises(PlanError, match="archived"):
         engine.read(text(100))
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 3.5])
+def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
+    path = tiny_model(n_ctx_train=512)
+    with open_engine(path, fit()) as engine:
+        slab = engine.context.archive.slab_bytes
+    with open_engine(path, fit(), archive_bytes=int(slabs * slab)) as engine:
+        archive, most = engine.context.archive, int(slabs) * slab
+        taken = set()
+        for _ in engine.steps(text(1600)):
+            taken.add(engine.archive_bytes)
+            assert archive.n <= archive.n_max
+        assert max(taken) == archive.max_bytes == most
+        assert archive.n == archive.n_max
+        # one token more would now and then lie in one slab more
+        n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
+        assert max(touched(n, begin) for begin in range(256)) == int(slabs)
+        assert max(touched(n + 1, begin) for begin in range(256)) == int(slabs) + 1
+
+
+@pytest.mark.skipif(rss_bytes() is None, reason="the system does not say how much memory is resident")
+def test_memory_does_not_grow_once_the_archive_is_full(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2, n_ctx_train=512), fit(), archive=2000) as engine:
+        engine.read(text(3000))
+        before, taken = rss_bytes(), engine.archive_bytes
+        engine.read(text(6000))
+        # its tokens alone would take six times this
+        assert rss_bytes() - before < 1000 * sum(engine.context.archive.layer_bytes)
+        # the first token may lie anywhere in its slab
+        assert abs(engine.archive_bytes - taken) <= engine.context.archive.slab_bytes
+
+
+def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2, n_ctx_train=512), fit()) as engine:
+        perplexity.stream(engine, text(2000))
+        archive = engine.context.archive
+        many = archive.n_bytes
+        archive.keep(300)
+        assert archive.n == 300
+        assert archive.n_bytes <= 3 * many / 8
+        archive.keep(0)
+        assert archive.n_bytes == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits memory as Linux counts it")
+def test_a_push_without_memory_changes_nothing(tiny_model):
+    import resource
+
+    with open_engine(tiny_model(n_head_kv=4, head_dim=64), fit(), archive_type="f32") as engine:
+        engine.read(text(200))
+        archive, cells, before = engine.context.archive, np.arange(16), []
+
+        def fill():
+            while archive.n < 200_000:
+                before[:] = [archive.span, archive.n_bytes]
+                archive.push(cells, archive.end)
+
+        n_page = int(Path("/proc/self/statm").read_text().split()[0])
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        most = n_page * resource.getpagesize() + 4 * archive.slab_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+        try:
+            with pytest.raises(StreamEnd, match="^no memory for [0-9]+ KiB more of the archive$"):
+                fill()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert before == [archive.span, archive.n_bytes]
+        # every layer has all tokens
+        saved = dict(archive.save())
+        assert [saved[f"archive.{i}"].nbytes for i in (0, 1)] == [archive.n * n for n in archive.layer_bytes]
+        archive.push(cells, archive.end)
+        assert archive.end == before[0].stop + len(cells)

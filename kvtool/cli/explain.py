@@ -118,7 +118,7 @@ def _memory(engine: Engine) -> str:
     cells = f"{engine.context.n_cell:,} cells per row{' at the start' if engine.policy.ragged else ''}"
     state = f"policy state {format_bytes(engine.host_bytes)}"
     if archive := engine.context.archive:
-        most = format_bytes(archive.n_max * archive.token_bytes)
+        most = format_bytes(archive.max_bytes)
         state += f", an archive of at most {archive.n_max:,} tokens ({most}) in host memory"
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 

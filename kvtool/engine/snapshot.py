@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvtool.errors import LibraryError, SessionError
+from kvtool.errors import LibraryError, SessionError, StreamEnd
 from kvtool.policy import Signal
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
     """Continues from what `save` gave.
 
     Raises SessionError if it does not fit this model, policy or cache. The engine is then as it was, or empty
-    if llama.cpp itself refused.
+    if llama.cpp itself refused. Raises StreamEnd where there is no room for the archive, and it is empty.
     """
     misfit = SessionError("what was saved does not fit this model, policy or cache")
     try:
@@ -104,6 +104,9 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
     except LibraryError:
         engine.reset()
         raise misfit from None
+    except StreamEnd:
+        engine.reset()
+        raise
 
 
 def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -31,52 +32,67 @@ class Owner(Protocol):
 class Archive:
     """The archive of a patched llama.cpp's context: tokens by their positions in the stream, without gaps.
 
+    Its memory comes in slabs: one has room for all layers of tokens i * n .. (i + 1) * n - 1 of the stream.
+
     Parameters
     ----------
     owner
         The cache: its handle is llama.cpp's own context.
     n_layer
         Layers that have rows.
-    index_bytes
-        Bytes of the index that one token takes.
     n_max, max_bytes
         The most tokens, or the most bytes that they take; half of the free memory if neither is given.
 
     Attributes
     ----------
+    n_max
+        The most tokens, which are never in more slabs than max_bytes has.
+    slab_bytes
+        Bytes of a slab.
     segments
         What has been saved of this stream, oldest first and without gaps. Tokens behind it have not been.
 
     Raises
     ------
     UsageError
-        For bytes that hold no token.
+        For bytes that hold no slab.
     """
 
-    def __init__(
-        self, owner: Owner, n_layer: int, index_bytes: int, n_max: int | None, max_bytes: int | None
-    ) -> None:
+    def __init__(self, owner: Owner, n_layer: int, n_max: int | None, max_bytes: int | None) -> None:
         self._owner = owner
         self._n_layer = n_layer
-        self._index_bytes = index_bytes
-        if max_bytes is not None and max_bytes < self.token_bytes:
+        n_token = ctypes.c_int32()
+        self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_token))
+        check(self.slab_bytes)
+        self._n_token = n_token.value
+        if max_bytes is not None and max_bytes < self.slab_bytes:
             raise UsageError(
-                f"an archive of {format_bytes(max_bytes)} holds no token; "
+                f"an archive of {format_bytes(max_bytes)} is too small; "
                 # exact: typed again, a rounded number may be too small
-                f"give at least {self.token_bytes}B, the bytes of one"
+                f"give at least {self.slab_bytes}B: memory is taken for {self._n_token} tokens at once"
             )
         self.segments: list[Segment] = []
-        most = free_bytes() // 2 if max_bytes is None else max_bytes
-        self.n_max = min(n_max or max(most // self.token_bytes, 1), _LARGEST)
+        if n_max is None:
+            n_max = self._tokens_in(free_bytes() // 2 if max_bytes is None else max_bytes)
+        self.n_max = min(n_max, _LARGEST)
+
+    def _tokens_in(self, n_bytes: int) -> int:
+        """The most tokens that never take more bytes, wherever in a slab the first of them is."""
+        return max(n_bytes // self.slab_bytes - 1, 0) * self._n_token + 1
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that n_max tokens can take."""
+        return -(-(self.n_max + self._n_token - 1) // self._n_token) * self.slab_bytes
 
     def push(self, cells: np.ndarray, pos_0: int) -> None:
         """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
 
-        The oldest go for good where there are more than n_max.
+        The oldest go for good where there are more than n_max. Raises StreamEnd where there is no memory for
+        them, and the archive is as it was.
         """
         cells = np.ascontiguousarray(cells, np.int32)
-        check(lib.llama_kvtool_archive(self._owner.handle, cells.ctypes.data, len(cells), pos_0))
-        self.keep(self.n_max)
+        check(lib.llama_kvtool_archive(self._owner.handle, cells.ctypes.data, len(cells), pos_0, self.n_max))
 
     def rebase(self, base: int) -> None:
         """From now on, keys in the cache are rotated to their position in the stream less base."""
@@ -105,13 +121,8 @@ class Archive:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of host memory that it takes now."""
+        """Bytes that it takes now."""
         return int(lib.llama_kvtool_archive_bytes(self._owner.handle))
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that a token takes."""
-        return self._index_bytes + sum(self.layer_bytes)
 
     @property
     def layer_bytes(self) -> list[int]:
@@ -138,15 +149,18 @@ class Archive:
             yield layer_name(layer), data
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Continues from what `save` gave. Raises LibraryError if llama.cpp refuses it."""
-        table = np.ascontiguousarray(saved[TABLE], np.int64)
+        """Continues from what `save` gave: from the newest n_max tokens of it.
+
+        Raises LibraryError if llama.cpp refuses it, and StreamEnd where there is no memory for it.
+        """
+        table = np.array(saved[TABLE], np.int64)
         begin, end = table[:2].tolist()
-        for layer in range(self._n_layer):
-            data = np.ascontiguousarray(saved[layer_name(layer)])
-            check(lib.llama_kvtool_set_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
+        table[0] = first = max(begin, end - self.n_max)
+        for layer, n_bytes in enumerate(self.layer_bytes):
+            data = np.ascontiguousarray(saved[layer_name(layer)])[(first - begin) * n_bytes :]
+            check(lib.llama_kvtool_set_archive(self._owner.handle, layer, data.ctypes.data, first, end))
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         self.segments = list(listed(saved))
-        self.keep(self.n_max)
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:

@@ -262,10 +262,8 @@ class Context(Decoder):
         n_layer = int(np.count_nonzero(np.diff(self.row_layers))) + 1
         self.archive: Archive | None = None
         if ask.recall:
-            # a scale of four bytes is beside the bits
-            n_bytes = self.n_dim * n_bit // 8 + 4 if n_bit else 0
             try:
-                self.archive = Archive(self, n_layer, self.n_row * n_bytes, n_archive, archive_bytes)
+                self.archive = Archive(self, n_layer, n_archive, archive_bytes)
             except BaseException:
                 self.close()
                 raise

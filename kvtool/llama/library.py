@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtool.errors import LibraryError
+from kvtool.errors import LibraryError, StreamEnd
 from kvtool.system.paths import build_command
 
 try:
@@ -20,8 +20,11 @@ except (ImportError, OSError, RuntimeError) as error:
     how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
     raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
 
-ABI = 6
+ABI = 7
 """The version of the patch's C API that this kvtool speaks."""
+
+_NO_ROOM = -2
+"""What a call of the C API returns where there is no room for the archive."""
 
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"
@@ -104,13 +107,14 @@ def _bind_all() -> None:
     bind("llama_kvtool_n_swa", i32, pointer)
     bind("llama_kvtool_get_swa", i64, pointer, pointer, pointer)
     bind("llama_kvtool_set_swa", i64, pointer, pointer, pointer)
-    bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64)
+    bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_base", i32, pointer, i64)
     bind("llama_kvtool_forget", i32, pointer, i64)
     bind("llama_kvtool_get_archive", i64, pointer, i32, pointer, i64, i64)
     bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, i64, i64)
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
+    bind("llama_kvtool_archive_slab", i64, pointer, pointer)
     bind("llama_kvtool_archive_bytes", i64, pointer)
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
 
@@ -140,6 +144,8 @@ def error_text() -> str:
 
 
 def check(status: int) -> None:
-    """Raises LibraryError if a call of the C API has failed."""
+    """Raises LibraryError if a call of the C API has failed, StreamEnd for want of room for the archive."""
+    if status == _NO_ROOM:
+        raise StreamEnd(error_text())
     if status < 0:
         raise LibraryError(f"llama.cpp refused: {error_text()}")

@@ -282,7 +282,7 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
-int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0) {
+int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
         return -1;
@@ -296,9 +296,15 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
     if (archive.size() > 0 && pos_0 != archive.end()) {
         return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) archive.end(), (long long) pos_0));
     }
+    if (pos_0 < 0 || pos_0 > archive.most - n_cell) {
+        return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive.most - n_cell, (long long) pos_0));
+    }
+    if (n_max < 1) {
+        return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
+    }
     return guarded([&]() -> int32_t {
         const bool first = archive.size() == 0;
-        kvtool->archive.push(*kvtool, *ctx, cells, n_cell, pos_0);
+        kvtool->archive.push(*kvtool, *ctx, cells, n_cell, pos_0, n_max);
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
@@ -310,6 +316,9 @@ int32_t llama_kvtool_base(llama_context * ctx, int64_t base) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
         return -1;
+    }
+    if (base < 0 || base >= archive::most) {
+        return fail(format("base must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) base));
     }
     return guarded([&]() -> int32_t {
         kvtool->archive.set_base(base);
@@ -328,10 +337,12 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     return guarded([&]() -> int32_t {
         if (n > 0) {
             kvtool->archive.keep(n);
-        } else if (kvtool->archive.size() > 0) {
-            kvtool->archive.clear();
+            return 0;
+        }
+        if (kvtool->archive.size() > 0) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
+        kvtool->archive.clear();
         return 0;
     });
 }
@@ -345,12 +356,15 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     if (layer < 0 || layer >= n_layer) {
         return fail(format("layer must be in 0..%d, got %d", n_layer - 1, layer));
     }
-    auto & l = kvtool->archive[layer];
-    if (begin < 0 || begin > end || (out && (begin < l.begin() || end > l.end()))) {
+    const auto & l = kvtool->archive[layer];
+
+    const int64_t least = out ? l.begin() : 0;
+    const int64_t most  = out ? l.end()   : archive::most;
+    if (begin < least || begin > end || end > most) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
-                (long long) l.begin(), (long long) l.end(), (long long) begin, (long long) end));
+                (long long) least, (long long) most, (long long) begin, (long long) end));
     }
-    return guarded([&]() -> int64_t { return l.copy(out, in, begin, end); });
+    return guarded([&]() -> int64_t { return in ? kvtool->archive.set(layer, in, begin, end) : l.copy(out, nullptr, begin, end); });
 }
 
 int64_t llama_kvtool_get_archive(llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end) {
@@ -392,6 +406,17 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
         llama_kvtool::forget_graphs(*ctx, true);
         return n;
     });
+}
+
+int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n_token) {
+        *n_token = store::n_block;
+    }
+    return kvtool->archive.slab_bytes();
 }
 
 int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {

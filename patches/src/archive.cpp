@@ -17,112 +17,73 @@ namespace kvtool {
 // one layer
 //
 
-archived_layer::archived_layer(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit)
+// parts of a slab begin where a line of the processor's cache does
+static size_t padded(size_t n) {
+    return (n + 63)/64*64;
+}
+
+archived_layer::archived_layer(
+        const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit)
     : n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), n_bit(n_bit)
     , type_k(type_k), type_v(type_v)
-    , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size_side(n_bit ? side_bytes(n_embd_k, n_bit) : 0) {}
+    , memory(memory)
+    , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size_side(n_bit ? side_bytes(n_embd_k, n_bit) : 0)
+    , at_k(at), at_v(at_k + padded(n_head*n_block*size_k)), at_side(at_v + padded(n_head*n_block*size_v)) {}
 
-void archived_layer::push(int64_t pos, const float * k_cur, const float * v_cur) {
-    if (first == last) {
-        blocks.clear();
-        first = last = pos;
-    }
-    if (blocks.empty() || last % n_block == 0) {
-        blocks.push_back(new_block());
-    }
+size_t archived_layer::slab_end() const {
+    return at_side + padded(n_head*n_block/n_side*size_side);
+}
 
-    auto & b = blocks.back();
+void archived_layer::set_span(int64_t begin, int64_t end) {
+    first = begin;
+    last  = end;
+}
 
-    // the index is made of what is stored, so that a restored archive has the same one
-    std::vector<float> stored(n_bit > 0 ? n_embd_k : 0);
+void archived_layer::put(int64_t i, const float * k, const float * v, std::vector<float> & tmp) {
+    tmp.resize(n_embd_k);
 
-    const int64_t i = last++;
     for (int head = 0; head < n_head; ++head) {
-        const size_t j = head*n_block + i % n_block;
-        from_float(type_k, k_cur + head*n_embd_k, b.k.data() + j*size_k, n_embd_k);
-        from_float(type_v, v_cur + head*n_embd_v, b.v.data() + j*size_v, n_embd_v);
+        from_float(type_k, k + head*n_embd_k, key_at  (head, i), n_embd_k);
+        from_float(type_v, v + head*n_embd_v, value_at(head, i), n_embd_v);
         if (n_bit > 0) {
-            keys(head, i, 1, stored.data());
-            set_index(head, i, stored.data());
+            // the index is made of what is stored, so that a restored archive has the same one
+            keys(head, i, 1, tmp.data());
+            set_index(head, i, tmp.data());
         }
     }
 }
 
-void archived_layer::drop(int64_t to) {
-    for (to = std::min(to, last); first/n_block < to/n_block && !blocks.empty(); first = block_end(first)) {
-        blocks.pop_front();
-    }
-    first = std::max(first, to);
-}
-
-void archived_layer::clear() {
-    first = last = 0;
-    blocks.clear();
-}
-
-size_t archived_layer::copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
-    const size_t size = n_head*(size_k + size_v);
-
-    if (in) {
-        clear();
-        first = last = begin;
-        blocks.resize(begin < end ? (end - 1)/n_block - begin/n_block + 1 : 0, new_block());
-        last = end;
-    }
-    for (int64_t i = begin; i < end && (in || out); ++i) {
-        auto & b = blocks[i/n_block - first/n_block];
-        for (int head = 0; head < n_head; ++head) {
-            const size_t j = head*n_block + i % n_block;
-            for (const auto & part : { std::make_pair(&b.k, size_k), std::make_pair(&b.v, size_v) }) {
-                uint8_t * own = part.first->data() + j*part.second;
-                if (out) {
-                    memcpy(out, own, part.second);
-                    out += part.second;
-                } else {
-                    memcpy(own, in, part.second);
-                    in += part.second;
-                }
-            }
+size_t archived_layer::copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) const {
+    const auto move = [&](uint8_t * own, size_t size) {
+        if (out) {
+            memcpy(out, own, size);
+            out += size;
+        } else {
+            memcpy(own, in, size);
+            in += size;
         }
-    }
-
-    return (end - begin)*size;
-}
-
-archived_layer::block archived_layer::new_block() const {
-    return {
-        std::vector<uint8_t>(n_head*n_block*size_k),
-        std::vector<uint8_t>(n_head*n_block*size_v),
-        std::vector<uint8_t>(n_head*n_block/n_side*size_side),
     };
-}
 
-int64_t archived_layer::bytes() const {
-    int64_t res = 0;
-    for (const auto & b : blocks) {
-        res += b.k.size() + b.v.size() + b.index.size();
+    for (int64_t i = begin; i < end && (in || out); ++i) {
+        for (int head = 0; head < n_head; ++head) {
+            move(key_at  (head, i), size_k);
+            move(value_at(head, i), size_v);
+        }
     }
-    return res;
-}
 
-const uint8_t * archived_layer::raw_key(int head, int64_t i) const {
-    return at(i).k.data() + (head*n_block + i % n_block)*size_k;
-}
-
-const uint8_t * archived_layer::raw_value(int head, int64_t i) const {
-    return at(i).v.data() + (head*n_block + i % n_block)*size_v;
+    return (end - begin)*n_head*(size_k + size_v);
 }
 
 void archived_layer::keys(int head, int64_t i, int n, float * out) const {
-    to_float(type_k, raw_key(head, i), out, n*n_embd_k);
+    to_float(type_k, key_at(head, i), out, n*n_embd_k);
 }
 
 void archived_layer::value(int head, int64_t i, float * out) const {
-    to_float(type_v, raw_value(head, i), out, n_embd_v);
+    to_float(type_v, value_at(head, i), out, n_embd_v);
 }
 
 const uint8_t * archived_layer::side(int head, int64_t i) const {
-    return at(i).index.data() + (head*n_block + i % n_block)/n_side*size_side;
+    return memory.at(i) + at_side + (head*n_block + i % n_block)/n_side*size_side;
 }
 
 void archived_layer::set_index(int head, int64_t i, const float * key) {
@@ -143,25 +104,43 @@ void archive::make(const llama_kvtool & kvtool, const llama_context & lctx) {
 
     layers.clear();
     rope  .clear();
+
+    size_t at = 0;
     for (const auto & l : kvtool.layers) {
         const int64_t n_embd_k = hparams.n_embd_head_k(l.il);
         const int64_t n_embd_v = hparams.n_embd_head_v(l.il);
 
-        layers.emplace_back(l.n_head, n_embd_k, n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
+        layers.emplace_back(memory, at, l.n_head, n_embd_k, n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
         rope  .emplace_back(lctx, l.il, llama_kvtool::key_map(*llama_kvtool::cache(lctx)), 2*n_near);
+
+        at = layers.back().slab_end();
     }
+    memory.make(at);
 }
 
-void archive::push(const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0) {
-    lctx.synchronize();
-
-    if (frames.empty()) {
-        set_base(0);
+void archive::push(
+        const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
+    if (n_cell == 0) {
+        return;
     }
+    lctx.synchronize();
 
     std::vector<uint8_t> raw;
     std::vector<float>   k;
     std::vector<float>   v;
+    std::vector<float>   tmp;
+
+    frames.reserve(frames.size() + 1);
+
+    const int64_t end   = pos_0 + n_cell;
+    const int64_t first = std::max(size() > 0 ? begin() : pos_0, end - n_max);
+
+    memory.fit(first, end);
+
+    if (frames.empty()) {
+        set_base(0);
+    }
+    forget(first);
 
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & l = kvtool.layers[i];
@@ -172,7 +151,8 @@ void archive::push(const llama_kvtool & kvtool, llama_context & lctx, const int3
         k.resize(n_embd_k);
         v.resize(n_embd_v);
 
-        for (int32_t c = 0; c < n_cell; ++c) {
+        // what is to be forgotten at once is not stored
+        for (int32_t c = std::max<int64_t>(0, first - pos_0); c < n_cell; ++c) {
             raw.resize(l.k->nb[1]);
             ggml_backend_tensor_get(l.k, raw.data(), cells[c]*l.k->nb[1], l.k->nb[1]);
             to_float(l.k->type, raw.data(), k.data(), n_embd_k);
@@ -186,8 +166,11 @@ void archive::push(const llama_kvtool & kvtool, llama_context & lctx, const int3
             }
             to_float(l.v->type, raw.data(), v.data(), n_embd_v);
 
-            layers[i].push(pos_0 + c, k.data(), v.data());
+            layers[i].put(pos_0 + c, k.data(), v.data(), tmp);
         }
+    }
+    for (auto & l : layers) {
+        l.set_span(first, end);
     }
 
     move_far(llama_kvtool::cache(lctx)->seq_pos_max(0) + 1 + base() - n_near);
@@ -204,6 +187,9 @@ void archive::set_base(int64_t base) {
 }
 
 int64_t archive::base_of(int64_t i) const {
+    if (frames.empty()) {
+        return 0;
+    }
     auto f = frames.end() - 1;
     while (f != frames.begin() && f->first > i) {
         --f;
@@ -228,10 +214,11 @@ void archive::move_far(int64_t to) {
     }
 }
 
-void archive::keep(int64_t n) {
-    const int64_t to = std::max(begin(), end() - n);
+void archive::forget(int64_t to) {
     for (auto & l : layers) {
-        l.drop(to);
+        if (l.begin() < l.end()) {
+            l.set_span(std::max(l.begin(), std::min(l.end(), to)), l.end());
+        }
     }
     far = std::max(far, to);
     while (frames.size() > 1 && frames[1].first <= to) {
@@ -239,12 +226,36 @@ void archive::keep(int64_t n) {
     }
 }
 
+void archive::keep(int64_t n) {
+    if (n < size()) {
+        memory.fit(end() - n, end());
+        memory.trim();
+        forget(end() - n);
+    }
+}
+
 void archive::clear() {
     for (auto & l : layers) {
-        l.clear();
+        l.set_span(0, 0);
     }
+    memory.clear();
     far = 0;
     frames.clear();
+}
+
+size_t archive::set(size_t layer, const uint8_t * in, int64_t begin, int64_t end) {
+    memory.fit(begin, end);
+
+    for (auto & l : layers) {
+        if (l.begin() != begin || l.end() != end) {
+            l.set_span(0, 0);
+            // until the table says more
+            far = begin;
+        }
+    }
+    layers[layer].set_span(begin, end);
+
+    return layers[layer].copy(nullptr, in, begin, end);
 }
 
 std::vector<int64_t> archive::table() const {
@@ -257,42 +268,44 @@ std::vector<int64_t> archive::table() const {
 }
 
 std::string archive::set_table(const std::vector<int64_t> & table) {
+    const int64_t begin = table[0];
+    const int64_t end   = table[1];
+
     for (const auto & l : layers) {
-        if (l.begin() != table[0] || l.end() != table[1]) {
+        if (l.begin() != begin || l.end() != end) {
             return "the table and the layers are not of one archive";
         }
     }
-    if (size() > 0 && (table[2] > end() || table.size() == 3)) {
+
+    bool ok = table[2] >= 0 && table[2] <= end && (begin == end || (table.size() > 3 && table[3] <= begin));
+    for (size_t i = 3; ok && i < table.size(); i += 2) {
+        ok = table[i] >= (i > 3 ? table[i - 2] + 1 : 0) && table[i] <= end && table[i + 1] >= 0 && table[i + 1] < most;
+    }
+    if (!ok) {
         return "the table is not of an archive";
     }
-    frames.clear();
-    for (size_t i = 3; i + 1 < table.size(); i += 2) {
-        frames.push_back({ table[i], table[i + 1] });
+
+    std::vector<frame> own;
+    for (size_t i = 3; i < table.size(); i += 2) {
+        own.push_back({ table[i], table[i + 1] });
     }
+    frames = std::move(own);
 
     std::vector<float> key;
 
     for (auto & l : layers) {
         key.resize(l.n_embd_k);
         for (int head = 0; head < l.n_head && l.n_bit > 0; ++head) {
-            for (int64_t i = begin(); i < end(); ++i) {
+            for (int64_t i = begin; i < end; ++i) {
                 l.keys(head, i, 1, key.data());
                 l.set_index(head, i, key.data());
             }
         }
     }
-    far = begin();
+    far = begin;
     move_far(table[2]);
 
     return {};
-}
-
-int64_t archive::bytes() const {
-    int64_t res = 0;
-    for (const auto & l : layers) {
-        res += l.bytes();
-    }
-    return res;
 }
 
 } // namespace kvtool

@@ -4,12 +4,12 @@
 
 #include "index.h"
 #include "layer.h"
+#include "store.h"
 #include "turns.h"
 
 #include "ggml.h"
 
 #include <cstdint>
-#include <deque>
 #include <string>
 #include <vector>
 
@@ -28,31 +28,30 @@ struct frame {
 // The archived tokens of one layer, by their positions in the stream, which have no gaps.
 class archived_layer {
 public:
-    archived_layer(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit);
-
-    // adds the token at position end(), or at any where there are none: the keys of all heads and the values of all heads
-    void push(int64_t pos, const float * k, const float * v);
-
-    // forgets the tokens before this one
-    void drop(int64_t first);
-
-    void clear();
+    // at: where the layer's part of a slab begins
+    archived_layer(
+            const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit);
 
     int64_t begin() const { return first; }
     int64_t end()   const { return last; }
-    int64_t bytes() const;
 
-    // Copies keys and values as they are stored, token by token: to out, or from in, which then is all there is, but for
-    // the index. Returns how many bytes these are.
-    size_t copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end);
+    // the tokens that there are from now on; the memory has slabs for them
+    void set_span(int64_t begin, int64_t end);
+
+    // stores token i: the keys of all heads and the values of all heads, and the index of what is stored
+    void put(int64_t i, const float * k, const float * v, std::vector<float> & tmp);
+
+    // Copies keys and values as they are stored, token by token: to out, or from in, but for the index. Returns how many
+    // bytes these are.
+    size_t copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) const;
 
     // as f32: keys i .. i + n - 1 of a head, which lie in one block; value i of a head
     void keys (int head, int64_t i, int n, float * out) const;
     void value(int head, int64_t i, float * out) const;
 
     // a key and a value as they are stored
-    const uint8_t * raw_key  (int head, int64_t i) const;
-    const uint8_t * raw_value(int head, int64_t i) const;
+    const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
+    const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
 
     // where the block of token i ends
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
@@ -63,6 +62,9 @@ public:
     // the side of the index with token i, and what follows it up to the block's end
     const uint8_t * side(int head, int64_t i) const;
 
+    // where the layer's part of a slab ends
+    size_t slab_end() const;
+
     const int     n_head;
     const int64_t n_embd_k; // of a head
     const int64_t n_embd_v;
@@ -71,28 +73,25 @@ public:
     const ggml_type type_k;
     const ggml_type type_v;
 
-    static constexpr int n_block = 1024;
+    static constexpr int n_block = store::n_block;
 
 private:
-    // [n_head][n_block][n_embd] of keys and values; [n_head][n_block/n_side] sides
-    struct block {
-        std::vector<uint8_t> k;
-        std::vector<uint8_t> v;
-        std::vector<uint8_t> index;
-    };
+    const store & memory;
 
     const size_t size_k;
     const size_t size_v;
     const size_t size_side;
 
+    // in a slab: [n_head][n_block][n_embd] of keys and of values; [n_head][n_block/n_side] sides
+    const size_t at_k;
+    const size_t at_v;
+    const size_t at_side;
+
     int64_t first = 0;
     int64_t last  = 0;
 
-    std::deque<block> blocks; // from that of the first token on
-
-    block new_block() const;
-
-    const block & at(int64_t i) const { return blocks[i/n_block - first/n_block]; }
+    uint8_t * key_at  (int head, int64_t i) const { return memory.at(i) + at_k + (head*n_block + i % n_block)*size_k; }
+    uint8_t * value_at(int head, int64_t i) const { return memory.at(i) + at_v + (head*n_block + i % n_block)*size_v; }
 };
 
 class archive {
@@ -100,8 +99,9 @@ public:
     // as many layers as the cache has, all empty
     void make(const llama_kvtool & kvtool, const llama_context & lctx);
 
-    // copies these cells of all rows, the first of which has position pos_0; the cache stays as it is
-    void push(const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0);
+    // Copies these cells of all rows, the first of which has position pos_0, and keeps the newest n_max tokens; the cache
+    // stays as it is. Throws no_room, and nothing has changed then.
+    void push(const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
 
     // keys in the cache are rotated to their positions less base
     void set_base(int64_t base);
@@ -114,6 +114,9 @@ public:
 
     void clear();
 
+    // see llama_kvtool_set_archive; a layer with other tokens forgets them. Throws no_room, and nothing has changed then.
+    size_t set(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
+
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
@@ -121,9 +124,10 @@ public:
     int64_t begin() const { return layers.empty() ? 0 : layers[0].begin(); }
     int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
     int64_t size()  const { return end() - begin(); }
-    int64_t bytes() const;
 
-    archived_layer       & operator[](size_t i)       { return layers[i]; }
+    int64_t bytes()      const { return memory.bytes(); }
+    int64_t slab_bytes() const { return memory.slab_bytes(); }
+
     const archived_layer & operator[](size_t i) const { return layers[i]; }
 
     const turns & turns_of(size_t i) const { return rope[i]; }
@@ -138,13 +142,21 @@ public:
 
     int64_t n_near = 0; // the distance of far tokens
 
+    // positions are less than this, so that nothing that is made of them overflows
+    static constexpr int64_t most = (int64_t) 1 << 40;
+
 private:
+    store memory;
+
     std::vector<archived_layer> layers;
     std::vector<turns>          rope;
 
     int64_t far = 0;
 
     void move_far(int64_t end);
+
+    // forgets the tokens before this one, which have lost their memory
+    void forget(int64_t begin);
 };
 
 } // namespace kvtool

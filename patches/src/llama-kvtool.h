@@ -11,13 +11,16 @@
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, llama.cpp computes what it always does.
 //
 // Every function that can fail returns a negative number, and llama_kvtool_error says why. The cache is then as it was,
-// unless the device itself failed in the middle of an edit.
+// unless the device itself failed in the middle of an edit. Positions in the stream are less than 2^40.
 
 #pragma once
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 6
+#define LLAMA_KVTOOL_ABI 7
+
+// what is returned where there is no room for the archive: the call may be made again
+#define LLAMA_KVTOOL_NO_ROOM (-2)
 
 #ifdef __cplusplus
 extern "C" {
@@ -165,17 +168,19 @@ LLAMA_API int32_t llama_kvtool_read_keys(
         int32_t n_row, int32_t n_cell, int32_t n_dim);
 
 // Copy these cells of all rows to the archive, which later steps recall from: tokens at pos_0, pos_0 + 1, ... in the
-// stream, right after those that it has.
-LLAMA_API int32_t llama_kvtool_archive(struct llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0);
+// stream, right after those that it has. It keeps the newest n_max tokens, at least 1.
+LLAMA_API int32_t llama_kvtool_archive(
+        struct llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
 
 // keys in the cache, and those of the next decode, are rotated to their position in the stream less base
 LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 
-// forget all but the newest n tokens of the archive
+// forget all but the newest n tokens of the archive; without any, another stream may begin
 LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 
 // Copy what a layer's archive holds, as it is stored, token by token, from position begin to end: to a buffer that has
-// room for it, or from one. Both return how many bytes these are; with a null buffer they do nothing else.
+// room for it, or from one, which is then all that the layer holds; layers with other tokens forget them. Both return how
+// many bytes these are; with a null buffer they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
 LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * in, int64_t begin, int64_t end);
 
@@ -185,7 +190,11 @@ LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t l
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
-// bytes of host memory that the archive takes
+// The archive takes its memory in slabs. Slab i has room for the tokens i*n_token .. (i + 1)*n_token - 1 of the stream in all
+// layers; one whose tokens are all forgotten is used again. Returns the bytes of a slab.
+LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
+
+// bytes that the archive takes
 LLAMA_API int64_t llama_kvtool_archive_bytes(const struct llama_context * ctx);
 
 // apply an edit, and clear all signals but the recent one; returns when it is done
