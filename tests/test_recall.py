@@ -10,7 +10,8 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine.outlook import first_plan
-from kvtool.errors import KvtoolError, PlanError, SessionError, StreamEnd, UsageError
+from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
+from kvtool.llama.library import check, lib
 from kvtool.measure import perplexity
 from kvtool.policies.recall import Recall
 from kvtool.system.memory import rss_bytes
@@ -356,3 +357,66 @@ def test_a_push_without_memory_changes_nothing(tiny_model):
         assert [saved[f"archive.{i}"].nbytes for i in (0, 1)] == [archive.n * n for n in archive.layer_bytes]
         archive.push(cells, archive.end)
         assert archive.end == before[0].stop + len(cells)
+
+
+@pytest.mark.parametrize("flash", ["off", "on"])
+def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
+    path, parts = tiny_model(n_head_kv=2), np.split(text(300), [200, 250])
+
+    def stream(sizes):
+        with open_engine(path, fit(), flash=flash) as engine:
+            context, n_recall = engine.context, engine.policy.recall.n_cell
+            for part, n in zip(parts, sizes, strict=True):
+                if n:
+                    context.resize(np.full(len(context.layer_cells), n))
+                yield perplexity.stream(engine, part)
+                # llama.cpp's own table has the recalled cells, at its end
+                assert len(saved.parse(context.state()).pos) == engine.n_kv + n_recall
+            for n in (engine.n_kv + n_recall - 1, n_recall, 1):
+                why = f"{n} cells cannot hold its {engine.n_kv} tokens and {n_recall} recalled ones"
+                with pytest.raises(LibraryError, match=why):
+                    context.resize(np.full(len(context.layer_cells), n))
+
+    want, got = (np.concatenate(list(stream(sizes))) for sizes in ((0, 0, 0), (0, 512, 256)))
+    assert np.abs(got - want).max() < TOLERANCE
+
+
+def test_cells_for_recalled_tokens_hold_no_others(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        context, n_recall = engine.context, engine.policy.recall.n_cell
+        n = context.n_cell - n_recall
+        end = n - 20
+        for at in range(0, end, 16):
+            context.decode(text(min(16, end - at)), at, 0)
+        with pytest.raises(LibraryError, match="cannot decode"):
+            context.decode(text(21), end, 0)
+        context.decode(text(20), end, 0)
+        with pytest.raises(LibraryError, match=f"n_keep must be in 0..{n}, got {n + 1}"):
+            context.apply(np.empty((0, 4), np.int32), n + 1, 0)
+        context.apply(np.empty((0, 4), np.int32), n, 0)
+
+
+def test_a_forgotten_archive_has_no_bases(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        archive = engine.context.archive
+        archive.rebase(77)
+        assert dict(archive.save())["archive"].tolist() == [0, 0, 0, 0, 77]
+        archive.keep(0)
+        assert dict(archive.save())["archive"].tolist() == [0, 0, 0]
+
+
+def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit()) as engine:
+        perplexity.stream(engine, tokens)
+        n, layers = engine.context.archive.n, dict(engine.save())
+    with open_engine(path, fit()) as engine:
+        handle = engine.context.handle
+        for i in range(2):
+            data = layers[f"archive.{i}"]
+            check(lib.llama_kvtool_set_archive(handle, i, data.ctypes.data, 0, n))
+        engine.step(tokens[:16])
+        # of which nothing is left where a layer gets other tokens
+        check(lib.llama_kvtool_set_archive(handle, 1, data.ctypes.data, 5, 9))
+        assert engine.n_archived == 0
+        engine.step(tokens[16:32])

@@ -54,8 +54,10 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     }
     const int n_most = kvtool.most_cells();
 
-    if (edit.n_keep < 0 || edit.n_keep > n_most) {
-        return format("n_keep must be in 0..%d, got %d", n_most, edit.n_keep);
+    const int n_own  = n_most - kvtool.params.n_recall;
+
+    if (edit.n_keep < 0 || edit.n_keep > n_own) {
+        return format("n_keep must be in 0..%d, got %d", n_own, edit.n_keep);
     }
     if (edit.pos_0 < 0 || edit.pos_0 > INT32_MAX - n_most) {
         return format("pos_0 must be in 0..%d, got %d", INT32_MAX - n_most, edit.pos_0);

@@ -59,8 +59,8 @@ void llama_kvtool_build(
               float   kq_scale,
                 int   il);
 
-// whether n_tokens more can be decoded: every row has cells for them, which llama.cpp's own table does not know of ragged
-// rows, and the context may still be used
+// whether n_tokens more can be decoded: every row has cells for them, beside those for recalled tokens, which llama.cpp's
+// own table does not know, nor what ragged rows hold; and the context may still be used
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens);
 
 // counts the queries of a computed graph, and starts to copy the signals that the host adds up

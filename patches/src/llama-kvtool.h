@@ -134,7 +134,7 @@ LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 // how many tokens the first query of the next decode has seen before it; t counts from there
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);
 
-// give each layer n_cell[layer] cells, enough for its live ones; the same number for all unless ragged
+// give each layer n_cell[layer] cells, enough for its live ones and n_recall; the same number for all unless ragged
 LLAMA_API int32_t llama_kvtool_resize(struct llama_context * ctx, const int32_t * n_cell, int32_t n_layer);
 
 // out[n_row][n_cell]: a signal's first n_cell cells, 0 beyond a layer's own

@@ -20,14 +20,15 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 
     lctx.synchronize();
 
-    const int n_used = kv->v_cells[0].used_max_p1();
+    const int n_own = n_used(*kv);
 
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & l = layers[i];
 
-        const int n_live = params.ragged ? most_live(l) : n_used;
-        if (n_cell[i] < std::max(n_live, 1)) {
-            return fail(format("layer %d: %d cells cannot hold its %d tokens", l.il, n_cell[i], n_live));
+        const int n_live = params.ragged ? most_live(l) : n_own;
+        if (n_cell[i] < std::max(n_live, 1) + params.n_recall) {
+            return fail(format("layer %d: %d cells cannot hold its %d tokens and %d recalled ones",
+                    l.il, n_cell[i], n_live, params.n_recall));
         }
         if (!params.ragged && n_cell[i] != n_cell[0]) {
             return fail(format("layer %d gets %d cells and layer %d gets %d: only ragged rows may differ",
@@ -68,11 +69,13 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 
         const auto old = cells;
         cells.resize(n_cell[0]);
-        for (int i = 0; i < n_used; ++i) {
+        for (int i = 0; i < n_own; ++i) {
             cells.pos_set(i, old.pos_get(i));
             cells.seq_add(i, !old.seq_has(i, 0));
         }
-        kv->v_heads[0] = n_used;
+        // the recalled cells are the last ones
+        fill_recalled(*kv);
+        kv->v_heads[0] = n_own;
     }
 
 #if defined(__GLIBC__)

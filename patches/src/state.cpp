@@ -31,8 +31,8 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
-    if (params.n_recall > 0 && (params.n_near < 1 || (params.n_bit != 0 && params.n_bit != 4 && params.n_bit != 8))) {
-        return format("n_near must be 1 or more and n_bit 0, 4 or 8, got %d and %d", params.n_near, params.n_bit);
+    if (params.n_recall > 0 && params.n_bit != 0 && params.n_bit != 4 && params.n_bit != 8) {
+        return format("n_bit must be 0, 4 or 8, got %d", params.n_bit);
     }
 
     return {};
@@ -81,6 +81,9 @@ std::string llama_kvtool::unsupported(const llama_context & lctx) {
 
 // why these parameters' archive cannot be of this cache; empty: it can
 std::string llama_kvtool::no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params) {
+    if (params.n_near < 1 || (uint32_t) params.n_near > hparams.n_ctx_train) {
+        return format("n_near must be in 1..%u, got %d", hparams.n_ctx_train, params.n_near);
+    }
     for (const int32_t type : { params.type_k, params.type_v }) {
         if (type < 0 || type >= GGML_TYPE_COUNT || (type != GGML_TYPE_F32 && !ggml_get_type_traits((ggml_type) type)->from_float_ref)) {
             return format("keys and values of type %d cannot be archived", type);
@@ -420,6 +423,16 @@ void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n
         cells.seq_add(i, i < n_hidden);
     }
     kv.v_heads[0] = n;
+}
+
+int llama_kvtool::n_used(const llama_kv_cache & kv) const {
+    const auto & cells = kv.v_cells[0];
+
+    int n = std::min<int>(cells.used_max_p1(), cells.size() - params.n_recall);
+    while (n > 0 && cells.is_empty(n - 1)) {
+        --n;
+    }
+    return n;
 }
 
 void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {

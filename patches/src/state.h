@@ -127,6 +127,9 @@ struct llama_kvtool {
     // of them belong to a sequence without queries
     static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0);
 
+    // cells that hold the context's own tokens: the table's first ones, but for those of ragged rows
+    int n_used(const llama_kv_cache & kv) const;
+
     // enters the recalled cells into the table: older than all others
     void fill_recalled(llama_kv_cache & kv) const;
 
