@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 import tiny
 
-from kvtool.cli.archive import archive_of
+from kvtool.cli.archive import archive_of, check_archive_file
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system import memory
+from kvtool.units import format_bytes
 from tests.terminal import Terminal
 from tests.test_chat_session import TEMPLATE, TURNS
 from tests.test_cli import kvtool
@@ -32,9 +36,9 @@ def model(tmp_path_factory):
 def talk(model, tmp_path):
     """talk(turns, *options): a chat of 12 tokens a reply, kept in chat.kvs."""
 
-    def run(turns, *options):
+    def run(turns, *options, **how):
         own = ["-m", model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
-        return kvtool("chat", *own, *options, stdin="".join(f"{turn}\n" for turn in turns))
+        return kvtool("chat", *own, *options, stdin="".join(f"{turn}\n" for turn in turns), **how)
 
     return run
 
@@ -208,3 +212,117 @@ def test_an_evaluation_with_another_archive_is_another_one(model, tmp_path):
         done = kvtool("eval", "passkey", *own, *arguments)
         assert done.returncode == 0, done.stderr
         assert len(out.read_text().splitlines()) == n
+
+
+def wrong_files(folder):
+    """Paths that --archive-file does not take, and what is said of each."""
+    (folder / "there").write_text("mine")
+    (folder / "link").symlink_to("nowhere")
+    return {
+        folder: "is a folder",
+        folder / "there": "exists already",
+        folder / "link": "exists already",
+        folder / "no" / "file": f"cannot be made: there is no folder {folder / 'no'}",
+        folder / "there" / "file": f"cannot be made: there is no folder {folder / 'there'}",
+        "": "names no file",
+    }
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "perplexity", "inspect", "compare", "eval"])
+def test_a_file_that_cannot_be_made_is_one_line(command, tmp_path):
+    (tmp_path / "text").write_text("word " * 60)
+    argument = {"eval": ["passkey"], "perplexity": ["-"], "inspect": ["-"], "compare": ["-"]}.get(command, [])
+    for path, why in wrong_files(tmp_path).items():
+        policy = ["--policies" if command == "compare" else "--policy", "recall"]
+        done = kvtool(command, *argument, *policy, "--archive-file", path, stdin="word " * 60)
+        assert done.stderr == f"kvtool: --archive-file {str(path)!r} {why}; name a new file\n"
+        assert (done.returncode, done.stdout) == (2, "")
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match=f"cannot be made: you may not write to {tmp_path}; name a new"):
+        check_archive_file(str(tmp_path / "file"))
+
+
+def test_windows_has_no_archive_in_a_file_yet(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(UsageError, match="^--archive-file does not work on Windows yet; leave it out$"):
+        check_archive_file("file")
+    check_archive_file(None)
+
+
+def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypatch, tmp_path):
+    file = str(tmp_path / "file")
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2**20)
+    monkeypatch.setattr("kvtool.system.files.free_disk_bytes", lambda path: 2**30 if path == file else 0)
+    assert archive_of("2MiB", file) == {"archive_bytes": 2**21}
+    with pytest.raises(UsageError, match=f"2GiB is more than the disk of {file} has free \\(1.0 GiB\\)"):
+        archive_of("2GiB", file)
+
+
+@pytest.mark.engine
+def test_what_is_said_of_an_archive_names_its_file(model, tmp_path):
+    path = tmp_path / "file"
+    own = ["-m", model, "-t", 1, "--archive-file", path]
+    words = {"stdin": "word " * 100}
+    generate = [*own, "-n", 2, *RECALL]
+    done = kvtool("generate", *generate, "--json", **words)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["archive_file"] == str(path)
+    # half of the disk's free space
+    free = shutil.disk_usage(tmp_path).free
+    assert 0.4 * free < result["archive_limit"] / result["archived"] * result["archive_bytes"]
+    said = kvtool("generate", *generate, "-v", "--explain", **words).stderr
+    assert f"tokens ({format_bytes(free // 2)[:2]}" in said
+    assert f") in {path}\n" in said
+    assert f"and the others go to {path}." in said
+    assert re.search(rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\)\n", said)
+    for command in ("perplexity", "inspect"):
+        done = kvtool(command, "-", *own, *RECALL[:-2], "--json", **words)
+        assert json.loads(done.stdout)["archive_file"] == str(path)
+    runs = ["--policies", "recall,h2o", "--budgets", "48,64", "--types", "f16", "--json", "-", "--jobs", 2]
+    done = kvtool("compare", "-", *own, *runs, **words)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [run["archive_file"] for run in found] == [str(path), None] * 2
+    ask = ["--raw", "--limit", 2, "--set", "lengths=450", "--set", "repeats=1", "--budget", 48]
+    done = kvtool("eval", "passkey", *own, *ask, "--policy", "recall")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.engine
+def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
+    path, file = tmp_path / "chat.kvs", tmp_path / "file"
+    own = [*RECALL, "--archive-type", "f32", "--archive-file", file]
+    assert talk(TURNS[:4], *own).returncode == 0
+    before = path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()
+    assert b"archive_file" not in before[0]
+    limit = max(map(len, before)) + 4096
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    done = talk(TURNS[4:], "--archive-file", file, preexec_fn=full)
+    assert done.returncode == 6
+    assert done.stderr.splitlines()[-1].startswith(
+        "kvtool: no room for the archive on the disk: File too large"
+    )
+    assert (path.read_bytes(), (tmp_path / "chat.kvs.archive").read_bytes()) == before
+    assert sorted(os.listdir(tmp_path)) == ["chat.kvs", "chat.kvs.archive"]
+    # with another archive it is the same chat
+    assert talk(TURNS[4:5]).returncode == 0
+
+
+@pytest.mark.engine
+def test_nothing_is_left_of_the_file_of_a_killed_process(model, tmp_path):
+    chat = Terminal(model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
+    try:
+        assert "an archive of at most" in (said := chat.wait_for("\n> ").replace("\n", ""))
+        assert f"tokens in {tmp_path / 'file'}, /help" in said
+        chat.say("word " * 60)
+        assert f"on disk ({tmp_path / 'file'})" in chat.say("/stats").replace("\n", "")
+        assert os.listdir(tmp_path) == []
+    finally:
+        chat.kill()
+        os.close(chat.master)
+    assert os.listdir(tmp_path) == []

@@ -217,7 +217,7 @@ def test_perplexity_json_has_the_promised_keys(text_file, smollm2):
     result = json.loads(done.stdout)
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "params", "model", "cells", "kv_bytes"),
-        *("state_bytes", "archived", "archive_bytes", "archive_limit", "peak_rss_bytes"),
+        *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file", "peak_rss_bytes"),
         *("tokens_per_s", "seconds"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))

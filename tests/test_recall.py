@@ -420,3 +420,99 @@ def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
         check(lib.llama_kvtool_set_archive(handle, 1, data.ctypes.data, 5, 9))
         assert engine.n_archived == 0
         engine.step(tokens[16:32])
+
+
+@pytest.fixture
+def path_of_file(tmp_path):
+    if os.name != "posix":
+        pytest.skip("Windows has no archive in a file yet")
+    return str(tmp_path / "archive")
+
+
+def test_an_archive_in_a_file_is_the_one_in_memory(tiny_model, path_of_file):
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
+    want = scores(path, fit(), tokens, archive=700)
+    with open_engine(path, fit(), archive=700, archive_file=path_of_file) as engine:
+        assert (perplexity.stream(engine, tokens) == want).all()
+        assert os.listdir(os.path.dirname(path_of_file)) == []
+        archive, taken = engine.context.archive, engine.archive_bytes
+        assert (archive.n, archive.file) == (700, path_of_file)
+        assert 3 * archive.slab_bytes <= taken <= archive.max_bytes
+        saved = {name: array.copy() for name, array in engine.save()}
+        engine.reset()
+        assert engine.archive_bytes == 0
+        assert (perplexity.stream(engine, tokens) == want).all()
+        engine.restore(saved)
+        assert dict(archive.save())["archive.1"].tolist() == saved["archive.1"].tolist()
+
+
+def test_an_archives_file_is_always_a_new_one(tiny_model, path_of_file):
+    Path(path_of_file).write_text("mine")
+    for path, why in (
+        (path_of_file, "File exists"),
+        (os.path.dirname(path_of_file), "File exists"),
+        (f"{path_of_file}/file", "Not a directory"),
+        (f"{path_of_file}.d/file", "No such file or directory"),
+    ):
+        with (
+            pytest.raises(UsageError, match=f"^cannot make the archive's file {path}: {why}$"),
+            open_engine(tiny_model(), fit(), archive_file=path),
+        ):
+            pass
+    assert Path(path_of_file).read_text() == "mine"
+
+
+def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+        engine.read(text(200))
+        archive, cells = engine.context.archive, np.arange(16)
+        span = archive.span
+        first = archive.read(span.start, span.stop)
+        # 64 slabs are mapped at once
+        while archive.n_bytes < 200 * archive.slab_bytes:
+            archive.push(cells, archive.end)
+        assert (archive.read(span.start, span.stop) == first).all()
+        pushed = [archive.read(end - 16, end) for end in range(archive.end, span.stop, -16)]
+        assert all((each == pushed[0]).all() for each in pushed)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files as Linux lists them")
+def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+        engine.read(text(600))
+        # the list has itself, which is gone then
+        links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+        (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
+        assert held.stat().st_blocks * 512 >= engine.archive_bytes == held.stat().st_size > 0
+        engine.context.archive.keep(0)
+        assert held.stat().st_blocks == held.stat().st_size == 0
+    assert not held.exists()
+
+
+def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_file):
+    import resource
+
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(1500)
+
+    def read(engine):
+        while engine.n_past < len(tokens):
+            engine.evict_if_due()
+            engine.step(tokens[engine.n_past :][: min(16, engine.room())])
+        return engine.context.logits().copy(), dict(engine.context.archive.save())
+
+    with open_engine(path, fit()) as engine:
+        want = read(engine)
+    with open_engine(path, fit(), archive_file=path_of_file) as engine:
+        archive, limits = engine.context.archive, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * archive.slab_bytes + 4096, limits[1]))
+        try:
+            for _ in range(3):
+                with pytest.raises(StreamEnd, match="^no room for the archive on the disk: File too large$"):
+                    read(engine)
+                assert archive.n_bytes == 3 * archive.slab_bytes
+                assert 768 - 16 < archive.span.stop <= 768 < engine.n_past
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        got = read(engine)
+    assert (got[0] == want[0]).all()
+    assert all((got[1][name] == array).all() for name, array in want[1].items())

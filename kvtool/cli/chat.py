@@ -59,6 +59,7 @@ def chat(
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     archive: opt.Archive = None,
+    archive_file: opt.ArchiveFile = None,
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvtool.chats.conversation import Conversation
+from kvtool.cli.archive import archive_limit
 from kvtool.cli.chat_commands import Commands
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper, turns
@@ -46,14 +47,16 @@ class Terminal:
         from rich.text import Text
 
         engine, commands = self.engine, Commands(self)
-        archive = engine.context.archive
-        kept = f", an archive of at most {archive.n_max:,} tokens" if archive else ""
         self.console.print(
             Text.assemble(
                 (engine.model.path.stem, "bold"),
                 " with policy ",
                 (self.policy, "bold"),
-                f", {engine.policy.budget:,} cells{kept}, /help for help",
+                ", ".join(
+                    filter(
+                        None, [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
+                    )
+                ),
             )
         )
         if n := self.conversation.n_turn:

@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import output
-from kvtool.cli.archive import archive_of, check_archive_type, check_recalls
+from kvtool.cli.archive import FLAGS, archive_of, check_archive_file, check_archive_type, check_recalls
 from kvtool.cli.console import plain_console
 from kvtool.cli.opening import check_flash, check_patch, is_typed, n_ctx_of, resolved, runnable, workers_of
 from kvtool.cli.progress import bytes_progress
@@ -101,6 +101,7 @@ def compare(
     gpu_layers: opt.GpuLayers = None,
     rpc: opt.Rpc = None,
     archive: opt.Archive = None,
+    archive_file: opt.ArchiveFile = None,
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     verbose: opt.Verbose = False,
@@ -128,11 +129,12 @@ def compare(
         if kind not in CACHE_TYPES:
             raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
     check_archive_type(archive_type)
-    archived = {} if archive is None else archive_of(archive)
+    check_archive_file(archive_file)
+    archived = {} if archive is None else archive_of(archive, archive_file)
     if not type_texts:
         raise UsageError("--types names no cache type")
     if names:
-        typed = [name for name in ("archive", "archive_type") if is_typed(context, name)]
+        typed = [name for name in FLAGS if is_typed(context, name)]
         check_recalls([grid.split_policy(name)[0] for name in names], typed)
     model_path, info = resolved(model)
 
@@ -165,6 +167,7 @@ def compare(
         gpu_layers=gpu_layers,
         rpc=workers,
         archive=archived,
+        archive_file=archive_file,
         archive_type=archive_type,
         verbose=verbose,
     )

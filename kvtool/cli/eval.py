@@ -101,6 +101,7 @@ def evaluate(
     type_k: opt.TypeK = "f16",
     type_v: opt.TypeV = "f16",
     archive: opt.Archive = None,
+    archive_file: opt.ArchiveFile = None,
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     json_to: Annotated[
@@ -258,7 +259,9 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
         "type_v": wanted.type_v,
         "flash": wanted.flash,
         "gpu_layers": wanted.gpu_layers,
-        "archive": archive_of(wanted.archive) if recalls and wanted.archive is not None else None,
+        "archive": archive_of(wanted.archive, wanted.archive_file)
+        if recalls and wanted.archive is not None
+        else None,
         "archive_type": wanted.archive_type if recalls else None,
         **records.versions(),
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.engine.loop import Engine
+    from kvtool.llama.archive import Archive
 
 
 def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
@@ -70,8 +71,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         )
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
-    if engine.policy.recall:
-        share += ", and the others go to host memory"
+    if engine.context.archive:
+        share += f", and the others go to {_where(engine.context.archive)}"
     return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
 
 
@@ -119,7 +120,7 @@ def _memory(engine: Engine) -> str:
     state = f"policy state {format_bytes(engine.host_bytes)}"
     if archive := engine.context.archive:
         most = format_bytes(archive.max_bytes)
-        state += f", an archive of at most {archive.n_max:,} tokens ({most}) in host memory"
+        state += f", an archive of at most {archive.n_max:,} tokens ({most}) in {_where(archive)}"
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 
 
@@ -160,6 +161,10 @@ def _prefill(engine: Engine) -> str:
             "then compressed once"
         )
     return f"stream: in batches of up to {_batch(engine):,} tokens"
+
+
+def _where(archive: Archive) -> str:
+    return archive.file or "host memory"
 
 
 def _batch(engine: Engine) -> int:

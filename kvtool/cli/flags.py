@@ -165,8 +165,19 @@ Archive = Annotated[
     typer.Option(
         "--archive",
         metavar="SIZE",
-        help="With --policy recall: the most tokens (20000) or bytes (2GiB) archived in host memory.",
-        show_default="half of the free memory",
+        help="With --policy recall: the most tokens (20000) or bytes (2GiB) archived.",
+        show_default="half of the free memory; of the disk's free space with --archive-file",
+    ),
+]
+
+ArchiveFile = Annotated[
+    str | None,
+    typer.Option(
+        "--archive-file",
+        metavar="PATH",
+        help="With --policy recall: keep the archive in a new file, not in host memory. The file loses its "
+        "name at once, and its space is free again when kvtool ends.",
+        show_default="host memory",
     ),
 ]
 

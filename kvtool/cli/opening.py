@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvtool.cli.archive import archive_of, check_archive_type, check_recalls
+from kvtool.cli.archive import archive_of, check_archive_file, check_archive_type, check_recalls
 from kvtool.cli.progress import bytes_progress
 from kvtool.errors import LibraryError, UsageError
 
@@ -51,6 +51,7 @@ class EngineOptions:
     prefill: str | None = None
     rpc: str | None = None
     archive: str | None = None
+    archive_file: str | None = None
     archive_type: str = "q8_0"
     typed: frozenset[str] = frozenset()
 
@@ -166,8 +167,9 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     if not policy.evicts and wanted.budget:
         raise UsageError(f"`{wanted.policy}` keeps every token and takes no --budget; -c sets its cache size")
     policies.parse_options(policy, wanted.options or [])
+    check_archive_file(wanted.archive_file)
     if wanted.archive is not None:
-        archive_of(wanted.archive)
+        archive_of(wanted.archive, wanted.archive_file)
     check_recalls([wanted.policy], wanted.typed)
     workers_of(wanted.rpc, wanted.gpu_layers)
     return resolved(wanted.model)
@@ -290,8 +292,9 @@ def settings_of(
         over_budget=over_budget,
         type_k=wanted.type_k,
         type_v=wanted.type_v,
+        archive_file=wanted.archive_file,
         archive_type=wanted.archive_type,
         flash=wanted.flash,
         n_threads=wanted.threads,
-        **(archive_of(wanted.archive) if wanted.archive is not None else {}),
+        **(archive_of(wanted.archive, wanted.archive_file) if wanted.archive is not None else {}),
     )

@@ -150,7 +150,7 @@ class Engine:
 
     @property
     def archive_bytes(self) -> int:
-        """Bytes that the archive takes on the host."""
+        """Bytes that the archive takes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0
 
     def cells(self) -> Cells:
@@ -391,6 +391,7 @@ def _cache(
             "archive_type": settings.archive_type,
             "n_archive": settings.archive,
             "archive_bytes": settings.archive_bytes,
+            "archive_file": settings.archive_file,
             "n_near": n_ctx // 2,
         }
         return Context(model, n_cell, settings.n_batch, request, **own, **how)

@@ -32,8 +32,11 @@ class Settings:
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes
-        The most tokens in the archive of a policy that recalls, or the most bytes of host memory that it
-        takes; half of the free memory if neither is given. The oldest tokens go for good.
+        The most tokens in the archive of a policy that recalls, or the most bytes that it takes; half of the
+        free memory, or of the disk's free space, if neither is given. The oldest tokens go for good.
+    archive_file
+        Path of a new file that the archive lies in, instead of in host memory. The file has no name once it
+        is made, so that its space is free again when the process ends.
     archive_type
         Number format of what a policy recalls from, such as "f16" or "q8_0".
     flash
@@ -57,6 +60,7 @@ class Settings:
     type_v: str = "f16"
     archive: int | None = None
     archive_bytes: int | None = None
+    archive_file: str | None = None
     archive_type: str = "q8_0"
     flash: str = "auto"
     n_threads: int | None = None

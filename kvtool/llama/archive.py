@@ -1,16 +1,18 @@
-"""The archive: keys and values that have left the cache, in host memory, which later steps recall from."""
+"""The archive: keys and values that have left the cache, which later steps recall from."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama.library import check, lib
+from kvtool.llama.library import check, error_text, lib
 from kvtool.llama.segment import TABLE, Segment, layer_name, listed
+from kvtool.system.files import free_disk_bytes
 from kvtool.system.memory import free_bytes
 from kvtool.units import format_bytes
 
@@ -32,7 +34,8 @@ class Owner(Protocol):
 class Archive:
     """The archive of a patched llama.cpp's context: tokens by their positions in the stream, without gaps.
 
-    Its memory comes in slabs: one has room for all layers of tokens i * n .. (i + 1) * n - 1 of the stream.
+    It takes memory in slabs: slab i has room for tokens i * n .. (i + 1) * n - 1 of the stream in all layers.
+    They are in host memory, or in a file that has no name: its space is free again when the process ends.
 
     Parameters
     ----------
@@ -41,10 +44,15 @@ class Archive:
     n_layer
         Layers that have rows.
     n_max, max_bytes
-        The most tokens, or the most bytes that they take; half of the free memory if neither is given.
+        The most tokens, or the most bytes that they take; half of the free memory, or of the disk's free
+        space, if neither is given.
+    file
+        Where to make the file; host memory if not given.
 
     Attributes
     ----------
+    file
+        Where the file was made, or None.
     n_max
         The most tokens, which are never in more slabs than max_bytes has.
     slab_bytes
@@ -55,12 +63,20 @@ class Archive:
     Raises
     ------
     UsageError
-        For bytes that hold no slab.
+        For bytes that hold no slab, and for a file that cannot be made.
     """
 
-    def __init__(self, owner: Owner, n_layer: int, n_max: int | None, max_bytes: int | None) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        n_layer: int,
+        n_max: int | None = None,
+        max_bytes: int | None = None,
+        file: str | None = None,
+    ) -> None:
         self._owner = owner
         self._n_layer = n_layer
+        self.file = file
         n_token = ctypes.c_int32()
         self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_token))
         check(self.slab_bytes)
@@ -72,9 +88,11 @@ class Archive:
                 f"give at least {self.slab_bytes}B: memory is taken for {self._n_token} tokens at once"
             )
         self.segments: list[Segment] = []
-        if n_max is None:
-            n_max = self._tokens_in(free_bytes() // 2 if max_bytes is None else max_bytes)
-        self.n_max = min(n_max, _LARGEST)
+        if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
+            raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
+        if max_bytes is None and n_max is None:
+            max_bytes = (free_bytes() if file is None else free_disk_bytes(file)) // 2
+        self.n_max = min(n_max or self._tokens_in(max_bytes or 0), _LARGEST)
 
     def _tokens_in(self, n_bytes: int) -> int:
         """The most tokens that never take more bytes, wherever in a slab the first of them is."""
@@ -88,7 +106,7 @@ class Archive:
     def push(self, cells: np.ndarray, pos_0: int) -> None:
         """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
 
-        The oldest go for good where there are more than n_max. Raises StreamEnd where there is no memory for
+        The oldest go for good where there are more than n_max. Raises StreamEnd where there is no room for
         them, and the archive is as it was.
         """
         cells = np.ascontiguousarray(cells, np.int32)
@@ -151,7 +169,7 @@ class Archive:
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave: from the newest n_max tokens of it.
 
-        Raises LibraryError if llama.cpp refuses it, and StreamEnd where there is no memory for it.
+        Raises LibraryError if llama.cpp refuses it, and StreamEnd where there is no room for it.
         """
         table = np.array(saved[TABLE], np.int64)
         begin, end = table[:2].tolist()

@@ -217,7 +217,10 @@ class Context(Decoder):
     n_near
         Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
     n_archive, archive_bytes
-        The most archived tokens, or the most bytes that they take; half of the free memory without either.
+        The most archived tokens, or the most bytes that they take; half of the free memory, or of the disk's
+        free space, without either.
+    archive_file
+        Where to make the file that the archive lies in; it lies in host memory if not given.
     how
         As in `Decoder`.
 
@@ -239,6 +242,7 @@ class Context(Decoder):
         n_near: int = 0,
         n_archive: int | None = None,
         archive_bytes: int | None = None,
+        archive_file: str | None = None,
         **how: Any,
     ) -> None:
         super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
@@ -263,7 +267,7 @@ class Context(Decoder):
         self.archive: Archive | None = None
         if ask.recall:
             try:
-                self.archive = Archive(self, n_layer, n_archive, archive_bytes)
+                self.archive = Archive(self, n_layer, n_archive, archive_bytes, archive_file)
             except BaseException:
                 self.close()
                 raise

@@ -107,6 +107,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_n_swa", i32, pointer)
     bind("llama_kvtool_get_swa", i64, pointer, pointer, pointer)
     bind("llama_kvtool_set_swa", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_archive_file", i32, pointer, ctypes.c_char_p)
     bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_base", i32, pointer, i64)
     bind("llama_kvtool_forget", i32, pointer, i64)

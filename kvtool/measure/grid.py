@@ -73,6 +73,8 @@ class Common:
         Workers, "HOST:PORT" each.
     archive
         The setting `archive` or `archive_bytes` of policies that recall; neither for the default.
+    archive_file
+        Where they keep their archives; None for host memory. A record of either is the same.
     archive_type
         Type of what these policies archive.
     verbose
@@ -90,6 +92,7 @@ class Common:
     gpu_layers: int | None = None
     rpc: tuple[str, ...] = ()
     archive: Mapping[str, int] = field(default_factory=dict)
+    archive_file: str | None = None
     archive_type: str = "q8_0"
     verbose: bool = False
 

@@ -68,6 +68,8 @@ class Job:
         Workers, "HOST:PORT" each.
     archive
         The setting `archive` or `archive_bytes` of a policy that recalls; neither for the default.
+    archive_file
+        Where such a policy keeps its archive; None for host memory.
     archive_type
         Type of what such a policy archives.
     reference
@@ -94,6 +96,7 @@ class Job:
     gpu_layers: int | None = None
     rpc: tuple[str, ...] = ()
     archive: dict[str, int] = field(default_factory=dict)
+    archive_file: str | None = None
     archive_type: str = "q8_0"
     reference: str | None = None
     writes: bool = False
@@ -125,6 +128,8 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
         type_v=job.type_v,
         flash=job.flash,
         n_threads=job.threads,
+        # runs at the same time make a file each
+        archive_file=job.archive_file and f"{job.archive_file}.{os.getpid()}",
         archive_type=job.archive_type,
         archive=job.archive.get("archive"),
         archive_bytes=job.archive.get("archive_bytes"),
@@ -162,6 +167,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
                     "state_bytes": engine.host_bytes,
                     "archived": engine.n_archived,
                     "archive_bytes": engine.archive_bytes,
+                    "archive_file": job.archive_file if engine.context.archive else None,
                     "peak_rss_bytes": peak_rss_bytes(),
                 }
             finally:

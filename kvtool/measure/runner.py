@@ -111,6 +111,7 @@ class Runner:
             gpu_layers=common.gpu_layers,
             rpc=common.rpc,
             archive=dict(common.archive),
+            archive_file=common.archive_file,
             archive_type=common.archive_type,
             reference=str(against) if against else None,
             writes=writes,

@@ -49,6 +49,11 @@ def _sync_folder(path: Path) -> None:
             os.close(folder)
 
 
+def free_disk_bytes(path: str) -> int:
+    """The free bytes of the disk on which a file lies or will lie. Raises OSError."""
+    return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+
+
 def create(path: Path, like: Path) -> FileIO:
     """Opens an empty file without a buffer. It has the permissions of `like`, if there is such a file.
 

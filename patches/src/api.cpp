@@ -282,6 +282,23 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
+int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!path) {
+        return fail("path must not be null");
+    }
+    if (kvtool->archive.bytes() > 0 || kvtool->archive.has_file()) {
+        return fail("the archive has memory already, or a file");
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->archive.open(path);
+        return 0;
+    });
+}
+
 int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {

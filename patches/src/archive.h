@@ -1,4 +1,4 @@
-// Keys and values that have left the cache, in host memory.
+// Keys and values that have left the cache, in host memory or in a file.
 
 #pragma once
 
@@ -98,6 +98,11 @@ class archive {
 public:
     // as many layers as the cache has, all empty
     void make(const llama_kvtool & kvtool, const llama_context & lctx);
+
+    // from now on it lies in a new file at that path; nothing may be archived yet. Throws where that cannot be.
+    void open(const std::string & path) { memory.open(path); }
+
+    bool has_file() const { return memory.has_file(); }
 
     // Copies these cells of all rows, the first of which has position pos_0, and keeps the newest n_max tokens; the cache
     // stays as it is. Throws no_room, and nothing has changed then.

@@ -5,7 +5,7 @@
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
 // - sizes:   each layer's cache made longer or shorter
 // - copies:  cells and signals out of the cache and back in again
-// - archive: keys and values that have left the cache, in host memory, of which every step recalls some
+// - archive: keys and values that have left the cache, in host memory or in a file, of which every step recalls some
 // - ragged:  rows that hold different numbers of cells, each with an attention mask of its own length
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, llama.cpp computes what it always does.
@@ -166,6 +166,10 @@ LLAMA_API int64_t llama_kvtool_set_swa(struct llama_context * ctx, const int32_t
 LLAMA_API int32_t llama_kvtool_read_keys(
         struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out,
         int32_t n_row, int32_t n_cell, int32_t n_dim);
+
+// From now on the archive lies in a new file at that path, not in host memory: once, and before anything is archived. The
+// file has no name any more when this returns: its space is free again when the context is closed or the process ends.
+LLAMA_API int32_t llama_kvtool_archive_file(struct llama_context * ctx, const char * path);
 
 // Copy these cells of all rows to the archive, which later steps recall from: tokens at pos_0, pos_0 + 1, ... in the
 // stream, right after those that it has. It keeps the newest n_max tokens, at least 1.

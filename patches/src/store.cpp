@@ -5,19 +5,133 @@
 #include "llama-impl.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <new>
+
+#if !defined(_WIN32)
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#endif
 
 namespace kvtool {
 
-// slabs are whole pages
-static constexpr size_t n_page = 4096;
+//
+// in a file
+//
+
+#if defined(_WIN32)
+
+slab_file::slab_file(const std::string &, size_t) : fd(-1), size(0) {
+    throw std::runtime_error("an archive in a file is not there on Windows yet");
+}
+
+slab_file::~slab_file() {}
+
+uint8_t * slab_file::take() { return nullptr; }
+
+void slab_file::clear() {}
+
+static size_t page_bytes() { return 4096; }
+
+#else
+
+static size_t page_bytes() {
+    return sysconf(_SC_PAGESIZE);
+}
+
+// a new file
+static int create(const std::string & path) {
+    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0) {
+        throw std::runtime_error(strerror(errno));
+    }
+    return fd;
+}
+
+// gives a file n bytes more on the disk; returns an error number, 0 if there is none
+static int grow(int fd, off_t n_old, off_t n) {
+    int error = 0;
+#if defined(__APPLE__)
+    fstore_t want = { F_ALLOCATEALL, F_PEOFPOSMODE, 0, n, 0 };
+    if (fcntl(fd, F_PREALLOCATE, &want) < 0 || ftruncate(fd, n_old + n) < 0) {
+        error = errno;
+    }
+#else
+    do {
+        error = posix_fallocate(fd, n_old, n);
+    } while (error == EINTR);
+#endif
+    if (error != 0 && ftruncate(fd, n_old) < 0) {
+        LLAMA_LOG_WARN("cannot shorten the archive's file: %s\n", strerror(errno));
+    }
+    return error;
+}
+
+slab_file::slab_file(const std::string & path, size_t n_bytes) : fd(create(path)), size(n_bytes) {
+    if (unlink(path.c_str()) < 0) {
+        const std::string why = strerror(errno);
+        close(fd);
+        throw std::runtime_error(why);
+    }
+}
+
+slab_file::~slab_file() {
+    clear();
+    close(fd);
+}
+
+uint8_t * slab_file::take() {
+    if (n_slab/n_region == (int64_t) regions.size()) {
+        regions.reserve(regions.size() + 1);
+
+        // the file ends before it, and may grow into it
+        void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, n_slab*size);
+        if (p == MAP_FAILED) {
+            throw no_room(format("no room for the archive in the address space: %s", strerror(errno)));
+        }
+        regions.push_back((uint8_t *) p);
+    }
+    if (const int error = grow(fd, n_slab*size, size)) {
+        throw no_room(format("no room for the archive on the disk: %s", strerror(error)));
+    }
+
+    return regions.back() + (n_slab++ % n_region)*size;
+}
+
+void slab_file::clear() {
+    for (uint8_t * region : regions) {
+        munmap(region, n_region*size);
+    }
+    regions.clear();
+    n_slab = 0;
+
+    if (ftruncate(fd, 0) < 0) {
+        LLAMA_LOG_WARN("cannot empty the archive's file: %s\n", strerror(errno));
+    }
+}
+
+#endif
+
+//
+// all slabs
+//
 
 store::~store() {
     clear();
 }
 
 void store::make(size_t n_bytes) {
+    // slabs are whole pages
+    const size_t n_page = page_bytes();
+
     size = (n_bytes + n_page - 1)/n_page*n_page;
+}
+
+void store::open(const std::string & path) {
+    file = std::make_unique<slab_file>(path, size);
 }
 
 void store::fit(int64_t begin, int64_t end) {
@@ -63,29 +177,37 @@ void store::fit(int64_t begin, int64_t end) {
 }
 
 void store::trim() {
+    if (file) {
+        return;
+    }
     for (uint8_t * slab : spares) {
-        drop(slab);
+        ::operator delete(slab);
     }
     spares.clear();
 }
 
 void store::clear() {
-    for (uint8_t * slab : slabs) {
-        drop(slab);
+    if (file) {
+        file->clear();
     }
-    slabs.clear();
-    trim();
+    for (auto * list : { &slabs, &spares }) {
+        for (uint8_t * slab : *list) {
+            if (!file) {
+                ::operator delete(slab);
+            }
+        }
+        list->clear();
+    }
 }
 
 uint8_t * store::take() {
+    if (file) {
+        return file->take();
+    }
     if (void * slab = ::operator new(size, std::nothrow)) {
         return (uint8_t *) slab;
     }
     throw no_room(format("no memory for %zu KiB more of the archive", size/1024));
-}
-
-void store::drop(uint8_t * slab) {
-    ::operator delete(slab);
 }
 
 } // namespace kvtool

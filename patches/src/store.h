@@ -1,12 +1,42 @@
-// Host memory for archived tokens, in slabs: a slab has n_block tokens of all layers.
+// Memory for archived tokens, in slabs: a slab has n_block tokens of all layers. It is host memory, or lies in a file.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 namespace kvtool {
+
+// Slabs in a file that is mapped into memory: what is seldom read leaves the memory for the disk.
+class slab_file {
+public:
+    // A new file at that path, which has lost its name when this returns: nothing is left of it, however the process ends.
+    // Throws where that cannot be.
+    slab_file(const std::string & path, size_t n_bytes);
+    ~slab_file();
+
+    slab_file(const slab_file &) = delete;
+
+    // one slab more; throws no_room
+    uint8_t * take();
+
+    // makes the file empty
+    void clear();
+
+private:
+    // slabs that are mapped together: a process has few maps (65,530 on Linux)
+    static constexpr int64_t n_region = 64;
+
+    const int    fd;
+    const size_t size; // of a slab
+
+    int64_t n_slab = 0;
+
+    std::vector<uint8_t *> regions;
+};
 
 class store {
 public:
@@ -20,11 +50,16 @@ public:
     // from now on, slabs have room for so many bytes; there must be none yet
     void make(size_t n_bytes);
 
+    // From now on slabs lie in a new file at that path; there must be none yet. Throws where that cannot be.
+    void open(const std::string & path);
+
+    bool has_file() const { return file != nullptr; }
+
     // Has slabs for the tokens begin .. end - 1. Those that have been there stay as they are; others are used again. Throws
     // no_room where there is no memory, and then all is as it was.
     void fit(int64_t begin, int64_t end);
 
-    // gives back what is not in use
+    // gives back what is not in use, but for what lies in a file
     void trim();
 
     // gives everything back
@@ -44,8 +79,9 @@ private:
     std::vector<uint8_t *> slabs;
     std::vector<uint8_t *> spares;
 
+    std::unique_ptr<slab_file> file;
+
     uint8_t * take();
-    void      drop(uint8_t * slab);
 };
 
 } // namespace kvtool
