@@ -42,6 +42,10 @@ N_ROW = N_LAYER * N_HEAD_KV
 N_BATCH = 32
 N_SIGNAL = 6
 LARGEST = 2**31 - 1
+FINITE = True
+"""Whether contexts with an archive get only finite numbers: recall does not take others yet."""
+MOST = 2**40
+"""Positions in a stream are less than this."""
 BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
 
 # without flash attention V lies transposed, and cannot be quantized
@@ -63,7 +67,13 @@ class Fuzz:
         self.n_table = n_cell
         self.cells = [n_cell] * N_LAYER
         self.signals, self.ragged, self.n_query = 0, False, 1
+        self.n_recall = 0
         self.forget()
+        self.forget_archive()
+
+    def forget_archive(self):
+        # where each layer's tokens begin and end
+        self.spans, self.has_file = [(0, 0)] * N_LAYER, False
 
     def forget(self):
         self.live = np.zeros(N_ROW, np.int64)
@@ -93,6 +103,16 @@ class Fuzz:
         calls = [self.apply] * 10 + [self.decode] * 6
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
         calls += [self.seen, self.small, self.enable if self.maybe(0.3) else self.small]
+        archive = [self.push] * 4 + [
+            self.base,
+            self.keep,
+            self.copy,
+            self.copy,
+            self.table,
+            self.table,
+            self.file,
+        ]
+        calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
         calls[self.rng.integers(len(calls))]()
 
     def enable(self, signals=None, ragged=None):
@@ -100,12 +120,22 @@ class Fuzz:
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.log_n, params.ragged = self.maybe(0.2), ragged
+        if not ragged and self.maybe(0.6):
+            params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
+            params.n_bit = self.one_of(0, 4, 8)
+            # f32, f16, q8_0, q4_0
+            params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
         if not ok:
             bad = [
                 *(("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)),
-                *(("n_recall", -1), ("n_recall", LARGEST)),
+                *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
             ]
+            if params.n_recall:
+                bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_bit", 3), ("n_bit", -8)]
+                bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
+                # blocks of 256 numbers
+                bad += [("type_k", 12), ("type_v", 16)]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if params.signals & Signal.RECENT and params.n_query == LARGEST:
@@ -121,6 +151,10 @@ class Fuzz:
             self.signals, self.ragged, self.n_query = signals, ragged, params.n_query
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
+            self.n_recall = params.n_recall
+            self.forget_archive()
+            if self.maybe(0.4):
+                self.file()
 
     def seen(self):
         n = self.one_of(0, 5, 1000, LARGEST, LARGEST - 3, -1, -(2**31))
@@ -151,16 +185,17 @@ class Fuzz:
     def resize(self):
         most = self.live.reshape(N_LAYER, N_HEAD_KV).max(axis=1).tolist()
         if not self.ragged:
-            most = [self.n_used] * N_LAYER
+            most = [self.n_used + self.n_recall] * N_LAYER
         if self.ragged:
             wanted = [max(n, 1) + int(self.rng.integers(0, 200)) for n in most]
         else:
             # llama.cpp's attention is padded to so many cells
-            wanted = [-(-max(self.n_used, 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
+            wanted = [-(-max(most[0], 1) // 256) * 256 + 256 * int(self.rng.integers(0, 2))] * N_LAYER
         n_layer = N_LAYER if self.maybe(0.9) else self.one_of(0, 1, -1, 3)
         if self.maybe(0.3):
             wanted[self.rng.integers(N_LAYER)] = self.one_of(*BAD[:3], 0, most[0] - 1, most[1] + 7)
-        ok = n_layer == N_LAYER and all(n >= max(m, 1) for n, m in zip(wanted, most, strict=True))
+        least = self.n_recall + 1
+        ok = n_layer == N_LAYER and all(n >= max(m, least) for n, m in zip(wanted, most, strict=True))
         ok = ok and (self.ragged or wanted[0] == wanted[1]) and max(wanted) < 10_000
         n_cell = np.array(wanted + [1], np.int32)
         status = lib.llama_kvtool_resize(self.pointer, n_cell.ctypes.data, n_layer)
@@ -239,7 +274,7 @@ class Fuzz:
         n = int(self.rng.integers(1, N_BATCH + 1))
         tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
         pos = self.next
-        ok = self.n_used + n <= self.n_table and pos + n <= LARGEST
+        ok = self.n_used + n <= self.n_table - self.n_recall and pos + n <= LARGEST
         if self.ragged:
             ok = 1 + n <= self.n_table and bool((self.live + n <= self.row_cells).all())
         if self.maybe(0.05):
@@ -294,7 +329,8 @@ class Fuzz:
         elif spoil == 1 and terms:
             terms[rng.integers(len(terms))][rng.integers(3)] = self.one_of(*BAD, -1, most)
         elif spoil == 2 and terms:
-            terms[rng.integers(len(terms))][3] = [np.nan, np.inf, -np.inf, 1e38][rng.integers(4)]
+            wrong = [np.nan, np.inf, -np.inf, *([1e38] if not (FINITE and self.n_recall) else [])]
+            terms[rng.integers(len(terms))][3] = wrong[rng.integers(len(wrong))]
         elif spoil == 3:
             n_keep = self.one_of(-1, most + 1, -(2**31), LARGEST)
         elif spoil == 4:
@@ -338,10 +374,161 @@ class Fuzz:
                 self.live = rows.astype(np.int64)
                 self.n_used = min(n_keep, 1)
 
+    # the archive
+
+    @property
+    def size(self):
+        return self.spans[0][1] - self.spans[0][0]
+
+    def push(self):
+        """Cells at random, which come next."""
+        n_cell = self.cells[0] - self.n_recall
+        cells = self.rng.integers(0, n_cell, self.one_of(0, 1, 16, 16, 16, 300)).astype(np.int32)
+        begin, end = self.spans[0]
+        pos = end if self.size else self.one_of(0, 4, 255, 256, 1000, 2**31, MOST - 20)
+        n, pointer, n_max = len(cells), cells.ctypes.data, self.one_of(1, 5, 256, 300, 10_000, 2**62)
+        spoil = int(self.rng.integers(0, 20))
+        if spoil == 0 and n:
+            cells[self.rng.integers(n)] = self.one_of(-1, n_cell, LARGEST, -(2**31))
+        elif spoil == 1:
+            n = self.one_of(-1, -(2**31))
+        elif spoil == 2:
+            pointer = None
+        elif spoil == 3:
+            pos = self.one_of(-1, pos + 1, MOST, 2**62, -(2**62))
+        elif spoil == 4:
+            n_max = self.one_of(0, -1, -(2**62))
+        ok = n >= 0 and (n == 0 or (pointer is not None and bool(((cells >= 0) & (cells < n_cell)).all())))
+        ok = ok and 0 <= pos <= MOST - n and n_max > 0 and (not self.size or pos == end) and self.n_recall > 0
+        status = lib.llama_kvtool_archive(self.pointer, pointer, n, pos, n_max)
+        self.expect("archive", status, ok)
+        if ok and n:
+            self.spans = [(max(begin if self.size else pos, pos + n - n_max), pos + n)] * N_LAYER
+        self.check_archive()
+
+    def base(self):
+        base = self.one_of(0, 5, 300, 100_000, MOST - 1, MOST, -1, 2**62, -(2**62))
+        ok = 0 <= base < MOST and self.n_recall > 0
+        self.expect("base", lib.llama_kvtool_base(self.pointer, base), ok)
+
+    def keep(self):
+        n = self.one_of(0, 1, 16, 100, 300, 1000, 2**62, -1, -(2**62))
+        ok = n >= 0 and self.n_recall > 0
+        self.expect("forget", lib.llama_kvtool_forget(self.pointer, n), ok)
+        if ok and not n:
+            has_file = self.has_file
+            self.forget_archive()
+            self.has_file = has_file
+        elif ok and n < self.size:
+            begin = self.spans[0][1] - n
+            self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
+        self.check_archive()
+
+    def copy(self):
+        """A layer's tokens out of the archive, or into it: those that came out, or any bytes."""
+        layer = self.one_of(0, 1, 0, 1, 0, 1, -1, N_LAYER, LARGEST)
+        known = self.spans[layer] if 0 <= layer < N_LAYER else (0, 0)
+        begin, end = (int(n) for n in np.sort(self.rng.integers(known[0], known[1] + 1, 2)))
+        if self.maybe(0.2):
+            begin, end = known
+        if self.maybe(0.2):
+            wrong = ((end + 1, end), (-1, end), (known[0] - 1, end), (begin, known[1] + 1), (0, MOST + 1))
+            begin, end = wrong[self.rng.integers(len(wrong))]
+        n_bytes = lib.llama_kvtool_get_archive(self.pointer, 0, None, 0, 1)
+        n = max(n_bytes, 0) * max(min(end - begin, 20_000), 0)
+        may = self.n_recall > 0 and 0 <= layer < N_LAYER and begin <= end
+        data = np.zeros(n + 1, np.uint8)
+        status = lib.llama_kvtool_get_archive(self.pointer, layer, data.ctypes.data, begin, end)
+        ok = may and known[0] <= begin and end <= known[1]
+        self.expect("get_archive", status, ok)
+        assert not ok or status == n
+        if self.maybe(0.5) and not FINITE:
+            data = self.rng.integers(0, 256, len(data)).astype(np.uint8)
+        if self.maybe(0.3):
+            shift = int(self.rng.integers(0, 2000))
+            begin, end = begin + shift, end + shift
+        ok = may and begin >= 0 and end <= MOST
+        status = lib.llama_kvtool_set_archive(self.pointer, layer, None, begin, end)
+        self.expect("set_archive", status, ok)
+        if end - begin <= 20_000 and self.maybe(0.3):
+            status = lib.llama_kvtool_set_archive(self.pointer, layer, data.ctypes.data, begin, end)
+            self.expect("set_archive", status, ok)
+            if ok:
+                self.spans = [span if span == (begin, end) else (0, 0) for span in self.spans]
+                self.spans[layer] = begin, end
+                found = np.zeros_like(data)
+                check(lib.llama_kvtool_get_archive(self.pointer, layer, found.ctypes.data, begin, end))
+                assert (found[:-1] == data[:-1]).all()
+                if self.maybe(0.7):
+                    other = 1 - layer
+                    check(lib.llama_kvtool_set_archive(self.pointer, other, data.ctypes.data, begin, end))
+                    self.spans[other] = begin, end
+        self.check_archive()
+
+    def table(self):
+        """The table out of the archive and into it, or one with another number in it."""
+        n = lib.llama_kvtool_get_archive_table(self.pointer, None, 0)
+        self.expect("get_archive_table", n, self.n_recall > 0)
+        table = np.zeros(max(n, 3), np.int64)
+        given = n + self.one_of(0, 0, 1, -1, -n)
+        status = lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, given)
+        self.expect("get_archive_table", status, self.n_recall > 0 and given == n)
+        if status < 0 and self.n_recall:
+            check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, n))
+        if self.maybe(0.5) and len(table) == 3:
+            table = np.concatenate((table, [self.one_of(0, table[0], table[1] + 1), 7]))
+        if self.maybe(0.5):
+            table[self.rng.integers(len(table))] = self.one_of(*table, -1, 5, 2**62, -(2**62), MOST)
+        begin, end, far = table[:3].tolist()
+        first, base = table[3::2].tolist(), table[4::2].tolist()
+        ok = self.n_recall > 0 and all(span == (begin, end) for span in self.spans) and 0 <= far <= end
+        ok = ok and (begin == end or (bool(first) and first[0] <= begin))
+        ok = ok and first == sorted({*first}) and all(0 <= at <= end for at in first)
+        ok = ok and all(0 <= at < MOST for at in base)
+        pointer, n = table.ctypes.data, len(table)
+        if self.maybe(0.1):
+            pointer, n = [(None, n), (pointer, 0), (pointer, -1), (pointer, 4), (pointer, 2)][
+                self.rng.integers(5)
+            ]
+            ok = False
+        self.expect("set_archive_table", lib.llama_kvtool_set_archive_table(self.pointer, pointer, n), ok)
+        self.check_archive()
+
+    def file(self):
+        """A new file, which is gone at once; or one that is there, or cannot be."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "archive"
+            path, is_new = [(path, True), (path, True), (folder, False), (path / "file", False)][
+                self.one_of(0, 1, 2, 3)
+            ]
+            given = None if self.maybe(0.1) else os.fsencode(path)
+            is_free = (
+                self.n_recall > 0 and not self.has_file and not lib.llama_kvtool_archive_bytes(self.pointer)
+            )
+            ok = is_free and is_new and given is not None
+            self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, given), ok)
+            assert os.listdir(folder) == []
+        self.has_file |= ok
+
+    def check_archive(self):
+        """It has the tokens that it must have, in no more memory than they take."""
+        if not self.n_recall:
+            return
+        table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
+        check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, len(table)))
+        assert tuple(table[:2].tolist()) == self.spans[0], (table, self.spans)
+        slab = lib.llama_kvtool_archive_slab(self.pointer, None)
+        n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
+        begin, end = max(self.spans, key=lambda span: span[1] - span[0])
+        assert n_slab >= (end - 1) // 256 - begin // 256 + 1 if begin < end else n_slab >= 0
+
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
         """Whether the header allows the edit."""
         most, cells = max(self.cells), self.row_cells
-        if not (0 <= n_keep <= most and 0 <= pos_0 <= LARGEST - most) or (rows is not None) != self.ragged:
+        if (
+            not (0 <= n_keep <= most - self.n_recall and 0 <= pos_0 <= LARGEST - most)
+            or (rows is not None) != self.ragged
+        ):
             return False
         if not 0 <= n_hidden <= (0 if self.ragged else n_keep):
             return False

@@ -21,7 +21,11 @@ def test_a_damaged_file_ends_in_one_line_and_in_time():
 
 
 def test_calls_of_the_library_are_done_or_refused_but_never_crash():
-    counts = fuzz_api.run(600)
-    for name in ("apply", "decode", "enable", "read", "read_keys", "resize", "seen", "write"):
+    counts = fuzz_api.run(1500)
+    archive = ("archive", "archive_file", "base", "forget", "get_archive", "set_archive")
+    for name in (
+        *("apply", "decode", "enable", "read", "read_keys", "resize", "seen", "write", *archive),
+        *("get_archive_table", "set_archive_table"),
+    ):
         for what in ("done", "refused"):
             assert counts[name, what] >= 3, (name, what, counts)

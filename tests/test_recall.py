@@ -516,3 +516,11 @@ def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_f
         got = read(engine)
     assert (got[0] == want[0]).all()
     assert all((got[1][name] == array).all() for name, array in want[1].items())
+
+
+def test_forgotten_tokens_leave_the_table_of_cells(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
+        engine.read(text(200))
+        for n in (5, 0):
+            engine.context.archive.keep(n)
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n

@@ -354,12 +354,13 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     return guarded([&]() -> int32_t {
         if (n > 0) {
             kvtool->archive.keep(n);
-            return 0;
+        } else {
+            if (kvtool->archive.size() > 0) {
+                llama_kvtool::forget_graphs(*ctx, true);
+            }
+            kvtool->archive.clear();
         }
-        if (kvtool->archive.size() > 0) {
-            llama_kvtool::forget_graphs(*ctx, true);
-        }
-        kvtool->archive.clear();
+        kvtool->fill_recalled(*llama_kvtool::cache(*ctx));
         return 0;
     });
 }

@@ -137,8 +137,10 @@ void archive::push(
 
     memory.fit(first, end);
 
-    if (frames.empty()) {
-        set_base(0);
+    if (size() == 0) {
+        // another stream, whose tokens may be before those that were here
+        frames.assign(1, { first, base() });
+        far = first;
     }
     forget(first);
 
@@ -179,7 +181,9 @@ void archive::push(
 void archive::set_base(int64_t base) {
     if (frames.empty() || frames.back().base != base) {
         // a frame in which nothing was archived is not needed
-        if (!frames.empty() && frames.back().first == end()) {
+        if (size() == 0) {
+            frames.clear();
+        } else if (!frames.empty() && frames.back().first == end()) {
             frames.pop_back();
         }
         frames.push_back({ end(), base });
@@ -250,6 +254,7 @@ size_t archive::set(size_t layer, const uint8_t * in, int64_t begin, int64_t end
         if (l.begin() != begin || l.end() != end) {
             l.set_span(0, 0);
             // until the table says more
+            frames.clear();
             far = begin;
         }
     }

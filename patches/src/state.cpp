@@ -438,12 +438,15 @@ int llama_kvtool::n_used(const llama_kv_cache & kv) const {
 void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {
     auto & cells = kv.v_cells[0];
 
-    const int n = std::min<int>(params.n_recall, archive.size());
-    for (int i = 0; i < n; ++i) {
+    // beside no other token they would say which position comes next
+    const int n = n_used(kv) > 0 && cells.seq_has(n_used(kv) - 1, 0) ? std::min<int>(params.n_recall, archive.size()) : 0;
+    for (int i = 0; i < params.n_recall; ++i) {
         const int c = cells.size() - params.n_recall + i;
-        if (cells.is_empty(c)) {
+        if (i < n && cells.is_empty(c)) {
             cells.pos_set(c, 0);
             cells.seq_add(c, 0);
+        } else if (i >= n && !cells.is_empty(c)) {
+            cells.rm(c);
         }
     }
 }

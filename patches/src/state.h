@@ -130,7 +130,7 @@ struct llama_kvtool {
     // cells that hold the context's own tokens: the table's first ones, but for those of ragged rows
     int n_used(const llama_kv_cache & kv) const;
 
-    // enters the recalled cells into the table: older than all others
+    // enters as many recalled cells into the table as there are: older than all others
     void fill_recalled(llama_kv_cache & kv) const;
 
     // the next decode makes a new graph; reserve: it needs other compute buffers, too
