@@ -42,8 +42,6 @@ N_ROW = N_LAYER * N_HEAD_KV
 N_BATCH = 32
 N_SIGNAL = 6
 LARGEST = 2**31 - 1
-FINITE = True
-"""Whether contexts with an archive get only finite numbers: recall does not take others yet."""
 MOST = 2**40
 """Positions in a stream are less than this."""
 BAD = (-(2**31), -1, LARGEST, 2**30, N_ROW, 100_000)
@@ -329,7 +327,7 @@ class Fuzz:
         elif spoil == 1 and terms:
             terms[rng.integers(len(terms))][rng.integers(3)] = self.one_of(*BAD, -1, most)
         elif spoil == 2 and terms:
-            wrong = [np.nan, np.inf, -np.inf, *([1e38] if not (FINITE and self.n_recall) else [])]
+            wrong = [np.nan, np.inf, -np.inf, 1e38]
             terms[rng.integers(len(terms))][3] = wrong[rng.integers(len(wrong))]
         elif spoil == 3:
             n_keep = self.one_of(-1, most + 1, -(2**31), LARGEST)
@@ -442,7 +440,7 @@ class Fuzz:
         ok = may and known[0] <= begin and end <= known[1]
         self.expect("get_archive", status, ok)
         assert not ok or status == n
-        if self.maybe(0.5) and not FINITE:
+        if self.maybe(0.5):
             data = self.rng.integers(0, 256, len(data)).astype(np.uint8)
         if self.maybe(0.3):
             shift = int(self.rng.integers(0, 2000))

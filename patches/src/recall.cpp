@@ -176,6 +176,10 @@ const std::vector<int64_t> & choice::choose(
             for (size_t i = 0; i < tiles.size(); ++i) {
                 sum += own[i].sum*std::exp(own[i].most - most);
             }
+            if (!std::isfinite(sum)) {
+                // keys or a query that are no numbers choose nothing
+                continue;
+            }
             for (size_t i = 0; i < tiles.size(); ++i) {
                 const int64_t at = tiles[i].begin - all.begin();
                 add(score.data() + at, powers.data() + q*n_power + at, tiles[i].n, std::exp(own[i].most - most)/sum);
