@@ -1,4 +1,4 @@
-"""What a token takes with recall, by the length of the archive, and what it takes with a full cache as long.
+"""What a token takes with recall, by the length of the archive, beside a full cache.
 
     python benchmarks/archive.py FILE --sizes 8192,32768,65536,131072 -t 1
 
@@ -37,13 +37,15 @@ Counters = dict[tuple[str, str], int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_common(parser)
     parser.add_argument("--sizes", default="8192,32768", help="tokens of the archive and of the full cache")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument(
         "--policies",
-        default="streamingllm recall recall:recalled=64 recall:index=q4",
+        default="streamingllm recall recall:recalled=64",
         help="each with its options, such as recall:index=q4:recalled=64",
     )
     args = parser.parse_args()
