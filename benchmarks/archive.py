@@ -10,12 +10,11 @@ what slows the machine slows all. Evictions are left out: there are fewer tokens
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
 import numpy as np
-from common import add_common, describe, load_model, load_tokens, machine, note, write_json
+from common import add_common, describe, load_model, load_tokens, machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -37,9 +36,7 @@ Counters = dict[tuple[str, str], int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     parser.add_argument("--sizes", default="8192,32768", help="tokens of the archive and of the full cache")
     parser.add_argument("--budget", type=int, default=512)

@@ -23,6 +23,11 @@ from kvtool.models.resolve import resolve
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
+def make_parser(about: str) -> argparse.ArgumentParser:
+    """A parser that shows this text, a module's docstring, as it is written."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def add_common(parser: argparse.ArgumentParser, needs_file: bool = True) -> None:
     """Add FILE, -m, -t and --json."""
     parser.add_argument("file", type=Path, nargs=None if needs_file else "?", help="a text, UTF-8")

@@ -9,7 +9,6 @@ tokens; all others count as one.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import add_common, load_model, write_json
+from common import add_common, load_model, make_parser, write_json
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
@@ -28,9 +27,7 @@ N_WINDOW, N_BATCH = 512, 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     parser.add_argument("--stock", type=Path, required=True, help="the program llama-perplexity")
     parser.add_argument("--type", default="q8_0", help="type of keys and values")

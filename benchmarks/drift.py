@@ -11,11 +11,10 @@ context.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import numpy as np
-from common import add_common, describe, load_model, load_tokens, machine, note, write_json
+from common import add_common, describe, load_model, load_tokens, machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -26,9 +25,7 @@ from kvtool.llama.model import Model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     parser.add_argument("--policy", default="streamingllm", help="one that reads no attention")
     parser.add_argument("--budget", type=int, default=256)

@@ -11,7 +11,6 @@ itself at the end, the median. What is in the folder of --nll is not measured ag
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import ClassVar
 
 import gguf
 import numpy as np
-from common import add_common, describe, load_tokens, machine, note
+from common import add_common, describe, load_tokens, machine, make_parser, note
 
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
@@ -235,9 +234,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=256)

@@ -10,13 +10,12 @@ else stays as it was. Runs a llama or qwen2 in NumPy, with weights in F32.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import add_common, load_model, load_tokens, note, write_json
+from common import add_common, load_model, load_tokens, make_parser, note, write_json
 from merging import ungroup
 
 from kvtool.models.resolve import resolve
@@ -27,9 +26,7 @@ from reference.transformer import Llama
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--at", type=int, default=512, help="tokens before the merge")

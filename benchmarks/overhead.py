@@ -12,7 +12,6 @@ programs are running, `--clock cpu` with one thread leaves out their time.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections import defaultdict
@@ -27,6 +26,7 @@ from common import (
     load_model,
     load_tokens,
     machine,
+    make_parser,
     note,
     plot_ratios,
     show,
@@ -169,9 +169,7 @@ class Kvtool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     add_plot(parser)
     parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, separated by commas")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from common import note
+from common import make_parser, note
 
 from kvtool.models.resolve import resolve
 
@@ -26,9 +26,7 @@ CODE_STD = float(np.std(np.arange(16)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument(
         "-m",

@@ -8,7 +8,6 @@ Rounds take turns, and each ratio is of one round. Only the last token gives log
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 
@@ -22,6 +21,7 @@ from common import (
     load_model,
     load_tokens,
     machine,
+    make_parser,
     note,
     plot_ratios,
     show,
@@ -69,9 +69,7 @@ class Kvtool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     add_plot(parser)
     parser.add_argument("--policies", default="h2o,buzz,streamingllm,tova", help="names, separated by commas")

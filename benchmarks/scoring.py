@@ -10,7 +10,6 @@ turns, and each ratio is of one round.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from common import (
     load_model,
     load_tokens,
     machine,
+    make_parser,
     note,
     plot_ratios,
     show,
@@ -41,9 +41,7 @@ N_CHUNK, N_CELL = 64, 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     add_plot(parser)
     parser.add_argument("--policies", default="h2o", help="names, separated by commas")

@@ -12,7 +12,6 @@ out, and so are policies whose rows may keep different numbers of cells.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import describe, machine, note, spread, write_json
+from common import describe, machine, make_parser, note, spread, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -140,9 +139,7 @@ def _source(keep: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--cells", type=int, default=1024)
     parser.add_argument("--evict", type=int, default=64)

@@ -10,7 +10,6 @@ its budget and its first evictions; a Llama with as many cells cannot.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from common import (
     describe,
     load_model,
     machine,
+    make_parser,
     note,
     plot_ratios,
     show,
@@ -56,9 +56,7 @@ IMPORTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser, needs_file=False)
     add_plot(parser)
     parser.add_argument("--policy", default="buzz")

@@ -11,7 +11,6 @@ earlier measurements is added to the last table and the plot; without a text, no
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -24,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from common import add_common, describe, load_model, load_tokens, machine, note, write_json
+from common import add_common, describe, load_model, load_tokens, machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -37,9 +36,7 @@ from kvtool.system import memory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser, needs_file=False)
     parser.add_argument("--policy", default="buzz")
     parser.add_argument("--budget", type=int, default=512)

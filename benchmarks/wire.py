@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-from common import add_common, describe, load_model, load_tokens, machine, note, write_json
+from common import add_common, describe, load_model, load_tokens, machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -261,9 +261,7 @@ def show(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add_common(parser)
     parser.add_argument("--policies", default="streamingllm,h2o,buzz,weightedkv,bumblebee")
     parser.add_argument("--budget", type=int, default=512)

@@ -65,3 +65,11 @@ def tiny_model(tmp_path_factory):
         return path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """A small random model that chats, trained for 512 tokens."""
+    path = tmp_path_factory.mktemp("chat") / "chat.gguf"
+    tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
+    return path

@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import tiny
 
 from kvtool.cli.archive import archive_of, check_archive_file
 from kvtool.errors import UsageError
@@ -19,25 +18,18 @@ from kvtool.llama.archive import Archive
 from kvtool.system import memory
 from kvtool.units import format_bytes
 from tests.terminal import Terminal
-from tests.test_chat_session import TEMPLATE, TURNS
+from tests.test_chat_session import TURNS
 from tests.test_cli import kvtool
 
 RECALL = ["--policy", "recall", "--budget", "96", "--temp", "0"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "chat.gguf"
-    tiny.write_llama(path, chat_template=TEMPLATE, n_ctx_train=512)
-    return path
-
-
 @pytest.fixture
-def talk(model, tmp_path):
+def talk(chat_model, tmp_path):
     """talk(turns, *options): a chat of 12 tokens a reply, kept in chat.kvs."""
 
     def run(turns, *options, **how):
-        own = ["-m", model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
+        own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", tmp_path / "chat.kvs"]
         return kvtool("chat", *own, *options, stdin="".join(f"{turn}\n" for turn in turns), **how)
 
     return run
@@ -125,8 +117,21 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
 
 
 @pytest.mark.engine
-def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(model):
-    own = ["-m", model, "-t", 1, "--policy", "recall", "--budget", 32, "--evict-every", 8, "--archive", 20]
+def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
+    own = [
+        "-m",
+        chat_model,
+        "-t",
+        1,
+        "--policy",
+        "recall",
+        "--budget",
+        32,
+        "--evict-every",
+        8,
+        "--archive",
+        20,
+    ]
     result = json.loads(kvtool("inspect", *own, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 80)
     assert result["forgotten"] == 60
@@ -152,8 +157,8 @@ def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
 
 
 @pytest.mark.engine
-def test_generate_says_what_is_archived(model):
-    own = ["-m", model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
+def test_generate_says_what_is_archived(chat_model):
+    own = ["-m", chat_model, "-t", 1, "-n", 2, "--temp", 0, *RECALL, "--archive", 100]
     result = json.loads(kvtool("generate", *own, "--json", stdin="word " * 60).stdout)
     assert (result["archived"], result["archive_limit"]) == (100, 100)
     said = kvtool("generate", *own, "-v", stdin="word " * 60).stderr
@@ -164,8 +169,8 @@ def test_generate_says_what_is_archived(model):
 
 @pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
-def test_a_chat_says_what_is_archived(model):
-    chat = Terminal(model, "-n", 4, *RECALL, "--archive", 30)
+def test_a_chat_says_what_is_archived(chat_model):
+    chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
     try:
         assert "96 cells, an archive of at most 30 tokens, /help" in chat.wait_for("\n> ")
         chat.say("word " * 60)
@@ -179,9 +184,9 @@ def test_a_chat_says_what_is_archived(model):
 
 
 @pytest.mark.engine
-def test_compare_takes_an_archive_for_the_policies_that_have_one(model, tmp_path):
+def test_compare_takes_an_archive_for_the_policies_that_have_one(chat_model, tmp_path):
     (tmp_path / "text").write_text("word " * 60)
-    own = ["-m", model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
+    own = ["-m", chat_model, "-t", 1, "--budgets", 48, "--types", "f16", "--json", "-"]
     args = ["--policies", "recall,h2o", "--archive", 50, "--archive-type", "f16"]
     done = kvtool("compare", tmp_path / "text", *own, *args)
     recall, h2o = map(json.loads, done.stdout.splitlines())
@@ -199,9 +204,9 @@ def test_compare_takes_an_archive_for_the_policies_that_have_one(model, tmp_path
 
 
 @pytest.mark.engine
-def test_an_evaluation_with_another_archive_is_another_one(model, tmp_path):
+def test_an_evaluation_with_another_archive_is_another_one(chat_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    own = ["-m", model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
+    own = ["-m", chat_model, "-t", 1, "--budget", 48, "--json", out, "--resume", "--limit", 1]
     own += ["--set", "lengths=450", "--set", "repeats=1", "--raw"]
     for arguments, n in (
         (["--policy", "recall"], 1),
@@ -263,9 +268,9 @@ def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypa
 
 
 @pytest.mark.engine
-def test_what_is_said_of_an_archive_names_its_file(model, tmp_path):
+def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     path = tmp_path / "file"
-    own = ["-m", model, "-t", 1, "--archive-file", path]
+    own = ["-m", chat_model, "-t", 1, "--archive-file", path]
     words = {"stdin": "word " * 100}
     generate = [*own, "-n", 2, *RECALL]
     done = kvtool("generate", *generate, "--json", **words)
@@ -314,8 +319,8 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
 
 
 @pytest.mark.engine
-def test_nothing_is_left_of_the_file_of_a_killed_process(model, tmp_path):
-    chat = Terminal(model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
+def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
+    chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
     try:
         assert "an archive of at most" in (said := chat.wait_for("\n> ").replace("\n", ""))
         assert f"tokens in {tmp_path / 'file'}, /help" in said

@@ -16,27 +16,16 @@ import tiny
 from kvtool.chats import segments, session
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}[e]{% endfor %}"
-    "{% if add_generation_prompt %}[a]{% endif %}"
-)
 TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "chat.gguf"
-    tiny.write_llama(path, chat_template=TEMPLATE, n_ctx_train=512)
-    return path
-
-
 @pytest.fixture
-def talk(model, tmp_path):
+def talk(chat_model, tmp_path):
     """talk(turns, *options): a chat of 12 tokens a reply, that is soon past its budget and its context."""
 
     def run(turns, *options, session="chat.kvs", **kwargs):
         return subprocess.run(
-            _command(model, tmp_path / session, *options),
+            _command(chat_model, tmp_path / session, *options),
             input="".join(f"{turn}\n" for turn in turns),
             capture_output=True,
             text=True,
@@ -50,8 +39,8 @@ def talk(model, tmp_path):
     return run
 
 
-def _command(model, session, *options):
-    own = ["-m", model, "-n", 12, "-t", 1, "--session", session]
+def _command(chat_model, session, *options):
+    own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", session]
     return [*KVTOOL, "chat", *map(str, [*own, *options])]
 
 
@@ -90,7 +79,7 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, po
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("options", "n"), [(FIRST, 50), (RECALL, 15)], ids=["h2o", "recall"])
-def test_a_chat_that_is_killed_many_times_loses_no_turn(model, tmp_path, options, n):
+def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, options, n):
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):
@@ -99,7 +88,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(model, tmp_path, options
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
             chat = subprocess.Popen(
-                _command(model, path, *([] if saved else options)),
+                _command(chat_model, path, *([] if saved else options)),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -124,7 +113,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(model, tmp_path, options
     assert len(saved) > 0.8 * n
     # one turn more, of which the last kill may have seen a part
     done = subprocess.run(
-        _command(model, tmp_path / "whole", *options),
+        _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
         stdout=subprocess.DEVNULL,
         check=False,
@@ -145,7 +134,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(talk, tmp_pat
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
     other = tmp_path / "other.gguf"
-    tiny.write_llama(other, chat_template=TEMPLATE, seed=1)
+    tiny.write_llama(other, chat_template=tiny.CHAT_TEMPLATE, seed=1)
     for options, word in (
         (["--policy", "tova"], "started with --policy h2o; it cannot continue with --policy tova"),
         (["--budget", "128"], "started with --budget 96; it cannot continue with --budget 128"),
@@ -244,9 +233,9 @@ def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continue
 
 
 @pytest.mark.engine
-def test_two_chats_on_one_session_are_one_too_many(model, talk, tmp_path):
+def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
     chat = subprocess.Popen(
-        _command(model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        _command(chat_model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     chat.stdin.write(b"hello\n")
     chat.stdin.flush()

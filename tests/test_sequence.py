@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import tiny
 
 from kvtool import policies
 from kvtool.errors import LibraryError
@@ -26,10 +25,6 @@ UNPATCHED = (
     "from kvtool.cli import main\n"
     "sys.argv[0] = 'kvtool'\n"
     "main()"
-)
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}[e]{% endfor %}"
-    "{% if add_generation_prompt %}[a]{% endif %}"
 )
 
 
@@ -196,13 +191,6 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 # as a user meets it
 
 
-@pytest.fixture(scope="module")
-def chatting(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "chat.gguf"
-    tiny.write_llama(path, chat_template=TEMPLATE, n_ctx_train=512)
-    return path
-
-
 def kvtool(*arguments, stdin=""):
     command = [sys.executable, "-c", UNPATCHED, *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
@@ -215,9 +203,23 @@ NOTE = (
 
 
 @pytest.mark.engine
-def test_a_chat_runs_without_the_patch_and_says_so(chatting, tmp_path):
+def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
-    own = ["chat", "-m", chatting, "-n", 12, "-t", 1, "--policy", "streamingllm", "--budget", 96, "--temp", 0]
+    own = [
+        "chat",
+        "-m",
+        chat_model,
+        "-n",
+        12,
+        "-t",
+        1,
+        "--temp",
+        0,
+        "--policy",
+        "streamingllm",
+        "--budget",
+        96,
+    ]
     # cells lie in another order once they have been read back, which f16 would round otherwise
     own += ["-ctk", "f32", "-ctv", "f32"]
     whole = kvtool(*own, "--session", tmp_path / "whole", stdin="".join(turns))
@@ -229,13 +231,13 @@ def test_a_chat_runs_without_the_patch_and_says_so(chatting, tmp_path):
 
 
 @pytest.mark.engine
-def test_other_policies_are_refused_before_the_model_is_loaded(chatting, tmp_path):
+def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_path):
     (tmp_path / "text").write_text("some words " * 40)
     for command in (
         ["perplexity", tmp_path / "text", "--policy", "h2o"],
         ["compare", tmp_path / "text", "--policies", "full,h2o"],
     ):
-        done = kvtool(*command, "-m", chatting)
+        done = kvtool(*command, "-m", chat_model)
         assert (done.returncode, done.stdout) == (4, "")
         assert done.stderr == (
             "kvtool: this llama.cpp was built without kvtool's patch, which h2o needs; build the one that "

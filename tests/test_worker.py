@@ -23,7 +23,6 @@ from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
-from tests.test_chat_session import TEMPLATE
 from tests.test_cli import KVTOOL, TEXT, kvtool
 
 EXACT = ["--temp", "0", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -221,7 +220,7 @@ def workers():
 def model(tmp_path_factory):
     """A model with enough layers for two devices."""
     path = tmp_path_factory.mktemp("model") / "chat.gguf"
-    tiny.write_llama(path, n_layer=4, chat_template=TEMPLATE, n_ctx_train=2048)
+    tiny.write_llama(path, n_layer=4, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
     return path
 
 

@@ -18,6 +18,11 @@ Q_STD = K_STD = 1.8
 O_STD = 2.0
 LOGIT_STD = 2.0
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}[e]{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
 
 def write_llama(
     path,
