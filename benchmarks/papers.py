@@ -13,18 +13,17 @@ sets.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from commands import VERSIONS, Line, shell
-from common import note
+from common import make_parser, note
 from experiments import EXPERIMENTS, RUNS, Place, Table
 
 from kvtool.measure import records, statistics
@@ -267,24 +266,38 @@ def _of_what(lines: Sequence[Line]) -> str:
 
 
 def run(
-    data: Path, work: Path, names: Sequence[str], more: Sequence[str] = (), results: Path = RESULTS
+    data: Path,
+    work: Path,
+    names: Sequence[str],
+    more: Sequence[str] = (),
+    results: Path = RESULTS,
+    only: Sequence[str] = (),
 ) -> None:
-    """Measure what is missing, and keep what the tables need. Ends the program if a command fails."""
+    """Measure what is missing, and keep what the tables need. Ends the program if a command fails.
+
+    only: labels of the policies that are measured. Lines of the others stay as they are.
+    """
     work.mkdir(parents=True, exist_ok=True)
     for name in names:
-        path = work / f"{getattr(RUNS[name], 'store', name)}.jsonl"
-        for command in RUNS[name].commands():
+        asked = RUNS[name]
+        path = work / f"{getattr(asked, 'store', name)}.jsonl"
+        if only:
+            asked = replace(asked, policies=tuple(label for label in asked.policies if label in only))
+        for command in asked.commands():
             note(f"{name}: {shell(command)}")
             there = [str(data / part) if "/" in part else part for part in command]
             if command[0] == "inspect":
                 _inspected(path, command, [*there, *more])
             else:
                 _kvtool(*there, *more, "--json", str(path), "--resume")
-        _keep(results / f"{name}.jsonl", RUNS[name].lines(records.read(path)))
+        found = list(asked.lines(records.read(path)))
+        _keep(results / f"{name}.jsonl", found, {line["label"] for line in found} if only else None)
 
 
-def _keep(path: Path, lines: Iterable[records.Record]) -> None:
-    records.rewrite(path, lambda _: map(_rounded, lines))
+def _keep(path: Path, lines: Iterable[Line], labels: Container[str] | None) -> None:
+    """Writes these lines instead of those of the labels, or of all."""
+    new = [_rounded(line) for line in lines]
+    records.rewrite(path, lambda old: [line for line in old if labels and line["label"] not in labels] + new)
 
 
 def _kvtool(*arguments: str) -> str:
@@ -324,9 +337,7 @@ def tables(text: str, results: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("data", type=Path)
@@ -334,6 +345,9 @@ def main() -> None:
     running.add_argument("-m", "--model", help="a name of models.txt or a path (default: as kvtool itself)")
     running.add_argument("-t", "--threads", default="1")
     running.add_argument("--work", type=Path, default=ROOT / "build" / "papers", help="where all results are")
+    running.add_argument(
+        "--only", default="", metavar="POLICY,...", help="measure these, keep the others' lines"
+    )
     commands.add_parser("tables")
     args = parser.parse_args()
     if args.command == "run":
@@ -343,7 +357,8 @@ def main() -> None:
         runs = dict.fromkeys(run for name in names for run in EXPERIMENTS[name].runs)
         model = ["-m", args.model] if args.model else []
         work = args.work / Path(args.model or "default").stem
-        run(args.data, work, list(runs), [*model, "-t", args.threads])
+        only = list(filter(None, args.only.split(",")))
+        run(args.data, work, list(runs), [*model, "-t", args.threads], only=only)
     for path in DOCUMENTS:
         path.write_text(tables(path.read_text(encoding="utf-8")), encoding="utf-8")
 

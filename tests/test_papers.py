@@ -474,6 +474,13 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     ]
     assert "of a data set" not in (results / "made-up.jsonl").read_text()
 
+    del asked[:]
+    papers.run(data, tmp_path / "other", ["made-up"], [], results, only=["h2o"])
+    assert [arguments[arguments.index("--policy") + 1] for arguments in asked] == ["h2o"]
+    assert records.read(results / "made-up.jsonl") == kept
+    papers.run(data, tmp_path / "other", ["made-up"], [], results, only=["full"])
+    assert [line["label"] for line in records.read(results / "made-up.jsonl")] == ["h2o", "full"]
+
 
 def test_inspect_is_run_once_a_text_and_policy(monkeypatch, tmp_path):
     monkeypatch.setitem(RUNS, "made-up", Inspect(("a.txt", "b.txt"), ("h2o",), "20", 8))
