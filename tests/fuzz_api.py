@@ -109,6 +109,7 @@ class Fuzz:
             self.table,
             self.table,
             self.file,
+            self.recalled,
         ]
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
         calls[self.rng.integers(len(calls))]()
@@ -507,6 +508,15 @@ class Fuzz:
             self.expect("archive_file", lib.llama_kvtool_archive_file(self.pointer, given), ok)
             assert os.listdir(folder) == []
         self.has_file |= ok
+
+    def recalled(self):
+        n_row, n = self.one_of(N_ROW, N_ROW, N_ROW, 0, -1), self.one_of(self.n_recall, self.n_recall, 0, -1)
+        out = np.full((N_ROW, max(self.n_recall, 1)), -2, np.int64)
+        pointer = None if self.maybe(0.1) else out.ctypes.data
+        ok = pointer is not None and n_row == N_ROW and n == self.n_recall > 0
+        self.expect("recalled", lib.llama_kvtool_recalled(self.pointer, pointer, n_row, n), ok)
+        if ok:
+            assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
 
     def check_archive(self):
         """It has the tokens that it must have, in no more memory than they take."""

@@ -160,7 +160,9 @@ def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_ev
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n > 2 * policy.recalled
+        recalled = engine.recalled()
     assert np.abs(got - want.nll).max() < TOLERANCE
+    assert recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On

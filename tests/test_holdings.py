@@ -98,6 +98,40 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
         assert holdings.texts(model, tokens[:0]) == []
 
 
+def test_recalls_are_counted_where_there_was_a_choice():
+    recalled = holdings.Recalled.none(2, 9)
+    recalled.add(np.array([[2, 3, -1], [2, 3, -1]]), 10, 2)
+    recalled.add(np.array([[2, 3, 4], [2, 3, 4]]), 12, 3)
+    # nothing was chosen so far
+    assert recalled.steps.sum() == 0
+    assert (recalled.query == -1).all()
+    recalled.add(np.array([[2, 3, 5], [2, 4, 5]]), 14, 4)
+    recalled.add(np.array([[2, 5, 6], [2, 5, 7]]), 16, 6)
+    recalled.add(np.array([[2, 5, 6], [2, 5, 7]]), 18, 6)
+    assert recalled.steps.tolist() == [[0, 0, 3, 1, 0, 3, 2, 0, 0], [0, 0, 3, 0, 1, 3, 0, 2, 0]]
+    # all rows recalled 2 and 5 at 14, too, but from a smaller archive; half of the rows are mere chance
+    assert recalled.query.tolist() == [-1, -1, 16, -1, -1, 16, -1, -1, -1]
+    assert recalled.rows.tolist() == [0, 0, 2, 0, 0, 2, 0, 0, 0]
+
+
+def test_what_was_recalled_is_what_the_engine_recalled(tiny_model):
+    steps = np.zeros((4, 210), int)
+
+    def count(n):
+        chosen = engine.recalled()
+        for row, mine in enumerate(chosen):
+            steps[row, mine[mine >= 0]] += engine.n_archived > chosen.shape[1]
+
+    with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8, ["recalled=7"])) as engine:
+        found = holdings.watch(engine, text(210), 6, count)
+        assert engine.recalled().shape == (4, 7)
+    assert found.recalled.steps.tolist() == steps.tolist()
+    assert steps.sum() > 100
+    with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
+        assert holdings.watch(engine, text(210), 6).recalled is None
+        assert engine.recalled().shape == (4, 0)
+
+
 def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8), archive=40) as engine:
         found = holdings.watch(engine, text(210), 6)

@@ -211,6 +211,69 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["archived"] == [False, True, True, False]
 
 
+@pytest.fixture(scope="module")
+def recalled(tiny_model):
+    with open_engine(tiny_model(), policies.fit("recall", 48, 8, ["recalled=7"])) as engine:
+        found = holdings.watch(engine, text(180), 3)
+        return found, holdings.texts(engine.model, text(180))
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+def test_the_page_counts_recalls_as_the_engine_does(recalled):
+    found, texts = recalled
+    page = inspect.page(RESULT, found, texts, 150).decode()
+    script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
+    driver = """
+        const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
+        inflate(data.recalled.steps).then((bytes) => {
+          const found = countRecalls(data, new Uint16Array(bytes.buffer), rowsOf(data, 1, -1));
+          console.log(JSON.stringify([[...found.counts], [...found.times], found.most]));
+        });"""
+    done = subprocess.run(
+        ["node", "-e", script + driver],
+        input=json.dumps(data_of(page)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    steps = found.recalled.steps[found.layer == 1, 30:]
+    times = steps.sum(axis=0).tolist()
+    assert json.loads(done.stdout) == [(steps > 0).sum(axis=0).tolist(), times, max(times)]
+    data = data_of(page)["recalled"]
+    assert (data["query"], data["rows"]) == (
+        found.recalled.query[30:].tolist(),
+        found.recalled.rows[30:].tolist(),
+    )
+
+
+@pytest.mark.engine
+def test_the_tokens_recalled_most_often_are_shown(recalled):
+    found, texts = recalled
+    said = inspect.recalled_record(found)
+    out = io.StringIO()
+    inspect.show_recalled(Console(file=out, width=80, _environ={}), found, texts)
+    lines = out.getvalue().splitlines()
+    assert lines[1] == "recalled most often, of 4 rows:"
+    most = np.argsort(-np.array(said["times"]), kind="stable")[:10]
+    assert len(lines) == 4 + len(most)
+    for line, i in zip(lines[4:], most.tolist(), strict=True):
+        of = {name: column[i] for name, column in said.items()}
+        query = [f"{of['query']}", f"({of['query_rows']})"] if of["query"] >= 0 else []
+        assert line.split()[: 4 + len(query)] == [
+            f"{of['times']}",
+            f"{of['rows']}",
+            f"{of['layer']}/{of['head']}",
+            *query,
+            f"{i}",
+        ]
+        row = (found.layer == of["layer"]) & (found.head == of["head"])
+        assert found.recalled.steps[row, i] == found.recalled.steps[:, i].max()
+    never = said["times"].index(0)
+    assert [said[name][never] for name in ("rows", "layer", "head", "query")] == [0, -1, -1, -1]
+
+
 def test_the_picture_is_dark_where_a_row_holds():
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
@@ -259,8 +322,9 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert set(result) == {
         *("tokens", "forgotten", "policy", "budget", "params", "model", "rows", "cells", "kv_bytes"),
         *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("tokens_per_s", "seconds", "text", "share"),
+        *("tokens_per_s", "seconds", "text", "share", "recalled"),
     }
+    assert result["recalled"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
     # as the policy's definition has it: sinks and the newest
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24

@@ -36,6 +36,9 @@ _LAST_HTML = 20_000
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
+N_RECALLED = 10
+"""How many of the tokens recalled most often a terminal shows."""
+
 ARCHIVED = len(BOUNDS) + 3
 """The level of a token that no row holds, but the archive."""
 _DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
@@ -160,11 +163,14 @@ def inspect(
     if as_json:
         from kvtool.cli.utf8 import json_text
 
-        typer.echo(json_text(result | {"text": texts, "share": share.round(4).tolist()}))
+        of_tokens = {"text": texts, "share": share.round(4).tolist()}
+        typer.echo(json_text(result | of_tokens | {"recalled": recalled_record(found)}))
     else:
         from kvtool.cli.console import plain_console
 
-        show(plain_console(), texts, share, archived, last or LAST)
+        console = plain_console()
+        show(console, texts, share, archived, last or LAST)
+        show_recalled(console, found, texts)
     # not earlier: a file that cannot be written must not lose the result
     if failed:
         raise failed
@@ -198,6 +204,57 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
         f"\n{n:,} tokens: {n_all:,} held by every row, {n - n_all - n_none:,} by some, "
         f"{in_archive}{n_none - n_archived:,} forgotten",
     )
+
+
+def recalled_record(found: Holdings) -> dict[str, Any] | None:
+    """What --json says of recall, for each token: how often, where, and for which query."""
+    import numpy as np
+
+    recalled = found.recalled
+    if not recalled:
+        return None
+    times, row = recalled.steps.sum(axis=0), recalled.steps.argmax(axis=0)
+    columns = {
+        "times": times,
+        "rows": (recalled.steps > 0).sum(axis=0),
+        "layer": np.where(times, found.layer[row], -1),
+        "head": np.where(times, found.head[row], -1),
+        "query": recalled.query,
+        "query_rows": recalled.rows,
+    }
+    return {name: column.tolist() for name, column in columns.items()}
+
+
+def show_recalled(console: Console, found: Holdings, texts: Sequence[str]) -> None:
+    """Prints the tokens that were recalled most often, with the text before each and what recalled it."""
+    from rich.table import Table
+
+    said = recalled_record(found) or {"times": []}
+    most = sorted(range(len(said["times"])), key=lambda i: -said["times"][i])[:N_RECALLED]
+    if not most or not said["times"][most[0]]:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("times", "rows", "layer/head", "query (rows)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("token", no_wrap=True, overflow="ellipsis")
+    for i in most:
+        of = {name: column[i] for name, column in said.items()}
+        query = f"{of['query']:,} ({of['query_rows']})" if of["query"] >= 0 else ""
+        table.add_row(
+            *(f"{of['times']:,}", f"{of['rows']}", f"{of['layer']}/{of['head']}"),
+            *(query, _with_context(texts, i)),
+        )
+    _print(console, f"\nrecalled most often, of {len(found.layer)} rows:\n")
+    console.print(table, markup=False, highlight=False)
+
+
+def _with_context(texts: Sequence[str], i: int) -> Text:
+    """Token i with its position and the text before it; the token itself is underlined."""
+    from rich.text import Text
+
+    before = visible("".join(texts[max(i - 5, 0) : i])).replace("\n", "")
+    token = visible(texts[i]).replace("\n", "")
+    return Text.assemble((f"{i:,} ", ""), (before, "dim"), (token, "underline"))
 
 
 def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[Line]:
@@ -322,9 +379,7 @@ def _print(console: Console, *texts: str | Text) -> None:
 
 def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:
     """The web page, with all its data inside."""
-    import base64
     import json
-    import zlib
     from importlib.resources import files
 
     first = max(len(texts) - last, 0)
@@ -338,13 +393,27 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
         "head": found.head.tolist(),
         "ends": found.ends.tolist(),
         "archived": found.archived.tolist(),
-        # the bytes `until` of the tokens shown, row by row, deflated
-        "until": base64.b64encode(zlib.compress(found.until[:, first:].tobytes(), 9)).decode(),
+        "until": _deflated(found.until[:, first:]),
+        "recalled": None,
     }
+    if recalled := found.recalled:
+        data["recalled"] = {
+            "steps": _deflated(recalled.steps[:, first:].clip(max=65535).astype("<u2")),
+            "query": recalled.query[first:].tolist(),
+            "rows": recalled.rows[first:].tolist(),
+        }
     # inside a script element, only "</" could end it
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = files("kvtool.cli").joinpath("inspect.html").read_text(encoding="utf-8")
     return page.replace("{{data}}", text).encode()
+
+
+def _deflated(array: np.ndarray) -> str:
+    """An array's bytes, row by row, deflated, in base64."""
+    import base64
+    import zlib
+
+    return base64.b64encode(zlib.compress(array.tobytes(), 9)).decode()
 
 
 def drawn(result: dict[str, Any], found: Holdings) -> bytes:

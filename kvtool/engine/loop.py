@@ -153,6 +153,13 @@ class Engine:
         """Bytes that the archive takes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0
 
+    def recalled(self) -> np.ndarray:
+        """i64[row, k], the tokens that each row recalled in the last step, the oldest first; then -1."""
+        n_row, archive, recall = len(self.rows.live), self.context.archive, self.policy.recall
+        if not archive or not recall:
+            return np.empty((n_row, 0), np.int64)
+        return archive.recalled(n_row, recall.n_cell)
+
     def cells(self) -> Cells:
         """Which tokens each row holds now."""
         return Cells.of(self.rows)

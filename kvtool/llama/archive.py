@@ -137,6 +137,15 @@ class Archive:
         """The position of the token that comes next, if there are some."""
         return int(self._table()[1])
 
+    def recalled(self, n_row: int, n: int) -> np.ndarray:
+        """i64[n_row, n], the tokens that each row recalled last; the oldest first, then -1.
+
+        n: the most that a row recalls.
+        """
+        found = np.empty((n_row, n), np.int64)
+        check(lib.llama_kvtool_recalled(self._owner.handle, found.ctypes.data, n_row, n))
+        return found
+
     @property
     def n_bytes(self) -> int:
         """Bytes that it takes now."""

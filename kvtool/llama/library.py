@@ -20,7 +20,7 @@ except (ImportError, OSError, RuntimeError) as error:
     how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
     raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
 
-ABI = 7
+ABI = 8
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -116,6 +116,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_archive_slab", i64, pointer, pointer)
+    bind("llama_kvtool_recalled", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_archive_bytes", i64, pointer)
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
 

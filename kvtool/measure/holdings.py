@@ -21,6 +21,45 @@ Progress = Callable[[int], None]
 """Called after each batch with the number of tokens read so far."""
 
 
+@dataclass(slots=True)
+class Recalled:
+    """How often, where and for which queries the tokens of a text of n tokens were recalled.
+
+    Steps in which all archived tokens came back do not count: nothing was chosen.
+
+    Attributes
+    ----------
+    steps
+        i32[row, n], the steps in which each row recalled the token.
+    query
+        i32[n], the first query of the step whose rows recalled the token most: where the share of the rows is
+        farthest above that of the archive that came back. Of equal ones the first; -1 without any.
+    rows
+        i32[n], the rows that recalled it in that step.
+    """
+
+    steps: np.ndarray
+    query: np.ndarray
+    rows: np.ndarray
+    _most: np.ndarray
+
+    @classmethod
+    def none(cls, n_row: int, n: int) -> Recalled:
+        """Nothing is recalled yet."""
+        counts = np.zeros((n_row, n), np.int32)
+        return cls(counts, np.full(n, -1, np.int32), np.zeros(n, np.int32), np.zeros(n))
+
+    def add(self, chosen: np.ndarray, query: int, n_archived: int) -> None:
+        """Counts a step that begins with this query. chosen: i64[row, k], positions that rise; or -1."""
+        if (chosen[:, -1] - chosen[:, 0] < chosen.shape[1]).all():
+            return
+        self.steps[np.arange(len(chosen))[:, None], chosen] += 1
+        rows = np.bincount(chosen.ravel(), minlength=len(self.query))
+        above = rows / len(chosen) - chosen.shape[1] / n_archived
+        more = above > self._most
+        self._most[more], self.query[more], self.rows[more] = above[more], query, rows[more]
+
+
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """Which tokens of a text of n tokens each row held at some times, the snapshots.
@@ -38,6 +77,8 @@ class Holdings:
         This says everything, because an evicted token never comes back to a cell of its own.
     archived
         i64[snapshot, 2], the first archived token and the one behind the last.
+    recalled
+        What the rows have recalled, if the policy recalls.
     """
 
     layer: np.ndarray
@@ -45,6 +86,7 @@ class Holdings:
     ends: np.ndarray
     until: np.ndarray
     archived: np.ndarray
+    recalled: Recalled | None = None
 
     def held(self, snapshot: int = -1) -> np.ndarray:
         """b1[row, n], whether the row holds the token at that snapshot; by default at the last."""
@@ -89,6 +131,7 @@ def watch(
     rows = engine.cells()
     until = np.zeros((len(rows.live), n), np.uint8)
     archived = np.zeros((len(ends), 2), np.int64)
+    recalled = Recalled.none(*until.shape) if engine.policy.recall else None
 
     def stopped() -> bool:
         progress(engine.n_past)
@@ -97,12 +140,15 @@ def watch(
     for snapshot, end in enumerate(ends.tolist()):
         if whole:
             engine.read(tokens, stopped=stopped)
-        for _ in engine.steps(tokens[engine.n_past : end], every=False):
+        first = engine.n_past
+        for part in engine.steps(tokens[first:end], every=False):
             progress(engine.n_past)
+            if recalled:
+                recalled.add(engine.recalled(), first + part.start, engine.n_archived)
         until[_held(engine)] = snapshot + 1
         span = _archived(engine)
         archived[snapshot] = span.start, span.stop
-    return Holdings(rows.layer, rows.head, ends, until, archived)
+    return Holdings(rows.layer, rows.head, ends, until, archived, recalled)
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:

@@ -359,6 +359,9 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
                 llama_kvtool::forget_graphs(*ctx, true);
             }
             kvtool->archive.clear();
+            for (auto & l : kvtool->recalled) {
+                std::fill(l.chosen.begin(), l.chosen.end(), -1);
+            }
         }
         kvtool->fill_recalled(*llama_kvtool::cache(*ctx));
         return 0;
@@ -435,6 +438,21 @@ int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) 
         *n_token = store::n_block;
     }
     return kvtool->archive.slab_bytes();
+}
+
+int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall) {
+    const auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!out || n_row != kvtool->n_row || n_recall != kvtool->params.n_recall) {
+        return fail(format("out must not be null, n_row must be %d and n_recall %d, got %d and %d",
+                kvtool->n_row, kvtool->params.n_recall, n_row, n_recall));
+    }
+    for (const auto & l : kvtool->recalled) {
+        out = std::copy(l.chosen.begin(), l.chosen.end(), out);
+    }
+    return 0;
 }
 
 int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {

@@ -17,7 +17,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 7
+#define LLAMA_KVTOOL_ABI 8
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -197,6 +197,10 @@ LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, con
 // The archive takes its memory in slabs. Slab i has room for the tokens i*n_token .. (i + 1)*n_token - 1 of the stream in all
 // layers; one whose tokens are all forgotten is used again. Returns the bytes of a slab.
 LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
+
+// out[n_row][n_recall]: the positions of the tokens that each row recalled in the last step with an archive, the oldest
+// first, then -1
+LLAMA_API int32_t llama_kvtool_recalled(struct llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall);
 
 // bytes that the archive takes
 LLAMA_API int64_t llama_kvtool_archive_bytes(const struct llama_context * ctx);

@@ -305,7 +305,8 @@ struct gathering {
 // both [n_head_q][n_tokens]
 template <typename T>
 static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const auto & layer  = *(const recalled_layer *) userdata;
+    auto & layer = *(recalled_layer *) userdata;
+
     const auto & kvtool = *layer.kvtool;
     const auto & l      = kvtool.archive[layer.i];
 
@@ -340,7 +341,9 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
                 live.push_back(layer.scale*most[at] - std::log(prob[at]));
             }
         }
-        all.copy(head, one, one.choose(head, queries, live, rot, layer.scale, k), rot);
+        const auto & chosen = one.choose(head, queries, live, rot, layer.scale, k);
+        std::fill_n(std::copy(chosen.begin(), chosen.end(), layer.chosen.begin() + head*k), k - chosen.size(), -1);
+        all.copy(head, one, chosen, rot);
     }
 }
 

@@ -161,7 +161,8 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     if (params.n_recall > 0) {
         res->archive.make(*res, lctx);
         for (size_t i = 0; i < res->layers.size(); ++i) {
-            res->recalled.push_back({ res.get(), i, 0.0f });
+            const size_t n = (size_t) res->layers[i].n_head*params.n_recall;
+            res->recalled.push_back({ res.get(), i, 0.0f, std::vector<int64_t>(n, -1) });
         }
     }
 

@@ -25,6 +25,8 @@ struct recalled_layer {
     size_t               i;
 
     float scale; // of the products of keys and queries, in the graph that was made last
+
+    std::vector<int64_t> chosen; // [n_head][n_recall]: the positions that the last step recalled, the oldest first; then -1
 };
 
 } // namespace kvtool

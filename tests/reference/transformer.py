@@ -314,6 +314,7 @@ class Stream:
                 recalled, chosen = self._recall(row.archive, asked, scores, pos[0], rot[0])
                 scores = np.concatenate((scores, recalled), axis=-1)
                 values = np.concatenate((values, row.archive.value[chosen]))
+                row.recalled = row.archive.pos[chosen]
             attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attn /= attn.sum(axis=-1, keepdims=True)
             out[mine] = attn @ values
