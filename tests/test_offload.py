@@ -33,6 +33,8 @@ RUNS = [
     ("bumblebee", "in-cache", "off"),
     ("corm", "in-cache", "off"),
     ("snapkv", "original", "off"),
+    ("recall", "original", "off"),
+    ("recall", "auto", "on"),
 ]
 # the output counts as a layer: two stay here, two go
 N_LAYER, N_GPU_LAYERS = 4, 3

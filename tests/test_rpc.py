@@ -40,6 +40,8 @@ POLICIES = {
     "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
     "roco": policies.fit("roco", 48, 16),
     "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
+    # the archive stays here
+    "recall": policies.fit("recall", 48, 16),
     "corm": policies.fit("corm", 96, 16, ["history=8", "window=2", "t=cells"]),
 }
 # name of the policy, positions, flash attention, and the model's architecture if it is none of the plain ones
@@ -58,6 +60,9 @@ RUNS = [
     ("logn", "original", "off"),
     ("corm", "in-cache", "off"),
     ("h2o", "auto", "off", "gemma3"),
+    ("recall", "original", "off"),
+    ("recall", "auto", "on"),
+    ("recall", "auto", "off", "gemma3"),
 ]
 N_TOKENS, N_ROW = 160, 4
 # all on the server, and some here
