@@ -134,7 +134,7 @@ _LONG = ("--max-prompt", "2048")
 _SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 
 # 100 items of each, if there are so many
-_AT_20 = (("full", "roco", "h2o", "buzz", "streamingllm", "snapkv"), ("20%",))
+_AT_20 = (("full", "recall", "roco", "h2o", "buzz", "streamingllm", "snapkv"), ("20%",))
 _HIDDEN = ("--set", "lengths=512", "--set", "repeats=20")
 _100 = ("--limit", "100")
 _TASKS = (

@@ -301,8 +301,8 @@ def test_a_worker_for_everybody_warns_and_ends_when_it_is_told(number, code):
 # chats
 
 
-def chat(model, path, turns, *options):
-    command = ["chat", "-m", model, "--session", path, "--policy", "h2o", "--budget", 96, *EXACT]
+def chat(model, path, turns, policy, *options):
+    command = ["chat", "-m", model, "--session", path, "--policy", policy, "--budget", 96, *EXACT]
     return kvtool(*command, *options, stdin="".join(f"{turn}\n" for turn in turns))
 
 
@@ -314,13 +314,14 @@ def kept(path):
 
 @pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
-def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers, model, tmp_path):
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers, model, tmp_path, policy):
     long = ["-n", "200"]
     here, there = tmp_path / "here.kvs", tmp_path / "there.kvs"
-    whole = chat(model, here, TURNS, *long)
+    whole = chat(model, here, TURNS, policy, *long)
     assert (whole.returncode, whole.stderr) == (0, "")
 
-    command = [*KVTOOL, "chat", "-m", model, "--session", there, "--policy", "h2o", "--budget", "96"]
+    command = [*KVTOOL, "chat", "-m", model, "--session", there, "--policy", policy, "--budget", "96"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [*command, *EXACT, *long, *rpc_of(workers)], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe
@@ -346,12 +347,12 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     assert line.startswith(f"kvtool: one of {names} is gone or has no memory left; start it again")
     assert kept(there)["n_turn"] == 1
 
-    gone = chat(model, there, TURNS[1:], *long, *rpc_of(workers))
+    gone = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers))
     assert gone.returncode == 4
     assert f"no worker answers at {workers[1].endpoint}; start one there" in gone.stderr
 
     workers[1] = Worker("--mem", "64MiB", port=workers[1].port).serves()
-    again = chat(model, there, TURNS[1:], *long, *rpc_of(workers), "-v")
+    again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-v")
     assert again.returncode == 0, again.stderr[-2000:]
     assert kept(there) == kept(here)
     assert kept(here)["n_past"] > 400
