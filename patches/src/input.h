@@ -35,10 +35,8 @@ public:
 
     ggml_tensor * slots = nullptr; // I64 [q]: where the last q queries' attention is stored
 
-    ggml_tensor * recalled = nullptr; // I64 [n_recall]: the cells that recalled tokens go to
-    ggml_tensor * rot      = nullptr; // I32 [1]: the position that the first query is rotated to
-
-    ggml_tensor * live     = nullptr; // [n_live, n_tokens]: the mask of the live cells, which is made of llama.cpp's
+    ggml_tensor * rot  = nullptr; // I32 [1]: the position that the first query is rotated to
+    ggml_tensor * live = nullptr; // [n_live, n_tokens]: the mask of the live cells, which is made of llama.cpp's
 
     std::vector<rows> ragged;
 };
