@@ -164,6 +164,14 @@ def test_the_smallest_budget_that_is_named_works():
         fit(smallest - 1, None)
 
 
+def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
+    smallest = policies.smallest_budget("recall", n_held=20)
+    with open_engine(tiny_model(), fit(smallest, None)) as engine:
+        engine.hold(20)
+    with open_engine(tiny_model(), fit(smallest - 1, None)) as engine, pytest.raises(UsageError):
+        engine.hold(20)
+
+
 @pytest.mark.parametrize("positions", ["original", "auto"])
 def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, positions):
     rng = np.random.default_rng(5)

@@ -417,7 +417,7 @@ def test_a_share_as_a_streams_budget_is_one_of_the_context(tiny_chat, tmp_path):
 
 @pytest.mark.engine
 def test_a_share_has_room_for_the_words_before_a_reply(tiny_chat, tmp_path):
-    for policy in ("local", "buzz", "weightedkv"):
+    for policy in ("local", "buzz", "weightedkv", "recall"):
         out = tmp_path / f"{policy}.jsonl"
         evaluate(tiny_chat, "diversity", "--policy", policy, "--budget", "5%", "--json", out)
         for record in records_of(out):

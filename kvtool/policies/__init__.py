@@ -195,7 +195,7 @@ def _smallest_budget(
             fitted = _fitted(policy, budget, evict_every, given)
         except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
             return False
-        return budget - fitted.slack > n_held
+        return fitted.n_keep > n_held
 
     largest = max(above, 0) + 1_000_000
     # if even this budget does not work, the budget is not what is wrong
