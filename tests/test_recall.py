@@ -58,6 +58,20 @@ def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
     assert (got == want).all()
 
 
+@pytest.mark.parametrize("index", ["keys", "q4"])
+def test_any_number_of_threads_chooses_the_same(tiny_model, index):
+    found = []
+    for n_threads in (1, 2, 5):
+        with open_engine(tiny_model(), fit(recalled=9, index=index), n_threads=n_threads) as engine:
+            engine.read(text(900))
+            found.append((engine.recalled(), engine.context.logits().copy()))
+            # several tiles for each thread
+            assert engine.n_archived > 3 * 256
+    for chosen, logits in found[1:]:
+        assert (chosen == found[0][0]).all()
+        assert (logits == found[0][1]).all()
+
+
 def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
     path, tokens = tiny_model(n_head_kv=2, n_ctx_train=512), text(400)
     with open_engine(path, fit(), archive=40) as engine:

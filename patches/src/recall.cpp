@@ -1,10 +1,10 @@
 // Recall in the decode's graph: each layer chooses, with its own queries, the archived tokens of each row that they attend
 // to most, and puts them into the row's last cells, where attention finds them.
 
+#include "choice.h"
 #include "convert.h"
 #include "hooks.h"
 #include "input.h"
-#include "softmax.h"
 #include "state.h"
 
 #include "llama-context.h"
@@ -12,233 +12,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 namespace kvtool {
-
-// queries whose logits are held at the same time, at most
-static constexpr int n_together = 16;
-
-// archived tokens that the same turned queries find
-struct stretch {
-    int64_t begin;
-    int64_t end;
-
-    int64_t delta; // how far the queries turn
-
-    std::vector<float>       queries; // [n_query][n_embd]
-    std::vector<small_query> small;   // with an index
-};
-
-// one row's choice among the archived tokens of its layer
-class choice {
-public:
-    choice(const archive & all, size_t i) : all(all), l(all[i]), rope(all.turns_of(i)) {}
-
-    // The k tokens with the highest scores, the oldest first. A token's score is the sum over the queries of its probability,
-    // in a softmax over the archived tokens and the live cells. Among equal scores the newer token is chosen.
-    // queries: [n_query][n_embd]; live[n_query]: the log of the sum of the live cells' exponentials; scale: of the products
-    const std::vector<int64_t> & choose(
-            int head, const std::vector<float> & queries, const std::vector<float> & live, int64_t rot, float scale, int k);
-
-    // how far a chosen token's key turns, to have its distance from the first query, whose key is rotated to rot
-    int64_t turn_of(int64_t i, int64_t rot) const;
-
-private:
-    // tokens of one stretch and one block
-    struct tile {
-        const stretch * from;
-        int64_t begin;
-        int     n;
-    };
-
-    const archive        & all;
-    const archived_layer & l;
-    const turns          & rope;
-
-    std::vector<stretch>      stretches;
-    std::vector<tile>         tiles;
-    std::vector<float>        keys;   // of a tile
-    std::vector<softmax_part> parts;  // [n_together] queries, of each the tiles
-    std::vector<float>        powers; // [n_together] queries, of each the tokens and room for a side
-    std::vector<float>        score;
-    std::vector<float>        some;
-    std::vector<int64_t>      chosen;
-
-    void prepare(const std::vector<float> & queries, int64_t rot);
-
-    // out[n]: the products of a query with the tile's keys; out has room for two more sides
-    float * multiply(int head, const tile & t, int q, float * out) const;
-
-    void select(int k);
-};
-
-int64_t choice::turn_of(int64_t i, int64_t rot) const {
-    const int64_t base = all.base_of(i);
-    // from i - base to rot less the distance, which is rot + (base of the cache) - i, or n_near
-    return i < all.far_end() ? rot - all.n_near - (i - base) : base - all.base();
-}
-
-void choice::prepare(const std::vector<float> & queries, int64_t rot) {
-    const int n_query = queries.size()/l.n_embd_k;
-
-    stretches.clear();
-
-    const auto add = [&](int64_t begin, int64_t end, int64_t delta) {
-        if (begin < end) {
-            stretches.push_back({ begin, end, delta, queries, {} });
-        }
-    };
-
-    // the index has far keys as they were before RoPE
-    add(all.begin(), all.far_end(), all.n_near - rot);
-    for (size_t j = 0; j < all.frames.size(); ++j) {
-        const auto & f = all.frames[j];
-        const int64_t end = j + 1 < all.frames.size() ? all.frames[j + 1].first : all.end();
-        add(std::max(f.first, all.far_end()), end, all.base() - f.base);
-    }
-
-    tiles.clear();
-    for (auto & s : stretches) {
-        s.small.resize(l.n_bit > 0 ? n_query : 0);
-        for (int q = 0; q < n_query; ++q) {
-            rope.turn(s.queries.data() + q*l.n_embd_k, s.delta);
-            if (l.n_bit > 0) {
-                s.small[q].set(s.queries.data() + q*l.n_embd_k, l.n_embd_k);
-            }
-        }
-        for (int64_t i = s.begin; i < s.end; i += tiles.back().n) {
-            tiles.push_back({ &s, i, (int) (std::min({ s.end, archived_layer::block_end(i), i + n_tile - i % n_side }) - i) });
-        }
-    }
-}
-
-float * choice::multiply(int head, const tile & t, int q, float * out) const {
-    if (l.n_bit > 0) {
-        const int skip = t.begin % n_side;
-        kvtool::multiply(l.side(head, t.begin), (skip + t.n + n_side - 1)/n_side, t.from->small[q], l.n_embd_k, l.n_bit, out);
-        return out + skip;
-    }
-    const float * query = t.from->queries.data() + q*l.n_embd_k;
-    for (int j = 0; j < t.n; ++j) {
-        out[j] = std::inner_product(query, query + l.n_embd_k, keys.data() + j*l.n_embd_k, 0.0f);
-    }
-    return out;
-}
-
-const std::vector<int64_t> & choice::choose(
-        int head, const std::vector<float> & queries, const std::vector<float> & live, int64_t rot, float scale, int k) {
-    if (all.size() <= k) {
-        chosen.resize(all.size());
-        std::iota(chosen.begin(), chosen.end(), all.begin());
-        return chosen;
-    }
-
-    prepare(queries, rot);
-
-    const int     n_query = live.size();
-    const int64_t n_power = all.size() + n_side;
-
-    score .assign(all.size(), 0.0f);
-    parts .resize(std::min(n_query, n_together)*tiles.size());
-    powers.resize(std::min(n_query, n_together)*n_power);
-
-    // with groups of 16 at the end, and sides at both
-    float out[n_tile + 2*n_side];
-
-    for (int q0 = 0; q0 < n_query; q0 += n_together) {
-        const int n = std::min(n_together, n_query - q0);
-
-        for (size_t i = 0; i < tiles.size(); ++i) {
-            const auto & t = tiles[i];
-            if (l.n_bit == 0) {
-                keys.resize(n_tile*l.n_embd_k);
-                l.keys(head, t.begin, t.n, keys.data());
-                for (int64_t j = 0; j < t.n && t.begin < all.far_end(); ++j) {
-                    rope.turn(keys.data() + j*l.n_embd_k, all.base_of(t.begin + j) - (t.begin + j));
-                }
-            }
-            for (int q = 0; q < n; ++q) {
-                float * x = multiply(head, t, q0 + q, out);
-                parts[q*tiles.size() + i] = exponentials(x, t.n, scale, powers.data() + q*n_power + (t.begin - all.begin()));
-            }
-        }
-
-        for (int q = 0; q < n; ++q) {
-            const softmax_part * own = parts.data() + q*tiles.size();
-
-            float most = live[q0 + q];
-            for (size_t i = 0; i < tiles.size(); ++i) {
-                most = std::max(most, own[i].most);
-            }
-            double sum = std::exp(live[q0 + q] - most);
-            for (size_t i = 0; i < tiles.size(); ++i) {
-                sum += own[i].sum*std::exp(own[i].most - most);
-            }
-            if (!std::isfinite(sum)) {
-                // keys or a query that are no numbers choose nothing
-                continue;
-            }
-            for (size_t i = 0; i < tiles.size(); ++i) {
-                const int64_t at = tiles[i].begin - all.begin();
-                add(score.data() + at, powers.data() + q*n_power + at, tiles[i].n, std::exp(own[i].most - most)/sum);
-            }
-        }
-    }
-
-    select(k);
-    return chosen;
-}
-
-void choice::select(int k) {
-    const int64_t n = score.size();
-
-    // of some scores a bound that more than k of all will reach
-    const int64_t step = std::max<int64_t>(1, n/512);
-    some.clear();
-    for (int64_t i = step/2; i < n; i += step) {
-        some.push_back(score[i]);
-    }
-    const size_t at = std::min<size_t>(some.size() - 1, k/step*5/4 + 16);
-    std::nth_element(some.begin(), some.begin() + at, some.end(), std::greater<float>());
-
-    const auto reach = [&](float bound) {
-        chosen.resize(n);
-        int64_t m = 0;
-        for (int64_t i = 0; i < n; ++i) {
-            // without a branch, since few are reached
-            chosen[m] = i;
-            m += score[i] >= bound;
-        }
-        chosen.resize(m);
-    };
-    reach(some[at]);
-    if ((int64_t) chosen.size() < k) {
-        reach(0.0f);
-    }
-
-    // the k-th highest score, and how many of those that have it are left out: the older ones
-    some.clear();
-    for (const int64_t i : chosen) {
-        some.push_back(score[i]);
-    }
-    std::nth_element(some.begin(), some.begin() + k - 1, some.end(), std::greater<float>());
-    const float least = some[k - 1];
-
-    int64_t n_out = -k;
-    for (const int64_t i : chosen) {
-        n_out += score[i] >= least;
-    }
-
-    size_t m = 0;
-    for (const int64_t i : chosen) {
-        if (score[i] > least || (score[i] == least && n_out-- <= 0)) {
-            chosen[m++] = i + all.begin();
-        }
-    }
-    chosen.resize(k);
-}
 
 // how chosen tokens are given to the cache
 template <typename T>
@@ -307,8 +83,9 @@ template <typename T>
 static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto & layer = *(recalled_layer *) userdata;
 
-    const auto & kvtool = *layer.kvtool;
-    const auto & l      = kvtool.archive[layer.i];
+    auto & kvtool = *layer.kvtool;
+
+    const auto & l = kvtool.archive[layer.i];
 
     const ggml_tensor * q = dst->src[0];
 
@@ -323,25 +100,37 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) k*l.n_head*l.n_embd_k;
 
-    choice       one(kvtool.archive, layer.i);
+    choice       one(kvtool.archive, layer.i, rot, kvtool.work, ith, nth);
     gathering<T> all { l, kvtool.archive.turns_of(layer.i), k, kvtool.v_trans, to_k, to_v };
 
-    std::vector<float> queries;
-    std::vector<float> live;
+    if (kvtool.archive.size() > k) {
+        if (ith == 0) {
+            one.make_room(n_gqa*q->ne[2]);
+        }
+        kvtool.work.meet(nth);
+
+        std::vector<float> queries;
+        std::vector<float> live;
+
+        for (int head = 0; head < l.n_head; ++head) {
+            queries.clear();
+            live   .clear();
+            for (int64_t t = 0; t < q->ne[2]; ++t) {
+                for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
+                    const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
+                    queries.insert(queries.end(), from, from + l.n_embd_k);
+
+                    const size_t at = g*q->ne[2] + t;
+                    live.push_back(layer.scale*most[at] - std::log(prob[at]));
+                }
+            }
+            one.set_scores(head, queries, live, layer.scale);
+        }
+        kvtool.work.meet(nth);
+    }
 
     for (int head = ith; head < l.n_head; head += nth) {
-        queries.clear();
-        live   .clear();
-        for (int64_t t = 0; t < q->ne[2]; ++t) {
-            for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
-                const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
-                queries.insert(queries.end(), from, from + l.n_embd_k);
-
-                const size_t at = g*q->ne[2] + t;
-                live.push_back(layer.scale*most[at] - std::log(prob[at]));
-            }
-        }
-        const auto & chosen = one.choose(head, queries, live, rot, layer.scale, k);
+        const auto & chosen = one.choose(head, k);
         std::fill_n(std::copy(chosen.begin(), chosen.end(), layer.chosen.begin() + head*k), k - chosen.size(), -1);
         all.copy(head, one, chosen, rot);
     }

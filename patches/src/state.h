@@ -3,6 +3,7 @@
 #pragma once
 
 #include "archive.h"
+#include "choice.h"
 #include "graphs.h"
 #include "layer.h"
 #include "llama-kvtool.h"
@@ -21,8 +22,8 @@ namespace kvtool {
 
 // what recall of one layer reads while a graph is computed
 struct recalled_layer {
-    const llama_kvtool * kvtool;
-    size_t               i;
+    llama_kvtool * kvtool;
+    size_t         i;
 
     float scale; // of the products of keys and queries, in the graph that was made last
 
@@ -54,6 +55,7 @@ struct llama_kvtool {
     kvtool::archive archive;
 
     std::vector<kvtool::recalled_layer> recalled; // one a layer
+    kvtool::choice_work                 work;
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
