@@ -253,7 +253,8 @@ def _of_what(lines: Sequence[Line]) -> str:
     if tokens := {line["tokens"] for line in lines if "tokens" in line}:
         sizes.append(f"{max(tokens):,} tokens")
     made_by = dict.fromkeys(tuple(line[name] for name in VERSIONS) for line in lines)
-    versions = "; ".join(
+    # a line each
+    versions = ";\n".join(
         f"{Path(model).stem}, kvtool {own}, llama-cpp-python {llama}, patch {str(patch)[:12]}"
         for model, own, llama, patch in made_by
     )

@@ -20,6 +20,7 @@ from kvtool import policies
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.errors import InputError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.tasks.haystack import sentences_of
@@ -42,6 +43,7 @@ START = (
     "There is important info hidden inside a lot of irrelevant text. Find it and memorize it. "
     "I will quiz you about the important info."
 )
+N_LEAST = 1000
 N_ANSWER = 8
 N_PART = 2048
 """Characters read at once."""
@@ -58,6 +60,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="length of the stream before the questions")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.tokens < N_LEAST:
+        parser.error(f"--tokens must be at least {N_LEAST}: ten facts have to fit")
+    try:
+        filler = sentences_of([args.file])
+    except InputError as error:
+        parser.error(str(error))
     model = load_model(args.model)
     draws = random.Random(args.seed)
     facts = [(fact, str(draws.choice(ends))) for fact, ends in draws.sample(list(FACTS.items()), len(FACTS))]
@@ -66,7 +74,7 @@ def main() -> None:
         policies.fit(args.policy, args.budget, None, args.option),
         Settings(prefill="stream", n_threads=args.threads),
     )
-    planted = _read(model, engine, sentences_of([args.file]), facts, args.tokens)
+    planted = _read(model, engine, filler, facts, args.tokens)
     found = []
     for (fact, answer), at in zip(facts, planted, strict=True):
         start = time.process_time()

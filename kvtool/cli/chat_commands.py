@@ -172,7 +172,8 @@ class Commands:
             "rows": str(engine.context.n_row),
             "pinned": f"{engine.n_pinned:,} tokens",
             "evicted": f"{engine.n_evicted:,} per row",
-            "forgotten": f"{n_forgotten(engine):,} tokens, which no row holds",
+            "forgotten": f"{n_forgotten(engine):,} tokens, which "
+            + ("neither a row nor the archive holds" if engine.policy.recall else "no row holds"),
             "positions": f"{engine.settings.positions}, gaps closed {engine.n_restart} times",
             "cache": format_bytes(engine.cache_bytes),
             "policy state": format_bytes(engine.host_bytes),

@@ -227,11 +227,15 @@ def recalled_record(found: Holdings) -> dict[str, Any] | None:
 
 def show_recalled(console: Console, found: Holdings, texts: Sequence[str]) -> None:
     """Prints the tokens that were recalled most often, with the text before each and what recalled it."""
+    import numpy as np
     from rich.table import Table
 
-    said = recalled_record(found) or {"times": []}
+    said = recalled_record(found)
+    if not said or np.diff(found.archived[-1]) == 0:
+        return
     most = sorted(range(len(said["times"])), key=lambda i: -said["times"][i])[:N_RECALLED]
-    if not most or not said["times"][most[0]]:
+    if not said["times"][most[0]]:
+        _print(console, "\nthe whole archive came back in every step: nothing was chosen")
         return
     table = Table(box=None, pad_edge=False)
     for name in ("times", "rows", "layer/head", "query (rows)"):
