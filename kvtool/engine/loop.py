@@ -366,7 +366,8 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
             "choose --positions auto, or -ctk q8_0"
         )
     if _prefill(policy, settings) == "whole" and (policy.ragged or policy.recall):
-        raise UsageError(f"{type(policy).__name__.lower()} cannot read a prompt whole; choose --prefill stream")
+        name = type(policy).__name__.lower()
+        raise UsageError(f"{name} cannot read a prompt whole; choose --prefill stream")
     if settings.positions == "in-cache" and policy.recall:
         raise UsageError(
             f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"
