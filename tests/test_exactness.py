@@ -13,7 +13,7 @@ import pytest
 from kvtool import policies
 from kvtool.llama.context import Context
 from kvtool.llama.model import Model
-from kvtool.measure import perplexity
+from kvtool.measure import holdings, perplexity
 from tests.reference import transformer
 from tests.running import LOGITS, TOLERANCE, open_engine, text
 
@@ -160,7 +160,7 @@ def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_ev
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n > 2 * policy.recalled
-        recalled = engine.recalled()
+        recalled = holdings.recalled_last(engine)
     assert np.abs(got - want.nll).max() < TOLERANCE
     assert recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 

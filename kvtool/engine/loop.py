@@ -153,13 +153,6 @@ class Engine:
         """Bytes that the archive takes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0
 
-    def recalled(self) -> np.ndarray:
-        """i64[row, k], the tokens that each row recalled in the last step, the oldest first; then -1."""
-        n_row, archive, recall = len(self.rows.live), self.context.archive, self.policy.recall
-        if not archive or not recall:
-            return np.empty((n_row, 0), np.int64)
-        return archive.recalled(n_row, recall.n_cell)
-
     def cells(self) -> Cells:
         """Which tokens each row holds now."""
         return Cells.of(self.rows)
@@ -366,8 +359,7 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
             "choose --positions auto, or -ctk q8_0"
         )
     if _prefill(policy, settings) == "whole" and (policy.ragged or policy.recall):
-        name = type(policy).__name__.lower()
-        raise UsageError(f"{name} cannot read a prompt whole; choose --prefill stream")
+        raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
     if settings.positions == "in-cache" and policy.recall:
         raise UsageError(
             f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"

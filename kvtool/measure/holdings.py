@@ -101,6 +101,14 @@ class Holdings:
         return share
 
 
+def recalled_last(engine: Engine) -> np.ndarray:
+    """i64[row, k], the tokens that each row recalled in the last step, the oldest first; then -1."""
+    n_row, archive, recall = len(engine.rows.live), engine.context.archive, engine.policy.recall
+    if not archive or not recall:
+        return np.empty((n_row, 0), np.int64)
+    return archive.recalled(n_row, recall.n_cell)
+
+
 def is_archived(engine: Engine) -> np.ndarray:
     """b1[n_past], whether a token is in the archive: no row holds it, and it may be recalled."""
     span = _archived(engine)
@@ -144,7 +152,7 @@ def watch(
         for part in engine.steps(tokens[first:end], every=False):
             progress(engine.n_past)
             if recalled:
-                recalled.add(engine.recalled(), first + part.start, engine.n_archived)
+                recalled.add(recalled_last(engine), first + part.start, engine.n_archived)
         until[_held(engine)] = snapshot + 1
         span = _archived(engine)
         archived[snapshot] = span.start, span.stop
