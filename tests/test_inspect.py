@@ -149,6 +149,20 @@ def data_of(page):
     return json.loads(data)
 
 
+def run_script(page, driver):
+    """What the driver prints as JSON: it has the page's functions, and the page's data on stdin."""
+    script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
+    done = subprocess.run(
+        ["node", "-e", script + driver],
+        input=json.dumps(data_of(page)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return json.loads(done.stdout)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("last", [1000, 50])
 def test_the_page_holds_what_the_rows_held(watched, last):
@@ -180,7 +194,6 @@ def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
 def test_the_page_counts_rows_as_the_engine_does(watched):
     found, _, texts = watched
     page = inspect.page(RESULT, found, texts, 150).decode()
-    script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
         inflate(data.until).then((until) => {
@@ -193,15 +206,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
           const archived = [0, 1, 2, 3].map((token) => isArchived(data, token, 1));
           console.log(JSON.stringify({ counts, levels, archived }));
         });"""
-    done = subprocess.run(
-        ["node", "-e", script + driver],
-        input=json.dumps(data_of(page)),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    got = json.loads(done.stdout)
+    got = run_script(page, driver)
     layer, head = found.layer, found.head
     chosen = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
     want = [found.held(s)[rows, 30:].sum(axis=0).tolist() for rows in chosen for s in range(len(found.ends))]
@@ -223,24 +228,15 @@ def recalled(tiny_model):
 def test_the_page_counts_recalls_as_the_engine_does(recalled):
     found, texts = recalled
     page = inspect.page(RESULT, found, texts, 150).decode()
-    script = re.findall(r"<script>\n(.*?)\nstart\(\);\n</script>", page, re.S)[0]
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
         inflate(data.recalled.steps).then((bytes) => {
           const found = countRecalls(data, new Uint16Array(bytes.buffer), rowsOf(data, 1, -1));
           console.log(JSON.stringify([[...found.counts], [...found.times], found.most]));
         });"""
-    done = subprocess.run(
-        ["node", "-e", script + driver],
-        input=json.dumps(data_of(page)),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
     steps = found.recalled.steps[found.layer == 1, 30:]
     times = steps.sum(axis=0).tolist()
-    assert json.loads(done.stdout) == [(steps > 0).sum(axis=0).tolist(), times, max(times)]
+    assert run_script(page, driver) == [(steps > 0).sum(axis=0).tolist(), times, max(times)]
     data = data_of(page)["recalled"]
     assert (data["query"], data["rows"]) == (
         found.recalled.query[30:].tolist(),

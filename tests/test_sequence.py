@@ -205,21 +205,8 @@ NOTE = (
 @pytest.mark.engine
 def test_a_chat_runs_without_the_patch_and_says_so(chat_model, tmp_path):
     turns = [f"line {i} of the chat, and some more words\n" for i in range(12)]
-    own = [
-        "chat",
-        "-m",
-        chat_model,
-        "-n",
-        12,
-        "-t",
-        1,
-        "--temp",
-        0,
-        "--policy",
-        "streamingllm",
-        "--budget",
-        96,
-    ]
+    own = ["chat", "-m", chat_model, "-n", 12, "-t", 1, "--temp", 0]
+    own += ["--policy", "streamingllm", "--budget", 96]
     # cells lie in another order once they have been read back, which f16 would round otherwise
     own += ["-ctk", "f32", "-ctv", "f32"]
     whole = kvtool(*own, "--session", tmp_path / "whole", stdin="".join(turns))

@@ -227,11 +227,11 @@ def recalled_record(found: Holdings) -> dict[str, Any] | None:
 
 def show_recalled(console: Console, found: Holdings, texts: Sequence[str]) -> None:
     """Prints the tokens that were recalled most often, with the text before each and what recalled it."""
-    import numpy as np
     from rich.table import Table
 
     said = recalled_record(found)
-    if not said or np.diff(found.archived[-1]) == 0:
+    begin, end = found.archived[-1]
+    if not said or begin == end:
         return
     most = sorted(range(len(said["times"])), key=lambda i: -said["times"][i])[:N_RECALLED]
     if not said["times"][most[0]]:

@@ -1,6 +1,6 @@
 """Does a stream of any length still know the facts that were planted in it?
 
-    python benchmarks/planted.py BOOK --tokens 131072 --policy recall --budget 512
+    python benchmarks/facts.py BOOK --tokens 131072 --policy recall --budget 512
 
 Ten facts are planted in one stream, at equal distances; each says something else, so that a small model can
 tell them apart. At the end each is asked for, the oldest first. Questions and answers stay in the stream.
