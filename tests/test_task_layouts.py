@@ -112,6 +112,29 @@ def test_qa_reads_dialogues_without_questions_that_have_no_answer():
     assert found[1].about == {"file": "locomo.json", "category": 2}
 
 
+def test_retrieval_asks_as_lost_in_the_middle_does():
+    first, _ = items("retrieval", "kv_retrieval.jsonl")
+    record = data.read(DATA / "kv_retrieval.jsonl")[0]
+    assert first.references == [record["value"]]
+    start, shown = first.prompt.split("JSON data:\n")
+    assert start == "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    pairs, question = shown.split("\n\n")
+    assert list(json.loads(pairs).items()) == [tuple(pair) for pair in record["ordered_kv_records"]]
+    assert question == f'Key: "{record["key"]}"\nCorresponding value:'
+
+
+@pytest.mark.parametrize(("n", "places"), [(5, (2, 0)), (9, (2, 0)), (3, (1, 0)), (2, (0, 0)), (1, (0, 0))])
+def test_retrieval_of_fewer_pairs_keeps_the_place_of_the_one_asked_for(n, places):
+    records = data.read(DATA / "kv_retrieval.jsonl")
+    found = items("retrieval", "kv_retrieval.jsonl", pairs=n)
+    for record, item, place in zip(records, found, places, strict=True):
+        shown = list(json.loads(item.prompt.split("JSON data:\n")[1].split("\n\n")[0]).items())
+        assert len(shown) == min(n, 5)
+        assert shown[place] == (record["key"], record["value"])
+        others = [tuple(pair) for pair in record["ordered_kv_records"] if pair[0] != record["key"]]
+        assert shown[:place] + shown[place + 1 :] == others[: len(shown) - 1]
+
+
 def test_xsum_keeps_its_instruction_and_cnn_dailymail_gets_one():
     first, *_ = items("summarize", "xsum.jsonl")
     assert first.prompt == (

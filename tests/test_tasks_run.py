@@ -41,6 +41,7 @@ FILES = {
     "longbench": ["longbench.jsonl", "longbench_prompts.jsonl"],
     "stream": ["mt_bench_question.jsonl", "mt_bench_answer.jsonl"],
     "diversity": ["prompts.jsonl"],
+    "retrieval": ["kv_retrieval.jsonl"],
 }
 
 SCORES = {
@@ -50,9 +51,10 @@ SCORES = {
     "longbench": {"score"},
     "stream": {"nll"},
     "diversity": {"self_bleu", "full_self_bleu", "distance"},
+    "retrieval": {"found", "logp"},
 }
 
-QUICK = {"qa": "n_max=8", "summarize": "n_max=8", "stream": "n_max=8", "diversity": "n_max=8"}
+QUICK = dict.fromkeys(["qa", "summarize", "stream", "diversity", "retrieval"], "n_max=8")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,87 @@
+"""retrieval: one key of a JSON object is asked for; the answer must contain its value.
+
+Prompts and scoring are Lost in the Middle's (Liu et al. 2023, arXiv:2307.03172, section 3), which RULER
+(arXiv:2404.06654) has among its tasks, too. Keys and values are random, and all pairs look alike: no token
+tells before the question that it will matter.
+
+found: the output contains the value.
+logp: log-probability per token of the value, in nats.
+
+Layout: {"ordered_kv_records": [[key, value], ...], "key", "value"}. Differs: an object may be asked about
+with fewer pairs than the file has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from kvtool.llama.model import Model
+from kvtool.tasks import data
+from kvtool.tasks.data import Record
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
+
+_PROMPT = (
+    "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    'JSON data:\n{{{pairs}}}\n\nKey: "{key}"\nCorresponding value:'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval(Task):
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    pairs
+        Pairs of an object: the one that is asked for, at its place from start to end, and the first others.
+        0: all that the file has.
+    n_max
+        The most tokens of an answer.
+    """
+
+    pairs: int = 0
+    n_max: int = 64
+
+    source: ClassVar[str] = "arXiv:2307.03172"
+
+    def __post_init__(self) -> None:
+        if self.pairs < 0:
+            raise ValueError(f"pairs must be at least 0, got {self.pairs}")
+        if self.n_max < 1:
+            raise ValueError(f"n_max must be at least 1, got {self.n_max}")
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        return [
+            Item(f"{data.stem(path)}-{number}", prompt, [value])
+            for path, number, (prompt, value) in data.each(files, "retrieval", self._question)
+        ]
+
+    def _question(self, record: Record) -> tuple[str, str]:
+        """The prompt, and the value that it asks for."""
+        pairs = [(data.text(key), data.text(value)) for key, value in record["ordered_kv_records"]]
+        wanted = data.text(record["key"]), data.text(record["value"])
+        place = pairs.index(wanted)
+        n = min(self.pairs, len(pairs)) or len(pairs)
+        others = pairs[:place] + pairs[place + 1 :]
+        # from 0 .. len(pairs) - 1 to 0 .. n - 1, the ends to the ends
+        at = round(place * (n - 1) / max(len(pairs) - 1, 1))
+        shown = [*others[:at], wanted, *others[at : n - 1]]
+        lines = ",\n ".join(f'"{key}": "{value}"' for key, value in shown)
+        return _PROMPT.format(pairs=lines, key=wanted[0]), wanted[1]
+
+    def answer(self, item: Item, reader: Reader) -> Answer:
+        (value,) = item.references
+        # uncut: the pair may be in the middle
+        reader.read(item.prompt, max(self.n_max, len(value.encode()) + 2), uncut=True)
+        with reader.going_back() as back:
+            output = reader.write(self.n_max)
+            back()
+            scored = reader.log_likelihood(reader.following(f'"{value}"'))
+        return Answer(output, {"found": float(value in output), "logp": scored.logp / scored.n})
+
+
+TASK = Retrieval
