@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from kvtool.llama.devices import default_threads, has_gpu
 from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, api, check, error_text, lib
 from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.llama.model import Model
+from kvtool.llama.threads import Threads
 from kvtool.models.header import read as read_header
 from kvtool.policy import Merge, Recalls, Request, Signal
 
@@ -56,7 +58,7 @@ class Decoder:
     flash
         Flash attention: "on", "off" or "auto".
     n_threads
-        Threads; one per core if not given.
+        Threads of a CPU; as `Threads` chooses, one per core at most, if not given.
     ragged
         Whether rows may hold different numbers of cells, which only a `Context` can do.
 
@@ -91,10 +93,14 @@ class Decoder:
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
         params.n_outputs_max = min(n_output, n_batch)
-        params.n_threads = params.n_threads_batch = n_threads or default_threads()
+        self._threads = Threads(n_threads or default_threads())
+        params.n_threads = params.n_threads_batch = self._threads.n
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
-        params.flash_attn_type = FLASH[choose_flash(flash, type_v, ragged)]
+        flash = choose_flash(flash, type_v, ragged)
+        params.flash_attn_type = FLASH[flash]
+        # flash attention adds up a float cache in parts, one a thread: their number must not change
+        self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
         self._batch: Any = None
         self._context = None
@@ -148,9 +154,14 @@ class Decoder:
         self._wants[: n - n_output] = False
         self._wants[n - n_output : n] = True
         log_tail.clear()
+        n_threads, start = self._threads.n, time.perf_counter()
         # a damaged file shows in the first decode
         with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
             status = api.llama_decode(self._context, self._batch)
+        if self._adapts:
+            self._threads.took(n, time.perf_counter() - start)
+            if self._threads.n != n_threads:
+                api.llama_set_n_threads(self._context, self._threads.n, self._threads.n)
         self._has_decoded = True
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
