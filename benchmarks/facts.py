@@ -79,7 +79,7 @@ def main() -> None:
     for (fact, answer), at in zip(facts, planted, strict=True):
         start = time.process_time()
         engine.read(model.tokenize(f"\nQuestion: what do you remember? {fact}"))
-        sampler = Sampler(model.n_vocab)
+        sampler = Sampler(model)
         output = "".join(Writer(engine, sampler).write(N_ANSWER))
         sampler.close()
         found.append(

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvtool import policies
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of, wants_bos
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
+from kvtool.errors import UsageError
+from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
+from kvtool.llama.sampling import Sampling
 from kvtool.models.download import Progress
 from kvtool.models.resolve import check, resolve
 from kvtool.policy import Policy
@@ -24,14 +28,35 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-class Sampling(TypedDict, total=False):
-    """How tokens are drawn: the parameters of `Sampler`. Without any, the likeliest token is taken."""
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are drawn: the fields of `Sampling`. Without any, the likeliest token is taken.
+
+    json_schema: instead of a grammar, a schema that the text fits. seed: drawn if not given.
+    """
 
     temp: float
     top_k: int
     top_p: float
     min_p: float
+    typical: float
+    xtc_probability: float
+    xtc_threshold: float
     repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breaker: Sequence[str]
+    logit_bias: Sequence[tuple[int, float]]
+    mirostat: int
+    mirostat_lr: float
+    mirostat_ent: float
+    grammar: str | None
+    stop: str | Sequence[str]
+    json_schema: str | dict[str, Any] | None
     seed: int | None
 
 
@@ -85,17 +110,17 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
-def chat(engine: Engine, system: str | None = None, **sampling: Unpack[Sampling]) -> Conversation:
+def chat(engine: Engine, system: str | None = None, **sampling: Unpack[SamplingOptions]) -> Conversation:
     """Starts a chat in the engine's cache, which is emptied. Its `reply(text)` yields the answer in pieces.
 
     system: a system prompt, which is never evicted. Raises ModelError if the model has no chat template.
     """
-    writer = Writer(engine, Sampler(engine.model.n_vocab, **sampling))
+    writer = Writer(engine, _sampler(engine.model, sampling))
     return Conversation(writer, template_of(engine.model), system)
 
 
 def generate(
-    engine: Engine, prompt: str, n_max: int | None = None, **sampling: Unpack[Sampling]
+    engine: Engine, prompt: str, n_max: int | None = None, **sampling: Unpack[SamplingOptions]
 ) -> Iterator[str]:
     """Yields the text that follows what the engine has read so far and this prompt, in pieces.
 
@@ -103,6 +128,18 @@ def generate(
     and StreamEnd if the cache is full and the policy keeps everything.
     """
     model = engine.model
-    writer = Writer(engine, Sampler(model.n_vocab, **sampling))
+    writer = Writer(engine, _sampler(model, sampling))
     writer.read(model.tokenize(prompt, special=True, start=writer.is_new and wants_bos(model, prompt)))
     yield from writer.write(n_max)
+
+
+def _sampler(model: Model, options: SamplingOptions) -> Sampler:
+    its: dict[str, Any] = dict(options)
+    seed, schema, stop = its.pop("seed", None), its.pop("json_schema", None), its.pop("stop", ())
+    if schema is not None:
+        if its.get("grammar") is not None:
+            raise UsageError("grammar and json_schema say the same; give one")
+        its["grammar"] = schema_grammar(schema if isinstance(schema, str) else json.dumps(schema))
+    # a text alone is a sequence of its characters
+    its["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Sampler(model, Sampling(**its), seed=seed)

@@ -54,7 +54,7 @@ def test_the_documents_ten_lines_stream_a_reply(run, capsys):
     assert end == f"{engine.n_past} tokens, {engine.n_kv} of them in each row"
     assert engine.n_kv <= 96 < engine.n_past
     engine.reset()
-    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    writer = Writer(engine, Sampler(engine.model))
     again = Conversation(writer, template_of(engine.model), "You are a patient teacher.")
     pieces = list(again.reply("What is a tide?", 24))
     assert len(pieces) > 20
@@ -183,7 +183,7 @@ def test_what_cannot_work_is_one_line(wrong, said):
 def test_what_is_closed_says_so(tiny_model, first):
     model = kvtool.Model(tiny_model())
     engine = kvtool.Engine(model, load_policy("local", 64), Settings(n_threads=1))
-    sampler = Sampler(model.n_vocab)
+    sampler = Sampler(model)
     engine.read(text(8))
     (engine if first == "engine" else model).close()
     ways = [

@@ -43,7 +43,7 @@ def model(smollm2):
 
 
 def greedy(model):
-    return Sampler(model.n_vocab, temp=0, top_k=0, top_p=1, min_p=0, repeat_penalty=1, seed=1)
+    return Sampler(model, seed=1)
 
 
 @pytest.fixture

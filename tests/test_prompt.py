@@ -126,7 +126,7 @@ def test_a_token_may_cross_the_border(engine):
 
 
 def conversation(engine, template, system):
-    return Conversation(Writer(engine, Sampler(engine.model.n_vocab)), Template(template, "", ""), system)
+    return Conversation(Writer(engine, Sampler(engine.model)), Template(template, "", ""), system)
 
 
 @pytest.mark.engine
@@ -156,7 +156,7 @@ def test_checking_a_system_prompt_changes_nothing(engine):
 
 @pytest.mark.engine
 def test_a_writer_that_has_read_nothing_says_so(engine):
-    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    writer = Writer(engine, Sampler(engine.model))
     for _ in range(2):
         with pytest.raises(UsageError, match="there is nothing to continue"):
             next(writer.write(2))
@@ -179,7 +179,7 @@ def test_nothing_can_be_generated_from_nothing(engine):
 
 @pytest.mark.engine
 def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engine):
-    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    writer = Writer(engine, Sampler(engine.model))
     writer.read(engine.model.tokenize("ab cd"))
     saved, tokens = writer.save(), writer.tokens
     arrays = {name: array.copy() for name, array in engine.save()}
@@ -195,12 +195,12 @@ def test_a_restored_writer_does_not_sample_from_the_logits_of_another_text(engin
 @pytest.mark.engine
 def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
     tokens = engine.model.tokenize("ab cd ef gh ij kl")
-    writer = Writer(engine, Sampler(engine.model.n_vocab))
+    writer = Writer(engine, Sampler(engine.model))
     writer.stop = True
     assert not writer.read(tokens)
     writer.stop = False
     said = "".join(writer.write(6))
-    other = Writer(engine, Sampler(engine.model.n_vocab))
+    other = Writer(engine, Sampler(engine.model))
     other.reset()
     other.read(tokens)
     assert said == "".join(other.write(6))

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.chats.stops import Stops
 from kvtool.engine.loop import Engine
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.llama.sampler import Sampler
 
 
@@ -27,6 +28,8 @@ class Writer:
         Tokens that the last `write` has sampled.
     before_reading
         Called with the number of tokens of each text before it is read.
+    after_sampling
+        Called with each token that `write` has sampled, while its logits are the context's last.
     """
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
@@ -35,6 +38,7 @@ class Writer:
         self.stop = False
         self.n_written = 0
         self.before_reading: Callable[[int], None] = lambda n: None
+        self.after_sampling: Callable[[int], None] = lambda token: None
         self._forget()
 
     def reset(self) -> None:
@@ -94,9 +98,14 @@ class Writer:
     def write(self, n_max: int | None = None) -> Iterator[str]:
         """Samples until the model ends its turn, n_max tokens are written, or `stop` is set.
 
-        First reads what a stop left unread. No piece ends in the middle of a character. Raises StreamEnd
-        where the cache or the positions are used up, and UsageError where nothing has been read.
+        First reads what a stop left unread. No piece ends in the middle of a character. The text also ends
+        before a stop string of the sampler's settings; the tokens of the stop string stay in the cache, since
+        what the policy evicted for them is gone.
+
+        Raises StreamEnd where the cache or the positions are used up, and UsageError where nothing has been
+        read, or where no token fits the grammar.
         """
+        stops = Stops(self.sampler.settings.stop)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         model = self.engine.model
         self.n_written = 0
@@ -109,10 +118,18 @@ class Writer:
             if model.ends_turn(token):
                 break
             self.n_written += 1
+            self.after_sampling(token)
             # the next `write` reads it if the caller asks for no more pieces
             self._unread = np.array([token], np.int32)
-            if piece := decoder.decode(model.piece(token)):
+            if piece := stops.feed(decoder.decode(model.piece(token))):
                 yield piece
-            self.read(self._unread[:0])
-        if rest := decoder.decode(b"", final=True):
+            if stops.found:
+                return
+            try:
+                self.read(self._unread[:0])
+            except KvtoolError:
+                if rest := stops.rest():
+                    yield rest
+                raise
+        if rest := stops.feed(decoder.decode(b"", final=True)) + stops.rest():
             yield rest

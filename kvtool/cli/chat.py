@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import flags as opt
+from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
 from kvtool.cli.explain import Notice, explain_run, may_lose_system, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
-from kvtool.cli.opening import EngineOptions, open_engine, sampler, take_saved
+from kvtool.cli.opening import EngineOptions, open_engine, take_saved
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -41,6 +42,24 @@ def chat(
     top_p: opt.TopP = 0.95,
     min_p: opt.MinP = 0.05,
     repeat_penalty: opt.RepeatPenalty = 1.0,
+    repeat_last_n: draw.RepeatLastN = 64,
+    presence_penalty: draw.PresencePenalty = 0.0,
+    frequency_penalty: draw.FrequencyPenalty = 0.0,
+    typical: draw.Typical = 1.0,
+    xtc_probability: draw.XtcProbability = 0.0,
+    xtc_threshold: draw.XtcThreshold = 0.1,
+    dry_multiplier: draw.DryMultiplier = 0.0,
+    dry_base: draw.DryBase = 1.75,
+    dry_allowed_length: draw.DryAllowedLength = 2,
+    dry_penalty_last_n: draw.DryPenaltyLastN = 64,
+    dry_sequence_breaker: draw.DrySequenceBreaker = None,
+    mirostat: draw.Mirostat = 0,
+    mirostat_lr: draw.MirostatLr = 0.1,
+    mirostat_ent: draw.MirostatEnt = 5.0,
+    logit_bias: draw.LogitBias = None,
+    stop: draw.Stop = None,
+    grammar: draw.Grammar = None,
+    json_schema: draw.JsonSchema = None,
     seed: opt.Seed = None,
     session: Annotated[
         Path | None,
@@ -77,6 +96,7 @@ def chat(
                 is_old = True
                 take_saved(context, saved["options"])
         wanted = EngineOptions.of(context)
+        settings = draw.settings(context)
         opened = stack.enter_context(open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
 
         from kvtool.chats.conversation import Conversation
@@ -84,7 +104,7 @@ def chat(
         from kvtool.chats.writer import Writer
 
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        writer = Writer(opened.engine, sampler(context, opened.engine))
+        writer = Writer(opened.engine, draw.sampler(context, opened.engine, settings))
         conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)
         keeper = stack.enter_context(closing(Keeper(context, conversation, session)))

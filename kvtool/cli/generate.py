@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtool.cli import flags as opt
+from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
 from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import Notice, explain_run, unpinned
-from kvtool.cli.opening import EngineOptions, open_engine, sampler
+from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.errors import InputError, UsageError
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
+    from kvtool.chats.writer import Writer
     from kvtool.engine.loop import Engine
 
 
@@ -41,6 +43,24 @@ def generate(
     top_p: opt.TopP = 0.95,
     min_p: opt.MinP = 0.05,
     repeat_penalty: opt.RepeatPenalty = 1.0,
+    repeat_last_n: draw.RepeatLastN = 64,
+    presence_penalty: draw.PresencePenalty = 0.0,
+    frequency_penalty: draw.FrequencyPenalty = 0.0,
+    typical: draw.Typical = 1.0,
+    xtc_probability: draw.XtcProbability = 0.0,
+    xtc_threshold: draw.XtcThreshold = 0.1,
+    dry_multiplier: draw.DryMultiplier = 0.0,
+    dry_base: draw.DryBase = 1.75,
+    dry_allowed_length: draw.DryAllowedLength = 2,
+    dry_penalty_last_n: draw.DryPenaltyLastN = 64,
+    dry_sequence_breaker: draw.DrySequenceBreaker = None,
+    mirostat: draw.Mirostat = 0,
+    mirostat_lr: draw.MirostatLr = 0.1,
+    mirostat_ent: draw.MirostatEnt = 5.0,
+    logit_bias: draw.LogitBias = None,
+    stop: draw.Stop = None,
+    grammar: draw.Grammar = None,
+    json_schema: draw.JsonSchema = None,
     seed: opt.Seed = None,
     model: opt.Model = None,
     n_ctx: opt.Context = None,
@@ -57,6 +77,7 @@ def generate(
     explain: opt.Explain = False,
     verbose: opt.Verbose = False,
     as_json: opt.Json = False,
+    logprobs: draw.Logprobs = None,
 ) -> None:
     """Answer a prompt from -p, stdin or both. If both are given, the text of -p is never evicted."""
     prompt = utf8.option("-p", prompt)
@@ -68,13 +89,17 @@ def generate(
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt with -p, or a text on stdin")
         raise UsageError("the prompt is empty; give a text with -p or on stdin")
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs goes into the JSON; add --json")
     wanted = EngineOptions.of(context)
+    settings = draw.settings(context)
     with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
 
         engine = opened.engine
-        writer = Writer(engine, sampler(context, engine))
+        writer = Writer(engine, draw.sampler(context, engine, settings))
+        likely = _record_logprobs(writer, logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
         if raw:
@@ -98,7 +123,8 @@ def generate(
                     sys.stdout.flush()
             wrote_in = time.monotonic() - started
             _finish(
-                as_json, pieces, engine, policy, len(tokens), writer.n_written, read_in, wrote_in, verbose
+                *(as_json, pieces, engine, policy, len(tokens), writer.n_written),
+                *(read_in, wrote_in, verbose, likely),
             )
         if writer.stop:
             raise KeyboardInterrupt
@@ -127,6 +153,25 @@ def _rendered(engine: Engine, system: str | None, request: str, first: str) -> t
     return whole, prefix
 
 
+def _record_logprobs(writer: Writer, n: int | None) -> list[dict[str, Any]] | None:
+    """A list that gets a record of each token as it is written; None if n is None.
+
+    n: how many of the likeliest tokens a record lists.
+    """
+    if n is None:
+        return None
+    from kvtool.chats.logprobs import logprobs
+
+    likely: list[dict[str, Any]] = []
+
+    def record(token: int) -> None:
+        engine = writer.engine
+        likely.append(logprobs(engine.model, engine.context.logits()[-1], token, n))
+
+    writer.after_sampling = record
+    return likely
+
+
 def _finish(
     as_json: bool,
     pieces: list[str],
@@ -137,6 +182,7 @@ def _finish(
     read_in: float,
     wrote_in: float,
     verbose: bool,
+    likely: list[dict[str, Any]] | None,
 ) -> None:
     from kvtool.units import format_bytes
 
@@ -153,6 +199,7 @@ def _finish(
             "kv_bytes": engine.cache_bytes,
             "state_bytes": engine.host_bytes,
             **archive_record(engine),
+            **({} if likely is None else {"logprobs": {"content": likely}}),
             "prompt_s": read_in,
             "tokens_per_s": n_written / wrote_in if wrote_in else None,
         }

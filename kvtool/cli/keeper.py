@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 
 import kvtool
-from kvtool.cli.opening import SAMPLING
 from kvtool.cli.progress import bytes_progress
+from kvtool.cli.sampling import SAMPLING
 from kvtool.errors import InputError, SessionError
 from kvtool.system.files import Log
 

@@ -1,4 +1,4 @@
-"""From options to what runs: a checked model, a fitted policy, an engine, a sampler."""
+"""From options to what runs: a checked model, a fitted policy, an engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
     from kvtool.engine.settings import Settings
     from kvtool.llama.model import Model as LoadedModel
-    from kvtool.llama.sampler import Sampler
     from kvtool.models.header import ModelInfo
     from kvtool.policy import Policy as FittedPolicy
-
-SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-"""The sampler's options except the seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +118,6 @@ def open_engine(
             yield Opened(engine, info)
         finally:
             engine.close()
-
-
-def sampler(context: typer.Context, engine: Engine) -> Sampler:
-    """The sampler that the running command's options ask for. Raises UsageError."""
-    from kvtool.llama.sampler import Sampler
-
-    params = context.params
-    return Sampler(engine.model.n_vocab, seed=params["seed"], **{name: params[name] for name in SAMPLING})
 
 
 def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:

@@ -71,6 +71,12 @@ class Model:
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
 
+    @property
+    def vocab(self) -> object:
+        """llama.cpp's own vocabulary, for its own functions. Raises UsageError once the model is closed."""
+        self._check_open()
+        return self._vocab
+
     def close(self) -> None:
         """Frees the model. A second call does nothing."""
         if self._model:

@@ -2,94 +2,207 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from collections import deque
+from typing import Any
+
+import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.cache import Cache
+from kvtool.llama.grammar import grammar_sampler
 from kvtool.llama.library import api
+from kvtool.llama.model import Model
+from kvtool.llama.sampling import Sampling
 
-_N_PENALTY = 64
-"""Tokens that the repeat penalty looks back at: llama.cpp's default."""
+_CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+
+_N_MIROSTAT = 100
+"""Tokens by which Mirostat 1 estimates: llama.cpp's own number, and the paper's."""
 
 
 class Sampler:
-    """llama.cpp's own chain of samplers, in its own order.
+    """llama.cpp's own chain of samplers, in the order of its command line.
 
     Parameters
     ----------
-    temp
-        Temperature; 0 or less takes the likeliest token.
-    top_k, top_p, min_p
-        As llama.cpp has them; 0, 1 and 0 are off.
-    repeat_penalty
-        1 is off.
+    model
+        Gives the vocabulary.
+    settings
+        How tokens are drawn; the likeliest is taken if not given.
     seed
         Drawn if not given.
 
     Attributes
     ----------
     recent
-        The last tokens sampled, which the repeat penalty looks back at.
+        The last tokens sampled, which the penalties look back at.
 
     Raises
     ------
     UsageError
-        For a penalty that is not above 0.
+        For a grammar that does not parse, and a bias of a token that is not in the vocabulary.
     """
 
-    def __init__(
-        self,
-        n_vocab: int,
-        *,
-        temp: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repeat_penalty: float = 1.0,
-        seed: int | None = None,
-    ) -> None:
-        if repeat_penalty <= 0:
-            raise UsageError(f"--repeat-penalty must be above 0, got {repeat_penalty}; 1 is none")
-        self.n_vocab = n_vocab
-        self.temp, self.top_k, self.top_p, self.min_p = temp, top_k, top_p, min_p
-        self.repeat_penalty = repeat_penalty
+    def __init__(self, model: Model, settings: Sampling | None = None, *, seed: int | None = None) -> None:
+        self.model = model
+        self.settings = settings or Sampling()
         self.seed = secrets.randbits(31) if seed is None else seed
-        self.recent: deque[int] = deque(maxlen=_N_PENALTY)
-        self._chain = None
+        self.recent: deque[int] = deque(maxlen=self.settings.n_recent)
+        self._chain = self._grammar = None
+        self._n = 0
         self.start(0)
 
     def start(self, n: int) -> None:
-        """Begins the nth text: its draws depend on the seed and n alone."""
+        """Begins the nth text: its draws depend on the seed and n alone, and a grammar begins anew."""
+        self._begin(n, self.settings)
+
+    def change(self, settings: Sampling) -> None:
+        """Takes other settings and begins the present text again; what was sampled and the seed stay.
+
+        Raises UsageError as the constructor does; then nothing changes.
+        """
+        self._begin(self._n, settings)
+
+    def _begin(self, n: int, settings: Sampling) -> None:
+        self._check_bias(settings)
+        grammar = grammar_sampler(self.model, settings.grammar) if settings.grammar is not None else None
         self.close()
-        add = api.llama_sampler_chain_add
+        if settings.n_recent != self.recent.maxlen:
+            self.recent = deque(self.recent, maxlen=settings.n_recent)
+        self.settings, self._n, self._grammar = settings, n, grammar
         self._chain = chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        if self.repeat_penalty != 1.0:
-            penalties = (_N_PENALTY, self.repeat_penalty, 0.0, 0.0)
-            add(chain, api.llama_sampler_init_penalties(self.n_vocab, *penalties))
-        if self.temp <= 0:
-            add(chain, api.llama_sampler_init_greedy())
-        else:
-            if self.top_k > 0:
-                add(chain, api.llama_sampler_init_top_k(self.top_k))
-            if self.top_p < 1:
-                add(chain, api.llama_sampler_init_top_p(self.top_p, 1))
-            if self.min_p > 0:
-                add(chain, api.llama_sampler_init_min_p(self.min_p, 1))
-            add(chain, api.llama_sampler_init_temp(self.temp))
-            # llama.cpp takes the greatest seed for a random one
-            add(chain, api.llama_sampler_init_dist((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF))
+        # llama.cpp takes the greatest seed for a random one
+        for sampler in self._samplers((self.seed + n * 0x9E3779B9) % 0xFFFFFFFF):
+            api.llama_sampler_chain_add(chain, sampler)
         for token in self.recent:
             api.llama_sampler_accept(chain, token)
 
+    def _check_bias(self, settings: Sampling) -> None:
+        n = self.model.n_vocab
+        for token, _ in settings.logit_bias:
+            if not 0 <= token < n:
+                raise UsageError(f"--logit-bias: token {token} is not in the vocabulary, which is 0..{n - 1}")
+
+    def _samplers(self, seed: int) -> list[Any]:
+        """The links of the chain, which frees them."""
+        its, n_vocab = self.settings, self.model.n_vocab
+        links = []
+        if its.logit_bias:
+            pairs = [api.llama_logit_bias(token, bias) for token, bias in its.logit_bias]
+            bias = (api.llama_logit_bias * len(pairs))(*pairs)
+            links.append(api.llama_sampler_init_logit_bias(n_vocab, len(pairs), bias))
+        if its.mirostat and its.temp > 0:
+            links.append(api.llama_sampler_init_temp(its.temp))
+            target = (its.mirostat_ent, its.mirostat_lr)
+            if its.mirostat == 1:
+                links.append(api.llama_sampler_init_mirostat(n_vocab, seed, *target, _N_MIROSTAT))
+            else:
+                links.append(api.llama_sampler_init_mirostat_v2(seed, *target))
+            return links
+        if not its.mirostat:
+            links += self._penalties()
+            # of all that drop tokens only these two can drop the likeliest
+            if its.temp > 0 or its.typical < 1 or its.xtc_probability > 0:
+                links += self._truncations(seed)
+        if its.temp > 0:
+            links.append(api.llama_sampler_init_temp(its.temp))
+            links.append(api.llama_sampler_init_dist(seed))
+        else:
+            links.append(api.llama_sampler_init_greedy())
+        return links
+
+    def _penalties(self) -> list[Any]:
+        its, links = self.settings, []
+        penalties = (its.repeat_penalty, its.frequency_penalty, its.presence_penalty)
+        if penalties != (1, 0, 0) and its.repeat_last_n:
+            links.append(api.llama_sampler_init_penalties(self.model.n_vocab, its.repeat_last_n, *penalties))
+        if its.dry_multiplier and its.dry_penalty_last_n:
+            breakers = [text.encode() for text in its.dry_sequence_breaker]
+            links.append(
+                api.llama_sampler_init_dry(
+                    *(self.model.vocab, its.dry_multiplier, its.dry_base),
+                    *(its.dry_allowed_length, its.dry_penalty_last_n),
+                    *((ctypes.c_char_p * len(breakers))(*breakers), len(breakers)),
+                )
+            )
+        return links
+
+    def _truncations(self, seed: int) -> list[Any]:
+        its, links = self.settings, []
+        if its.top_k > 0:
+            links.append(api.llama_sampler_init_top_k(its.top_k))
+        if its.typical < 1:
+            links.append(api.llama_sampler_init_typical(its.typical, 1))
+        if its.top_p < 1:
+            links.append(api.llama_sampler_init_top_p(its.top_p, 1))
+        if its.min_p > 0:
+            links.append(api.llama_sampler_init_min_p(its.min_p, 1))
+        if its.xtc_probability > 0:
+            links.append(api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed))
+        return links
+
     def sample(self, cache: Cache) -> int:
-        """The next token, from the logits of the cache's last decode."""
-        token: int = api.llama_sampler_sample(self._chain, cache.handle, -1)
+        """The next token, from the logits of the cache's last decode.
+
+        Raises UsageError where the grammar allows nothing that the vocabulary has.
+        """
+        if self._grammar is None:
+            token: int = api.llama_sampler_sample(self._chain, cache.handle, -1)
+        else:
+            token = self._fitting(cache.logits()[-1])
+            api.llama_sampler_accept(self._grammar, token)
+            api.llama_sampler_accept(self._chain, token)
         self.recent.append(token)
         return token
 
+    def _fitting(self, logits: np.ndarray) -> int:
+        """A token that fits the grammar, by logits f32[n_vocab].
+
+        As llama.cpp does it: a draw that fits stays, since most do, and to try all tokens takes long. For
+        one that does not fit, another is drawn from those that do.
+        """
+        everything = np.arange(len(logits), dtype=np.int32)
+        token = self._drawn(_candidates(everything, logits))
+        if self._fits(token):
+            return token
+        candidates = _candidates(everything, logits)
+        self._apply(self._grammar, candidates)
+        token = self._drawn(candidates)
+        # llama.cpp ends the process at a token that does not
+        if not self._fits(token):
+            raise UsageError(
+                "the grammar has come to a place that no token of this model continues; change the grammar"
+            )
+        return token
+
+    def _drawn(self, candidates: np.ndarray) -> int:
+        at = self._apply(self._chain, candidates)
+        return int(candidates["id"][at])
+
+    def _fits(self, token: int) -> bool:
+        alone = _candidates(np.array([token], np.int32), np.zeros(1, np.float32))
+        self._apply(self._grammar, alone)
+        return bool(alone["logit"][0] == 0)
+
+    def _apply(self, sampler: Any, candidates: np.ndarray) -> int:
+        """Changes the candidates in place; returns which is selected, -1 if none is."""
+        data = candidates.ctypes.data_as(api.llama_token_data_p)
+        array = api.llama_token_data_array(data, len(candidates), -1, False)
+        api.llama_sampler_apply(sampler, ctypes.byref(array))
+        return int(array.selected)
+
     def close(self) -> None:
-        """Frees the chain."""
-        if self._chain:
-            api.llama_sampler_free(self._chain)
-            self._chain = None
+        """Frees the chain and the grammar."""
+        for sampler in (self._chain, self._grammar):
+            if sampler:
+                api.llama_sampler_free(sampler)
+        self._chain = self._grammar = None
+
+
+def _candidates(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """llama.cpp's records of tokens i32[n] with logits f32[n]."""
+    candidates = np.zeros(len(tokens), _CANDIDATE)
+    candidates["id"], candidates["logit"] = tokens, logits
+    return candidates

@@ -17,6 +17,7 @@ from kvtool.errors import InputError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
+from kvtool.llama.sampling import Sampling
 from kvtool.policy import Policy
 
 N_OUTPUT = 64
@@ -151,11 +152,11 @@ class Reader:
 
         A stop string does not count within the white space at the start of the text.
         """
-        return self._write(Sampler(self.model.n_vocab), n_max, stop)
+        return self._write(Sampler(self.model), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
         """Write with random draws, up to the end of the model's turn or n_max tokens."""
-        return self._write(Sampler(self.model.n_vocab, temp=temp, top_p=top_p, seed=seed), n_max)
+        return self._write(Sampler(self.model, Sampling(temp=temp, top_p=top_p), seed=seed), n_max)
 
     def log_likelihood(self, text: str) -> Likelihood:
         """How likely the text is as the next one. Its tokens are decoded, with evictions as they fall due."""

@@ -1,0 +1,40 @@
+"""A text that comes in pieces and ends before the first of some stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Stops:
+    """Passes pieces on, and keeps back what may be the start of a stop string.
+
+    Attributes
+    ----------
+    found
+        Whether the text has come to a stop string. It has ended there.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.found = False
+        self._stops = stops
+        self._kept = ""
+
+    def feed(self, piece: str) -> str:
+        """What can be passed on after this piece; "" if that is nothing."""
+        text = self._kept + piece
+        if ends := [at for stop in self._stops if (at := text.find(stop)) >= 0]:
+            self.found, self._kept = True, ""
+            return text[: min(ends)]
+        n = max((_n_begun(text, stop) for stop in self._stops), default=0)
+        self._kept = text[len(text) - n :]
+        return text[: len(text) - n]
+
+    def rest(self) -> str:
+        """What was kept back, once the text has ended without a stop string."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+
+def _n_begun(text: str, stop: str) -> int:
+    """The most characters at the end of a text that a stop string begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,139 @@
+"""llama.cpp's own grammars (GBNF), and grammars from JSON schemas."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvtool.errors import UsageError
+from kvtool.llama.crash import crash_means
+from kvtool.llama.library import api
+from kvtool.llama.log import because, log_tail
+from kvtool.llama.model import Model
+
+# the package's own lets line breaks into strings, which JSON does not
+_CHAR = r'[^"\\\x7F\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4})'
+
+_HELD = {
+    *("type", "properties", "required", "additionalProperties", "enum", "const", "anyOf", "oneOf", "allOf"),
+    *("items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "$ref"),
+}
+_REMARKS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "$defs", "definitions"),
+}
+_OF_NAMES = ("properties", "$defs", "definitions")
+"""Keywords whose value has a schema for each name."""
+
+
+def schema_grammar(schema: str) -> str:
+    """The grammar of the JSON texts that fit a JSON schema, by llama-cpp-python's converter.
+
+    Raises UsageError for what is not JSON, or not a schema that the converter knows.
+    """
+    from llama_cpp import llama_grammar as package
+
+    class Converter(package.SchemaConverter):
+        """With mistakes mended: what it wrote for quotes, backslashes and line breaks was not JSON."""
+
+        def _format_literal(self, literal: str) -> str:
+            text = json.dumps(json.loads(literal), ensure_ascii=False)
+            escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+            return f'"{escaped}"'
+
+        def _add_primitive(self, name: str, rule: Any) -> Any:
+            if rule is package.PRIMITIVE_RULES["char"]:
+                rule = package.BuiltinRule(_CHAR)
+            return super()._add_primitive(name, rule)
+
+    try:
+        parsed = json.loads(schema)
+        if not isinstance(parsed, dict):
+            raise UsageError(f"the JSON schema must be an object {{...}}, got {schema.strip()[:40]}")
+        make: Any = Converter
+        converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
+        converter.visit(converter.resolve_refs(parsed, "stdin"), "")
+        grammar: str = converter.format_grammar()
+        grammar.encode()
+    except json.JSONDecodeError as error:
+        raise UsageError(f"the JSON schema is not JSON: {error}") from None
+    except RecursionError:
+        raise UsageError("the JSON schema is nested too deeply") from None
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # the converter says it in these ways
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UsageError(f"the JSON schema cannot be turned into a grammar: {why}") from None
+    return grammar
+
+
+def not_held(schema: str) -> list[str]:
+    """The keywords of a JSON schema that its grammar does not hold a text to, sorted."""
+    found: set[str] = set()
+
+    def visit(part: object) -> None:
+        if isinstance(part, list):
+            for each in part:
+                visit(each)
+        elif isinstance(part, dict):
+            found.update(part.keys() - _HELD - _REMARKS)
+            for name, value in part.items():
+                if name in _OF_NAMES and isinstance(value, dict):
+                    visit(list(value.values()))
+                elif name not in ("enum", "const", "default", "examples"):
+                    visit(value)
+
+    visit(json.loads(schema))
+    return sorted(found)
+
+
+def grammar_sampler(model: Model, grammar: str) -> Any:
+    """llama.cpp's sampler of a grammar at its start. Raises UsageError for one that does not parse."""
+    log_tail.clear()
+    with crash_means(UsageError("llama.cpp has crashed on the grammar; simplify it")), _stderr() as said:
+        sampler = api.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
+    if not sampler:
+        raise UsageError(f"the grammar does not parse{_why(grammar, ''.join(said))}")
+    return sampler
+
+
+def _why(grammar: str, said: str) -> str:
+    """The reason, for the end of a message. said: what llama.cpp wrote to stderr."""
+    _, found, rest = said.partition("error parsing grammar: ")
+    if not found:
+        return because() if grammar.strip() else ": it is empty"
+    # it says where by the rest of the grammar, and then prints the whole
+    reason = rest.removesuffix(f"\n\n{grammar}\n")
+    what, at, left = reason.partition(" at ")
+    if not at or not grammar.endswith(left):
+        return f": {reason.splitlines()[0][:200]}"
+    before = grammar[: len(grammar) - len(left)]
+    here = (left.splitlines() or [""])[0].strip()[:40]
+    place = f"before `{here}`" if here else "at its end"
+    return f": {what} in line {len(before.splitlines()) or 1}, {place}"
+
+
+@contextmanager
+def _stderr() -> Iterator[list[str]]:
+    """What C writes to stderr inside the block, in a list after it: the parser says why in no other way."""
+    said: list[str] = []
+    try:
+        own = os.dup(2)
+    except OSError:
+        # closed
+        yield said
+        return
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+            try:
+                yield said
+            finally:
+                os.dup2(own, 2)
+                file.seek(0)
+                said.append(file.read().decode("utf-8", "replace"))
+    finally:
+        os.close(own)
