@@ -1,4 +1,4 @@
-"""A text that comes in pieces and ends before the first of some stop strings."""
+"""A text that comes in pieces and ends before a stop string."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Stops:
     def feed(self, piece: str) -> str:
         """What can be passed on after this piece; "" if that is nothing."""
         text = self._kept + piece
-        if ends := [at for stop in self._stops if (at := text.find(stop)) >= 0]:
+        # the first that is complete, however the text is cut; of those the longest
+        if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             self.found, self._kept = True, ""
-            return text[: min(ends)]
+            return text[: min(ends)[1]]
         n = max((_n_begun(text, stop) for stop in self._stops), default=0)
         self._kept = text[len(text) - n :]
         return text[: len(text) - n]

@@ -34,8 +34,8 @@ SAMPLING = (*_NUMBERS, *_LISTS, *_SHAPES)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
-def _option(*names: str, metavar: str, help: str, default: str | None = None) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, show_default=default or True)
+def _option(*names: str, metavar: str, help: str, default: str | bool = True) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help, show_default=default)
 
 
 Typical = Annotated[
@@ -111,7 +111,6 @@ LogitBias = Annotated[
         *("-l", "--logit-bias"),
         metavar="TOKEN+BIAS",
         help="Add to a token's logit, or subtract: 15043+1, 15043-2.5; 15043-inf bans the token. Repeatable.",
-        default="none",
     ),
 ]
 
@@ -137,7 +136,6 @@ Grammar = Annotated[
         "--grammar",
         metavar="FILE",
         help="Write only what fits this GBNF grammar: a file, or the grammar itself.",
-        default="none",
     ),
 ]
 
@@ -147,7 +145,6 @@ JsonSchema = Annotated[
         *("-j", "--json-schema"),
         metavar="FILE|TEXT",
         help="Write only JSON that fits this schema: a file, or the schema itself.",
-        default="none",
     ),
 ]
 
@@ -157,7 +154,6 @@ Stop = Annotated[
         "--stop",
         metavar="TEXT",
         help=r"End the text before this one; \n is a line break. Repeatable.",
-        default="none",
     ),
 ]
 

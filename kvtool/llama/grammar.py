@@ -92,6 +92,9 @@ def not_held(schema: str) -> list[str]:
 
 def grammar_sampler(model: Model, grammar: str) -> Any:
     """llama.cpp's sampler of a grammar at its start. Raises UsageError for one that does not parse."""
+    if not grammar.strip():
+        # llama.cpp would take it for none
+        raise UsageError("the grammar is empty")
     log_tail.clear()
     with crash_means(UsageError("llama.cpp has crashed on the grammar; simplify it")), _stderr() as said:
         sampler = api.llama_sampler_init_grammar(model.vocab, grammar.encode(), b"root")
@@ -104,7 +107,7 @@ def _why(grammar: str, said: str) -> str:
     """The reason, for the end of a message. said: what llama.cpp wrote to stderr."""
     _, found, rest = said.partition("error parsing grammar: ")
     if not found:
-        return because() if grammar.strip() else ": it is empty"
+        return because()
     # it says where by the rest of the grammar, and then prints the whole
     reason = rest.removesuffix(f"\n\n{grammar}\n")
     what, at, left = reason.partition(" at ")
