@@ -253,6 +253,21 @@ def test_other_settings_keep_what_was_written_and_the_seed(engine):
     sampler.close()
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"dry_multiplier": 2.0}])
+def test_the_next_text_knows_all_that_a_penalty_looks_back_at(engine, penalty):
+    reach = {
+        "dry_penalty_last_n" if "dry_multiplier" in penalty else "repeat_last_n": 150,
+        "dry_sequence_breaker": (),
+    }
+    sampler = Sampler(engine.model, Sampling(**penalty, **reach))
+    # a is 120 tokens back, where b and c followed it
+    sampler.recent.extend([A, B, C, *([D] * 116), A, B] if "dry_multiplier" in penalty else [C, *([D] * 119)])
+    sampler.start(1)
+    assert drawn(engine, sampler, logits_of(engine, c=5, b=4), 1) == [B]
+    sampler.close()
+
+
 # ranges, and the options
 
 
