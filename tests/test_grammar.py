@@ -215,6 +215,39 @@ def test_no_string_has_what_json_does_not_allow(engine, likely):
     assert 8 <= len(json.loads(bytes(token - 3 for token in tokens[:-1]))) <= 9
 
 
+@pytest.mark.engine
+def test_a_definition_is_not_taken_for_a_property_of_its_name(engine):
+    schema = {
+        "properties": {
+            "pet": {"enum": ["cat"]},
+            "other": {"$ref": "#/$defs/pet"},
+            "list": {"$ref": "#/$defs/deep/pet"},
+        },
+        "required": ["pet", "other", "list"],
+        "$defs": {
+            "pet": {"enum": ["dog"]},
+            "deep": {
+                "pet": {
+                    "anyOf": [
+                        {"const": 0},
+                        {"items": {"$ref": "#/$defs/deep/pet"}, "minItems": 1, "maxItems": 1},
+                    ]
+                }
+            },
+        },
+    }
+    logits = np.zeros(engine.model.n_vocab, np.float32)
+    logits[259:] = -90
+    found = set()
+    for first in "0[":
+        logits[3 + ord("0")], logits[3 + ord("[")] = (5, 0) if first == "0" else (0, 2)
+        tokens = written(engine, logits, 400, temp=1, grammar=schema_grammar(json.dumps(schema)))
+        value = json.loads(bytes(token - 3 for token in tokens[:-1]))
+        assert (value["pet"], value["other"]) == ("cat", "dog")
+        found.add(type(value["list"]))
+    assert found == {int, list}
+
+
 def test_what_a_grammar_cannot_hold_is_named():
     schema = {
         **{"$schema": "x", "title": "t", "type": "object", "minProperties": 1},

@@ -38,7 +38,7 @@ def schema_grammar(schema: str) -> str:
     from llama_cpp import llama_grammar as package
 
     class Converter(package.SchemaConverter):
-        """With mistakes mended: what it wrote for quotes, backslashes and line breaks was not JSON."""
+        """With mistakes mended: texts that were not JSON, and rules of two things under one name."""
 
         def _format_literal(self, literal: str) -> str:
             text = json.dumps(json.loads(literal), ensure_ascii=False)
@@ -49,6 +49,15 @@ def schema_grammar(schema: str) -> str:
             if rule is package.PRIMITIVE_RULES["char"]:
                 rule = package.BuiltinRule(_CHAR)
             return super()._add_primitive(name, rule)
+
+        def _resolve_ref(self, ref: str) -> Any:
+            # a definition may have the name of a property, or of another definition elsewhere
+            name = f"definition-{list(self._refs).index(ref)}-"
+            if name not in self._rules and ref not in self._refs_being_resolved:
+                self._refs_being_resolved.add(ref)
+                name = super().visit(self._refs[ref], name)  # type: ignore[no-untyped-call]
+                self._refs_being_resolved.remove(ref)
+            return name
 
     try:
         parsed = json.loads(schema)
