@@ -15,6 +15,7 @@ from kvtool.chats import session
 from kvtool.chats.prompt import pin_prefix, system_prefix
 from kvtool.chats.segments import Listing, Store
 from kvtool.chats.template import Message, Template
+from kvtool.chats.thinking import Splitter, without_thought
 from kvtool.chats.undo import Copies, Copy
 from kvtool.chats.writer import Writer
 from kvtool.llama.archive import Archive
@@ -64,7 +65,12 @@ class Conversation:
         # where copies have their archive, if not in the session's
         self._store = Store()
         self.n_reply = self.version = 0
-        self._n_held = len(writer.engine.model.tokenize(template.reply_start(), special=True))
+        model = writer.engine.model
+        self._n_held = len(model.tokenize(template.reply_start(), special=True))
+        # tokens of the reply header that open a thought; they are left out with it
+        self._n_opening = 0
+        if template.drops_thoughts and template.opens_thought:
+            self._n_opening = len(model.tokenize(template.opening, special=True))
         self.reset(system)
 
     @property
@@ -108,22 +114,74 @@ class Conversation:
             engine.hold(n_held)
 
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
-        """Yields the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do."""
+        """Yields the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do.
+
+        A turn that is stopped while it is read stays; the rest of it is read first the next time.
+        """
+        if self.hear(text):
+            yield from self.answer(n_max)
+
+    def hear(self, text: str) -> bool:
+        """Reads a turn of the user; returns False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        self.remember(f'the turn "{_brief(text)}"')
-        self.writer.sampler.start(self.n_reply)
-        self.n_reply += 1
+        # what opens a thought is read by `answer`
+        self._opening = tokens[len(tokens) - self._n_opening :]
+        self.remember(f'the turn "{_brief(text)}"', text)
         self.version += 1
         self.messages.append({"role": "user", "content": text})
-        said: list[str] = []
+        is_read = False
         try:
-            if self.writer.read(tokens):
+            is_read = self.writer.read(tokens[: len(tokens) - self._n_opening])
+        finally:
+            if not is_read:
+                self.messages.append({"role": "assistant", "content": ""})
+        return is_read
+
+    def answer(self, n_max: int | None = None) -> Iterator[str]:
+        """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
+
+        Where the template drops the thoughts of earlier replies, the cache does, too: it goes back to where
+        the reply began, and reads what was said.
+        """
+        self.writer.sampler.start(self.n_reply)
+        self.n_reply += 1
+        said: list[str] = []
+        before = self._copy_of_now() if self.template.drops_thoughts else None
+        try:
+            if self.writer.read(self._opening):
                 for piece in self.writer.write(n_max):
                     said.append(piece)
                     yield piece
         finally:
             self.messages.append({"role": "assistant", "content": "".join(said)})
+            if before:
+                with closing(before):
+                    self._drop_thought(before, "".join(said))
+
+    def splitter(self) -> Splitter:
+        """Tells the thought of the next reply from what it says."""
+        return Splitter(self.template.tags, is_open=self.template.opens_thought)
+
+    def _copy_of_now(self) -> Copy | None:
+        try:
+            return Copy("", *self._copy())
+        except OSError:
+            # without room the thought stays
+            return None
+
+    def _drop_thought(self, before: Copy, said: str) -> None:
+        """Goes back to the copy and reads what was said after the thought, if there was one."""
+        splitter = self.splitter()
+        spoken = without_thought(said, splitter)
+        if not splitter.had_thought:
+            return
+        messages, recent, n_written = self.messages, list(self.writer.sampler.recent), self.writer.n_written
+        self.restore(*session.load(before.file, "the copy of the chat", before.archive))
+        self.messages = messages
+        self.writer.sampler.recent.extend(recent)
+        self.writer.n_written = n_written
+        self.writer.read(self.writer.engine.model.tokenize(spoken))
 
     @property
     def archive(self) -> Archive | None:
@@ -151,8 +209,8 @@ class Conversation:
         self.id = meta.get("id") or secrets.token_hex(8)
         self.is_pinned = True
 
-    def remember(self, change: str) -> bool:
-        """Copies the chat before a change, so that `undo` takes the change back.
+    def remember(self, change: str, turn: str | None = None) -> bool:
+        """Copies the chat before a change, so that `undo` takes the change back. turn: what the user says.
 
         Returns False where there is no room for a copy, even without the older ones.
         """
@@ -160,7 +218,7 @@ class Conversation:
             return False
         while True:
             try:
-                self.copies.push(Copy(change, *(self.kept() or self._copy())))
+                self.copies.push(Copy(change, *(self.kept() or self._copy()), turn))
             except OSError:
                 # copies without a gap, or none
                 if not len(self.copies):
@@ -177,11 +235,21 @@ class Conversation:
         """
         if not len(self.copies):
             return None
+        return self._take_back().change
+
+    def take_back(self) -> str | None:
+        """Takes the last turn back, if that is the last change; returns what the user said, or None.
+
+        Raises as `undo` does.
+        """
+        return self._take_back().turn if self.copies.newest_turn is not None else None
+
+    def _take_back(self) -> Copy:
         with closing(self.copies.pop()) as copy:
             n_reply = self.n_reply
             self.restore(*session.load(copy.file, "the copy of the chat", copy.archive))
         self.n_reply = max(n_reply, self.n_reply)
-        return copy.change
+        return copy
 
     def close(self) -> None:
         """Drops the copies."""

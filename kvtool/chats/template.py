@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import cached_property
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvtool.chats.thinking import tags_in
 from kvtool.errors import ModelError
 
 Message = dict[str, str]
@@ -33,13 +35,24 @@ RAW = "kvtool generate and kvtool eval need none with --raw"
 """What a user can do without a working template."""
 
 _STAND_IN = "kvtool stands in for the reply"
-"""Text that marks a place in a rendered chat."""
+_THOUGHT = "kvtool stands in for the thought"
+"""Texts that mark places in a rendered chat."""
 
 
 class Template:
-    """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError."""
+    """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError.
+
+    Attributes
+    ----------
+    source
+        The Jinja text.
+    tags
+        What thoughts stand between.
+    """
 
     def __init__(self, source: str, bos: str, eos: str) -> None:
+        self.source = source
+        self.tags = tags_in(source)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -80,6 +93,31 @@ class Template:
     def reply_start(self) -> str:
         """The model's reply header: the text between what a user says and the model's reply."""
         return self.render([{"role": "user", "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
+
+    @cached_property
+    def opening(self) -> str:
+        """The end of the reply header from the tag on that opens a thought; "" if it opens none."""
+        header = self.reply_start()
+        at = header.rfind(self.tags.start)
+        return header[at:] if at >= 0 and self.tags.end not in header[at:] else ""
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the reply header opens a thought."""
+        return bool(self.opening)
+
+    @cached_property
+    def drops_thoughts(self) -> bool:
+        """Whether the thought of a reply is left out once the user has said something after it."""
+        if self.tags.start not in self.source and self.tags.end not in self.source:
+            return False
+        thought = f"{self.tags.start}\n{_THOUGHT}\n{self.tags.end}\n\n{_STAND_IN}"
+        user = {"role": "user", "content": "."}
+        try:
+            text = self.render([user, {"role": "assistant", "content": thought}, user])
+        except ModelError:
+            return False
+        return _STAND_IN in text and _THOUGHT not in text
 
 
 def _raise(message: str) -> None:

@@ -24,11 +24,14 @@ class Copy(NamedTuple):
         The chat as `session.dump` writes it; the caller closes it.
     archive
         The file with the segments that it lists, if it lists some; the caller closes that, too.
+    turn
+        What the user said next, if the change is a turn.
     """
 
     change: str
     file: BinaryIO
     archive: FileIO | None = None
+    turn: str | None = None
 
     def close(self) -> None:
         self.file.close()
@@ -62,6 +65,11 @@ class Copies:
         newest = self._copies[-1].archive
         shared = self._archives().get(os.fstat(newest.fileno()).st_ino, 0) if newest else 0
         return len(self) > self.most or (len(self) > 1 and self.n_bytes - shared > self.most_bytes)
+
+    @property
+    def newest_turn(self) -> str | None:
+        """What the user said in the change that the newest copy was made before; None if that is no turn."""
+        return self._copies[-1].turn if self._copies else None
 
     def push(self, copy: Copy) -> None:
         self._copies.append(copy)

@@ -26,10 +26,14 @@ class Writer:
         Setting this, even from a signal handler, ends `read` and `write` after the current step.
     n_written
         Tokens that the last `write` has sampled.
+    is_cut
+        Whether the last `write` ended because it had written as many tokens as it may.
     before_reading
         Called with the number of tokens of each text before it is read.
     after_sampling
         Called with each token that `write` has sampled, while its logits are the context's last.
+    while_reading
+        Called before each step with how many tokens of the text are read, and how many it has.
     """
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
@@ -37,8 +41,10 @@ class Writer:
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
+        self.is_cut = False
         self.before_reading: Callable[[int], None] = lambda n: None
         self.after_sampling: Callable[[int], None] = lambda token: None
+        self.while_reading: Callable[[int, int], None] = lambda done, n: None
         self._forget()
 
     def reset(self) -> None:
@@ -84,9 +90,14 @@ class Writer:
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
-        before = self.engine.n_past
+        before, n_all = self.engine.n_past, len(self._unread)
+
+        def stopped() -> bool:
+            self.while_reading(self.engine.n_past - before, n_all)
+            return self.stop
+
         try:
-            self.engine.read(self._unread, lambda: self.stop)
+            self.engine.read(self._unread, stopped)
         finally:
             # after an error, what was decoded before it counts as read
             n = self.engine.n_past - before
@@ -109,6 +120,7 @@ class Writer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         model = self.engine.model
         self.n_written = 0
+        self.is_cut = False
         if len(self._unread) and not self.read(self._unread[:0]):
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
@@ -131,5 +143,6 @@ class Writer:
                 if rest := stops.rest():
                     yield rest
                 raise
+            self.is_cut = self.n_written == n_max
         if rest := stops.feed(decoder.decode(b"", final=True)) + stops.rest():
             yield rest

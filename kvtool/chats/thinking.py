@@ -1,0 +1,100 @@
+"""Reasoning: what a model writes for itself at the start of a reply, between two tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Tags(NamedTuple):
+    """What opens a thought, and what closes it."""
+
+    start: str
+    end: str
+
+
+THINK = Tags("<think>", "</think>")
+"""The tags of most models; recognized whatever the template says."""
+
+_KNOWN = (
+    THINK,
+    Tags("<seed:think>", "</seed:think>"),
+    Tags("<|START_THINKING|>", "<|END_THINKING|>"),
+    Tags("[THINK]", "[/THINK]"),
+    Tags("<thinking>", "</thinking>"),
+    Tags("<reasoning>", "</reasoning>"),
+)
+
+
+def tags_in(template: str) -> Tags:
+    """The tags that a chat template's source names; `THINK` if it names none."""
+    return next((tags for tags in _KNOWN if tags.start in template or tags.end in template), THINK)
+
+
+class Splitter:
+    """Tells a reply's thought from what it says, piece by piece.
+
+    Only what a reply begins with is a thought: a tag further on is text like any other.
+
+    Parameters
+    ----------
+    is_open
+        Whether the reply's header has opened the thought already.
+
+    Attributes
+    ----------
+    had_thought
+        Whether there was one so far.
+    """
+
+    def __init__(self, tags: Tags, *, is_open: bool = False) -> None:
+        self._tags = tags
+        self._held = ""
+        # None: not known yet whether the reply begins with a thought
+        self._is_thought: bool | None = True if is_open else None
+        self.had_thought = is_open
+
+    def feed(self, piece: str) -> Iterator[tuple[bool, str]]:
+        """Yields (whether it is thought, text). What may be the start of a tag waits for the next piece."""
+        text, self._held = self._held + piece, ""
+        if self._is_thought is None:
+            bare = text.lstrip()
+            if bare.startswith(self._tags.start):
+                self._is_thought = self.had_thought = True
+                text = bare[len(self._tags.start) :]
+            elif self._tags.start.startswith(bare):
+                self._held = text
+                return
+            else:
+                self._is_thought = False
+        if self._is_thought:
+            thought, found, text = text.partition(self._tags.end)
+            if not found:
+                n = _overlap(thought, self._tags.end)
+                self._held = thought[len(thought) - n :]
+                thought = thought[: len(thought) - n]
+            if thought:
+                yield True, thought
+            if not found:
+                return
+            self._is_thought = False
+        if text:
+            yield False, text
+
+    def end(self) -> Iterator[tuple[bool, str]]:
+        """Yields what has waited: the reply is over."""
+        if self._held:
+            yield bool(self._is_thought), self._held
+            self._held = ""
+
+
+def without_thought(text: str, splitter: Splitter) -> str:
+    """What a reply says, without its thought and the line breaks after it."""
+    parts = [*splitter.feed(text), *splitter.end()]
+    said = "".join(part for is_thought, part in parts if not is_thought)
+    return said.lstrip("\n") if splitter.had_thought else said
+
+
+def _overlap(text: str, tag: str) -> int:
+    """The length of the longest end of the text that begins the tag."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

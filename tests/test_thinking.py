@@ -1,0 +1,159 @@
+"""Reasoning: told from what is said, shown dimmed and folded, left out of what later turns see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool import policies
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.template import Template
+from kvtool.chats.thinking import THINK, Splitter, Tags, tags_in, without_thought
+from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
+
+# as templates of this kind have it: only the last reply keeps its thought
+DROPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n%OPEN%{% endif %}"
+)
+KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%", "{# <think> #}")
+
+
+def parts(text, n, **how):
+    splitter = Splitter(THINK, **how)
+    pieces = [text[i : i + n] for i in range(0, len(text), n)]
+    found = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
+    return tuple("".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        ("<think>one</think>two", "one", "two"),
+        ("\n <think>\none </thin k></think>\n\ntwo", "\none </thin k>", "\n\ntwo"),
+        ("<think>never closed", "never closed", ""),
+        ("<think></think>", "", ""),
+        # a tag further on is text, as is what only looks like one
+        ("Use <think>x</think> here", "", "Use <think>x</think> here"),
+        ("<thin air", "", "<thin air"),
+        ("  <thi", "", "  <thi"),
+        ("<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
+        ("no tags", "", "no tags"),
+    ],
+)
+def test_a_thought_is_told_from_what_is_said_however_it_is_cut(text, thought, said, n):
+    assert parts(text, n) == (thought, said)
+
+
+def test_a_thought_that_the_reply_header_opened():
+    assert parts("one</think>two", 3, is_open=True) == ("one", "two")
+    assert without_thought("one</think>\n\ntwo", Splitter(THINK, is_open=True)) == "two"
+    assert without_thought("\ntwo", Splitter(THINK)) == "\ntwo"
+
+
+def test_templates_say_their_tags():
+    assert tags_in("... [THINK] ... [/THINK]") == Tags("[THINK]", "[/THINK]")
+    assert tags_in("content.split('</think>')") == THINK
+    assert tags_in("nothing") == THINK
+
+
+def test_templates_say_what_becomes_of_thoughts():
+    drops, keeps = (Template(source, "", "") for source in (DROPS.replace("%OPEN%", ""), KEEPS))
+    assert (drops.drops_thoughts, keeps.drops_thoughts) == (True, False)
+    assert (drops.opening, keeps.opening) == ("", "")
+    opens = Template(DROPS.replace("%OPEN%", "<think>\n"), "", "")
+    assert (opens.opening, opens.opens_thought, opens.drops_thoughts) == ("<think>\n", True, True)
+    closes = Template(DROPS.replace("%OPEN%", "<think>\n\n</think>\n\n"), "", "")
+    assert not closes.opens_thought
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    model = Model(smollm2)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def talk(model):
+    made = []
+
+    def make(template, policy="h2o", budget=64):
+        engine = Engine(model, policies.fit(policy, budget), Settings(n_batch=32, n_threads=1))
+        writer = Writer(engine, Sampler(model, seed=1))
+        made.append(Conversation(writer, Template(template, "", "")))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+        each.writer.engine.close()
+
+
+def says(talk, text):
+    """The model writes this text next, whatever its logits are."""
+    model, sampler = talk.writer.engine.model, talk.writer.sampler
+    end = model.tokenize("<|im_end|>", special=True)
+    tokens = iter([*model.tokenize(text).tolist(), *end.tolist()])
+    fixed = SimpleNamespace(
+        sample=lambda cache: next(tokens), start=lambda n: None, seed=1, recent=sampler.recent,
+        settings=sampler.settings,
+    )  # fmt: skip
+    talk.writer.sampler = fixed
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("opening", "policy"), [("", "full"), ("<think>\n", "h2o"), ("", "recall")])
+def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening, policy):
+    budget = 512 if policy == "full" else 64
+    ours = talk(DROPS.replace("%OPEN%", opening), policy, budget)
+    theirs = talk(DROPS.replace("%OPEN%", ""), policy, budget)
+    thought = "They want a number. " * 6
+    reply = ("" if opening else "<think>\n") + thought + "</think>\n\nIt is seven."
+    says(ours, reply)
+    assert "".join(ours.reply("Name a number.")) == reply
+    says(theirs, "It is seven.")
+    "".join(theirs.reply("Name a number."))
+    assert ours.messages[-1]["content"] == reply
+    # what the model sees from here on is what it would see without the thought
+    assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
+    again = f"{opening and 'Hm.</think>'}Yes."
+    for each, text in ((ours, again), (theirs, "Yes.")):
+        says(each, text)
+        assert "".join(each.reply("Are you sure?")) == text
+    assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
+
+
+@pytest.mark.engine
+def test_a_thought_stays_where_the_template_keeps_it(talk, model):
+    ours = talk(KEEPS, "full", 512)
+    reply = "<think>\nHm.</think>\n\nSeven."
+    says(ours, reply)
+    "".join(ours.reply("Name a number."))
+    text = b"".join(map(model.piece, ours.writer.tokens.tolist())).decode()
+    assert text.endswith(reply)
+
+
+@pytest.mark.engine
+def test_a_thought_that_is_stopped_leaves_nothing(talk):
+    ours = talk(DROPS.replace("%OPEN%", ""), "h2o")
+    says(ours, "<think>\nlong and longer and longer</think>\n\nSeven.")
+    pieces = ours.reply("Name a number.")
+    for _ in range(6):
+        next(pieces)
+    ours.writer.stop = True
+    list(pieces)
+    n = len(ours.writer.tokens)
+    says(ours, "Yes.")
+    assert "".join(ours.reply("And now?")) == "Yes."
+    text = b"".join(map(ours.writer.engine.model.piece, ours.writer.tokens.tolist())).decode()
+    assert "long" not in text
+    assert n < len(ours.writer.tokens)
