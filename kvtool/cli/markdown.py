@@ -1,68 +1,157 @@
-"""Shows Markdown in a terminal while it is being written."""
+"""Shows a reply in a terminal while it is being written. What is printed is never printed again.
+
+Markdown is shown as it is written, coloured: no character is lost, whatever it means. Lines of prose break
+between words.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-import time
+import re
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.live import Live
-from rich.markdown import Markdown
+from rich.text import Text
 
-_EVERY_S = 1 / 12
-"""Seconds from one drawing to the next."""
+CODE, BOLD, MARK = "cyan", "bold", "dim"
+
+_WIDE = "\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff60\U00020000-\U0003fffd"
+_UNITS = re.compile(rf"\n|[^\S\n]+|[^\s{_WIDE}]+|[{_WIDE}]")
+"""A line break, blanks, a word, or a character of a script that breaks lines anywhere."""
+
+_FENCE = re.compile(r"(`{3,}|~{3,})")
+_BULLET = re.compile(r"[-*+]|\d+[.)]")
+_MARKS = re.compile(r"(\*\*|`+)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-class MarkdownStream:
-    """Redraws the paragraph that is being written; finished ones stay as they are.
+class ReplyStream:
+    """Prints pieces of Markdown, word by word.
 
-    Only the last paragraph is redrawn, so a long answer scrolls like any other text.
+    Parameters
+    ----------
+    plain
+        Print the text as it is, without colours and without breaking lines.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, plain: bool = False) -> None:
         self._console = console
-        self._text = ""
-        # drawn by this thread: one of its own would keep errors to itself
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible", transient=True)
-        self._drawn = 0.0
+        self._is_plain = plain
+        self._held = ""
+        self._fence = ""
+        self._column = 0
+        self._blanks = ""
+        self._start_line()
 
-    def __enter__(self) -> MarkdownStream:
-        self._live.start()
+    def __enter__(self) -> ReplyStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.update("", refresh=True)
-        self._live.stop()
-        self._print(self._text)
+        self.end()
 
     def write(self, piece: str) -> None:
-        """Adds a piece. Raises OSError once the terminal is gone."""
-        self._text += piece
-        done, rest = self._split()
-        if done:
-            self._live.update("", refresh=True)
-            self._print(done)
-            self._text = rest
-        now = time.monotonic()
-        if now - self._drawn < _EVERY_S:
+        """Adds a piece; its last word waits for its end. Raises OSError once the terminal is gone."""
+        # the model must not steer the terminal
+        piece = _CONTROL.sub("\ufffd", piece.replace("\r", "").replace("\t", "    "))
+        if self._is_plain:
+            self._put([(piece, "")])
+            self._column = len((self._held + piece).rpartition("\n")[2])
             return
-        self._drawn = now
+        units = _UNITS.findall(self._held + piece)
+        self._held = ""
+        if units and not units[-1].isspace() and cell_len(units[-1]) < self._console.width:
+            self._held = units.pop()
+        self._show(units)
+
+    def end(self) -> None:
+        """Prints what waits, and ends the line."""
+        self._show([self._held] if self._held else [])
+        self._held = ""
+        if self._column:
+            self._put([("\n", "")])
+            self._start_line()
+
+    def _start_line(self) -> None:
+        self._column = self._hang = 0
+        self._blanks = ""
+        self._is_bold = self._is_heading = False
+        self._span = ""
+        self._n_word = 0
+
+    def _show(self, units: list[str]) -> None:
+        parts: list[tuple[str, str]] = []
+        for unit in units:
+            if unit == "\n":
+                # blanks at the end of a line show nothing
+                parts.append(("\n", ""))
+                self._start_line()
+            elif unit.isspace():
+                self._blanks += unit
+            else:
+                self._word(unit, parts)
+        self._put(parts)
+
+    def _word(self, word: str, parts: list[tuple[str, str]]) -> None:
+        fence = _FENCE.match(word) if self._n_word == 0 else None
+        if fence and (not self._fence or (word.strip(word[0]) == "" and fence[1].startswith(self._fence))):
+            self._fence = "" if self._fence else fence[1]
+            styled = [(word, MARK)]
+        elif self._fence:
+            styled = [(word, CODE)]
+        else:
+            styled = self._styled(word)
+        width = cell_len(word)
+        end = self._column + len(self._blanks) + width
+        # the rest of a word that is longer than a line follows its start
+        may_break = not self._fence and (self._blanks or width > len(word))
+        if may_break and self._column and end > self._console.width:
+            parts.append(("\n" + " " * self._hang, ""))
+            self._column = self._hang
+        else:
+            parts.append((self._blanks, CODE if self._span else ""))
+            self._column += len(self._blanks)
+        if self._n_word == 0:
+            is_bullet = _BULLET.fullmatch(word)
+            # a long indentation is none of a list's
+            self._hang = len(self._blanks) + (len(word) + 1 if is_bullet else 0)
+            self._hang = self._hang if self._hang < self._console.width // 2 else 0
+        parts += styled
+        self._blanks = ""
+        self._column += width
+        self._n_word += 1
+
+    def _styled(self, word: str) -> list[tuple[str, str]]:
+        """The word in parts: code, bold, and the marks of both."""
+        if self._n_word == 0 and re.fullmatch(r"#{1,6}", word):
+            self._is_heading = True
+        parts, before = [], ""
+        pieces = _MARKS.split(word)
+        for i, piece in enumerate(pieces):
+            is_mark = i % 2 == 1
+            after = pieces[i + 1] if i + 1 < len(pieces) else ""
+            style = BOLD if self._is_bold or self._is_heading else ""
+            if is_mark and piece[0] == "`" and self._span in ("", piece):
+                self._span = "" if self._span else piece
+                style = CODE
+            elif self._span:
+                style = CODE
+            elif is_mark and piece == "**":
+                is_end = self._is_bold and before[-1:].strip() != ""
+                is_start = not self._is_bold and not before[-1:].isalnum() and after[:1].strip() != ""
+                if is_end or is_start:
+                    self._is_bold = not self._is_bold
+                    style = MARK
+            if piece:
+                parts.append((piece, style))
+            before += piece
+        return parts
+
+    def _put(self, parts: list[tuple[str, str]]) -> None:
+        parts = [part for part in parts if part[0]]
+        if not parts:
+            return
         if not self._console.is_terminal:
             # it is gone, and rich draws nothing where there is none
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        self._live.update(Markdown(self._text), refresh=True)
-
-    def _split(self) -> tuple[str, str]:
-        """The finished blocks, and the open one. A blank line inside a code fence ends no block."""
-        end = self._text.rfind("\n\n")
-        while end >= 0:
-            if self._text[:end].count("```") % 2 == 0:
-                return self._text[:end], self._text[end + 2 :]
-            end = self._text.rfind("\n\n", 0, end)
-        return "", self._text
-
-    def _print(self, block: str) -> None:
-        if block.strip():
-            self._console.print(Markdown(block))
-            self._console.print()
+        self._console.print(Text.assemble(*parts), end="", soft_wrap=True)

@@ -1,0 +1,112 @@
+"""A reply as a person sees it: its thought, dimmed and folded when it ends, and then what it says."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from kvtool.chats.thinking import Splitter
+from kvtool.cli.markdown import ReplyStream
+
+_EVERY_S = 1 / 12
+"""Seconds from one drawing to the next."""
+
+_MOST_LINES = 8
+"""Lines of a thought that are shown while it goes on: its newest ones."""
+
+
+class ReplyView:
+    """Prints the pieces of one reply.
+
+    Parameters
+    ----------
+    splitter
+        Tells the thought from the rest.
+    plain
+        Show all as the model writes it.
+    hide
+        Show nothing of a thought but that there is one.
+
+    Attributes
+    ----------
+    thought
+        The reply's thought so far.
+    """
+
+    def __init__(
+        self, console: Console, splitter: Splitter, *, plain: bool = False, hide: bool = False
+    ) -> None:
+        self.thought = ""
+        self._console = console
+        self._splitter = splitter
+        self._is_plain = plain
+        self._hides = hide
+        self._out = ReplyStream(console, plain=plain)
+        self._live: Live | None = None
+        self._started = self._drawn = 0.0
+        self._is_new = True
+
+    def __enter__(self) -> ReplyView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for is_thought, text in self._splitter.end():
+            self._show(is_thought, text)
+        self._fold()
+        self._out.end()
+
+    def write(self, piece: str) -> None:
+        """Adds a piece. Raises OSError once the terminal is gone."""
+        if self._is_plain:
+            self._out.write(piece)
+            return
+        for is_thought, text in self._splitter.feed(piece):
+            self._show(is_thought, text)
+
+    def _show(self, is_thought: bool, text: str) -> None:
+        if is_thought:
+            self._think(text)
+            return
+        self._fold()
+        if self._is_new and self.thought:
+            # templates put line breaks between a thought and the rest
+            text = text.lstrip("\n")
+        if text:
+            self._is_new = False
+            self._out.write(text)
+
+    def _think(self, text: str) -> None:
+        self.thought += text
+        if self._live is None:
+            self._started = time.monotonic()
+            # drawn by this thread: one of its own would keep errors to itself
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        now = time.monotonic()
+        if now - self._drawn >= _EVERY_S:
+            self._drawn = now
+            self._live.update(self._newest(), refresh=True)
+
+    def _newest(self) -> Text:
+        if self._hides:
+            return Text("thinking", style="dim")
+        n = max(min(_MOST_LINES, self._console.height // 2), 1)
+        # a line takes at most the width: no more of the text can be seen
+        end = self.thought[-n * self._console.width :].strip()
+        lines = Text(end, style="dim").wrap(self._console, self._console.width)
+        return Text("\n").join(lines[-n:])
+
+    def _fold(self) -> None:
+        """Puts one line in the place of a thought that has ended."""
+        if self._live is None:
+            return
+        self._live.update("", refresh=True)
+        self._live.stop()
+        self._live = None
+        seconds = time.monotonic() - self._started
+        words = len(self.thought.split())
+        more = "" if self._hides else "; /show thought has it"
+        self._console.print(f"thought for {seconds:.0f} s, {words:,} words{more}", style="dim")
