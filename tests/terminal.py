@@ -15,18 +15,28 @@ import termios
 import time
 from pathlib import Path
 
+import pyte
+
 ROOT = Path(__file__).parent.parent
 RUN = "from kvtool.__main__ import main; main()"
-_STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_PROMPT = re.compile(r"(?:^|\n)> $")
 
 
 class Terminal:
-    """kvtool chat in a terminal of 400 columns. own: it is the process's own, whose end is a SIGHUP."""
+    """kvtool chat in a terminal of so many columns and rows.
 
-    def __init__(self, model, *options, own=True, env=None):
+    The screen has far more rows than a program is told of, so that nothing leaves it.
+    own: it is the process's own terminal, whose end is a SIGHUP.
+    """
+
+    def __init__(self, model, *options, own=True, env=None, columns=400, rows=50):
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 400, 0, 0))
-        self.seen = self.all = ""
+        self.resize(columns, rows)
+        self._screen = pyte.Screen(columns, 2000)
+        self._stream = pyte.ByteStream(self._screen)
+        # what was written, and how much of the text was waited for
+        self.raw = b""
+        self._at = 0
 
         def prepare():
             os.setsid()
@@ -37,43 +47,82 @@ class Terminal:
 
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
         command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1", "-m", str(model)]
-        environment = os.environ | {"TERM": "xterm"} | (env or {})
+        # no answer comes to a question for the cursor's place
+        environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | (env or {})
         self.process = subprocess.Popen(
             [*command, *map(str, options)], cwd=ROOT, preexec_fn=prepare, env=environment, **ends
         )
         os.close(slave)
 
+    @property
+    def text(self):
+        """The lines up to the cursor; blanks at the ends of lines count in the last one only."""
+        rows, cursor = self._screen.display, self._screen.cursor
+        return "\n".join([*(row.rstrip() for row in rows[: cursor.y]), rows[cursor.y][: cursor.x]])
+
+    @property
+    def all(self):
+        return self.text
+
+    @property
+    def seen(self):
+        return self.text[self._at :]
+
+    def resize(self, columns, rows):
+        """Tells the program another size."""
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     def wait_for(self, words, seconds=60, pressing=""):
         """Reads up to the words and returns what came before; `pressing` is typed every half second."""
         end = time.monotonic() + seconds
         while words not in self.seen:
-            assert time.monotonic() < end, self.seen[-2000:]
+            assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
                 self._read()
             else:
                 self.type(pressing)
-        before, _, self.seen = self.seen.partition(words)
+        before, _, _ = self.seen.partition(words)
+        self._at += len(before) + len(words)
         return before
+
+    def until(self, words, seconds=60):
+        """Reads until the whole text has the words: what is drawn again may change what came before."""
+        end = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < end, self.text[-2000:]
+            if select.select([self.master], [], [], 0.5)[0]:
+                self._read()
+        self._at = len(self.text)
 
     def _read(self):
         try:
-            new = os.read(self.master, 65536).decode("utf-8", "replace")
+            new = os.read(self.master, 65536)
         except OSError:
-            new = ""
-        assert new, f"the chat has ended: {self.all[-2000:]}"
-        self.seen += new
-        self.all += new
+            new = b""
+        assert new, f"the chat has ended: {self.text[-2000:]}"
+        self.raw += new
+        self._stream.feed(new)
 
     def type(self, text):
         os.write(self.master, text if isinstance(text, bytes) else text.encode())
 
-    def say(self, line):
+    def say(self, line, seconds=60):
         """Types a line at a prompt, waits for the next prompt and returns what was shown between."""
+        at = len(self.text)
         self.type(line if isinstance(line, bytes) else line.encode())
-        self.type("\n")
-        # the line is shown first
-        self.wait_for("\n")
-        return _STYLES.sub("", self.wait_for("\n> ")).replace("\r", "").strip()
+        self.type("\r")
+        end = time.monotonic() + seconds
+        # the line itself is shown first
+        while len(self.text) <= at or "\n" not in self.text[at:] or not _PROMPT.search(self.text[at:]):
+            assert time.monotonic() < end, self.text[-2000:]
+            if select.select([self.master], [], [], 0.5)[0]:
+                self._read()
+        shown = self.text[at:]
+        self._at = len(self.text)
+        width = self._screen.columns
+        typed = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+        n_line = (2 + len(typed)) // width + 1
+        return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
 
     def kill(self):
         self.process.kill()

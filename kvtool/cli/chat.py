@@ -61,6 +61,12 @@ def chat(
     grammar: draw.Grammar = None,
     json_schema: draw.JsonSchema = None,
     seed: opt.Seed = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Show replies as the model writes them, without colours.")
+    ] = False,
+    hide_thinking: Annotated[
+        bool, typer.Option("--hide-thinking", help="Show nothing of the model's reasoning.")
+    ] = False,
     session: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +127,7 @@ def chat(
         if is_terminal:
             from kvtool.cli.chat_terminal import Terminal
 
-            Terminal(conversation, keeper, wanted.policy, n).run()
+            Terminal(conversation, keeper, wanted.policy, n, plain=plain, hide_thinking=hide_thinking).run()
         else:
             _pipe(conversation, keeper, n, utf8.stdin_lines())
     keeper.check()

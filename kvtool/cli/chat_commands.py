@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.cli.archive import archive_line, archive_record
-from kvtool.cli.explain import may_lose_system, policy_line, unpinned
+from kvtool.cli import chat_show
+from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.keeper import turns
+from kvtool.cli.sampling import SAMPLING, change
 from kvtool.cli.utf8 import shown
-from kvtool.errors import KvtoolError, SessionError
+from kvtool.errors import KvtoolError, SessionError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.cli.chat_terminal import Terminal
 
 HELP = """\
-/help          show this help
+/help, /?      show this help
 /stats         show what the cache holds, its size in bytes, and the speed
-/undo          take back the last turn, /reset, /system or /load; type it again
-               to go further back
+/show NAME     show the system prompt, the settings, the template, the policy,
+               the thought of the last reply, or the last turn
+/set NAME X    change how tokens are drawn, or n, the limit of a reply
+/retry         take back the last reply, and answer once more
+/edit-last     take back the last turn, and put it at the prompt
+/edit          write the next turn in $EDITOR
+/undo [N]      take back the last change, or N of them: turns, /reset, /system
+               and /load
 /save FILE     write the chat to a session file; asks before replacing a chat
 /load FILE     continue the chat in a session file
 /cells [N]     show the last N tokens; the darker, the more rows still hold it
-/reset         forget everything and start over; the system prompt stays
+/reset, /clear forget everything and start over; the system prompt stays
 /system        show the system prompt
 /system TEXT   start over under another system prompt
-/exit          leave; so does Ctrl-D
-Ctrl-C stops a reply and keeps the chat.
+/exit, /bye    leave; so does Ctrl-D
+A pasted text is one turn. A line that ends with a backslash goes on, and \"\"\"
+opens and closes a text of several lines; so does Alt-Enter. @FILE puts a file in
+its place. // starts a turn with a slash. Tab completes, Ctrl-R searches.
+Ctrl-C stops a reply and keeps it; while a turn is read, it takes the turn back.
 /undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without
 the archive of --policy recall, and are deleted when you leave.
 With --session FILE, the file is written after every reply and every /undo.
 /reset, /system and /load do not touch it: the next reply first moves the chat
 that is in it to FILE.1 (FILE.2, ...)."""
+
+_ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 
 class Commands:
@@ -46,30 +59,48 @@ class Commands:
         self.engine = terminal.engine
         self._plain: dict[str, Callable[[], None]] = {
             "/help": lambda: terminal.console.print(HELP),
-            "/stats": self._stats,
-            "/undo": self._undo,
+            "/stats": lambda: chat_show.stats(terminal),
+            "/retry": self._retry,
+            "/edit-last": self._edit_last,
             "/reset": self._reset,
         }
         self._with_text: dict[str, Callable[[str], None]] = {
+            "/undo": self._undo,
+            "/show": lambda what: chat_show.show(terminal, what),
+            "/set": self._set,
+            "/edit": self._edit,
             "/save": self._save,
             "/load": self._load,
-            "/cells": self._cells,
+            "/cells": lambda last: chat_show.cells(terminal, last),
             "/system": self._system,
         }
+
+    def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
+        """The commands, each with the words that may follow it; None stands for a path."""
+        found: dict[str, Callable[[], Iterable[str]] | None] = dict.fromkeys(
+            [*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple
+        )
+        found["/save"] = found["/load"] = None
+        found["/show"] = lambda: chat_show.SHOWN
+        found["/set"] = lambda: ["n", *SAMPLING]
+        return found
 
     def run(self, line: str) -> bool:
         """Does what a line says; returns False to leave the chat."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
+        typed, name = name, _ALIASES.get(name, name)
         # a command is short, and must not be left half done
         signal.signal(signal.SIGINT, lambda *_: None)
         try:
             if name in self._with_text:
                 self._with_text[name](rest)
-            elif name not in self._plain and name not in ("/exit", "/quit"):
-                self.terminal.error(f"there is no command {name}; /help lists them")
+            elif name not in self._plain and name != "/exit":
+                close = get_close_matches(name, self.words(), 1)
+                instead = f"did you mean {close[0]}?" if close else "/help lists them"
+                self.terminal.error(f"there is no command {name}; {instead}")
             elif rest:
-                self.terminal.error(f"{name} takes nothing after it")
+                self.terminal.error(f"{typed} takes nothing after it")
             elif name in self._plain:
                 self._plain[name]()
             else:
@@ -81,16 +112,62 @@ class Commands:
             self.terminal.note("stopped")
         return True
 
-    def _undo(self) -> None:
-        change = self.conversation.undo()
-        if change is None:
+    def _undo(self, n: str) -> None:
+        if n and not (n.isdecimal() and int(n)):
+            raise UsageError("/undo takes a number of changes, like /undo 2")
+        changes: list[str] = []
+        while len(changes) < int(n or 1) and (change := self.conversation.undo()) is not None:
+            changes.append(change)
+        if not changes:
             self.terminal.note("there is nothing to take back")
             return
         n_more = len(self.conversation.copies)
         more = f"; /undo can go back {n_more} more" if n_more else ""
-        self.terminal.note(f"took back {change}; the chat has {turns(self.conversation.n_turn)}{more}")
+        what = changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
+        self.terminal.note(f"took back {what}; the chat has {turns(self.conversation.n_turn)}{more}")
         self.keeper.keep_session(undone=True)
         self.terminal.saved()
+
+    def _retry(self) -> None:
+        if (text := self._last_turn()) is not None:
+            self.terminal.say(text)
+
+    def _edit_last(self) -> None:
+        if (text := self._last_turn()) is not None:
+            self.keeper.keep_session(undone=True)
+            self.terminal.saved()
+            self.terminal.typed = text
+
+    def _last_turn(self) -> str | None:
+        """Takes the last turn back and returns it; says so if there is no copy from before it."""
+        text = self.conversation.take_back()
+        if text is None:
+            self.terminal.note("there is no turn to take back")
+        return text
+
+    def _edit(self, text: str) -> None:
+        import click
+
+        try:
+            written = click.edit(text, extension=".md")
+        except click.ClickException as error:
+            raise UsageError(f"{error.message}; set $EDITOR to an editor that works") from None
+        if written and written.strip():
+            self.terminal.say(written.strip())
+        else:
+            self.terminal.note("nothing was written")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.replace("=", " ", 1).partition(" ")
+        value = value.strip()
+        if not text:
+            chat_show.show(self.terminal, "settings")
+        elif name != "n":
+            change(self.keeper.context, self.conversation.writer.sampler, name, value)
+        elif value == "-1" or (value.isdecimal() and int(value)):
+            self.terminal.n_max = None if value == "-1" else int(value)
+        else:
+            raise UsageError("/set n takes a number of tokens; -1 is no limit")
 
     def _reset(self) -> None:
         if self._remember("/reset"):
@@ -141,56 +218,6 @@ class Commands:
         path = self.keeper.path
         kept = f"; {path} holds the previous chat until the next reply" if self.keeper.has_previous else ""
         self.terminal.note(f"{what}{kept}; /undo takes this back")
-
-    def _cells(self, last: str) -> None:
-        from kvtool.cli import inspect
-        from kvtool.measure import holdings
-
-        if last and not (last.isdecimal() and int(last)):
-            self.terminal.error(f"/cells takes a number of tokens, like /cells {inspect.LAST}")
-        elif not self.engine.n_past:
-            self.terminal.note("nothing has been read yet")
-        else:
-            texts = holdings.texts(self.engine.model, self.conversation.writer.tokens)
-            share, archived = self.engine.cells().share(), holdings.is_archived(self.engine)
-            inspect.show(self.terminal.console, texts, share, archived, int(last or inspect.LAST))
-
-    def _stats(self) -> None:
-        from rich.table import Table
-
-        from kvtool.measure.holdings import n_forgotten
-        from kvtool.system.memory import rss_bytes
-        from kvtool.units import format_bytes
-
-        engine, copies = self.engine, self.conversation.copies
-        resident = rss_bytes()
-        rows = {
-            "model": engine.model.path.name,
-            "policy": policy_line(engine, self.terminal.policy),
-            "tokens so far": f"{engine.n_past:,}",
-            "cells": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} per row",
-            "rows": str(engine.context.n_row),
-            "pinned": f"{engine.n_pinned:,} tokens",
-            "evicted": f"{engine.n_evicted:,} per row",
-            "forgotten": f"{n_forgotten(engine):,} tokens, which "
-            + ("neither a row nor the archive holds" if engine.policy.recall else "no row holds"),
-            "positions": f"{engine.settings.positions}, gaps closed {engine.n_restart} times",
-            "cache": format_bytes(engine.cache_bytes),
-            "policy state": format_bytes(engine.host_bytes),
-        }
-        if engine.context.archive:
-            rows["archive"] = archive_line(archive_record(engine))
-        rows |= {
-            "process memory": format_bytes(resident) if resident else "unknown",
-            "copies for /undo": f"{len(copies)}, {format_bytes(copies.n_bytes)} on disk",
-            "speed": f"{self.terminal.tokens_per_s:.1f} tokens/s",
-        }
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="dim")
-        table.add_column(overflow="fold")
-        for name, value in rows.items():
-            table.add_row(name, value)
-        self.terminal.console.print(table)
 
 
 def _path(command: str, name: str) -> Path:

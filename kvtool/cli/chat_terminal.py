@@ -1,4 +1,4 @@
-"""The chat that a person sees in a terminal: a prompt, replies as Markdown, a status line after each."""
+"""The chat that a person sees in a terminal: a prompt, replies, a status line after each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from kvtool.cli.chat_commands import Commands
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper, turns
 from kvtool.cli.utf8 import shown
-from kvtool.errors import ModelError, StreamEnd, UsageError
+from kvtool.errors import InputError, ModelError, StreamEnd, UsageError
 from kvtool.system import interrupt
+
+_N_LINES = 8
+"""Lines of the last turn that are shown when a chat goes on."""
 
 
 class Terminal:
-    """Reads a user's lines until they leave; each is a command or a turn.
+    """Reads what a user types until they leave; each text is a command or a turn.
 
     Attributes
     ----------
@@ -29,16 +32,36 @@ class Terminal:
         The policy's name, for the user.
     n_max
         Maximum tokens of a reply, or None.
+    plain
+        Whether replies are shown as the model writes them.
+    hide_thinking
+        Whether nothing of a thought is shown but how long it took.
+    thought
+        The last reply's thought.
     tokens_per_s
-        Speed of the last reply of more than one token.
+        Speed of the last reply; 0 if it has no more than one token.
+    typed
+        What the next prompt begins with.
     """
 
-    def __init__(self, conversation: Conversation, keeper: Keeper, policy: str, n_max: int | None) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        keeper: Keeper,
+        policy: str,
+        n_max: int | None,
+        *,
+        plain: bool = False,
+        hide_thinking: bool = False,
+    ) -> None:
         self.conversation = conversation
         self.keeper = keeper
         self.engine = conversation.writer.engine
         self.policy = policy
         self.n_max = n_max
+        self.plain = plain
+        self.hide_thinking = hide_thinking
+        self.thought = self.typed = ""
         self.tokens_per_s = 0.0
         self.console = plain_console()
         self._keys = _Keys()
@@ -46,32 +69,32 @@ class Terminal:
     def run(self) -> None:
         from rich.text import Text
 
+        from kvtool.cli.chat_input import Prompt, unquoted
+
         engine, commands = self.engine, Commands(self)
+        limits = [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
         self.console.print(
             Text.assemble(
                 (engine.model.path.stem, "bold"),
                 " with policy ",
                 (self.policy, "bold"),
-                ", ".join(
-                    filter(
-                        None, [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
-                    )
-                ),
+                ", ".join(filter(None, limits)),
             )
         )
         if n := self.conversation.n_turn:
             self.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
-        with suppress(ImportError):
-            import readline  # noqa: F401  (line editing and history for input())
-        while (line := self._ask()) is not None:
-            line = line.strip()
+            self.show_last()
+        prompt = Prompt(commands.words())
+        while (typed := self._ask(prompt)) is not None:
             with self._keys.waiting():
-                if line.startswith("/"):
-                    if not commands.run(line):
+                text = unquoted(typed)
+                if text.startswith("/") and not text.startswith("//"):
+                    if not commands.run(text):
                         break
-                elif line:
+                elif text:
+                    # of two slashes at the start of a turn the first is no part of it
                     # what a terminal without UTF-8 sends must not end the chat
-                    self._answer(shown(line))
+                    self.say(shown(text[1:] if text.startswith("//") else text))
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim")
@@ -90,17 +113,23 @@ class Terminal:
                 return False
 
     def status(self) -> str:
-        """One line: tokens, cells, bytes and speed."""
+        """One line: how much of what was said is held, cells, bytes, and the speed of the last reply."""
         from kvtool.measure.holdings import n_forgotten
         from kvtool.units import format_bytes
 
-        engine = self.engine
-        archived = f"{engine.n_archived:,} archived, " if engine.context.archive else ""
-        return (
-            f"{engine.n_past:,} tokens, {archived}{n_forgotten(engine):,} forgotten \u00b7 "
-            f"{engine.mean_kv:,.0f}/{engine.policy.budget:,} cells \u00b7 "
-            f"cache {format_bytes(engine.cache_bytes)} \u00b7 {self.tokens_per_s:.1f} tokens/s"
-        )
+        engine, n = self.engine, max(self.engine.n_past, 1)
+        lost = n_forgotten(engine) / n
+        if engine.context.archive:
+            # what is archived comes back: it is held
+            held = f"{share(1 - lost)} held, {engine.n_archived:,} of them archived"
+        else:
+            held = f"{share(min(engine.mean_kv / n, 1.0))} held"
+        parts = [
+            f"{engine.n_past:,} tokens, {held}, {share(lost)} forgotten",
+            f"cache {format_bytes(engine.cache_bytes)}",
+            f"{self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "",
+        ]
+        return " \u00b7 ".join(filter(None, parts))
 
     def saved(self) -> None:
         """Says what could not be saved, and where another chat was put."""
@@ -109,48 +138,102 @@ class Terminal:
         if self.keeper.aside:
             self.note(f"the previous chat of {self.keeper.path} is now in {self.keeper.aside.name}")
 
-    def _ask(self) -> str | None:
-        """The user's next line; None to leave."""
-        interrupt.raises()
-        while True:
-            try:
-                return input("\n> ")
-            except EOFError:
-                self.console.print()
-                return None
-            except KeyboardInterrupt:
-                self.console.print()
-                self.note("Ctrl-D or /exit leaves")
+    def show_last(self) -> None:
+        """Shows the last turn and its reply again."""
+        from kvtool.cli.chat_reply import ReplyView
 
-    def _answer(self, text: str) -> None:
-        from rich.text import Text
+        user, reply = [each["content"] for each in self.conversation.messages][-2:]
+        lines = user.split("\n")
+        # a long text is known by its beginning
+        lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
+        self.console.print("\n> " + "\n  ".join(lines) + "\n")
+        with ReplyView(self.console, self.conversation.splitter(), plain=self.plain, hide=True) as out:
+            out.write(reply)
 
-        from kvtool.cli.markdown import MarkdownStream
+    def say(self, text: str) -> None:
+        """Takes a turn: reads it, and shows the reply while it is written."""
+        from kvtool.cli.chat_input import with_files
 
+        try:
+            text = with_files(
+                text, lambda name: self.note(f"there is no file {name}; @{name} stays as it is")
+            )
+        except InputError as error:
+            self.error(f"{error}; nothing was said")
+            return
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
-        started = None
+        self.tokens_per_s, self.thought = 0.0, ""
         self.console.print()
         try:
-            pieces = self.conversation.reply(text, self.n_max)
-            with self.console.status(Text("reading")):
-                first = next(pieces, "")
-            started = time.monotonic()
-            with MarkdownStream(self.console) as out:
-                out.write(first)
-                for piece in pieces:
-                    out.write(piece)
+            if not self._hear(text):
+                self._cancel()
+                return
+            self._answer()
         except (ModelError, StreamEnd, UsageError) as error:
             self.error(f"{error}; or start over with /reset")
-        if started is not None:
-            n = writer.n_written - 1
-            seconds = time.monotonic() - started
-            self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else self.tokens_per_s
         if writer.stop:
             self.note("stopped")
+        elif writer.is_cut:
+            self.note(f"cut at {writer.n_written:,} tokens by -n; /set n changes it")
         self.keeper.keep()
         self.saved()
         self.note(self.status())
+
+    def _hear(self, text: str) -> bool:
+        """Reads a turn, and says how far it is."""
+        from rich.text import Text
+
+        from kvtool.cli.progress import Pace
+
+        writer, pace = self.conversation.writer, Pace("reading")
+        with self.console.status(Text("reading")) as line:
+            writer.while_reading = lambda done, n: line.update(Text(pace.line(done, n)))
+            try:
+                return self.conversation.hear(text)
+            finally:
+                writer.while_reading = lambda done, n: None
+
+    def _answer(self) -> None:
+        from kvtool.cli.chat_reply import ReplyView
+
+        writer, splitter = self.conversation.writer, self.conversation.splitter()
+        view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
+        started = time.monotonic()
+        try:
+            with view:
+                for piece in self.conversation.answer(self.n_max):
+                    view.write(piece)
+        finally:
+            n, seconds = writer.n_written - 1, time.monotonic() - started
+            self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
+            self.thought = view.thought
+
+    def _cancel(self) -> None:
+        """Takes back a turn that was stopped while it was read."""
+        if self.conversation.take_back() is None:
+            self.note("stopped; there is no copy to go back to: the rest is read with the next turn")
+        else:
+            self.note("cancelled; the chat is as it was before")
+
+    def _ask(self, prompt: Any) -> str | None:
+        """What the user types next; None to leave."""
+        interrupt.raises()
+        default, self.typed = self.typed, ""
+        while True:
+            try:
+                return str(prompt.ask(default))
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                default = ""
+                self.note("Ctrl-D or /exit leaves")
+
+
+def share(part: float) -> str:
+    """A share as people read it; only all and nothing are 100 % and 0 %."""
+    percent = 100 * part if part in (0, 1) else min(max(100 * part, 0.1), 99.9)
+    return f"{percent:.0f} %" if part in (0, 1) else f"{percent:.1f} %"
 
 
 class _Keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +13,9 @@ from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+_SOON_S = 0.5
+"""Seconds before which nobody needs to know how long it takes."""
 
 
 @contextmanager
@@ -48,6 +52,26 @@ def _bytes_bar() -> Progress:
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     return Progress(*columns, console=plain_console(stderr=True), transient=True)
+
+
+class Pace:
+    """How far a text is read, as one line.
+
+    what: the first word of the line.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = time.monotonic()
+
+    def line(self, done: int, n: int) -> str:
+        """After `done` tokens of n."""
+        seconds = time.monotonic() - self._started
+        if not done or seconds < _SOON_S:
+            return self._what
+        left = seconds / done * (n - done)
+        minutes = f"{left // 60:.0f} min {left % 60:.0f} s" if left >= 60 else f"{left:.0f} s"
+        return f"{self._what} {done:,} of {n:,} tokens, {done / n:.0%}, {minutes} left"
 
 
 @contextmanager

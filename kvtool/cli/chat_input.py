@@ -1,0 +1,157 @@
+"""What a user types into a chat: lines that can be edited, a history, completion; a paste is one text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from platformdirs import user_state_path
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from kvtool.errors import InputError
+
+BLOCK = '"""'
+"""Opens and closes a text of several lines."""
+
+_INSERTED = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+
+Words = Callable[[], Iterable[str]]
+
+
+class Prompt:
+    """Asks for a turn or a command.
+
+    Parameters
+    ----------
+    commands
+        The slash commands, each with the words that may follow it; None stands for a path.
+    """
+
+    def __init__(self, commands: Mapping[str, Words | None]) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            completer=_Completer(commands),
+            complete_while_typing=False,
+            key_bindings=_keys(),
+            multiline=True,
+            prompt_continuation="  ",
+            enable_history_search=True,
+        )
+
+    def ask(self, default: str = "") -> str:
+        """What is typed. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        return self._session.prompt("\n> ", default=default)
+
+
+def unquoted(typed: str) -> str:
+    """A turn as it is meant: without the quotes of a block and the backslashes of lines that go on."""
+    text = typed.strip()
+    if text.startswith(BLOCK):
+        return text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
+    # a backslash elsewhere is text
+    return re.sub(r"\\\n", "\n", text)
+
+
+def goes_on(typed: str) -> bool:
+    """Whether a line break belongs to the text: a block is open, or the line ends with a backslash."""
+    text = typed.lstrip()
+    if text.startswith(BLOCK):
+        return len(text) < 2 * len(BLOCK) or not text.rstrip().endswith(BLOCK)
+    return typed.endswith("\\")
+
+
+def with_files(text: str, missing: Callable[[str], None] = lambda name: None) -> str:
+    """The text with each @path replaced by what is in the file. Raises InputError for one that is not text.
+
+    A word with an @ that names no file stays. missing: told of it if it looks like a path.
+    """
+
+    def inserted(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        path = Path(os.path.expanduser(name))
+        if not path.exists():
+            if match[1] or re.search(r"[/\\]|\.\w+$", name):
+                missing(name)
+            return match[0]
+        try:
+            return path.read_bytes().decode("utf-8-sig").rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is not a text in UTF-8 (byte {error.start})") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {path} ({getattr(error, 'strerror', error)})") from None
+
+    return _INSERTED.sub(inserted, text)
+
+
+def _history() -> History:
+    """Kept in the user's state folder; in memory where there is none to write to."""
+    try:
+        path = user_state_path("kvtool", appauthor=False) / "chat-history"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # what was said is nobody else's business
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except (OSError, RuntimeError):
+        return InMemoryHistory()
+    return _File(str(path))
+
+
+class _File(FileHistory):
+    def store_string(self, string: str) -> None:
+        # a full disk must not end the chat
+        try:
+            super().store_string(string)
+        except (OSError, UnicodeError):
+            return
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.complete_state and buffer.complete_state.current_completion:
+            buffer.complete_state = None
+        elif goes_on(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+class _Completer(Completer):
+    """Completes commands, what may follow them, and paths."""
+
+    def __init__(self, commands: Mapping[str, Words | None]) -> None:
+        self._commands = commands
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        text = document.text_before_cursor
+        name, blank, rest = text.partition(" ")
+        if "\n" not in text and text.startswith("/"):
+            if not blank:
+                yield from _starting(self._commands, text)
+            elif name in self._commands:
+                words = self._commands[name]
+                if words is None:
+                    yield from self._paths.get_completions(Document(rest), event)
+                else:
+                    yield from _starting(words(), rest)
+        elif (word := document.get_word_before_cursor(WORD=True)).startswith("@"):
+            yield from self._paths.get_completions(Document(word[1:]), event)
+
+
+def _starting(words: Iterable[str], start: str) -> Iterator[Completion]:
+    return (Completion(word, -len(start)) for word in words if word.startswith(start))

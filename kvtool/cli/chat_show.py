@@ -1,0 +1,122 @@
+"""What a chat shows about itself: its cache, its text, its settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtool.cli.archive import archive_line, archive_record
+from kvtool.cli.explain import policy_line
+from kvtool.cli.sampling import SAMPLING
+from kvtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.cli.chat_terminal import Terminal
+
+
+def cells(terminal: Terminal, last: str) -> None:
+    """The last tokens, the darker the more rows still hold them. Raises UsageError for what is no number."""
+    from kvtool.cli import inspect
+    from kvtool.measure import holdings
+
+    engine = terminal.engine
+    if last and not (last.isdecimal() and int(last)):
+        raise UsageError(f"/cells takes a number of tokens, like /cells {inspect.LAST}")
+    if not engine.n_past:
+        terminal.note("nothing has been read yet")
+        return
+    texts = holdings.texts(engine.model, terminal.conversation.writer.tokens)
+    share, archived = engine.cells().share(), holdings.is_archived(engine)
+    inspect.show(terminal.console, texts, share, archived, int(last or inspect.LAST))
+
+
+def stats(terminal: Terminal) -> None:
+    """What the cache holds, its bytes, and the speed."""
+    from kvtool.measure.holdings import n_forgotten
+    from kvtool.system.memory import rss_bytes
+    from kvtool.units import format_bytes
+
+    engine, copies = terminal.engine, terminal.conversation.copies
+    resident = rss_bytes()
+    rows = {
+        "model": engine.model.path.name,
+        "policy": policy_line(engine, terminal.policy),
+        "tokens so far": f"{engine.n_past:,}",
+        "cells": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} per row",
+        "rows": str(engine.context.n_row),
+        "pinned": f"{engine.n_pinned:,} tokens",
+        "evicted": f"{engine.n_evicted:,} per row",
+        "forgotten": f"{n_forgotten(engine):,} tokens, which "
+        + ("neither a row nor the archive holds" if engine.policy.recall else "no row holds"),
+        "positions": f"{engine.settings.positions}, gaps closed {engine.n_restart} times",
+        "cache": format_bytes(engine.cache_bytes),
+        "policy state": format_bytes(engine.host_bytes),
+    }
+    if engine.context.archive:
+        rows["archive"] = archive_line(archive_record(engine))
+    rows |= {
+        "process memory": format_bytes(resident) if resident else "unknown",
+        "copies for /undo": f"{len(copies)}, {format_bytes(copies.n_bytes)} on disk",
+        "speed": f"{terminal.tokens_per_s:.1f} tokens/s",
+    }
+    _table(terminal, rows)
+
+
+def show(terminal: Terminal, what: str) -> None:
+    """One of `SHOWN`. Raises UsageError for anything else."""
+    if what not in SHOWN:
+        raise UsageError(f"/show takes one of {', '.join(SHOWN)}")
+    SHOWN[what](terminal)
+
+
+def _settings(terminal: Terminal) -> None:
+    sampler, params = terminal.conversation.writer.sampler, terminal.keeper.context.params
+    drawn = {name: str(params[name]) for name in SAMPLING if params[name] is not None}
+    _table(terminal, {"n": str(terminal.n_max or "no limit"), "seed": str(sampler.seed), **drawn})
+
+
+def _thought(terminal: Terminal) -> None:
+    if terminal.thought.strip():
+        terminal.note(terminal.thought.strip())
+    else:
+        terminal.note("the last reply has no thought")
+
+
+def _system(terminal: Terminal) -> None:
+    terminal.console.print(terminal.conversation.system or "(none)")
+
+
+def _template(terminal: Terminal) -> None:
+    terminal.console.print(terminal.conversation.template.source)
+
+
+def _policy(terminal: Terminal) -> None:
+    terminal.console.print(policy_line(terminal.engine, terminal.policy))
+
+
+def _last(terminal: Terminal) -> None:
+    if terminal.conversation.n_turn:
+        terminal.show_last()
+    else:
+        terminal.note("nothing was said yet")
+
+
+SHOWN = {
+    "system": _system,
+    "settings": _settings,
+    "template": _template,
+    "policy": _policy,
+    "thought": _thought,
+    "last": _last,
+}
+"""What /show shows."""
+
+
+def _table(terminal: Terminal, rows: dict[str, str]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    terminal.console.print(table)

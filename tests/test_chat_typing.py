@@ -1,0 +1,227 @@
+"""What a person types into a chat, key by key: pastes, blocks, files, a history, commands that take back."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvtool.chats import session
+from kvtool.cli.chat_input import goes_on, unquoted, with_files
+from kvtool.errors import InputError
+from tests.terminal import Terminal
+
+SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
+UP = "\x1b[A"
+
+
+@pytest.fixture
+def terminal(smollm2, tmp_path):
+    started = []
+
+    def start(*options, **kwargs):
+        env = {"XDG_STATE_HOME": str(tmp_path)} | kwargs.pop("env", {})
+        started.append(Terminal(smollm2, *SMALL, *options, env=env, **kwargs))
+        started[-1].wait_for("\n> ")
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        os.close(each.master)
+
+
+def said(path):
+    return [message["content"] for message in session.read(path)[0]["messages"] if message["role"] == "user"]
+
+
+# what a text means
+
+
+@pytest.mark.parametrize(
+    ("typed", "more", "text"),
+    [
+        ("one", False, "one"),
+        ("one\\", True, None),
+        ("one\\\ntwo", False, "one\ntwo"),
+        ('"""', True, None),
+        ('"""one\n\ntwo', True, None),
+        ('"""\none\n  two\n"""', False, "one\n  two"),
+        ('"""one"""', False, "one"),
+        ('say """ now', False, 'say """ now'),
+        ("a \\b c", False, "a \\b c"),
+    ],
+)
+def test_blocks_and_lines_that_go_on(typed, more, text):
+    assert goes_on(typed) is more
+    if text is not None:
+        assert unquoted(typed) == text
+
+
+def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.txt").write_text("two\nlines\n")
+    (tmp_path / "x.py").write_text("\ufeffprint(1)\n", encoding="utf-8")
+    missing = []
+    text = with_files('Explain @x.py and @"a b.txt" to me@here.org, @someone, @no.txt', missing.append)
+    assert text == "Explain print(1) and two\nlines to me@here.org, @someone, @no.txt"
+    assert missing == ["no.txt"]
+    (tmp_path / "z.bin").write_bytes(b"abc\xff")
+    with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
+        with_files("@z.bin")
+    with pytest.raises(InputError, match="cannot read .*directory"):
+        with_files(f"@{tmp_path}")
+
+
+# in a terminal
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+
+
+@pytest.mark.engine
+def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
+    path, file = tmp_path / "chat.kv", tmp_path / "part.txt"
+    file.write_text("what the file says\n")
+    chat = terminal("--session", path)
+    chat.say(f"{PASTE}one\ntwo\n\n  three{PASTED}")
+    chat.type('"""\r')
+    chat.type("four\r")
+    chat.say('five"""')
+    chat.type("six\\\r")
+    chat.say("seven")
+    chat.say("//eight")
+    chat.say(f"nine: @{file}")
+    assert "not a text in UTF-8" in chat.say(f"@{path}").replace("\n", " ")
+    chat.type("/bye\r")
+    assert chat.process.wait(timeout=20) == 0
+    assert said(path) == [
+        *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "nine: what the file says")
+    ]
+
+
+@pytest.mark.engine
+def test_a_history_is_kept_between_chats(terminal, tmp_path):
+    chat = terminal()
+    chat.say("the first thing")
+    chat.type("/exit\r")
+    assert chat.process.wait(timeout=20) == 0
+    path = tmp_path / "kvtool" / "chat-history"
+    assert path.stat().st_mode & 0o077 == 0
+    again = terminal("--session", tmp_path / "chat.kv")
+    again.type(UP)
+    again.until("\n> /exit")
+    again.type(UP)
+    again.until("\n> the first thing")
+    again.say("")
+    again.kill()
+    assert said(tmp_path / "chat.kv") == ["the first thing"]
+
+
+@pytest.mark.engine
+def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path):
+    (tmp_path / "file").touch()
+    chat = terminal(env={"XDG_STATE_HOME": str(tmp_path / "file")})
+    assert chat.say("hello").endswith("tokens/s")
+
+
+@pytest.mark.engine
+def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path, "-b", 16)
+    before = chat.say("hello").split("\n")[-1]
+    # long enough to be stopped in
+    chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
+    chat.wait_for(" of 6,0")
+    chat.type("\x03")
+    chat.until("cancelled; the chat is as it was before\n\n> ")
+    assert said(path) == ["hello"]
+    assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())
+
+
+@pytest.mark.engine
+def test_turns_are_taken_back_and_tried_again(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    assert "there is no turn to take back" in chat.say("/retry")
+    for turn in ("one", "two", "three"):
+        chat.say(turn)
+    assert "tokens/s" in chat.say("/retry")
+    assert said(path) == ["one", "two", "three"]
+    assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
+    assert said(path) == ["one"]
+    assert "/undo takes a number" in chat.say("/undo x")
+    # the last turn is at the prompt again, to be changed
+    chat.type("/edit-last\r")
+    chat.wait_for("\n> one")
+    chat.say(" more")
+    assert said(path) == ["one more"]
+    assert "there is nothing to take back" in chat.say("/undo 9") + chat.say("/undo")
+
+
+@pytest.mark.engine
+def test_settings_change_and_are_shown(terminal):
+    chat = terminal("--system", "Be brief.")
+    chat.say("/set n 2")
+    chat.say("/set top-p 0.5")
+    assert chat.say("/set top_p 2") == "--top-p must be in 0..1, got 2"
+    assert "there is no setting topp" in chat.say("/set topp 1")
+    assert "/set n takes a number" in chat.say("/set n 0")
+    shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
+    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
+    assert "cut at 2 tokens by -n; /set n changes it" in chat.say("Tell me a story.")
+    assert chat.say("/show system") == "Be brief."
+    assert "im_start" in chat.say("/show template")
+    assert "h2o" in chat.say("/show policy")
+    assert chat.say("/show thought") == "the last reply has no thought"
+    assert chat.say("/show last").startswith("> Tell me a story.")
+    assert "/show takes one of" in chat.say("/show all")
+
+
+@pytest.mark.engine
+def test_an_editor_writes_a_turn(terminal, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "line one\\nline two\\n" > "$1"\n')
+    editor.chmod(0o755)
+    chat = terminal("--session", tmp_path / "chat.kv", env={"VISUAL": str(editor)})
+    assert chat.say("/edit").endswith("tokens/s")
+    chat.kill()
+    assert said(tmp_path / "chat.kv") == ["line one\nline two"]
+    chat = terminal(env={"VISUAL": str(tmp_path / "none")})
+    assert "set $EDITOR to an editor that works" in chat.say("/edit")
+
+
+@pytest.mark.engine
+def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
+    chat = terminal()
+    assert chat.say("/?").startswith("/help")
+    chat.say("hello")
+    assert "started over" in chat.say("/clear")
+    assert chat.say("/rety") == "there is no command /rety; did you mean /retry?"
+    # completed by Tab
+    chat.type("/sta\t")
+    chat.wait_for("/stats")
+    assert "tokens so far" in chat.say("")
+    chat.type("/bye\r")
+    assert chat.process.wait(timeout=20) == 0
+
+
+@pytest.mark.engine
+def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("what was said")
+    chat.type("/exit\r")
+    assert chat.process.wait(timeout=20) == 0
+    reply = session.read(path)[0]["messages"][-1]["content"]
+    again = terminal("--session", path)
+    assert f"> what was said\n\n{reply.rstrip()}" in again.text
+
+
+@pytest.mark.engine
+def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
+    chat = terminal(columns=60, rows=20)
+    chat.say("hello there")
+    chat.resize(50, 16)
+    chat.say("and again")
+    assert chat.text.count("hello there") == chat.text.count("and again") == 1
