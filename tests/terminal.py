@@ -57,8 +57,14 @@ class Terminal:
     @property
     def text(self):
         """The lines up to the cursor; blanks at the ends of lines count in the last one only."""
-        rows, cursor = self._screen.display, self._screen.cursor
-        return "\n".join([*(row.rstrip() for row in rows[: cursor.y]), rows[cursor.y][: cursor.x]])
+        cursor = self._screen.cursor
+        rows = [self._row(y).rstrip() for y in range(cursor.y)]
+        return "\n".join([*rows, self._row(cursor.y).ljust(cursor.x)[: cursor.x]])
+
+    def _row(self, y):
+        # not `display`: it draws all of the screen
+        row = self._screen.buffer[y]
+        return "".join(row[x].data for x in range(max(row, default=-1) + 1))
 
     @property
     def all(self):

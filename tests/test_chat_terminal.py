@@ -121,7 +121,7 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
         (f"/save {'x' * 300}", "File name too long"),
         ("/cells 0", "/cells takes a number"),
         ("/reset now", "/reset takes nothing after it"),
-        ("/undo 3", "/undo takes nothing after it"),
+        ("/undo three", "/undo takes a number"),
         ("/exit now", "/exit takes nothing after it"),
         (f"/system {'long ' * 500}", "choose a budget of"),
     ):

@@ -596,7 +596,8 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     engine = talk.writer.engine
     n_forgotten = engine.n_past - engine.n_kv
     assert n_forgotten > 0
-    assert f"{engine.n_past} tokens, {n_forgotten} forgotten · " in terminal.status()
+    held, forgotten = (f"{100 * n / engine.n_past:.1f} %" for n in (engine.n_kv, n_forgotten))
+    assert f"{engine.n_past} tokens, {held} held, {forgotten} forgotten · cache " in terminal.status()
     commands.run("/cells 12")
     assert f"the last 12 tokens; {engine.n_past - 12} earlier ones are not shown" in out.getvalue()
     assert f"{engine.n_kv} held by every row, 0 by some, {n_forgotten} forgotten" in out.getvalue()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -103,13 +105,16 @@ def chat(
                 take_saved(context, saved["options"])
         wanted = EngineOptions.of(context)
         settings = draw.settings(context)
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        if is_terminal:
+            # its import takes as long as loading a small model: the two go side by side
+            Thread(target=import_module, args=["kvtool.cli.chat_terminal"], daemon=True).start()
         opened = stack.enter_context(open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
 
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
         from kvtool.chats.writer import Writer
 
-        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         writer = Writer(opened.engine, draw.sampler(context, opened.engine, settings))
         conversation = Conversation(writer, template_of(opened.engine.model), system, undoable=is_terminal)
         stack.callback(conversation.close)

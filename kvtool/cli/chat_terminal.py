@@ -13,6 +13,7 @@ from typing import Any
 from kvtool.chats.conversation import Conversation
 from kvtool.cli.archive import archive_limit
 from kvtool.cli.chat_commands import Commands
+from kvtool.cli.chat_input import Prompt, unquoted, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper, turns
 from kvtool.cli.utf8 import shown
@@ -68,8 +69,6 @@ class Terminal:
 
     def run(self) -> None:
         from rich.text import Text
-
-        from kvtool.cli.chat_input import Prompt, unquoted
 
         engine, commands = self.engine, Commands(self)
         limits = [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
@@ -152,8 +151,6 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Takes a turn: reads it, and shows the reply while it is written."""
-        from kvtool.cli.chat_input import with_files
-
         try:
             text = with_files(
                 text, lambda name: self.note(f"there is no file {name}; @{name} stays as it is")
