@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
-import re
 import select
 import signal
 import struct
@@ -19,7 +18,7 @@ import pyte
 
 ROOT = Path(__file__).parent.parent
 RUN = "from kvtool.__main__ import main; main()"
-_PROMPT = re.compile(r"(?:^|\n)> $")
+PROMPT = "\n> "
 
 
 class Terminal:
@@ -79,15 +78,18 @@ class Terminal:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, words, seconds=60, pressing=""):
-        """Reads up to the words and returns what came before; `pressing` is typed every half second."""
+        """Reads up to the words and returns what came before; `pressing` is typed every half second.
+
+        A prompt is one only at the end: a chat that goes on shows its last turn behind another.
+        """
         end = time.monotonic() + seconds
-        while words not in self.seen:
+        while not (self.seen.endswith(words) if words == PROMPT else words in self.seen):
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
                 self._read()
             else:
                 self.type(pressing)
-        before, _, _ = self.seen.partition(words)
+        before, _, _ = self.seen.rpartition(words) if words == PROMPT else self.seen.partition(words)
         self._at += len(before) + len(words)
         return before
 
@@ -119,7 +121,7 @@ class Terminal:
         self.type("\r")
         end = time.monotonic() + seconds
         # the line itself is shown first
-        while len(self.text) <= at or "\n" not in self.text[at:] or not _PROMPT.search(self.text[at:]):
+        while not self.text[at:].endswith(PROMPT):
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
                 self._read()
