@@ -30,11 +30,13 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat test $(STAGES) stock check-stock check-cuda check-vulkan check-tests fuzz fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-cuda check-vulkan check-tests fuzz fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
 	@echo 'make setup        build llama.cpp (once), install kvtool into $(VENV), compile its kernels'
+	@echo 'make dist         write two wheels to dist/: kvtool, and llama.cpp for every CPU of this kind of machine'
+	@echo 'make check-dist   install those in empty environments without a compiler, and run them; takes minutes'
 	@echo 'make test         set up, then run every check: $(STAGES)'
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
@@ -51,6 +53,7 @@ help:
 	@echo
 	@echo 'PYTHON=python3.12           another Python'
 	@echo 'CMAKE_ARGS=-DGGML_CUDA=on   build for a GPU; later calls keep it, CMAKE_ARGS= resets it'
+	@echo 'KVTOOL_WHEELS=folder        use its kvtool_llama-*.whl, if one fits, instead of compiling'
 
 $(PY):
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -72,6 +75,17 @@ setup: library $(READY)
 
 chat: setup
 	@$(VENV)/bin/kvtool chat $(ARGS)
+
+# one kvtool wheel: that of another version would be installed with it
+dist: $(READY)
+	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[dist]' >&2
+	@rm -f dist/kvtool-*.whl
+	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation -w dist . >&2
+	@$(PY) -m kvtool.build --dist dist >/dev/null
+	@ls dist/*.whl
+
+check-dist: $(READY)
+	@$(PY) tests/check_dist.py dist $(ARGS)
 
 test: setup
 	@for stage in $(STAGES); do \

@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-import llama_cpp.llama_cpp as api
 import numpy as np
 
 import kvtool
 from kvtool.llama.context import FLASH
 from kvtool.llama.devices import library_info
+from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.models.resolve import resolve
 

@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections import defaultdict
 
-import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
     CLOCKS,
@@ -40,6 +39,7 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.llama.library import api
 from kvtool.llama.model import Model
 
 SHORT, AGAIN, LONG = "stock", "stock again", "stock, long"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 
-import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
     CLOCKS,
@@ -35,6 +34,7 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.llama.library import api
 from kvtool.llama.model import Model
 
 

@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import llama_cpp.llama_cpp as api
 import numpy as np
 from common import (
     add_common,
@@ -34,6 +33,7 @@ from common import (
     write_json,
 )
 
+from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure.run import Job, measure
 

@@ -3,17 +3,23 @@
     python benchmarks/start.py --policy buzz --budget 512
 
 Compared are `kvtool chat` and a script that makes a Llama with as many cells and streams the same reply, each
-in a new process. They take turns. Time is from the start of the process to the first byte of the reply.
+in a new process. The Llama is that of the sources that kvtool's llama.cpp was built from, with the same
+library. They take turns. Time is from the start of the process to the first byte of the reply.
 Memory is the most resident memory, and that after the imports alone. kvtool's chat goes on for --tokens, past
 its budget and its first evictions; a Llama with as many cells cannot.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common import (
@@ -31,6 +37,9 @@ from common import (
 )
 from rich.console import Console
 from rich.table import Table
+
+from kvtool.build.sources import Upstream, archive, patches_dir
+from kvtool.llama.bindings import library_path
 
 PROMPT = "What is a tide, and why are there two of them a day?"
 N_REPLY = 64
@@ -129,6 +138,20 @@ def _run(command: list[str], n_turn: int = 1) -> tuple[float, float]:
     return seconds, most
 
 
+@contextmanager
+def _llama_cpp() -> Iterator[None]:
+    """In this block new processes import llama-cpp-python's package, which loads kvtool's library."""
+    upstream = Upstream.read(patches_dir())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tarfile.open(archive(upstream, Path(folder, "log"))) as packed,
+    ):
+        root = f"{upstream.package.replace('-', '_')}-{upstream.version}"
+        packed.extractall(folder, [each for each in packed if each.name.startswith(f"{root}/llama_cpp/")])
+        os.environ |= {"PYTHONPATH": f"{folder}/{root}", "LLAMA_CPP_LIB_PATH": str(library_path().parent)}
+        yield
+
+
 def _resident(pid: int) -> float:
     """The most resident MiB of a process so far; 0 after its end. Linux only."""
     # not from wait4, which gives at least the memory of this process
@@ -139,4 +162,5 @@ def _resident(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with _llama_cpp():
+        main()

@@ -2,7 +2,7 @@
 
     python tests/compare_stock.py STOCK_SITE_DIR
 
-STOCK_SITE_DIR holds an unpatched llama_cpp package: pip install --target STOCK_SITE_DIR WHEEL. The patched
+STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. The patched
 one is what this Python imports. Each library runs in a process of its own. Then policies that need no
 patch score a text on both, which must agree but for the order of sums. Prints a line a case; exit status 1
 if any differs.
@@ -37,11 +37,12 @@ def cases():
 
 
 def work(out, *paths):
-    """Writes the logits of every case to the folder `out`, with whichever llama_cpp this process imports."""
-    import llama_cpp.llama_cpp as api
+    """Writes the logits of every case to the folder `out`, with whichever llama.cpp this process imports."""
+    from kvtool.llama.library import api
+    from kvtool.llama.log import start_backends
 
     (out / "library").write_text(f"{api._lib._name}\n{hasattr(api._lib, 'llama_kvtool_abi')}")
-    api.llama_backend_init()
+    start_backends()
     models = {}
     for name, path in zip(MODELS, paths, strict=True):
         models[name] = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
@@ -76,7 +77,7 @@ def logits(api, model, flash, type_k, type_v, n_batch):
 
 
 def of_site(site):
-    """The environment in which the llama_cpp of that folder is imported; None: this Python's own."""
+    """The environment in which the kvtool_llama of that folder is imported; None: this Python's own."""
     environment = dict(os.environ)
     if site:
         environment["PYTHONPATH"] = str(site)
@@ -152,8 +153,8 @@ if __name__ == "__main__":
         work(*map(Path, sys.argv[2:]))
     else:
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-        parser.add_argument("site", type=Path, help="folder with an unpatched llama_cpp package")
+        parser.add_argument("site", type=Path, help="folder with an unpatched kvtool_llama package")
         arguments = parser.parse_args()
-        if not (arguments.site / "llama_cpp").is_dir():
-            parser.error(f"no llama_cpp in {arguments.site}")
+        if not (arguments.site / "kvtool_llama").is_dir():
+            parser.error(f"no kvtool_llama in {arguments.site}")
         sys.exit(compare(arguments.site) > 0)

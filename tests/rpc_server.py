@@ -22,7 +22,8 @@ TIME_LIMIT = 60
 
 def serve(port):
     """Serves the CPU, with one thread, until the process ends."""
-    import llama_cpp.llama_cpp as api
+    from kvtool.llama.library import api
+    from kvtool.llama.log import start_backends
 
     def function(name, result, *arguments):
         found = getattr(api._lib, name)
@@ -30,7 +31,7 @@ def serve(port):
         return found
 
     pointer = ctypes.c_void_p
-    api.llama_backend_init()
+    start_backends()
     registry = function("ggml_backend_reg_by_name", pointer, ctypes.c_char_p)(b"RPC")
     if not registry:
         sys.exit("the library is built without RPC")

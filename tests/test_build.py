@@ -13,13 +13,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import kvtool.cli.build as command
-from kvtool.build import flags, kernels, needs, process, sources
+from kvtool.build import flags, given, kernels, needs, pack, process, sources
 from kvtool.build import wheel as build
 from kvtool.build.__main__ import main
 from kvtool.cli import app
@@ -29,21 +31,27 @@ from kvtool.system import paths
 
 PATCHES = Path(__file__).parent.parent / "patches"
 DIGESTED = ("hooks.patch", "src/a.h", "src/b.cpp")
-ARCHIVE = b"the source distribution"
+SOURCES = {"LICENSE.md": "the bindings'", "vendor/llama.cpp/LICENSE": "llama.cpp's"}
 CHECK_TOOLS = needs.check_tools
 
 PIP = """\
-import os, pathlib, sys
+import os, pathlib, shutil, sys, zipfile
 WHEEL = "llama_cpp_python-9.9-py3-none-any.whl"
 a = sys.argv[1:]
 with open(os.environ["CALLS"], "a") as calls:
     calls.write(" ".join(a) + "\\n")
 if "download" in a:
-    pathlib.Path(a[a.index("-d") + 1], "llama_cpp_python-9.9.tar.gz").write_bytes(b"the source distribution")
+    shutil.copy(os.environ["ARCHIVE"], a[a.index("-d") + 1])
 if "wheel" in a:
     folder = pathlib.Path(a[a.index("-w") + 1])
     folder.mkdir()
-    folder.joinpath(WHEEL).write_text(os.environ["CMAKE_ARGS"])
+    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
+        wheel.writestr("llama_cpp/llama_cpp.py", "from llama_cpp._ctypes_extensions import x")
+        wheel.writestr("llama_cpp/_ctypes_extensions.py", "x = 1")
+        wheel.writestr("llama_cpp/llama.py", "import llama_cpp.llama_cpp")
+        wheel.writestr("llama_cpp/lib/libllama.so", os.environ["CMAKE_ARGS"])
+        wheel.writestr("lib/libllama.so", os.environ["CMAKE_ARGS"])
+        wheel.writestr("bin/libggml-cpu-haswell.so", "for one CPU")
     for n in range(1, 101):
         print(f"  [{n}/100] /usr/bin/c++ -c x.cpp")
 print(os.environ.get("SAYS", ""))
@@ -57,6 +65,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    monkeypatch.setenv("KVTOOL_WHEELS", "")
+    monkeypatch.setattr(given, "checkout", lambda: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(needs, "check_tools", lambda cmake_args="": None)
     pip = tmp_path / "pip.py"
@@ -67,10 +77,21 @@ def place(tmp_path, monkeypatch):
     (folder / "MANIFEST").write_text("".join(f"{name}\n" for name in DIGESTED))
     for name in (*DIGESTED, "apply.cmake", "amx-gcc.h", "vulkan-old.h"):
         (folder / name).write_text(name)
-    sha256 = hashlib.sha256(ARCHIVE).hexdigest()
+    archive = tmp_path / "llama_cpp_python-9.9.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name, text in SOURCES.items():
+            (tmp_path / "text").write_text(text)
+            packed.add(tmp_path / "text", f"llama_cpp_python-9.9/{name}")
+    monkeypatch.setenv("ARCHIVE", str(archive))
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     (folder / "UPSTREAM").write_text(f"package = llama-cpp-python\nversion = 9.9\nsha256 = {sha256}\n")
     monkeypatch.setattr(sources, "patches_dir", lambda: folder)
     return folder
+
+
+def cmake_args(wheel):
+    """What the stand-in for pip was given: it is the library's text."""
+    return zipfile.ZipFile(wheel).read("kvtool_llama/lib/libllama.so").decode()
 
 
 def calls(tmp_path):
@@ -118,11 +139,11 @@ def test_a_stock_build_is_kept_apart_and_does_not_care_about_the_patch(place):
 
 def test_cmake_gets_our_file_whole_and_the_users_flags_last(place):
     wheel = build.build(place, "-DGGML_RPC=OFF")
-    flags = shlex.split(wheel.read_text())
+    flags = shlex.split(cmake_args(wheel))
     assert flags[0] == f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={place / 'apply.cmake'}"
     assert flags[-1] == "-DGGML_RPC=OFF"
     assert "-DGGML_RPC=ON" in flags
-    assert "-DKVTOOL_PATCH=OFF" in build.build(place, "", stock=True).read_text()
+    assert "-DKVTOOL_PATCH=OFF" in cmake_args(build.build(place, "", stock=True))
 
 
 def test_pips_own_wheel_cache_is_not_asked(place, tmp_path):
@@ -200,10 +221,13 @@ def test_a_damaged_copy_of_the_sources_is_fetched_again(place, tmp_path):
     assert calls(tmp_path) == ["download", "wheel", "download", "wheel"]
 
 
-def installed(monkeypatch, url):
+def installed(monkeypatch, wheel):
+    """Lets the environment have this wheel; without one, none that kvtool has built."""
+
     class Distribution:
         def read_text(self, name):
-            return json.dumps({"url": url}) if url and name == "direct_url.json" else None
+            assert name == pack.RECORD_OF_BUILD
+            return json.dumps({"key": pack.key_of(wheel)}) if wheel else None
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
 
@@ -212,9 +236,9 @@ def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypat
     wheel = build.build(place, "")
     installed(monkeypatch, None)
     assert build.install(wheel, "")
-    installed(monkeypatch, build.build(place, "-DA=1").as_uri())
+    installed(monkeypatch, build.build(place, "-DA=1"))
     assert build.install(wheel, "")
-    installed(monkeypatch, wheel.as_uri())
+    installed(monkeypatch, wheel)
     assert not build.install(wheel, "")
     assert calls(tmp_path) == ["download", "wheel", "install", "wheel", "install"]
 

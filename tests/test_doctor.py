@@ -30,6 +30,7 @@ def library(tmp_path, monkeypatch):
     info = {
         "version": "0.3.36",
         "path": "lib/libllama.so",
+        "unused": None,
         "patched": True,
         "abi": 1,
         "abi_wanted": 1,
@@ -87,6 +88,25 @@ def test_a_library_of_another_machine_is_to_be_built(library, capsys, monkeypatc
     code, out = run(capsys)
     assert code == 1
     assert "another CPU" in out
+
+
+def test_a_library_for_every_cpu_is_as_good_as_one_for_this_machine(library, capsys, monkeypatch):
+    key = wheel.wheel_key(sources.patches_dir(), "", portable=True)
+    monkeypatch.setattr(wheel, "installed_key", lambda: key)
+    code, out = run(capsys)
+    assert code == 0
+    assert "built for every CPU" in out
+    monkeypatch.setattr(flags, "asked_cmake_args", lambda: "-DGGML_CUDA=on")
+    code, out = run(capsys)
+    assert code == 1
+    assert "set of flags" in out
+
+
+def test_a_llama_cpp_python_beside_it_is_said_not_to_be_used(library, capsys):
+    library["unused"] = "0.3.1"
+    code, out = run(capsys)
+    assert code == 0
+    assert "llama-cpp-python 0.3.1 is installed too, and not used" in out
 
 
 def test_a_library_that_was_built_by_hand_has_no_key_to_compare(library, capsys, monkeypatch):

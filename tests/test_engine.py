@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import llama_cpp.llama_cpp as api
 import numpy as np
 import pytest
 
@@ -17,6 +16,8 @@ from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama.context import CACHE_TYPES, FLASH
+from kvtool.llama.library import api
+from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
@@ -65,6 +66,7 @@ def scattered(view, n_keep, seed=0):
 
 def plain_logits(path, n_cell, batches, flash, type_k, type_v):
     """f32[n, n_vocab] by llama.cpp's own API, with nothing of ours enabled."""
+    start_backends()
     params = api.llama_model_default_params()
     model = api.llama_model_load_from_file(str(path).encode(), params)
     params = api.llama_context_default_params()

@@ -266,7 +266,7 @@ sys.argv.append("-v")
 STAGES = {
     "import of the commands": "module = 'kvtool.cli.generate'",
     "import of numba": "module = 'numba'; from kvtool.kernels import load; load.find = lambda *_: None",
-    "import of llama.cpp": "module = 'llama_cpp'",
+    "import of llama.cpp": "module = 'kvtool_llama'",
     "header": "from kvtool.models import resolve; before(resolve, 'check')",
     "load": IN_A_CALLBACK,
     "cache": "from kvtool.llama.library import api; before(api, 'llama_init_from_model')",

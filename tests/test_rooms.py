@@ -18,6 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
 
 ALONE = {
+    "kvtool_llama": "llama",
     "llama_cpp": "llama",
     "typer": "cli",
     "rich": "cli",

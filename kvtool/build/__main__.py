@@ -1,4 +1,4 @@
-"""Build the patched llama-cpp-python: `python -m kvtool.build`, for make.
+"""Build the patched llama.cpp: `python -m kvtool.build`, for make.
 
 Standard library only: make runs it before anything is installed. stdout is the wheel's path; progress goes to
 stderr.
@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from kvtool.build import needs, sources, wheel
+from kvtool.build import dist, needs, sources, wheel
 from kvtool.build.flags import asked_cmake_args
 from kvtool.errors import KvtoolError, LibraryError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line says, and return the exit code."""
-    what = "Build the patched llama-cpp-python and print the wheel's path."
+    what = "Find or build the patched llama.cpp and print the wheel's path."
     parser = argparse.ArgumentParser(prog="python -m kvtool.build", description=what)
     parser.add_argument("--install", action="store_true", help="install the wheel into this environment")
     parser.add_argument("--stock", action="store_true", help="build the same version without the patch")
+    parser.add_argument("--dist", metavar="FOLDER", help="write the wheel for every CPU there, to give away")
     asked = parser.parse_args(arguments)
-    if asked.install and asked.stock:
+    if asked.stock and (asked.install or asked.dist):
         parser.error("--stock builds a library for comparisons; it cannot be installed")
+    if asked.install and asked.dist:
+        parser.error("--install and --dist exclude each other")
     cmake_args = asked_cmake_args()
     try:
         if asked.install:
             needs.check_environment()
-        built = wheel.build(sources.patches_dir(), cmake_args, stock=asked.stock)
+        folder = sources.patches_dir()
+        if asked.dist:
+            built = dist.write(folder, Path(asked.dist))
+        elif asked.stock:
+            built = wheel.build(folder, cmake_args, stock=True)
+        else:
+            built = wheel.find_or_build(folder, cmake_args)
         if asked.install:
             wheel.install(built, cmake_args)
     except KvtoolError as error:

@@ -23,6 +23,9 @@ FLAGS = (
 )
 """The flags of every build: the library alone, with RPC."""
 
+PORTABLE = ("-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_NATIVE=OFF")
+"""For one wheel that serves every CPU: a library for each kind of CPU, chosen when llama.cpp starts."""
+
 DEVICES = {"cuda": "GGML_CUDA", "metal": "GGML_METAL", "vulkan": "GGML_VULKAN"}
 """The devices that a build can support besides the CPU, and their CMake options."""
 

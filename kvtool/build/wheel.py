@@ -1,52 +1,62 @@
-"""The patched llama-cpp-python as a wheel: built once per machine, kept in the cache, installed."""
+"""The patched llama.cpp as a wheel: built once per machine, or found, kept in the cache, installed."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import shlex
 import sysconfig
 import tempfile
-from pathlib import Path, PurePosixPath
-from urllib.parse import unquote, urlsplit
+from pathlib import Path
 
-from kvtool.build import needs, process
-from kvtool.build.flags import FLAGS, remember
+from kvtool.build import given, needs, pack, process
+from kvtool.build.flags import FLAGS, PORTABLE, remember
 from kvtool.build.sources import Upstream, archive, patch_digest
 from kvtool.system.cpu import cpu_features
 from kvtool.system.paths import cache_dir
 
 
-def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False) -> str:
-    """The name of a build. It changes with everything that the compiled library depends on."""
+def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> str:
+    """The name of a build. It changes with everything that the compiled library depends on.
+
+    A portable build does not depend on this machine: elsewhere it has the same key.
+    """
     parts = [
         "" if stock else patch_digest(folder),
         (folder / "UPSTREAM").read_text(),
         (folder / "apply.cmake").read_text(),
         (folder / "amx-gcc.h").read_text(),
         (folder / "vulkan-old.h").read_text(),
-        " ".join(FLAGS),
+        " ".join((*FLAGS, *PORTABLE) if portable else FLAGS),
         " ".join(shlex.split(cmake_args)),
-        cpu_features(),
-        sysconfig.get_platform(),
-        " ".join(platform.libc_ver()),
+        str(pack.LAYOUT),
+        *([pack.VERSION] if portable else [cpu_features(), *_machine()]),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return f"stock-{key}" if stock else key
+    return f"stock-{key}" if stock else f"portable-{key}" if portable else key
+
+
+def fitting_keys(folder: Path, cmake_args: str) -> tuple[str, ...]:
+    """The keys of the builds that serve this machine and these flags."""
+    own = wheel_key(folder, cmake_args)
+    return (own,) if cmake_args.strip() else (own, wheel_key(folder, "", portable=True))
 
 
 def find_wheel(key: str) -> Path | None:
     """The finished wheel of that build, if there is one."""
-    return next((cache_dir() / "wheels" / key).glob("*.whl"), None)
+    return next(_place(key).glob("*.whl"), None)
 
 
-def build_env(folder: Path, cmake_args: str, *, stock: bool = False) -> dict[str, str]:
+def build_env(
+    folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False
+) -> dict[str, str]:
     """The environment variables for the build. The user's flags come last, so they win."""
     ours = [f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={(folder / 'apply.cmake').as_posix()}", *FLAGS]
     if stock:
         ours.append("-DKVTOOL_PATCH=OFF")
+    if portable:
+        ours += PORTABLE
     env = dict(os.environ)
     env["CMAKE_ARGS"] = f"{shlex.join(ours)} {cmake_args}".strip()
     env.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(_n_job()))
@@ -55,53 +65,69 @@ def build_env(folder: Path, cmake_args: str, *, stock: bool = False) -> dict[str
     return env
 
 
-def build(folder: Path, cmake_args: str, *, stock: bool = False) -> Path:
-    """The wheel for these flags and this machine, from the cache or newly built. Raises LibraryError.
+def find_or_build(folder: Path, cmake_args: str) -> Path:
+    """The wheel for these flags and this machine: built before, made by somebody else, or newly built.
 
-    folder: the patch files. stock: build the same version without the patch.
+    folder: the patch files. Raises LibraryError.
     """
-    key = wheel_key(folder, cmake_args, stock=stock)
+    if not find_wheel(wheel_key(folder, cmake_args)) and not cmake_args.strip():
+        places = given.folders()
+        if wheel := given.find(places, wheel_key(folder, "", portable=True)):
+            given.say(f"using {wheel}: nothing is compiled")
+            return wheel
+        if "KVTOOL_WHEELS" in os.environ:
+            given.say("no wheel in KVTOOL_WHEELS fits this machine and these patch files")
+    return build(folder, cmake_args)
+
+
+def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False) -> Path:
+    """The wheel for these flags, from the cache or newly built. Raises LibraryError.
+
+    folder: the patch files. stock: build the same version without the patch. portable: for every CPU.
+    """
+    key = wheel_key(folder, cmake_args, stock=stock, portable=portable)
     if wheel := find_wheel(key):
         return wheel
     needs.check_tools(cmake_args)
     needs.check_pip()
+    place = _place(key)
     log = cache_dir() / "logs" / f"build-{key}.log"
     log.unlink(missing_ok=True)
-    sources = archive(Upstream.read(folder), log)
-    what = "an unpatched llama.cpp" if stock else "llama.cpp"
+    upstream = Upstream.read(folder)
+    sources = archive(upstream, log)
+    what = f"{'an unpatched ' if stock else ''}llama.cpp{' for every CPU' if portable else ''}"
     flags = f" with {cmake_args}" if cmake_args else ""
     progress = process.Progress(f"building {what}{flags} (once; a few minutes)")
     progress.wait()
-    place = cache_dir() / "wheels"
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place, prefix=".building-") as temporary:
-        made = Path(temporary) / key
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as temporary:
+        made = Path(temporary) / "made"
         # not from pip's cache, which knows a wheel by its version and not by its flags
         command = process.pip("wheel", "-v", "--no-cache-dir", "--no-deps", "-w", str(made), str(sources))
-        failed = process.run(command, log, build_env(folder, cmake_args, stock=stock), progress.read)
+        env = build_env(folder, cmake_args, stock=stock, portable=portable)
+        failed = process.run(command, log, env, progress.read)
         progress.close()
         if failed is not None:
             raise process.failure("llama.cpp did not build", log, failed)
+        packed = Path(temporary) / "packed"
+        pack.pack(next(made.glob("*.whl")), sources, upstream, key, cmake_args, packed)
         try:
-            os.rename(made, place / key)
+            os.rename(packed, place)
         except OSError:  # another process built the same and was faster
             if not find_wheel(key):
                 raise
-    return next((place / key).glob("*.whl"))
+    return next(place.glob("*.whl"))
 
 
 def installed_key() -> str | None:
-    """The key of the build that is installed in this environment; None if kvtool did not build it."""
+    """The key of the build that is installed in this environment; None if there is none of ours."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        origin = distribution("llama-cpp-python").read_text("direct_url.json")
+        said = distribution(pack.DISTRIBUTION).read_text(pack.RECORD_OF_BUILD)
     except PackageNotFoundError:
         return None
-    if not origin:
-        return None
-    path = PurePosixPath(unquote(urlsplit(json.loads(origin).get("url", "")).path))
-    return path.parent.name if path.parent.parent.name == "wheels" else None
+    return pack.key_in(said or "")
 
 
 def install(wheel: Path, cmake_args: str) -> bool:
@@ -109,9 +135,10 @@ def install(wheel: Path, cmake_args: str) -> bool:
 
     Returns False if this very build was installed already.
     """
-    is_new = installed_key() != wheel.parent.name
+    key = pack.key_of(wheel)
+    is_new = installed_key() != key
     if is_new:
-        log = cache_dir() / "logs" / f"install-{wheel.parent.name}.log"
+        log = cache_dir() / "logs" / f"install-{key}.log"
         log.unlink(missing_ok=True)
         needs.check_pip()
         command = process.pip("install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
@@ -119,6 +146,17 @@ def install(wheel: Path, cmake_args: str) -> bool:
             raise process.failure(f"the built {wheel.name} could not be installed", log, failed)
     remember(cmake_args)
     return is_new
+
+
+def _machine() -> list[str]:
+    return [sysconfig.get_platform(), " ".join(platform.libc_ver())]
+
+
+def _place(key: str) -> Path:
+    """The folder of the cache for that build's wheel: a portable one runs on this system, not on each."""
+    if key.startswith("portable-"):
+        key += "-" + hashlib.sha256("\0".join(_machine()).encode()).hexdigest()[:8]
+    return cache_dir() / "wheels" / key
 
 
 def _n_job() -> int:

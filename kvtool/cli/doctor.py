@@ -73,11 +73,12 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
         return None
     cmake_args = asked_cmake_args()
     key = wheel.installed_key()
-    library |= {"build": key, "cmake_args": cmake_args, "digest_wanted": None}
+    portable = bool(key and key.startswith("portable-"))
+    library |= {"build": key, "portable": portable, "cmake_args": cmake_args, "digest_wanted": None}
     try:
         folder = patches_dir()
         library["digest_wanted"] = patch_digest(folder)
-        key_wanted = wheel.wheel_key(folder, cmake_args)
+        keys_wanted = wheel.fitting_keys(folder, cmake_args)
     except (KvtoolError, OSError) as error:
         again = "git checkout -- patches" if checkout() else "pip install --force-reinstall kvtool"
         wrong(f"the patch files cannot be read: {error}", again)
@@ -92,7 +93,7 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
         )
     elif library["digest"] != library["digest_wanted"]:
         wrong("the library was built from other patch files than the present ones", _BUILD)
-    elif key is not None and key != key_wanted:
+    elif key is not None and key not in keys_wanted:
         wrong("the library was built for another CPU, version or set of flags", _BUILD)
     return library
 
@@ -107,6 +108,10 @@ def _text(found: dict[str, Any]) -> str:
         ]
         if library["digest"]:
             lines.append(f"            digest {library['digest'][:16]}")
+        if library["portable"]:
+            lines.append("            built for every CPU, which chooses its part when llama.cpp starts")
+        if library["unused"]:
+            lines.append(f"            llama-cpp-python {library['unused']} is installed too, and not used")
         if library["cmake_args"]:
             lines.append(f"            built with {library['cmake_args']}")
         for device in library["devices"]:

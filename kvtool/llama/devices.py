@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvtool.llama.library import ABI, api, bind, is_patched, lib, library_path
+from kvtool.llama.bindings import api, bind, is_ours, lib, library_path, stock_version, upstream
+from kvtool.llama.library import ABI, is_patched
 from kvtool.llama.log import start_backends
 
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
@@ -64,16 +65,14 @@ def default_threads() -> int:
 
 
 def library_info() -> dict[str, Any]:
-    """What is built: version, path, patched, abi, abi_wanted, digest, devices, system_info."""
-    from importlib.metadata import PackageNotFoundError, version
+    """What is built: version, path, unused, patched, abi, abi_wanted, digest, devices, system_info.
 
-    try:
-        package = version("llama-cpp-python")
-    except PackageNotFoundError:
-        package = "unknown"
+    version: of the llama-cpp-python that it comes from. unused: that of an installed one beside it, or None.
+    """
     return {
-        "version": package,
+        "version": upstream(),
         "path": str(library_path()),
+        "unused": stock_version() if is_ours() else None,
         "patched": is_patched(),
         "abi": lib.llama_kvtool_abi() if is_patched() else None,
         "abi_wanted": ABI,

@@ -1,24 +1,19 @@
-"""llama.cpp's shared library: loaded, the patch's C API bound, its version checked."""
+"""llama.cpp's shared library: the patch's C API bound, its version checked."""
 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
 
 from kvtool.errors import LibraryError, StreamEnd
-from kvtool.system.paths import build_command
 
-try:
-    import llama_cpp.llama_cpp as llama_cpp_api
-except (ImportError, OSError, RuntimeError) as error:
-    # no package, no library in it, or one that does not load
-    if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp":
-        raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}") from None
-    # ggml's CUDA part is linked to the driver
-    how = "install NVIDIA's driver, or: kvtool build --cpu" if "libcuda." in str(error) else build_command()
-    raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
+# passed on: whoever calls llama.cpp imports this file
+from kvtool.llama.bindings import api as api
+from kvtool.llama.bindings import bind as bind
+from kvtool.llama.bindings import lib as lib
+from kvtool.llama.bindings import library_path as library_path
+from kvtool.system.paths import build_command
 
 ABI = 8
 """The version of the patch's C API that this kvtool speaks."""
@@ -29,9 +24,6 @@ _NO_ROOM = -2
 UNPATCHED = "this llama.cpp was built without kvtool's patch"
 HOW_TO_BUILD = f"build the one that has it: {build_command()}"
 """The start and the end of every message about a missing patch."""
-
-api = llama_cpp_api
-lib = api._lib
 
 
 class Move(ctypes.Structure):
@@ -68,13 +60,6 @@ class EnableParams(ctypes.Structure):
 
 
 TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
-
-
-def bind(name: str, result: type | None, *arguments: object) -> None:
-    """Declares a function's types to ctypes."""
-    function = getattr(lib, name)
-    function.restype = result
-    function.argtypes = list(arguments)
 
 
 def is_patched() -> bool:
@@ -123,11 +108,6 @@ def _bind_all() -> None:
 
 if is_patched():
     _bind_all()
-
-
-def library_path() -> Path:
-    """Where the loaded library lies."""
-    return Path(lib._name)
 
 
 def check_library() -> None:

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 
-from kvtool.llama.library import api
+from kvtool.llama.bindings import api, load_parts
 
 _LOG_ERROR = 4
 
@@ -34,10 +34,14 @@ _log_callback = api.llama_log_callback(_log)
 
 
 def start_backends() -> None:
-    """Starts ggml's backends, with the log of llama.cpp coming here. A second call does nothing."""
+    """Starts ggml's backends, with the log of llama.cpp coming here. A second call does nothing.
+
+    Raises LibraryError if none runs on this CPU.
+    """
     global _started
     if not _started:
         api.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        load_parts()
         api.llama_backend_init()
         _started = True
 

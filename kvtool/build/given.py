@@ -1,0 +1,69 @@
+"""Wheels of the library that somebody else has built: which of those that lie here fits this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvtool.build import pack
+from kvtool.system.paths import checkout
+
+
+def folders() -> list[Path]:
+    """Where such wheels may lie: the folders in $KVTOOL_WHEELS, and dist/ of the checkout."""
+    named = filter(None, os.environ.get("KVTOOL_WHEELS", "").split(os.pathsep))
+    root = checkout()
+    return [*(Path(each).expanduser() for each in named), *([root / "dist"] if root else [])]
+
+
+def find(places: Iterable[Path], key: str) -> Path | None:
+    """The first wheel there that runs here and holds the build of that key; None if there is none."""
+    for folder in places:
+        for wheel in sorted(folder.glob(f"{pack.PACKAGE}-*.whl")):
+            if runs_here(wheel.name) and pack.key_of(wheel) == key:
+                return wheel.absolute()
+    return None
+
+
+def runs_here(name: str) -> bool:
+    """Whether a wheel of that file name runs here: it ends in py3-none-PLATFORM, or in several with dots."""
+    words = name.removesuffix(".whl").split("-")
+    return words[-3:-1] == ["py3", "none"] and any(map(_is_platform, words[-1].split(".")))
+
+
+def _is_platform(tag: str) -> bool:
+    """Whether this is a platform tag of this machine: that of its system, or of an older version of it."""
+    machine = platform.machine().lower()
+    if sys.platform == "win32":
+        return tag == f"win_{machine}"
+    if sys.platform == "darwin":
+        match = re.fullmatch(r"macosx_(\d+)_(\d+)_(\w+)", tag)
+        return bool(
+            match
+            and match[3] in (machine, "universal2")
+            and (int(match[1]), int(match[2])) <= _version(platform.mac_ver()[0])
+        )
+    if tag == f"linux_{machine}":
+        return True
+    libc, version = platform.libc_ver()
+    match = re.fullmatch(r"manylinux_(\d+)_(\d+)_(\w+)", tag)
+    return bool(
+        match
+        and libc == "glibc"
+        and match[3] == machine
+        and (int(match[1]), int(match[2])) <= _version(version)
+    )
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor, *_ = [*map(int, re.findall(r"\d+", text)), 0, 0]
+    return major, minor
+
+
+def say(line: str) -> None:
+    """A line on stderr, where what a build does is said."""
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,129 @@
+"""A build of llama-cpp-python repacked as our own wheel, kvtool-llama.
+
+The wheel has the package `kvtool_llama`: the libraries, and of llama-cpp-python the bindings alone. So it
+stands beside a llama-cpp-python of the user's without either touching the other, and it needs nothing more.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from kvtool import __version__
+from kvtool.build.sources import Upstream
+from kvtool.errors import LibraryError
+
+DISTRIBUTION = "kvtool-llama"
+PACKAGE = "kvtool_llama"
+VERSION = __version__
+"""That of kvtool: the two belong together."""
+
+RECORD_OF_BUILD = "kvtool.json"
+"""The file beside METADATA that says what was built."""
+
+LAYOUT = 1
+"""What changes when the wheel is packed in another way, so that the present ones are not reused."""
+
+_BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py")
+_LIBRARIES = (".so", ".dylib", ".dll")
+_LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
+
+
+def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: str, folder: Path) -> Path:
+    """Writes our wheel to `folder` and returns its path. Raises LibraryError.
+
+    built: the wheel of llama-cpp-python. archive: its sources, for the licences. key: what `key_of` gives.
+    """
+    tag = built.stem.split("-", 2)[2]
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{PACKAGE}-{VERSION}-{tag}.whl"
+    record: list[str] = []
+    info = f"{PACKAGE}-{VERSION}.dist-info"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as out:
+        for name, data in _contents(built, archive, upstream, tag, key, cmake_args, info):
+            out.writestr(name, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={digest},{len(data)}\n")
+        out.writestr(f"{info}/RECORD", "".join([*record, f"{info}/RECORD,,\n"]))
+    return wheel
+
+
+def key_in(record: str) -> str | None:
+    """The key of the build that this RECORD_OF_BUILD is about; None if it is damaged."""
+    try:
+        key = json.loads(record)["key"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return key if isinstance(key, str) else None
+
+
+def key_of(wheel: Path) -> str | None:
+    """The key of the build that is in the wheel; None if it is none of ours, or cannot be read."""
+    try:
+        with zipfile.ZipFile(wheel) as packed:
+            found = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]
+            return key_in(packed.read(found[0]).decode()) if found else None
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return None
+
+
+def _contents(
+    built: Path, archive: Path, upstream: Upstream, tag: str, key: str, cmake_args: str, info: str
+) -> Iterator[tuple[str, bytes]]:
+    says = f'"""The llama.cpp of kvtool."""\n\nUPSTREAM = "{upstream.version}"\n'
+    yield f"{PACKAGE}/__init__.py", says.encode()
+    yield f"{PACKAGE}/py.typed", b""
+    with zipfile.ZipFile(built) as packed:
+        # a build puts each library into several folders
+        libraries = {PurePosixPath(name).name: name for name in packed.namelist() if _is_library(name)}
+        if not libraries:
+            raise LibraryError(f"{built} has no library in it")
+        for name in _BINDINGS:
+            text = packed.read(f"llama_cpp/{name}").decode()
+            yield f"{PACKAGE}/{name}", text.replace("from llama_cpp.", f"from {PACKAGE}.").encode()
+        for name, path in sorted(libraries.items()):
+            yield f"{PACKAGE}/lib/{name}", packed.read(path)
+    for name, licence in _licences(archive):
+        yield f"{info}/licenses/{name}", licence
+    yield f"{info}/METADATA", _metadata(upstream).encode()
+    yield (
+        f"{info}/WHEEL",
+        f"Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
+    )
+    what = {"key": key, "upstream": upstream.version, "cmake_args": cmake_args}
+    yield f"{info}/{RECORD_OF_BUILD}", json.dumps(what).encode()
+
+
+def _is_library(name: str) -> bool:
+    return PurePosixPath(name).suffix in _LIBRARIES
+
+
+def _licences(archive: Path) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(archive) as packed:
+        left = dict(_LICENCES)
+        for member in packed:
+            if (name := left.pop(member.name.partition("/")[2], "")) and (file := packed.extractfile(member)):
+                yield name, file.read()
+            if not left:
+                return
+    raise LibraryError(f"{archive} has no {', '.join(left)}")
+
+
+def _metadata(upstream: Upstream) -> str:
+    return f"""\
+Metadata-Version: 2.4
+Name: {DISTRIBUTION}
+Version: {VERSION}
+Summary: llama.cpp with kvtool's patch, from {upstream.package} {upstream.version}
+License-Expression: MIT
+{"".join(f"License-File: {name}" + chr(10) for name in _LICENCES.values())}\
+Requires-Python: >=3.10
+Requires-Dist: typing-extensions>=4.5
+
+kvtool runs on it, and finds it by itself.
+"""

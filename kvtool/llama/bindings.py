@@ -1,0 +1,115 @@
+"""Which llama.cpp kvtool runs on, and its functions: that of kvtool-llama, or of a stock llama-cpp-python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import LibraryError
+from kvtool.system.paths import build_command
+
+__all__ = ["api", "bind", "is_ours", "lib", "library_path", "load_parts", "stock_version", "upstream"]
+
+STOCK = "llama-cpp-python"
+"""The distribution that has llama.cpp without the patch."""
+
+
+def _load() -> Any:
+    """The bindings. One that is there and does not load is an error: the other would hide it."""
+    for package in ("kvtool_llama", "llama_cpp"):
+        try:
+            return import_module(f"{package}.llama_cpp")
+        except (ImportError, OSError, RuntimeError) as error:
+            # no package, no library in it, or one that does not load
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                continue
+            # ggml's CUDA part is linked to the driver
+            cuda = "libcuda." in str(error)
+            how = "install NVIDIA's driver, or: kvtool build --cpu" if cuda else build_command()
+            raise LibraryError(f"llama.cpp does not load ({error}); mend it with: {how}") from None
+    raise LibraryError(f"there is no llama.cpp yet; build it: {build_command()}")
+
+
+class Parts:
+    """Several libraries as one, for Windows: there a library does not pass on what it is linked to."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+        self._name = parts[0]._name
+
+    def __getattr__(self, name: str) -> Any:
+        for part in self._parts:
+            if hasattr(part, name):
+                found = getattr(part, name)
+                # the types that `bind` declares belong to this very object
+                setattr(self, name, found)
+                return found
+        raise AttributeError(f"llama.cpp has no function {name}")
+
+
+def _functions() -> Any:
+    if sys.platform != "win32":
+        return api._lib
+    folder = Path(api._lib._name).parent
+    return Parts(api._lib, *(ctypes.CDLL(str(folder / name)) for name in ("ggml.dll", "ggml-base.dll")))
+
+
+if TYPE_CHECKING:
+    import kvtool_llama.llama_cpp as api
+else:
+    api = _load()
+
+lib = _functions()
+
+
+def bind(name: str, result: type | None, *arguments: object) -> None:
+    """Declares a function's types to ctypes."""
+    function = getattr(lib, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+
+
+def library_path() -> Path:
+    """Where the loaded library lies."""
+    return Path(lib._name)
+
+
+def load_parts() -> None:
+    """Loads ggml's parts for this CPU, where they are libraries of their own. Raises LibraryError.
+
+    Those of a build for every CPU lie beside the library, and ggml looks beside Python.
+    """
+    bind("ggml_backend_reg_count", ctypes.c_size_t)
+    if lib.ggml_backend_reg_count():
+        return
+    bind("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
+    lib.ggml_backend_load_all_from_path(os.fsencode(library_path().parent))
+    if not lib.ggml_backend_reg_count():
+        folder = library_path().parent
+        raise LibraryError(f"no part of llama.cpp in {folder} runs here; mend it with: {build_command()}")
+
+
+def is_ours() -> bool:
+    """Whether it is kvtool-llama's, patched or not."""
+    return api.__name__.startswith("kvtool_llama.")
+
+
+def upstream() -> str:
+    """The version of llama-cpp-python that this llama.cpp comes from."""
+    if is_ours():
+        found: str = import_module("kvtool_llama").UPSTREAM
+        return found
+    return stock_version() or "unknown"
+
+
+def stock_version() -> str | None:
+    """The version of the llama-cpp-python that is installed, used or not; None without one."""
+    try:
+        return version(STOCK)
+    except PackageNotFoundError:
+        return None
