@@ -77,14 +77,14 @@ chat: setup
 	@$(VENV)/bin/kvtool chat $(ARGS)
 
 # one kvtool wheel: that of another version would be installed with it
-dist: $(READY)
+dist: $(PY)
 	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[dist]' >&2
 	@rm -f dist/kvtool-*.whl
 	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation -w dist . >&2
 	@$(PY) -m kvtool.build --dist dist >/dev/null
 	@ls dist/*.whl
 
-check-dist: $(READY)
+check-dist: $(PY)
 	@$(PY) tests/check_dist.py dist $(ARGS)
 
 test: setup

@@ -1,6 +1,6 @@
 """kvtool from a wheel, in an environment outside the checkout, as a user without a checkout has it.
 
-kvtool's wheel is real. llama-cpp-python's is a stand-in that passes on the library of the tests, under the
+kvtool's wheel is real. That of kvtool-llama is a stand-in that passes on the library of the tests, under the
 key of this machine's build: nothing is compiled.
 """
 
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool import __version__, policies
-from kvtool.build import sources
+from kvtool.build import pack, sources
 from kvtool.build import wheel as build
 from kvtool.llama.library import api, library_path
 from kvtool.models.catalogue import registry
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parent.parent
 
 STAND_IN = f"""\
+UPSTREAM = "9.9"
 __path__ = [{str(Path(api.__file__).parent)!r}]
-from .llama_cpp import *
 """
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """An environment with kvtool from a wheel and its dependencies, but without llama-cpp-python."""
+    """An environment with kvtool from a wheel and its dependencies, but without kvtool-llama."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     # a new environment, like pip's own builds: the one of the tests has the checkout in it
@@ -94,7 +94,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def before(place):
-    """What the commands say without llama-cpp-python."""
+    """What the commands say without kvtool-llama."""
     (place.folder / "text.txt").write_text("The tide came in over the flats before sunrise.\n" * 9)
     return SimpleNamespace(
         perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
@@ -110,14 +110,15 @@ def built(place, before):
     key = build.wheel_key(sources.patches_dir(), "")
     folder = place.folder / "cache" / "wheels" / key
     folder.mkdir(parents=True)
-    name = f"llama_cpp_python-{sources.Upstream.read(sources.patches_dir()).version}"
+    name = f"{pack.PACKAGE}-{pack.VERSION}"
     with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("llama_cpp/__init__.py", STAND_IN)
-        metadata = f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {name.partition('-')[2]}\n"
+        wheel.writestr(f"{pack.PACKAGE}/__init__.py", STAND_IN)
+        metadata = f"Metadata-Version: 2.1\nName: {pack.DISTRIBUTION}\nVersion: {pack.VERSION}\n"
         wheel.writestr(f"{name}.dist-info/METADATA", metadata)
         tags = "Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         wheel.writestr(f"{name}.dist-info/WHEEL", tags)
         wheel.writestr(f"{name}.dist-info/RECORD", "")
+        wheel.writestr(f"{name}.dist-info/{pack.RECORD_OF_BUILD}", json.dumps({"key": key}))
     made = "kernel_dir().mkdir(parents=True); stamp().touch(); kernel_library().touch()"
     assert place.run("-c", f"from kvtool.build.kernels import *; {made}").returncode == 0
     return place.run(place.kvtool, "build")
@@ -166,6 +167,7 @@ def test_all_is_well_then(place, built):
     library = found["library"]
     assert library["build"] == wheel.parent.name
     assert library["path"] == str(library_path())
+    assert library["version"] == "9.9"
     # the digest of the wheel's patch files
     assert library["digest_wanted"] == sources.patch_digest(ROOT / "patches")
     # a library that was built by hand from edited files may differ

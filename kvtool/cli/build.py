@@ -36,7 +36,7 @@ def build(
         needs.check_environment()
         # so that Ctrl-C removes a half-finished build
         with interrupt.raising():
-            built = wheel.build(sources.patches_dir(), cmake_args)
+            built = wheel.find_or_build(sources.patches_dir(), cmake_args)
             is_new = wheel.install(built, cmake_args)
         kernels.compile_all()
     except LibraryError as error:

@@ -48,6 +48,8 @@ void numba_do_raise(void *) { out_of_memory(); }
 
 def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
     """Writes the kernels to a shared library. Raises LibraryError if that cannot be done here."""
+    if sys.platform == "win32":
+        raise LibraryError("kernels are not linked on Windows")
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if not shutil.which(compiler[0]):
         raise LibraryError(f"there is no C++ compiler {compiler[0]} to link kernels with")
