@@ -1,6 +1,6 @@
 """A build of llama-cpp-python repacked as our own wheel, kvtool-llama.
 
-The wheel has the package `kvtool_llama`: the libraries, and of llama-cpp-python the bindings alone. So it
+The wheel has the package kvtool_llama: the libraries, and of llama-cpp-python the bindings alone. So it
 stands beside a llama-cpp-python of the user's without either touching the other, and it needs nothing more.
 """
 
