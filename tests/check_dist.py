@@ -63,7 +63,8 @@ class Place:
 
 def nll(place: Place, kvtool: list[object], model: str, policy: str, **env: str) -> float:
     (place.folder / "work" / "text.txt").write_text(TEXT)
-    command = ["perplexity", "text.txt", "-m", model, "--policy", policy, "--budget", 64, "-t", 1, "--json"]
+    budget = [] if policy == "full" else ["--budget", 64]
+    command = ["perplexity", "text.txt", "-m", model, "--policy", policy, *budget, "-t", 1, "--json"]
     return float(json.loads(place.run(*kvtool, *command, env=env))["nll"])
 
 
@@ -157,7 +158,8 @@ def variants(place: Place, kvtool: list[object], model: str, expected: dict[str,
                 other.rename(away / other.name)
         try:
             found = "does not run here"
-            if json.loads(doctor(place, kvtool))["library"]:
+            if said := json.loads(doctor(place, kvtool))["library"]:
+                assert [device["type"] for device in said["devices"]] == ["cpu"], said
                 value = nll(place, kvtool, model, "full")
                 assert math.isclose(value, expected["full"], rel_tol=0.01), f"{part.name}: {value}"
                 found = f"{value:.4f}"

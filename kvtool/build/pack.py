@@ -126,4 +126,7 @@ Requires-Python: >=3.10
 Requires-Dist: typing-extensions>=4.5
 
 kvtool runs on it, and finds it by itself.
+
+A wheel for Linux holds GCC's library for OpenMP, libgomp (GPL-3.0-or-later with the GCC Runtime Library
+Exception 3.1).
 """

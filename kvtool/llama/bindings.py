@@ -18,6 +18,9 @@ __all__ = ["api", "bind", "is_ours", "lib", "library_path", "load_parts", "stock
 STOCK = "llama-cpp-python"
 """The distribution that has llama.cpp without the patch."""
 
+_CPU = 0
+"""ggml's number for that type of device."""
+
 
 def _load() -> Any:
     """The bindings. One that is there and does not load is an error: the other would hide it."""
@@ -84,12 +87,12 @@ def load_parts() -> None:
 
     Those of a build for every CPU lie beside the library, and ggml looks beside Python.
     """
-    bind("ggml_backend_reg_count", ctypes.c_size_t)
-    if lib.ggml_backend_reg_count():
+    bind("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
+    if lib.ggml_backend_dev_by_type(_CPU):
         return
     bind("ggml_backend_load_all_from_path", None, ctypes.c_char_p)
     lib.ggml_backend_load_all_from_path(os.fsencode(library_path().parent))
-    if not lib.ggml_backend_reg_count():
+    if not lib.ggml_backend_dev_by_type(_CPU):
         folder = library_path().parent
         raise LibraryError(f"no part of llama.cpp in {folder} runs here; mend it with: {build_command()}")
 
