@@ -74,13 +74,14 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
     assert 'UPSTREAM = "9.9"' in packed.read("kvtool_llama/__init__.py").decode()
 
 
-def test_the_wheel_has_both_licences_and_says_so(packed):
+def test_the_wheel_has_all_licences_and_says_so(packed):
     info = f"kvtool_llama-{__version__}.dist-info"
     metadata = packed.read(f"{info}/METADATA").decode()
     named = re.findall(r"^License-File: (.+)$", metadata, re.M)
     assert [packed.read(f"{info}/licenses/{name}").decode() for name in named] == [
         "licence in LICENSE.md",
         "licence in vendor/llama.cpp/LICENSE",
+        (ROOT / "LICENSE").read_text(),
     ]
     assert f"Name: kvtool-llama\nVersion: {__version__}\n" in metadata
     # pip reads no further than the first empty line

@@ -12,11 +12,13 @@ import json
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path, PurePosixPath
 
 from kvtool import __version__
 from kvtool.build.sources import Upstream
 from kvtool.errors import LibraryError
+from kvtool.system.paths import checkout
 
 DISTRIBUTION = "kvtool-llama"
 PACKAGE = "kvtool_llama"
@@ -32,6 +34,7 @@ LAYOUT = 1
 _BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py")
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
+_OWN_LICENCE = "LICENSE-kvtool"
 
 
 def pack(built: Path, archive: Path, upstream: Upstream, key: str, cmake_args: str, folder: Path) -> Path:
@@ -88,7 +91,7 @@ def _contents(
             yield f"{PACKAGE}/{name}", text.replace("from llama_cpp.", f"from {PACKAGE}.").encode()
         for name, path in sorted(libraries.items()):
             yield f"{PACKAGE}/lib/{name}", packed.read(path)
-    for name, licence in _licences(archive):
+    for name, licence in (*_licences(archive), (_OWN_LICENCE, _own_licence())):
         yield f"{info}/licenses/{name}", licence
     yield f"{info}/METADATA", _metadata(upstream).encode()
     yield (
@@ -114,6 +117,13 @@ def _licences(archive: Path) -> Iterator[tuple[str, bytes]]:
     raise LibraryError(f"{archive} has no {', '.join(left)}")
 
 
+def _own_licence() -> bytes:
+    """The checkout's licence, or that of an installed kvtool: the patch is ours."""
+    if root := checkout():
+        return (root / "LICENSE").read_bytes()
+    return (distribution("kvtool").read_text("licenses/LICENSE") or "").encode()
+
+
 def _metadata(upstream: Upstream) -> str:
     return f"""\
 Metadata-Version: 2.4
@@ -121,7 +131,7 @@ Name: {DISTRIBUTION}
 Version: {VERSION}
 Summary: llama.cpp with kvtool's patch, from {upstream.package} {upstream.version}
 License-Expression: MIT
-{"".join(f"License-File: {name}" + chr(10) for name in _LICENCES.values())}\
+{"".join(f"License-File: {name}" + chr(10) for name in (*_LICENCES.values(), _OWN_LICENCE))}\
 Requires-Python: >=3.10
 Requires-Dist: typing-extensions>=4.5
 
