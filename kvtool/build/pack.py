@@ -28,10 +28,10 @@ VERSION = __version__
 RECORD_OF_BUILD = "kvtool.json"
 """The file beside METADATA that says what was built."""
 
-LAYOUT = 1
+LAYOUT = 2
 """What changes when the wheel is packed in another way, so that the present ones are not reused."""
 
-_BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py")
+_BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py", "llama_grammar.py")
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
 _OWN_LICENCE = "LICENSE-kvtool"

@@ -7,7 +7,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
 from kvtool.llama.crash import crash_means
@@ -35,7 +36,10 @@ def schema_grammar(schema: str) -> str:
 
     Raises UsageError for what is not JSON, or not a schema that the converter knows.
     """
-    from llama_cpp import llama_grammar as package
+    if TYPE_CHECKING:
+        from kvtool_llama import llama_grammar as package
+    else:
+        package = import_module(f"{api.__package__}.llama_grammar")
 
     class Converter(package.SchemaConverter):
         """With mistakes mended: texts that were not JSON, and rules of two things under one name."""
