@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import string
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -193,16 +194,7 @@ def dequantize(src, dst):
     """Rewrites a GGUF with every tensor as F32; the metadata stays, but for the file type."""
     reader = gguf.GGUFReader(src)
     writer = gguf.GGUFWriter(dst, reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        # the writer makes these itself
-        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-            continue
-        if key == "general.alignment":
-            writer.add_custom_alignment(field.contents())
-        elif field.types[0] != gguf.GGUFValueType.ARRAY:
-            writer.add_key_value(key, field.contents(), field.types[0])
-        elif len(field.data):  # the writer cannot write an empty array
-            writer.add_key_value(key, field.contents(), gguf.GGUFValueType.ARRAY, field.types[-1])
+    _copy_metadata(reader, writer, "general.file_type")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     for tensor in reader.tensors:
         # the reader has ggml's order of axes here, the writer wants NumPy's
@@ -216,3 +208,39 @@ def dequantize(src, dst):
         data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         writer.write_tensor_data(np.ascontiguousarray(data, np.float32))
     writer.close()
+
+
+def _copy_metadata(reader, writer, *but):
+    for key, field in reader.fields.items():
+        # the writer makes these itself
+        if key.startswith("GGUF.") or key in ("general.architecture", *but):
+            continue
+        if key == "general.alignment":
+            writer.add_custom_alignment(field.contents())
+        elif field.types[0] != gguf.GGUFValueType.ARRAY:
+            writer.add_key_value(key, field.contents(), field.types[0])
+        elif len(field.data):  # the writer cannot write an empty array
+            writer.add_key_value(key, field.contents(), gguf.GGUFValueType.ARRAY, field.types[-1])
+
+
+def split(src, prefix, n):
+    """Writes a model as n files PREFIX-00001-of-0000N.gguf, as llama-gguf-split does. Returns their paths."""
+    reader = gguf.GGUFReader(src)
+    paths = [f"{prefix}-{number:05}-of-{n:05}.gguf" for number in range(1, n + 1)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+        if number:
+            writer.kv_data[0].clear()
+        else:
+            _copy_metadata(reader, writer)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", n)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        # every n-th tensor: which part has it is left to the file
+        for tensor in reader.tensors[number::n]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return [Path(path) for path in paths]

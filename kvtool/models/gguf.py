@@ -54,12 +54,18 @@ class HeaderReader:
     """Walks over the header of a mapped file.
 
     gguf's own GGUFReader makes an object for every token: 1.6 s for a vocabulary of 49,000.
+
+    Attributes
+    ----------
+    n_tensor
+        How many tensors the file holds; known after `header`.
     """
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path = path
         self.data = data
         self.at = 0
+        self.n_tensor = 0
 
     def header(self) -> tuple[dict[str, Any], int]:
         """The metadata, and the file size in bytes that the tensors need. Raises ModelError.
@@ -75,12 +81,12 @@ class HeaderReader:
                 raise ModelError(
                     f"{self.path} has GGUF version {version} or is big-endian; kvtool reads versions 2 and 3"
                 )
-            n_tensor, n_key = self._number("Q"), self._number("Q")
+            self.n_tensor, n_key = self._number("Q"), self._number("Q")
             metadata: dict[str, Any] = {}
             for _ in range(n_key):
                 key = self._string()
                 metadata[key] = self._value(self._number("I"))
-            ends = [self._tensor_end() for _ in range(n_tensor)]
+            ends = [self._tensor_end() for _ in range(self.n_tensor)]
         except (struct.error, OverflowError):
             raise ModelError(f"{self.path} is truncated or damaged; download it again") from None
         except (ValueError, KeyError) as error:

@@ -6,10 +6,11 @@ import errno
 import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtool.errors import ModelError, OutOfMemory, UsageError
 from kvtool.models.gguf import MAX_LAYERS, HeaderReader, constants
+from kvtool.models.split import part_paths
 from kvtool.models.supported import INTERLEAVED
 
 PAD = 256
@@ -19,6 +20,24 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """The types that llama.cpp has for cached keys and values."""
 
 
+class File(NamedTuple):
+    """One GGUF file.
+
+    Attributes
+    ----------
+    size
+        Its size in bytes.
+    n_tensor
+        How many tensors it holds.
+    metadata
+        All values of its header, as ModelInfo has them.
+    """
+
+    size: int
+    n_tensor: int
+    metadata: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model as its header describes it. Some layers may use sliding-window attention (SWA).
@@ -26,9 +45,11 @@ class ModelInfo:
     Attributes
     ----------
     path
-        The file.
+        The file; the first part of a model that was split.
+    n_part
+        Files of the model; 1 unless it was split.
     size
-        Its size in bytes.
+        Their size in bytes.
     architecture
         llama.cpp's name for the kind of model, "llama" for example.
     name
@@ -60,6 +81,7 @@ class ModelInfo:
     """
 
     path: Path
+    n_part: int
     size: int
     architecture: str
     name: str
@@ -110,7 +132,20 @@ class ModelInfo:
 
 
 def read(path: Path) -> ModelInfo:
-    """Read a file's header, and nothing else. Raises ModelError unless it is a whole GGUF language model."""
+    """Read a file's header, and nothing else. Raises ModelError unless it is a whole GGUF language model.
+
+    Of a model that was split, `path` is the first part; the headers of all parts are read.
+    """
+    whole = read_file(path)
+    n_part = whole.metadata.get("split.count", 0)
+    # llama.cpp takes a file that names one part for a plain one, too
+    if n_part in (0, 1):
+        return _info(path, 1, whole.size, whole.metadata)
+    return _info(path, n_part, whole.size + _rest_of(path, whole, n_part), whole.metadata)
+
+
+def read_file(path: Path) -> File:
+    """Read the header of one file, which may be any part of a model. Raises ModelError unless it is whole."""
     try:
         size = path.stat().st_size
         if path.is_dir():
@@ -118,14 +153,48 @@ def read(path: Path) -> ModelInfo:
         if size == 0:
             raise ModelError(f"{path} is empty; download it again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            metadata, end = HeaderReader(path, data).header()
+            reader = HeaderReader(path, data)
+            metadata, end = reader.header()
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise OutOfMemory(f"not enough memory for {path}") from None
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if size < end:
         raise ModelError(f"{path} is truncated: {size} bytes of {end}; download it again")
-    return _info(path, size, metadata)
+    return File(size, reader.n_tensor, metadata)
+
+
+def _rest_of(first: Path, whole: File, n_part: object) -> int:
+    """The bytes of the second part and those after it. Raises ModelError unless all are there and fit."""
+    paths = part_paths(first)
+    if whole.metadata.get("split.no", 0) != 0:
+        raise ModelError(f"{first} is not the first part of its model; name the first, {paths[0].name}")
+    if n_part != len(paths) or first != paths[0]:
+        raise ModelError(
+            f"{first} is the first of {n_part} parts, and its name does not say so; "
+            "give each part the name that it was made with, NAME-00001-of-0000N.gguf"
+        )
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{missing[0]}{others} of the {n_part} parts of the model is missing; "
+            f"all have to be in {first.absolute().parent}"
+        )
+    n_byte, n_tensor = 0, whole.n_tensor
+    for number, path in enumerate(paths[1:], 1):
+        part = read_file(path)
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, n_part):
+            raise ModelError(f"{path} is not part {number + 1} of {n_part} of a model; download it again")
+        n_byte += part.size
+        n_tensor += part.n_tensor
+    wanted = whole.metadata.get("split.tensors.count", n_tensor)
+    if n_tensor != wanted:
+        raise ModelError(
+            f"the parts of {first} have {n_tensor} tensors instead of {wanted}: they are not of one model; "
+            "download them again"
+        )
+    return n_byte
 
 
 def _row_bytes(which: str, cache_type: str, head_size: int) -> int:
@@ -141,7 +210,7 @@ def _row_bytes(which: str, cache_type: str, head_size: int) -> int:
     return head_size // block * block_bytes
 
 
-def _info(path: Path, size: int, metadata: dict[str, Any]) -> ModelInfo:
+def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> ModelInfo:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} is not a language model: no architecture in its header")
@@ -179,6 +248,7 @@ def _info(path: Path, size: int, metadata: dict[str, Any]) -> ModelInfo:
         quantization = "unknown"
     return ModelInfo(
         path=path,
+        n_part=n_part,
         size=size,
         architecture=arch,
         name=str(metadata.get("general.name", path.stem)),
