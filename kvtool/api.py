@@ -20,7 +20,7 @@ from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
-from kvtool.models.download import Progress
+from kvtool.models.fetch import Progress
 from kvtool.models.resolve import check, resolve
 from kvtool.policy import Policy
 
@@ -71,8 +71,8 @@ def load_model(
     Parameters
     ----------
     name
-        A name of models.txt, which is downloaded if it is not here, or a path to a GGUF file. Defaults to
-        $KVTOOL_MODEL.
+        A path to a GGUF file, or what is downloaded if it is not here: a name of models.txt, a repository
+        ("hf:OWNER/REPO:QUANT") or a URL. Defaults to $KVTOOL_MODEL.
     n_gpu_layers
         How many of its layers go to a GPU; all if not given.
     progress

@@ -92,7 +92,7 @@ def test_a_command_loads_no_other():
         "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    used = ("console", "flags", "models", "progress", "utf8")
+    used = ("console", "flags", "locate", "models", "progress", "utf8")
     assert done.stdout.split() == [f"kvtool.cli.{name}" for name in used]
 
 

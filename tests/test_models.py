@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import types
 import zipfile
 from pathlib import Path
 
@@ -41,6 +40,8 @@ def line(name="tiny", source="pip:tiny-gguf==1.0", file="tiny.gguf", sha256=SHA,
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("KVTOOL_MODEL", raising=False)
+    # what huggingface_hub has read from the environment
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "cache" / "models"
 
 
@@ -358,48 +359,6 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, known):
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match=r"cannot store tiny .*KVTOOL_CACHE"):
         pull(known()["tiny"])
-
-
-def hub(monkeypatch, download) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(hf_hub_download=download))
-
-
-def fake_download(repo, file, local_dir):
-    Path(local_dir).mkdir(parents=True)
-    path = Path(local_dir) / file
-    path.write_bytes(DATA)
-    return str(path)
-
-
-@pytest.mark.parametrize(("sha256", "size"), [("-", "-"), (SHA, SIZE)])
-def test_a_model_from_the_hub(folder, known, monkeypatch, sha256, size):
-    hub(monkeypatch, fake_download)
-    path = pull(known(line(source="hf:owner/repo", sha256=sha256, size=size))["tiny"])
-    assert path.read_bytes() == DATA
-    assert files(folder) == ["tiny.gguf"]
-
-
-def test_a_hash_of_models_txt_counts_for_the_hub_too(folder, known, monkeypatch):
-    hub(monkeypatch, fake_download)
-    model = known(line(source="hf:owner/repo", sha256="0" * 64))["tiny"]
-    with pytest.raises(ModelError, match=f"sha256 {SHA} instead of 0000"):
-        pull(model)
-    # and it is not resumed
-    assert files(folder) == ["tiny.hf"]
-
-
-def test_the_hub_fails_or_is_not_installed(known, monkeypatch):
-    model = known(line(source="hf:owner/repo"))["tiny"]
-
-    def download(*_, **__):
-        raise RuntimeError("no connection\nand more")
-
-    hub(monkeypatch, download)
-    with pytest.raises(ModelError, match=r"could not download tiny\.gguf from owner/repo: no connection$"):
-        pull(model)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"pip install 'kvtool\[hf\]'"):
-        pull(model)
 
 
 def test_the_hash_of_models_txt_saves_reading_the_file(tmp_path, known, pip):

@@ -92,7 +92,7 @@ Model = Annotated[
         "-m",
         "--model",
         metavar="MODEL",
-        help="A name (kvtool models list) or a GGUF file.",
+        help="A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
         show_default="$KVTOOL_MODEL, or the first name listed",
     ),
 ]

@@ -1,81 +1,104 @@
-"""`kvtool models`: list, download and inspect models."""
+"""`kvtool models`: list, download, inspect and delete models."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtool.cli.console import plain_console
-from kvtool.cli.progress import bytes_progress
-from kvtool.cli.utf8 import json_text
+from kvtool.cli.locate import locate
+from kvtool.cli.utf8 import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
 
+if TYPE_CHECKING:
+    from kvtool.models.stored import Stored
+
 app = typer.Typer(
-    help="List, download and inspect models.",
+    help="List, download, inspect and delete models.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
 )
+
+_NAMES = "A name from `kvtool models list`, a URL of a GGUF file, or hf:OWNER/REPO[:QUANT]."
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List the models that kvtool knows by name. The first is the default."""
-    from kvtool.models.catalogue import registry
+    """List the models that kvtool knows by name, the default first, and those that were downloaded."""
+    from kvtool.models import stored
+    from kvtool.models.catalogue import models_dir, registry
+    from kvtool.models.hub import cache_folder
 
     known = list(registry().values())
+    here = [stored.of_entry(entry) for entry in known]
+    others = stored.downloads()
     if as_json:
-        _print_json(
-            [
-                {
-                    "name": entry.name,
-                    "default": entry is known[0],
-                    "source": entry.source,
-                    "file": entry.file,
-                    "sha256": entry.sha256,
-                    "size": entry.size,
-                    "licence": entry.licence,
-                    "note": entry.note,
-                    "path": str(entry.path) if entry.here else None,
-                }
-                for entry in known
-            ]
-        )
+        rows = [
+            _json_row(found, entry.name, entry.source, entry.file, entry.size)
+            | {"default": entry is known[0], "sha256": entry.sha256}
+            | {"licence": entry.licence, "note": entry.note}
+            for entry, found in zip(known, here, strict=True)
+        ]
+        _print_json(rows + [_json_row(each, each.name, each.name, each.files[0].name) for each in others])
         return
-    rows = []
-    for entry in known:
-        size = entry.path.stat().st_size if entry.here else entry.size
-        rows.append(
-            [
-                entry.name + (" (default)" if entry is known[0] else ""),
-                format_bytes(size) if size else "-",
-                "yes" if entry.here else "no",
-                entry.licence,
-                entry.note,
-            ]
-        )
-    _print_table(["name", "size", "downloaded", "licence", "note"], rows)
+    table = []
+    for entry, found in zip(known, here, strict=True):
+        size = found.size if found and found.is_whole else entry.size
+        name = entry.name + (" (default)" if entry is known[0] else "")
+        size_text = format_bytes(size) if size else "-"
+        table.append([name, size_text, _state(found), entry.licence, entry.note])
+    _print_table(["name", "size", "downloaded", "licence", "note"], table)
+    if others:
+        typer.echo()
+        table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]
+        _print_table(["repository or URL", "size", "downloaded"], table)
+    downloaded = [
+        found for entry, found in zip(known, here, strict=True) if found and stored.is_download(entry)
+    ]
+    typer.echo()
+    for folder in (models_dir(), cache_folder()):
+        n_bytes = stored.total(each for each in downloaded + others if folder in each.files[0].parents)
+        typer.echo(f"{format_bytes(n_bytes)} in {shown(folder)}")
 
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A name from `kvtool models list`.")],
+    name: Annotated[str, typer.Argument(help=_NAMES)],
     as_json: Json = False,
 ) -> None:
-    """Download a model unless it is there, and print its path."""
-    from kvtool.models.catalogue import find
-    from kvtool.models.download import pull, sha256
+    """Download a model unless it is there, and print its path.
 
-    entry = find(name)
-    with bytes_progress(f"downloading {name}") as progress:
-        path = pull(entry, progress)
+    After a broken download, the same command goes on where it stopped.
+    """
+    from kvtool.models.download import sha256
+    from kvtool.models.split import part_paths
+
+    path = locate(name, paths=False)
     if as_json:
-        _print_json({"name": name, "path": str(path), "sha256": sha256(path), "size": path.stat().st_size})
+        size = sum(part.stat().st_size for part in part_paths(path))
+        _print_json({"name": name, "path": str(path), "sha256": sha256(path), "size": size})
     else:
         typer.echo(path)
+
+
+@app.command()
+def rm(
+    name: Annotated[str, typer.Argument(help=_NAMES)],
+    as_json: Json = False,
+) -> None:
+    """Delete a downloaded model, or what a broken download left, and print what that freed."""
+    from kvtool.models.stored import remove
+
+    removed, n_bytes = remove(name)
+    if as_json:
+        files = [str(path) for path in removed.files]
+        _print_json({"name": removed.name, "files": files, "freed_bytes": n_bytes})
+    else:
+        typer.echo(f"deleted {shown(removed.name)}: {format_bytes(n_bytes)}")
 
 
 @app.command()
@@ -83,7 +106,7 @@ def show(
     name_or_path: Annotated[
         str | None,
         typer.Argument(
-            help="A name (kvtool models list) or a GGUF file.",
+            help="A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
             show_default="$KVTOOL_MODEL, or the first listed",
         ),
     ] = None,
@@ -104,12 +127,10 @@ def show(
     from kvtool.cli.flags import N_BATCH
     from kvtool.models.download import sha256
     from kvtool.models.header import read
-    from kvtool.models.resolve import resolve
     from kvtool.models.supported import unsupported
 
     n_bytes = parse_bytes(fit)
-    with bytes_progress(f"downloading {name_or_path or 'the model'}") as progress:
-        path = resolve(name_or_path, progress)
+    path = locate(name_or_path)
     info = read(path)
     cell_bytes = info.cell_bytes(type_k, type_v)
     swa_bytes = info.swa_bytes(N_BATCH, type_k, type_v)
@@ -121,6 +142,7 @@ def show(
             {
                 "path": str(path.absolute()),
                 "sha256": digest,
+                "parts": info.n_part,
                 "size": info.size,
                 "architecture": info.architecture,
                 "name": info.name,
@@ -157,7 +179,7 @@ def show(
         [
             ["path", str(path)],
             ["sha256", digest],
-            ["size", format_bytes(info.size)],
+            ["size", format_bytes(info.size) + (f" in {info.n_part} files" if info.n_part > 1 else "")],
             ["architecture", info.architecture],
             ["name", info.name],
             ["quantization", info.quantization],
@@ -174,6 +196,28 @@ def show(
             ["supported", reason or "yes"],
         ],
     )
+
+
+def _state(found: Stored | None) -> str:
+    return "no" if not found else "yes" if found.is_whole else "in part"
+
+
+def _json_row(
+    found: Stored | None, name: str, source: str, file: str, size: int | None = None
+) -> dict[str, object]:
+    is_whole = found is not None and found.is_whole
+    return {
+        "name": name,
+        "default": False,
+        "source": source,
+        "file": file,
+        "sha256": None,
+        "size": found.size if found and is_whole else size,
+        "licence": None,
+        "note": None,
+        "path": str(found.files[0]) if found and is_whole else None,
+        "cached_bytes": found.size if found else 0,
+    }
 
 
 def _per_layer(numbers: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvtool.cli.archive import archive_of, check_archive_file, check_archive_type, check_recalls
-from kvtool.cli.progress import bytes_progress
+from kvtool.cli.locate import locate
 from kvtool.errors import LibraryError, UsageError
 
 if TYPE_CHECKING:
@@ -183,10 +183,9 @@ def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
 
 def resolved(model: str | None) -> tuple[Path, ModelInfo]:
     """The file of a name or path, downloaded if need be, and its header. Raises KvtoolError."""
-    from kvtool.models.resolve import check, resolve
+    from kvtool.models.resolve import check
 
-    with bytes_progress(f"downloading {model or 'the model'}") as progress:
-        path = resolve(model, progress)
+    path = locate(model)
     return path, check(path)
 
 

@@ -35,7 +35,8 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
                 bar.start()
             elif piped:
                 bar.console.print(what, soft_wrap=True)
-        bar.update(bar.task_ids[0], completed=done)
+        # the total, too: a model may have several files
+        bar.update(bar.task_ids[0], completed=done, total=total)
 
     try:
         with interrupt.raising():

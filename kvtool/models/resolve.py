@@ -7,36 +7,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.errors import ModelError
-from kvtool.models.catalogue import registry, unknown
+from kvtool.models.catalogue import Entry, registry, unknown
 from kvtool.models.header import ModelInfo, read
+from kvtool.models.split import first_part
 from kvtool.models.supported import unsupported
 
 if TYPE_CHECKING:
-    from kvtool.models.download import Progress
+    from kvtool.models.fetch import Progress
 
 
-def resolve(name_or_path: str | None = None, progress: Progress | None = None) -> Path:
-    """The file of a model, given its name in models.txt or its path. Downloads it if need be.
+def named(name: str | None = None) -> str:
+    """What `-m` says, or else $KVTOOL_MODEL, or else the first entry of models.txt. Raises ModelError."""
+    return name or os.environ.get("KVTOOL_MODEL") or next(iter(registry()))
 
-    Without a name or path, $KVTOOL_MODEL is taken, and without that the first entry of models.txt.
-    progress: called during the download. Raises ModelError.
+
+def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
+    """The file of a model, downloaded if need be; of a model that was split, the first part.
+
+    name: a name in models.txt, a path, a URL, or a repository (hf:OWNER/REPO:QUANT); `named` says which if
+    there is none. progress: called during the download. Raises ModelError.
+    """
+    return pull(named(name), progress, paths=True)
+
+
+def pull(wanted: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
+    """The file of a name, a URL or a repository, downloaded if need be. Raises ModelError.
+
+    paths: a path will do, too.
     """
     entries = registry()
-    wanted = name_or_path or os.environ.get("KVTOOL_MODEL") or next(iter(entries))
     if wanted in entries:
         entry = entries[wanted]
         if entry.here:
             return entry.path
         # not imported where there is nothing to download
-        from kvtool.models.download import pull
+        from kvtool.models import download
 
-        return pull(entry, progress)
+        return download.pull(entry, progress)
     path = Path(wanted).expanduser()
-    if path.is_dir():
+    if paths and path.is_dir():
         raise ModelError(f"{wanted} is a folder; name the GGUF file in it")
-    if not path.is_file():
-        raise ModelError(unknown(wanted, entries, or_file=True))
-    return path
+    if paths and path.is_file():
+        return first_part(path)
+
+    from kvtool.models import hub, web
+
+    if web.is_url(wanted):
+        return web.pull(wanted, progress)
+    if reference := hub.parse(wanted):
+        return hub.pull(reference, progress)
+    raise ModelError(_unknown(wanted, entries, or_file=paths))
+
+
+def _unknown(wanted: str, entries: dict[str, Entry], *, or_file: bool) -> str:
+    from kvtool.models import hub
+
+    said = unknown(wanted, entries, or_file=or_file)
+    is_like_one = not wanted.endswith(".gguf") and hub.is_repository(wanted)
+    return f"{said} A repository is hf:{wanted}." if is_like_one else said
 
 
 def check(path: Path) -> ModelInfo:

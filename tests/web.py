@@ -1,0 +1,115 @@
+"""A web server on this machine for tests of downloads, and a stand-in for a server of repositories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        site, path = self.server.site, self.path.partition("?")[0]
+        asked = self.headers.get("Range")
+        site.requests.append((self.command, path, asked, self.headers.get("Authorization")))
+        if path in site.redirects:
+            code, headers = site.redirects[path]
+            self._answer(code, headers, b"")
+        elif path in site.errors:
+            self._answer(*site.errors[path])
+        elif path in site.files:
+            self._file(site, site.files[path], asked)
+        else:
+            self._answer(404, {}, b"")
+
+    do_HEAD = do_GET
+
+    def _file(self, site, data, asked):
+        tag = site.etag or f'"{hashlib.md5(data).hexdigest()}"'
+        headers = {"ETag": tag, "Content-Type": site.kind}
+        code, start = 200, 0
+        if site.knows_ranges:
+            headers["Accept-Ranges"] = "bytes"
+            if asked and self.headers.get("If-Range", tag) == tag:
+                code, start = 206, int(asked.removeprefix("bytes=").removesuffix("-"))
+                if start >= len(data):
+                    return self._answer(416, {}, b"")
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if site.says_length:
+            headers["Content-Length"] = str(len(data) - start)
+        broken, site.breaks_after = site.breaks_after, None
+        sent = data[start:] if broken is None else data[start : start + broken]
+        return self._answer(code, headers, sent)
+
+    def _answer(self, code, headers, body):
+        self.send_response(code)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        if "Content-Length" not in headers and code != 200:
+            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def serving():
+    """A site: files by path, and how the server is. `requests` has what was asked.
+
+    breaks_after: the next answer ends after so many bytes.
+    """
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    site = server.site = SimpleNamespace(
+        files={},
+        redirects={},
+        errors={},
+        requests=[],
+        knows_ranges=True,
+        says_length=True,
+        breaks_after=None,
+        etag=None,
+        kind="application/octet-stream",
+        port=server.server_port,
+        url=f"http://127.0.0.1:{server.server_port}",
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield site
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def add_repository(site, repo, files, *, commit=COMMIT, revision="main"):
+    """A repository with files (name: bytes), as huggingface_hub asks for it; bytes come from another host."""
+    about = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+    about |= {"private": False, "gated": False, "disabled": False, "tags": [], "downloads": 0, "likes": 0}
+    for path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/{revision}"):
+        if path.endswith(repo) and revision != "main":
+            continue
+        site.errors[path] = (200, {"Content-Type": "application/json"}, json.dumps(about).encode())
+    for name, data in files.items():
+        digest = hashlib.sha256(data).hexdigest()
+        site.files[f"/store/{digest}"] = data
+        site.redirects[f"/{repo}/resolve/{revision}/{name}"] = (
+            302,
+            {
+                "Location": f"http://localhost:{site.port}/store/{digest}?signed=yes",
+                "X-Repo-Commit": commit,
+                "X-Linked-Etag": f'"{digest}"',
+                "X-Linked-Size": str(len(data)),
+            },
+        )
