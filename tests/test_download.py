@@ -1,4 +1,4 @@
-"""Models by URL and by repository, from a server on this machine: what broke goes on, what is here needs none."""
+"""Models by URL and by repository, from a server on this machine."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_a_broken_download_goes_on(site, model):
     with pytest.raises(ModelError) as error:
         resolve(url)
     assert str(error.value) == (
-        f"the download of {url} broke off after 97.7 KiB of {len(model) / 1024:.1f} KiB (the connection ended); "
+        f"the download of {url} broke off after 97.7 KiB of {len(model) / 1024:.1f} KiB "
+        "(the connection ended); "
         f"the same command goes on from 97.7 KiB; {OFFLINE}"
     )
     assert web.cached(url) is None

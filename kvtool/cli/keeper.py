@@ -229,7 +229,7 @@ class Keeper:
             "archive_bytes": engine.archive_bytes,
             "fixed": self._fixed,
             "options": {name: params[name] for name in _SAVED}
-            | {"model": str(engine.model.path.resolve()), "policy": self._fixed["policy"]},
+            | {"model": os.path.abspath(engine.model.path), "policy": self._fixed["policy"]},
         }
 
     def _is_own(self, path: Path) -> bool:
@@ -280,7 +280,7 @@ class Keeper:
         from kvtool.models.download import sha256
 
         engine, policy = self.chat.writer.engine, self.context.params["policy"]
-        path, settings = engine.model.path.resolve(), engine.settings
+        path, settings = engine.model.path, engine.settings
         with bytes_progress(f"hashing {path.name}", piped=False) as progress:
             digest = sha256(path, progress)
         return {
