@@ -17,7 +17,7 @@ import tests.web as server
 from kvtool.cli import models as cli
 from kvtool.errors import ModelError
 from kvtool.models import catalogue, download, hub, stored, web
-from kvtool.models.fetch import OFFLINE
+from kvtool.models.fetch import OFFLINE, fetch
 from kvtool.models.header import read
 from kvtool.models.resolve import resolve
 
@@ -147,6 +147,31 @@ def test_a_part_without_a_tag_is_not_continued(site, model):
     assert [request[2] for request in site.requests] == [None, None]
 
 
+@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
+def test_a_download_that_was_killed_when_it_was_whole_is_not_repeated(site, model, monkeypatch, wanted):
+    site.files["/tiny.gguf"] = model
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    wanted = wanted.replace("URL", f"{site.url}/tiny.gguf")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtool.models.fetch.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resolve(wanted)
+    site.files.clear()
+    assert resolve(wanted).read_bytes() == model
+
+
+def test_headers_are_not_for_where_a_server_redirects_to(site, model, tmp_path):
+    site.files["/there.gguf"] = model
+    site.redirects["/here.gguf"] = (302, {"Location": f"http://localhost:{site.port}/there.gguf"})
+    fetch(f"{site.url}/here.gguf", tmp_path / "tiny.gguf", headers={"Authorization": "Bearer x"})
+    assert (tmp_path / "tiny.gguf").read_bytes() == model
+    assert [request[3] for request in site.requests] == ["Bearer x", None]
+
+
 def test_a_file_of_unknown_size_is_held_against_its_header(site, model):
     site.files["/tiny.gguf"] = model
     site.says_length = False
@@ -234,7 +259,8 @@ def test_the_reference_of_a_repository():
         (["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf"], "", "a-Q4_K_M.gguf"),
         (["a-Q2_K.gguf", "a-Q8_0.gguf"], "", "a-Q8_0.gguf"),
         (["b.gguf", "a-f16.gguf", "README.md"], "", "a-f16.gguf"),
-        (["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "a-Q4_K.gguf"], "q4_k", "a-Q4_K.gguf"),
+        (["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "b-Q4_K.gguf"], "q4_k", "b-Q4_K.gguf"),
+        (["a-Q8_0-00002-of-00002.gguf"], "Q8_0", None),
         (["a-IQ4_NL.gguf", "a.q4_0.gguf"], "Q4_0", "a.q4_0.gguf"),
         (["a-IQ2_M.gguf", "a-Q4_K_M.gguf"], "Q2_M", None),
         (["Q8_0/a-00002-of-00002.gguf", "Q8_0/a-00001-of-00002.gguf"], "Q8_0", "Q8_0/a-00001-of-00002.gguf"),
@@ -259,6 +285,21 @@ def test_a_repository_is_asked_once(site, model):
     from huggingface_hub import try_to_load_from_cache
 
     assert try_to_load_from_cache("o/r", "m-Q4_K_M.gguf") == str(path)
+
+
+def test_another_quantization_in_the_cache_is_not_the_default(site, model):
+    server.add_repository(site, "o/r", {"m-Q4_K_M.gguf": model, "m-Q8_0.gguf": model})
+    assert resolve("hf:o/r:Q8_0").name == "m-Q8_0.gguf"
+    assert resolve("hf:o/r").name == "m-Q4_K_M.gguf"
+
+
+def test_files_of_one_quantization_are_listed_by_their_names(site, model):
+    server.add_repository(site, "o/r", {"a-Q8_0.gguf": model, "b-Q8_0.gguf": model})
+    for name in ("hf:o/r:b-Q8_0.gguf", "hf:o/r"):
+        resolve(name)
+    listed = [each.name for each in stored.downloads()]
+    assert listed == ["hf:o/r:Q8_0", "hf:o/r:b-Q8_0.gguf"]
+    assert [resolve(name).name for name in listed] == ["a-Q8_0.gguf", "b-Q8_0.gguf"]
 
 
 def test_a_token_is_for_the_server_alone(site, model):

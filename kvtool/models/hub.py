@@ -166,9 +166,10 @@ def cached(reference: Reference, *, sure: bool = True) -> Path | None:
 def snapshot_of(reference: Reference) -> Path | None:
     """The folder of the revision's files in the cache; None if there is none."""
     revision = reference.revision or "main"
-    # a commit has no file there
+    name = reference.folder / "refs" / revision
+    # a commit has no name
     with suppress(OSError):
-        revision = (reference.folder / "refs" / revision).read_text(encoding="utf-8").strip()
+        revision = name.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = reference.folder / "snapshots" / revision
     return snapshot if snapshot.is_dir() else None
 
@@ -213,7 +214,8 @@ def find(repo: str, file: str, revision: str | None = None) -> Remote:
         headers={"Authorization": f"Bearer {token}"} if token and is_same else {},
         size=about.size,
         sha256=about.etag if is_sha256 else None,
-        etag=about.etag,
+        # it is a file's name
+        etag=about.etag if re.fullmatch("[A-Za-z0-9_-]+", about.etag or "") else None,
     )
 
 

@@ -138,7 +138,7 @@ def _refs(folder: Path) -> dict[str, str]:
     """The branches and tags of a repository by their commits."""
     refs = folder / "refs"
     return {
-        path.read_text(encoding="utf-8").strip(): path.relative_to(refs).as_posix()
+        path.read_text(encoding="utf-8", errors="replace").strip(): path.relative_to(refs).as_posix()
         for path in sorted(refs.rglob("*"))
         if path.is_file()
     }
