@@ -19,7 +19,7 @@ from kvtool.errors import ModelError
 from kvtool.models import catalogue, download, hub, stored, web
 from kvtool.models.fetch import OFFLINE, fetch
 from kvtool.models.header import read
-from kvtool.models.resolve import resolve
+from kvtool.models.resolve import pull, resolve
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +224,33 @@ def test_all_parts_of_a_split_model_come_by_the_url_of_any(site, parts, model):
     assert len(site.requests) == 3
 
 
+@pytest.mark.parametrize("wanted", ["URL", "hf:o/r"])
+def test_a_cache_that_cannot_be_written(site, model, tmp_path, monkeypatch, wanted):
+    site.files["/tiny.gguf"] = model
+    server.add_repository(site, "o/r", {"m.gguf": model})
+    (tmp_path / "file").write_text("")
+    variable = "KVTOOL_CACHE" if wanted == "URL" else "HF_HOME"
+    if wanted == "URL":
+        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    else:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    with pytest.raises(
+        ModelError, match=rf"cannot store .*gguf in .*file.*set \${variable} to another folder"
+    ):
+        resolve(wanted.replace("URL", f"{site.url}/tiny.gguf"))
+
+
+def test_a_file_of_the_users_loads_nothing_for_downloads(tmp_path, model):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(model)
+    code = (
+        "import sys; from kvtool.models.resolve import resolve; resolve(sys.argv[1]); "
+        "print({'huggingface_hub', 'urllib.request', 'kvtool.models.hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_two_processes_download_once(site, model, tmp_path):
     site.files["/tiny.gguf"] = model
     code = "import sys; from kvtool.models.resolve import resolve; print(resolve(sys.argv[1]))"
@@ -266,6 +293,9 @@ def test_the_reference_of_a_repository():
         (["Q8_0/a-00002-of-00002.gguf", "Q8_0/a-00001-of-00002.gguf"], "Q8_0", "Q8_0/a-00001-of-00002.gguf"),
         (["mmproj-Q8_0.gguf", "a-imatrix-Q8_0.gguf"], "", None),
         (["a.gguf", "b.gguf"], "b.gguf", "b.gguf"),
+        (["a.gguf", "mmproj-a.gguf"], "mmproj-a.gguf", "mmproj-a.gguf"),
+        (["a-00001-of-00002.gguf"], "a-00002-of-00002.gguf", "a-00001-of-00002.gguf"),
+        (["a.gguf"], "b.gguf", None),
         (["a-Q8_0.gguf"], "Q4_0", None),
     ],
 )
@@ -368,7 +398,8 @@ def error_of(code, kind):
         ("hf:o/r:Q5_K_M", "o/r has no Q5_K_M; it has Q4_0, Q8_0, plain.gguf"),
         ("hf:o/empty", "o/empty has no GGUF file"),
         ("hf:o/cut", "o/cut does not have all parts of a-00001-of-00002.gguf: no a-00002-of-00002.gguf"),
-        ("o/r", "unknown model 'o/r' (and no such file). See `kvtool models list`. A repository is hf:o/r."),
+        (__file__, "test_download.py is here already; -m takes a GGUF file as it is"),
+        ("o/r", "unknown model 'o/r'. See `kvtool models list`. A repository is hf:o/r."),
     ],
 )
 def test_a_repository_that_does_not_work_is_one_line(site, model, wanted, says):
@@ -381,7 +412,7 @@ def test_a_repository_that_does_not_work_is_one_line(site, model, wanted, says):
     site.errors["/api/models/o/none"] = error_of(404, "RepoNotFound")
     site.errors["/api/models/o/r/revision/v9"] = error_of(404, "RevisionNotFound")
     with pytest.raises(ModelError) as error:
-        resolve(wanted)
+        pull(wanted)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -20,6 +20,8 @@ def locate(model: str | None, *, paths: bool = True) -> Path:
     wanted = named(model)
     with bytes_progress(f"downloading {wanted}") as progress:
         path = pull(wanted, progress, paths=paths)
-    if wanted not in registry() and (name := shown(path.name)) not in wanted:
-        sys.stderr.write(f"{shown(wanted)}: {name}\n")
+    # such a name may have bytes that are not UTF-8
+    said, name = shown(wanted), shown(path.name)
+    if wanted not in registry() and name not in said:
+        sys.stderr.write(f"{said}: {name}\n")
     return path

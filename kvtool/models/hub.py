@@ -137,11 +137,14 @@ def models(names: Iterable[str]) -> list[str]:
 def choose(names: Iterable[str], quant: str) -> str | None:
     """The file of that quantization, whatever its case; None if there is none. Of several, the first.
 
-    Without a quantization it is the first of DEFAULTS that there is, and else the first file.
+    quant: may also name a file, or any part of one; it is then that file, be it a model or not. Without a
+    quantization it is the first of DEFAULTS that there is, and else the first file.
     """
+    names = list(names)
     known = models(names)
-    if quant in known:
-        return quant
+    if quant.endswith(".gguf"):
+        first = part_names(quant)[0]
+        return first if first in names else None
     for each in (quant,) if quant else DEFAULTS:
         wanted = re.compile(rf"(?:^|[-_./]){re.escape(each)}(?=[-./])", re.IGNORECASE)
         for name in known:

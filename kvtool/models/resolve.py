@@ -62,6 +62,8 @@ def pull(wanted: str, progress: Progress | None = None, *, paths: bool = False) 
 def _unknown(wanted: str, entries: dict[str, Entry], *, or_file: bool) -> str:
     from kvtool.models import hub
 
+    if Path(wanted).expanduser().exists():
+        return f"{wanted} is here already; -m takes a GGUF file as it is"
     said = unknown(wanted, entries, or_file=or_file)
     is_like_one = not wanted.endswith(".gguf") and hub.is_repository(wanted)
     return f"{said} A repository is hf:{wanted}." if is_like_one else said
