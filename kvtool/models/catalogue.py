@@ -92,14 +92,6 @@ def parse(text: str) -> dict[str, Entry]:
     return entries
 
 
-def find(name: str) -> Entry:
-    """The entry of that name. Raises ModelError."""
-    entries = registry()
-    if name not in entries:
-        raise ModelError(unknown(name, entries))
-    return entries[name]
-
-
 def unknown(name: str, known: dict[str, Entry], *, or_file: bool = False) -> str:
     """The message for a name that models.txt does not have. or_file: a file would have done, too."""
     no_file = " (and no such file)" if or_file else ""
