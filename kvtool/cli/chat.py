@@ -13,9 +13,11 @@ import typer
 from kvtool.cli import flags as opt
 from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
-from kvtool.cli.explain import Notice, explain_run, may_lose_system, unpinned
+from kvtool.cli.completion import models
+from kvtool.cli.completion import sessions as sessions_here
+from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
-from kvtool.cli.opening import EngineOptions, open_engine, take_saved
+from kvtool.cli.opening import EngineOptions, open_engine, system_text, take_positional, take_saved
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -24,19 +26,25 @@ if TYPE_CHECKING:
 
 def chat(
     context: typer.Context,
+    model_name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A name (kvtool models list) or a GGUF file, like -m.",
+            show_default=False,
+            autocompletion=models,
+        ),
+    ] = None,
     policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     model: opt.Model = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt; it is never evicted.")
-    ] = None,
+    system: opt.System = None,
+    system_file: opt.SystemFile = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
     prefill: opt.Prefill = None,
-    n: Annotated[
-        int | None, typer.Option("-n", "--predict", min=1, help="Maximum tokens of a reply.")
-    ] = None,
+    n: opt.ReplyPredict = None,
     temp: opt.Temp = 0.8,
     top_k: opt.TopK = 40,
     top_p: opt.TopP = 0.95,
@@ -70,7 +78,9 @@ def chat(
     session: Annotated[
         Path | None,
         typer.Option(
-            "--session", help="Session file: continues the chat in it, and saves it after every reply."
+            "--session",
+            help="Session file: continues the chat in it, and saves it after every reply.",
+            autocompletion=sessions_here,
         ),
     ] = None,
     transcript: Annotated[
@@ -88,10 +98,11 @@ def chat(
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
 ) -> None:
     """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
-    system = utf8.option("--system", system)
+    take_positional(context, "model_name", "model", "-m")
+    system = system_text(system, system_file)
     with ExitStack() as stack:
         is_old = False
         if session:
@@ -121,6 +132,8 @@ def chat(
             keeper.transcript = stack.enter_context(closing(open_transcript(transcript)))
         if explain:
             explain_run(opened.engine, wanted.policy, "turn")
+        else:
+            say_spare(opened.engine)
         if may_lose_system(conversation):
             sys.stderr.write(unpinned("the system prompt") + "\n")
         writer.before_reading = Notice(opened.engine, "turn")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvtool.cli import completion
 from kvtool.cli.console import plain_console
 from kvtool.cli.progress import bytes_progress
 from kvtool.cli.utf8 import json_text
@@ -62,7 +63,9 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="A name from `kvtool models list`.")],
+    name: Annotated[
+        str, typer.Argument(help="A name from `kvtool models list`.", autocompletion=completion.models)
+    ],
     as_json: Json = False,
 ) -> None:
     """Download a model unless it is there, and print its path."""
@@ -84,7 +87,8 @@ def show(
         str | None,
         typer.Argument(
             help="A name (kvtool models list) or a GGUF file.",
-            show_default="$KVTOOL_MODEL, or the first listed",
+            show_default="{model}",
+            autocompletion=completion.models,
         ),
     ] = None,
     fit: Annotated[
