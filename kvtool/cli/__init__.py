@@ -37,7 +37,10 @@ COMMANDS = {
     "models": ("app", "List, download and inspect models."),
     "session": ("app", "Look into session files."),
     "config": ("config", "Show which defaults are set, and where: in the file or the environment."),
-    "worker": ("worker", "Lend this machine's GPUs, or its CPU, to another machine that runs kvtool."),
+    "worker": (
+        "worker",
+        "Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.",
+    ),
     "build": ("build", "Build the patched llama.cpp and install it beside kvtool."),
     "doctor": (
         "doctor",

@@ -22,6 +22,7 @@ from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
+    from kvtool.engine.loop import Engine
 
 
 def chat(
@@ -143,7 +144,18 @@ def chat(
             Terminal(conversation, keeper, wanted.policy, n, plain=plain, hide_thinking=hide_thinking).run()
         else:
             _pipe(conversation, keeper, n, utf8.stdin_lines())
+            if verbose:
+                _say_statistics(opened.engine)
     keeper.check()
+
+
+def _say_statistics(engine: Engine) -> None:
+    from kvtool.units import format_bytes
+
+    sys.stderr.write(
+        f"{engine.n_past:,} tokens, {engine.mean_kv:.0f}/{engine.policy.budget} cells per row, "
+        f"cache {format_bytes(engine.cache_bytes)}, policy state {format_bytes(engine.host_bytes)}\n"
+    )
 
 
 def _pipe(conversation: Conversation, keeper: Keeper, n_max: int | None, lines: Iterator[str]) -> None:

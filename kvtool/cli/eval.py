@@ -308,12 +308,12 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
     from kvtool.tasks import results as of_items
 
     means = of_items.means(results.records)
-    errors = [record["error"] for record in results.records if "error" in record]
-    some_failed = (
-        KvtoolError(f"{len(errors)} of {len(results)} items failed: {errors[0]}") if errors else None
-    )
-    if some_failed and len(errors) == len(results):
-        raise some_failed
+    if errors := [record["error"] for record in results.records if "error" in record]:
+        line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
+        if len(errors) == len(results):
+            raise KvtoolError(line)
+        # an item that does not fit is a result, too: the policy could not do it
+        sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")
     # once: each interval takes thousands of draws
@@ -328,8 +328,6 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
         _print(task, results, means, groups)
     if plot:
         _plot(task, results, groups, next(iter(means), ""), plot)
-    if some_failed:
-        raise some_failed
 
 
 def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
