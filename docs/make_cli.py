@@ -1,7 +1,7 @@
 """Write docs/cli.md from the commands themselves.
 
-    python docs/make_cli.py            # or: make docs
-    python docs/make_cli.py --check    # exit code 1 if docs/cli.md is not up to date
+python docs/make_cli.py            # or: make docs
+python docs/make_cli.py --check    # exit code 1 if docs/cli.md is not up to date
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ Every command with its options and their defaults. `kvtool COMMAND --help` print
 - An error is one line on stderr that says what to do. The [exit code](#exit-codes) tells its kind.
 - `-h` works on every command, and so does `kvtool help COMMAND`. `-V` prints the version.
 - Options can have [defaults of your own](#defaults-of-your-own), in a file or in variables.
-- Sizes in bytes are written the same everywhere (`--budget`, `--archive`, `--fit`, `--mem`): `64MiB`, `64M` and `64m` are 64 x 1024 x
-  1024 bytes, as in dd and ulimit; `64MB` is 64 million. So are K, G and T. A number without a unit is tokens where tokens make sense.
+- Sizes in bytes are written the same everywhere (`--budget`, `--archive`, `--fit`, `--mem`): `64MiB`, `64M`
+  and `64m` are 64 x 1024 x 1024 bytes, as in dd and ulimit; `64MB` is 64 million. So are K, G and T. A
+  number without a unit is tokens where tokens make sense.
 
-[Tab completion](#tab-completion) knows commands, options, policies, models, tasks, cache types and sessions.
+[Tab completion](#tab-completion) knows commands, options, policies, models, tasks, cache types and
+sessions.
 """
 
 DEFAULTS = """\
 ## Defaults of your own
 
-`kvtool config --path` prints where the file is (`~/.config/kvtool/config.toml` on Linux). Every option can have a default there, under
-its long name without the dashes (`budget`, `ctx-size`, `cache-type-k`) or its short one (`t`, `o`):
+`kvtool config --path` prints where the file is (`~/.config/kvtool/config.toml` on Linux). Every option can
+have a default there, under its long name without the dashes (`budget`, `ctx-size`, `cache-type-k`) or its
+short one (`t`, `o`):
 
 ```toml
 budget = "10%"               # all commands that have the option
@@ -65,20 +68,23 @@ ctx-size = 4096
 temp = 0.5
 ```
 
-A variable does the same: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%` for one. An empty one counts as not set.
-Values of `-o` are separated by spaces.
+A variable does the same: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%` for one. An empty
+one counts as not set. Values of `-o` are separated by spaces.
 
-What is typed beats variables, and those beat the file. Of variables, that for one command beats that for all. In the file, a model in
-one command beats a model, that beats a command, and that beats the top level. A chat that goes on from `--session` keeps the options it
-was started with unless they are typed. Parameters (`-o`) belong to the policy beside them: another policy drops them.
+What is typed beats variables, and those beat the file. Of variables, that for one command beats that for
+all. In the file, a model in one command beats a model, that beats a command, and that beats the top level.
+A chat that goes on from `--session` keeps the options it was started with unless they are typed. Parameters
+(`-o`) belong to the policy beside them: another policy drops them.
 
-`kvtool config` shows what is set and checks it; `kvtool config chat` shows every option of a command with its value, and what has set it.
+`kvtool config` shows what is set and checks it; `kvtool config chat` shows every option of a command with
+its value, and what has set it.
 """
 
 COMPLETION = """\
 ## Tab completion
 
-`kvtool --install-completion` adds it to the shell that runs (bash, zsh, fish or PowerShell); a new shell has it. By hand, one line:
+`kvtool --install-completion` adds it to the shell that runs (bash, zsh, fish or PowerShell); a new shell
+has it. By hand, one line:
 
 | shell | line | file |
 | --- | --- | --- |

@@ -53,9 +53,8 @@ def held(words, *arguments):
     """The values and sources of a command that was called so, by parameter."""
     command = dict(settings.all_commands())[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
-    context.info_name, context.parent = None, None
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
-    found = settings.of_command(command, tuple(words.split()), typed, typed)
+    found = settings.of_command(command, tuple(words.split()), typed)
     return {name: setting.value for name, setting in found.items()}
 
 
@@ -71,6 +70,11 @@ def test_a_command_takes_the_top_level_and_its_own_table(file):
     assert held("models show") == {}
     file('[models.show]\nfit = "1G"\n[session.show]\njson = true')
     assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})
+
+
+def test_a_path_may_begin_with_a_tilde(file):
+    file('[chat]\nsession = "~/talk.kv"\nsystem = "~"')
+    assert held("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}
 
 
 def test_a_models_table_beats_a_commands(file):

@@ -110,7 +110,9 @@ def _one_line() -> Iterator[None]:
         raise _end(error.exit_code, str(error)) from None
     except CLICK_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            raise
+            # older versions of click print it themselves, and end well
+            typer.echo(str(error))
+            raise typer.Exit(0) from None
         raise _end(*_of_usage(error)) from None
     except UnicodeError as error:
         raise _end(InputError.exit_code, f"a text is not UTF-8; convert it first ({error})") from None

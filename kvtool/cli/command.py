@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -95,8 +96,10 @@ class Group(TyperGroup):
         command = self.get_command(ctx, name)
         if command is None and not ctx.resilient_parsing:
             from kvtool.cli.near import missing
+            from kvtool.cli.settings import words_of
 
-            raise UsageError(missing(ctx.command_path, name, self.list_commands(ctx)))
+            path = " ".join(("kvtool", *words_of(ctx)))
+            raise UsageError(missing(path, name, self.list_commands(ctx)))
         return name if command else None, command, args[1:]
 
 
@@ -110,7 +113,7 @@ def shaped(app: typer.Typer) -> Any:
 
 def plain(message: str) -> str:
     """A message of click without its names for types."""
-    return message.replace("valid int range", "whole number").replace("valid integer", "whole number")
+    return re.sub(r"valid int(eger)?( range)?\b", "whole number", message)
 
 
 def default_of(param: Any) -> str | None:
@@ -164,8 +167,9 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
 
 def _write_examples(ctx: Any, formatter: Any) -> None:
     from kvtool.cli.examples import EXAMPLES
+    from kvtool.cli.settings import words_of
 
-    words = " ".join(ctx.command_path.split()[1:])
+    words = " ".join(words_of(ctx))
     if words in EXAMPLES:
         with formatter.section("Examples"):
             # as they are: a command that is wrapped cannot be copied
@@ -208,7 +212,7 @@ def _origins(ctx: Any, said: str) -> str:
         f"{settings.flag(param)} is set by {found[param.name].source}"
         for param in named
         if ctx.get_parameter_source(param.name).name == "DEFAULT_MAP"
-        and any(f"{name} " in f"{said} " for name in param.opts)
+        and any(re.search(rf"(?<![\w-]){name}(?![\w-])", said) for name in param.opts)
     )
 
 
@@ -228,7 +232,7 @@ def _own_frames(error: BaseException) -> Iterator[Any]:
     import traceback
     from pathlib import Path
 
-    package = str(Path(__file__).parent.parent)
+    package = f"{Path(__file__).parent.parent}{os.sep}"
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [i for i, f in enumerate(frames) if not f.filename.startswith((package, "<"))]
     yield from frames[theirs[0] :] if theirs else []

@@ -74,7 +74,7 @@ def _of_command(words: tuple[str, ...], model: str | None) -> Iterator[Row]:
         names = [" ".join(each) for each in known]
         raise UsageError(f"kvtool has no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
     values = {"model": model} if model else {}
-    found = settings.of_command(known[words], words, (), values)
+    found = settings.of_command(known[words], words, values)
     for param in settings.options_of(known[words]):
         if param.name in values:
             yield _row(words, param, model, "-m")

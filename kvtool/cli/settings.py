@@ -25,6 +25,7 @@ Table = tuple[dict[str, Any], str, bool]
 _MODELS = "models"
 _MODEL = ("model", "model_name")
 """The parameters that name a model: an option and an argument."""
+
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
     "float": ("a number", (int, float)),
@@ -52,24 +53,18 @@ class Setting:
 
 def of_run(command: Any, context: Any, args: list[str]) -> dict[str, Setting]:
     """What holds for a command that was called with these arguments, by parameter. Raises UsageError."""
-    words = tuple(context.command_path.split()[1:])
     typed, _, _ = command.make_parser(context).parse_args(args=args)
-    return of_command(command, words, {name for name, value in typed.items() if value is not None}, typed)
+    return of_command(command, words_of(context), typed)
 
 
-def of_command(
-    command: Any, words: tuple[str, ...], typed: Iterable[str] = (), values: Mapping[str, Any] | None = None
-) -> dict[str, Setting]:
-    """The same. words: the command's, ("models", "show") for example. typed: parameters that need nothing.
-
-    values: those that were typed.
-    """
+def of_command(command: Any, words: tuple[str, ...], typed: Mapping[str, Any]) -> dict[str, Setting]:
+    """The same. words: the command's, ("models", "show") for example. typed: parameters with their values."""
     data, path = read()
     params = {param.name: param for param in options_of(command)}
     layers = [_from_table(*each, params) for each in _tables_for(data, path, words)]
     variables = [dict(_from_variables(params, ())), dict(_from_variables(params, words))]
     if isinstance(data.get(_MODELS), dict) and "model" in params:
-        model = next((values[name] for name in _MODEL if values and values.get(name)), None)
+        model = next((typed[name] for name in _MODEL if typed.get(name)), None)
         for layer in [*layers, *variables] if model is None else []:
             model = layer["model"].value if "model" in layer else model
         layers += [_from_table(*each, params) for each in _tables_of_model(data[_MODELS], path, words, model)]
@@ -79,7 +74,7 @@ def of_command(
         if "policy" in layer:
             found.pop("options", None)
         found |= layer
-    if "policy" in typed:
+    if typed.get("policy") is not None:
         found.pop("options", None)
     return found
 
@@ -116,6 +111,11 @@ def config_file() -> Path:
     from platformdirs import user_config_path
 
     return user_config_path("kvtool", appauthor=False) / "config.toml"
+
+
+def words_of(context: Any) -> tuple[str, ...]:
+    """The words that called a command."""
+    return (*words_of(context.parent), context.info_name) if context.parent else ()
 
 
 def options_of(command: Any) -> list[Any]:
@@ -262,7 +262,7 @@ def _scalar(kind: str, value: Any, source: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise UsageError(f"{source} must be a text, got {_shown(value)}")
     # 512 and "512" are the same budget
-    return str(value)
+    return os.path.expanduser(str(value)) if kind == "path" else str(value)
 
 
 def _shown(value: Any) -> str:
