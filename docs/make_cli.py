@@ -69,7 +69,7 @@ temp = 0.5
 ```
 
 A variable does the same: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%` for one. An empty
-one counts as not set. Values of `-o` are separated by spaces.
+one counts as not set. Values of options that can be repeated, like `-o`, are separated by spaces.
 
 What is typed beats variables, and those beat the file. Of variables, that for one command beats that for
 all. In the file, a model in one command beats a model, that beats a command, and that beats the top level.

@@ -136,13 +136,10 @@ def test_what_is_suggested_exists():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--top-p", "2"], "'--top-p': it must be in 0..1, got 2"),
-        (["--top-p", "nan"], "'--top-p': it must be in 0..1, got nan"),
-        (["--temp", "-1"], "'--temp': it must be at least 0, got -1"),
-        (["--temp", "inf"], "'--temp': it must be at least 0, got inf"),
-        (["--min-p", "-0.1"], "'--min-p': it must be in 0..1, got -0.1"),
-        (["--repeat-penalty", "0"], "'--repeat-penalty': it must be above 0, got 0"),
-        (["--top-k", "-1"], "'--top-k'"),
+        (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
+        (["--temp", "-1"], "--temp must be in 0.."),
+        (["--min-p", "-0.1"], "--min-p must be in 0..1, got -0.1"),
+        (["--repeat-penalty", "0"], "--repeat-penalty must be in 0.001..1000, got 0"),
         (["--top-k", "x"], "'x' is not a whole number"),
         (["-n", "0"], "0 writes nothing; give at least 1, or -1 for no limit"),
         (["-n", "-2"], "'-n' / '--predict' / '--n-predict'"),

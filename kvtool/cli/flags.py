@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -37,20 +36,6 @@ def _no_limit(value: int | None) -> int | None:
 def _all_for(wanted: int) -> Callable[[int | None], int | None]:
     """The number that stands for the default, as in llama.cpp."""
     return lambda value: None if value == wanted else value
-
-
-def _within(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[float], float]:
-    """A check of a number. above: whether the lower end itself is refused."""
-    least = f"above {low:g}" if above else f"at least {low:g}"
-    said = f"it must be {least}" if high == math.inf else f"it must be in {low:g}..{high:g}"
-
-    def check(value: float) -> float:
-        # not the other way around: nan is in no range
-        if not (low < value if above else low <= value) or not value <= high or value == math.inf:
-            raise typer.BadParameter(f"{said}, got {value:g}")
-        return value
-
-    return check
 
 
 # which tokens stay
@@ -295,7 +280,6 @@ Temp = Annotated[
         metavar="T",
         help="Temperature; 0 always takes the likeliest token.",
         rich_help_panel=DRAWS,
-        callback=_within(0),
     ),
 ]
 
@@ -306,7 +290,6 @@ TopK = Annotated[
         metavar="K",
         help="Draw from the K likeliest tokens; 0 means from all.",
         rich_help_panel=DRAWS,
-        min=0,
     ),
 ]
 
@@ -317,7 +300,6 @@ TopP = Annotated[
         metavar="P",
         help="Draw from the likeliest tokens whose probabilities add up to P.",
         rich_help_panel=DRAWS,
-        callback=_within(0, 1),
     ),
 ]
 
@@ -328,7 +310,6 @@ MinP = Annotated[
         metavar="P",
         help="Drop tokens less likely than P times the likeliest.",
         rich_help_panel=DRAWS,
-        callback=_within(0, 1),
     ),
 ]
 
@@ -339,7 +320,6 @@ RepeatPenalty = Annotated[
         metavar="X",
         help="Make recently used tokens less likely; 1 means off.",
         rich_help_panel=DRAWS,
-        callback=_within(0, above=True),
     ),
 ]
 
