@@ -145,6 +145,7 @@ def test_what_is_suggested_exists():
         (["-n", "-2"], "'-n' / '--predict' / '--n-predict'"),
         (["--seed", "-2"], "'--seed'"),
         (["-t", "0"], "'-t' / '--threads'"),
+        (["-m", ""], "the model's name is empty"),
         (["--budget", ""], "the budget is empty"),
         (["--budget", "0.5"], "a budget in tokens is a whole number, got '0.5'"),
         (["--budget", "0"], "a budget of 0 is too small"),

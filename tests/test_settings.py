@@ -141,6 +141,18 @@ def test_a_budget_that_nobody_typed_does_not_stop_full(file, tmp_path):
     assert (done.returncode, "takes no --budget" in done.stderr) == (2, True)
 
 
+def test_a_key_for_other_commands_loads_none_of_them(file):
+    file("seed = 1\ntemp = 0.5\nstop = []\nmirostat = 2")
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        "try: app(['perplexity', 'missing.txt'])\n"
+        "except SystemExit as end: print(end.code, 'kvtool.cli.worker' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "5 False\n"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

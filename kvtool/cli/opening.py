@@ -218,6 +218,8 @@ def resolved(model: str | None) -> tuple[Path, ModelInfo]:
     """The file of a name or path, downloaded if need be, and its header. Raises KvtoolError."""
     from kvtool.models.resolve import check, resolve
 
+    if model == "":
+        raise UsageError("the model's name is empty; leave out -m for the default")
     with bytes_progress(f"downloading {model or 'the model'}") as progress:
         path = resolve(model, progress)
     return path, check(path)

@@ -207,7 +207,7 @@ def _from_table(
         param = by_name.get(name.replace("_", "-"))
         if param:
             found[param.name] = checked(param, value, f"{where} {name}")
-        elif is_own or name.replace("_", "-") not in all_names():
+        elif is_own or not _is_known(name.replace("_", "-")):
             known = by_name if is_own else all_names()
             raise UsageError(f"{where} {name} is no option.{suggestion(name, sorted(known))}")
     return found
@@ -224,6 +224,18 @@ def _from_variables(params: Mapping[str, Any], words: tuple[str, ...]) -> Iterat
 def names_of(param: Any) -> list[str]:
     """What the file may call an option: its names without the dashes."""
     return [name.lstrip("-") for name in param.opts]
+
+
+def _is_known(name: str) -> bool:
+    """Whether any command has an option of that name."""
+    from kvtool.cli import flags, sampling
+
+    # most are here; importing all commands takes as long as loading a small model
+    shared = (each for module in (flags, sampling) for each in vars(module).values())
+    declared = (info for each in shared for info in getattr(each, "__metadata__", ()))
+    # typer takes an Option's first argument for a default until it has read a signature
+    flags_of = (flag for info in declared for flag in (info.default, *(info.param_decls or ())))
+    return name in {str(flag).lstrip("-") for flag in flags_of} or name in all_names()
 
 
 def all_names() -> set[str]:
