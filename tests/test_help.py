@@ -46,10 +46,10 @@ def test_h_and_v_work_on_every_command(words):
 
 def test_every_command_has_two_examples_that_it_takes():
     commands = {" ".join(words): command for words, command in all_commands()}
-    assert set(EXAMPLES) == {"", *commands}
+    assert {"", *commands} <= set(EXAMPLES)
     for words, examples in EXAMPLES.items():
         assert len(examples) == 2
-        for example in examples if words else ():
+        for example in examples if words in commands else ():
             (call,) = re.findall(rf"(?:^|[|(] ?)(kvtool {words}[^|>)]*)", example)[:1]
             commands[words].make_context("x", shlex.split(call)[1 + len(words.split()) :])
 

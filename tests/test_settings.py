@@ -113,11 +113,11 @@ def test_parameters_belong_to_the_policy_beside_them(file, monkeypatch):
     assert held("chat")["options"] == ("sinks=2", "window=8")
 
 
-def test_what_is_not_an_option_is_not_taken_for_one(file, monkeypatch):
-    file("")
-    for name in settings.NOT_OPTIONS[:1] + settings.NOT_OPTIONS[2:]:
-        monkeypatch.setenv(name, "/somewhere")
-    assert all(held(" ".join(words)) == {} for words, _ in settings.all_commands())
+def test_no_option_has_the_name_of_another_variable_of_ours():
+    for words, command in settings.all_commands():
+        for param in settings.options_of(command):
+            names = {settings.variable(param), settings.variable(param, words)}
+            assert not names & set(settings.NOT_OPTIONS), param.opts
 
 
 def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):

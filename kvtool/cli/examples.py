@@ -41,6 +41,10 @@ EXAMPLES = {
         "kvtool models pull smollm2-135m",
         "kvtool models pull smollm2-135m --json",
     ),
+    "models rm": (
+        "kvtool models rm smollm2-135m",
+        "kvtool models rm hf:OWNER/REPO:Q4_K_M",
+    ),
     "models show": (
         "kvtool models show smollm2-135m --fit 256M",
         "kvtool models show ./model.gguf -ctk q8_0 -ctv q8_0",

@@ -217,7 +217,7 @@ def _from_variables(params: Mapping[str, Any], words: tuple[str, ...]) -> Iterat
     for name, param in params.items():
         each = variable(param, words)
         # empty counts as not set, as everywhere
-        if each not in NOT_OPTIONS and (text := os.environ.get(each)):
+        if text := os.environ.get(each):
             yield name, Setting(tuple(text.split()) if param.multiple else text, f"${each}")
 
 
