@@ -209,7 +209,8 @@ def _default(param: Any) -> str:
         return ""
     if param.required:
         return "required"
-    if param.default in (None, False, (), []) or callable(param.default):
+    # 0 is a default, too
+    if param.default is False or param.default in (None, (), []) or callable(param.default):
         return ""
     return f"`{param.default}`"
 

@@ -204,6 +204,9 @@ def test_policies_explains_every_parameter():
     (h2o,) = json.loads(kvtool("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
     assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of what is kept."
+    # two lines of the docstring
+    whole = "as one add up their scores and keep the same tokens."
+    assert h2o["explained"]["per"].endswith(whole)
 
 
 @pytest.mark.parametrize(

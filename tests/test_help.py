@@ -288,6 +288,24 @@ def test_explain_says_what_a_small_budget_costs(smollm2):
     assert "(256 cells per row), " in done.stderr
 
 
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+@pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
+def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
+    import pty
+
+    own, theirs = pty.openpty()
+    command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    # so that there is something to read
+    os.write(theirs, b".")
+    os.close(theirs)
+    said = os.read(own, 4096).decode()
+    os.close(own)
+    assert said.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
+    assert said.count("\n") == is_said
+
+
 # completion
 
 
