@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 """The base class of what click raises; newer versions of typer bring their own click."""
 
-_ORDER = (
-    *("Arguments", "Options", "Which tokens stay", "How tokens are drawn", "How it runs"),
-    *("The archive of --policy recall", "What is printed", "Help"),
-)
-"""The groups of the help."""
+KEEPS = "Which tokens stay"
+DRAWS = "How tokens are drawn"
+RUNS = "How it runs"
+ARCHIVES = "The archive of --policy recall"
+SHOWS = "What is printed"
+"""Groups of options in the help: the rich_help_panel of an option."""
+
+_ORDER = ("Arguments", "Options", KEEPS, DRAWS, RUNS, ARCHIVES, SHOWS, "Help")
+"""All groups. "Options" has those that only one command has."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 

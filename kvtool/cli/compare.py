@@ -11,6 +11,7 @@ import typer
 from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
 from kvtool.cli.archive import FLAGS, archive_of, check_archive_file, check_archive_type, check_recalls
+from kvtool.cli.command import KEEPS
 from kvtool.cli.console import plain_console
 from kvtool.cli.opening import (
     check_flash,
@@ -50,7 +51,7 @@ def compare(
             metavar="NAMES",
             help="Policies, separated by commas. Parameters follow after colons: h2o:decay=0.999:window=64.",
             show_default="all",
-            rich_help_panel=opt.KEEPS,
+            rich_help_panel=KEEPS,
             autocompletion=completion.policy_list,
         ),
     ] = None,
@@ -60,7 +61,7 @@ def compare(
             "--budgets",
             metavar="BUDGETS",
             help="Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
-            rich_help_panel=opt.KEEPS,
+            rich_help_panel=KEEPS,
         ),
     ] = "128,256,512",
     types: Annotated[
@@ -69,13 +70,13 @@ def compare(
             "--types",
             metavar="TYPES",
             help="Cache types, separated by commas: `full` runs with each, other policies with the first.",
-            rich_help_panel=opt.KEEPS,
+            rich_help_panel=KEEPS,
             autocompletion=completion.cache_type_list,
         ),
     ] = "f16,q8_0,q5_1,q4_0",
     combine: Annotated[
         bool,
-        typer.Option("--combine", help="Run every policy with every cache type.", rich_help_panel=opt.KEEPS),
+        typer.Option("--combine", help="Run every policy with every cache type.", rich_help_panel=KEEPS),
     ] = False,
     max_tokens: Annotated[
         int | None,

@@ -14,6 +14,7 @@ import typer
 from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
 from kvtool.cli.archive import archive_of
+from kvtool.cli.command import KEEPS
 from kvtool.cli.console import plain_console
 from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
 from kvtool.cli.progress import tokens_progress
@@ -91,7 +92,7 @@ def evaluate(
             help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
             "or bytes (64M or 64MiB).",
             show_default="20%",
-            rich_help_panel=opt.KEEPS,
+            rich_help_panel=KEEPS,
         ),
     ] = None,
     options: opt.Options = None,

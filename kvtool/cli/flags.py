@@ -8,13 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import completion as of
-
-KEEPS = "Which tokens stay"
-DRAWS = "How tokens are drawn"
-RUNS = "How it runs"
-ARCHIVES = "The archive of --policy recall"
-SHOWS = "What is printed"
-"""Groups of options in the help."""
+from kvtool.cli.command import ARCHIVES, DRAWS, KEEPS, RUNS, SHOWS
 
 N_BATCH = 256
 """Default of --batch-size in a chat and wherever a prompt is read."""

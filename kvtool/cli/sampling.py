@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli import utf8
-from kvtool.cli.flags import DRAWS, SHOWS
+from kvtool.cli.command import DRAWS, SHOWS
 from kvtool.cli.texts import read_text
 from kvtool.errors import UsageError
 
