@@ -13,6 +13,7 @@ import typer
 from kvtool.cli import flags as opt
 from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
+from kvtool.cli.command import SHOWS
 from kvtool.cli.completion import models
 from kvtool.cli.completion import sessions as sessions_here
 from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
@@ -71,10 +72,16 @@ def chat(
     json_schema: draw.JsonSchema = None,
     seed: opt.Seed = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Show replies as the model writes them, without colours.")
+        bool,
+        typer.Option(
+            "--plain",
+            help="Show replies as the model writes them, without colours.",
+            rich_help_panel=SHOWS,
+        ),
     ] = False,
     hide_thinking: Annotated[
-        bool, typer.Option("--hide-thinking", help="Show nothing of the model's reasoning.")
+        bool,
+        typer.Option("--hide-thinking", help="Show nothing of the model's reasoning.", rich_help_panel=SHOWS),
     ] = False,
     session: Annotated[
         Path | None,
