@@ -1,7 +1,7 @@
 """Write docs/cli.md from the commands themselves.
 
-    python docs/make_cli.py            # or: make docs
-    python docs/make_cli.py --check    # exit code 1 if docs/cli.md is not up to date
+python docs/make_cli.py            # or: make docs
+python docs/make_cli.py --check    # exit code 1 if docs/cli.md is not up to date
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typer.main import get_command
 
 from kvtool import errors
 from kvtool.cli import app
+from kvtool.cli.command import default_of, place_of, title_of
+from kvtool.cli.examples import EXAMPLES
 from kvtool.system import interrupt
 
 TARGET = Path(__file__).with_name("cli.md")
@@ -31,7 +33,64 @@ Every command with its options and their defaults. `kvtool COMMAND --help` print
 
 - The result goes to stdout, everything else to stderr. With `--json` the result is JSON.
 - An error is one line on stderr that says what to do. The [exit code](#exit-codes) tells its kind.
-- `kvtool --install-completion` adds tab completion to your shell.
+- `-h` works on every command, and so does `kvtool help COMMAND`. `-V` prints the version.
+- Options can have [defaults of your own](#defaults-of-your-own), in a file or in variables.
+- Sizes in bytes are written the same everywhere (`--budget`, `--archive`, `--fit`, `--mem`): `64MiB`, `64M`
+  and `64m` are 64 x 1024 x 1024 bytes, as in dd and ulimit; `64MB` is 64 million. So are K, G and T. A
+  number without a unit is tokens where tokens make sense.
+
+[Tab completion](#tab-completion) knows commands, options, policies, models, tasks, cache types and
+sessions.
+"""
+
+DEFAULTS = """\
+## Defaults of your own
+
+`kvtool config --path` prints where the file is (`~/.config/kvtool/config.toml` on Linux). Every option can
+have a default there, under its long name without the dashes (`budget`, `ctx-size`, `cache-type-k`) or its
+short one (`t`, `o`):
+
+```toml
+budget = "10%"               # all commands that have the option
+threads = 4
+
+[chat]                       # one command
+system-file = "/home/me/tutor.txt"
+option = ["window=64"]       # -o, once for each
+
+[session.show]               # a command of two words
+json = true
+
+[models."smollm2-135m"]      # a model: what -m says, or its file's name without .gguf
+ctx-size = 4096
+
+[models."smollm2-135m".chat] # a model in one command
+temp = 0.5
+```
+
+A variable does the same: `KVTOOL_BUDGET=10%` for all commands, `KVTOOL_CHAT_BUDGET=10%` for one. An empty
+one counts as not set. Values of options that can be repeated, like `-o`, are separated by spaces.
+
+What is typed beats variables, and those beat the file. Of variables, that for one command beats that for
+all. In the file, a model in one command beats a model, that beats a command, and that beats the top level.
+A chat that goes on from `--session` keeps the options it was started with unless they are typed. Parameters
+(`-o`) belong to the policy beside them: another policy drops them.
+
+`kvtool config` shows what is set and checks it; `kvtool config chat` shows every option of a command with
+its value, and what has set it.
+"""
+
+COMPLETION = """\
+## Tab completion
+
+`kvtool --install-completion` adds it to the shell that runs (bash, zsh, fish or PowerShell); a new shell
+has it. By hand, one line:
+
+| shell | line | file |
+| --- | --- | --- |
+| bash | `eval "$(_KVTOOL_COMPLETE=source_bash kvtool)"` | `~/.bashrc` |
+| zsh | `eval "$(_KVTOOL_COMPLETE=source_zsh kvtool)"`, after `compinit` | `~/.zshrc` |
+| fish | `_KVTOOL_COMPLETE=source_fish kvtool \\| source` | `~/.config/fish/config.fish` |
 """
 
 VARIABLES = """\
@@ -40,6 +99,8 @@ VARIABLES = """\
 | variable | what it does |
 | --- | --- |
 | `KVTOOL_MODEL` | the model when `-m` is not given: a name or a GGUF file |
+| `KVTOOL_...` | the default of any option: [defaults of your own](#defaults-of-your-own) |
+| `KVTOOL_CONFIG` | another file with defaults; an empty file for none |
 | `KVTOOL_CACHE` | folder for builds, models and kernels; default: `kvtool` in the per-user cache |
 | `CMAKE_ARGS` | more flags for CMake when llama.cpp is built |
 | `NO_COLOR` | if set, no colours on a terminal |
@@ -61,7 +122,7 @@ def page() -> str:
     index = [f"| [`{name}`](#{_anchor(name)}) | {_summary(command)} |" for name, command in commands.items()]
     parts = [INTRO, "\n".join(["| command | what it does |", "| --- | --- |", *index]) + "\n"]
     parts += [_section(name, command) for name, command in commands.items()]
-    return "\n".join([*parts, VARIABLES, _exit_codes()])
+    return "\n".join([*parts, DEFAULTS, COMPLETION, VARIABLES, _exit_codes()])
 
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -84,7 +145,9 @@ def _help(command: Any) -> str:
 
 
 def _summary(command: Any) -> str:
-    """The first sentence of a command's help."""
+    """The sentence that the list of commands has, or the first one of a command's help."""
+    if command.short_help:
+        return _cell(command.short_help)
     return _cell(_help(command).split("\n\n")[0].replace("\n", " ").partition(". ")[0].rstrip(".") + ".")
 
 
@@ -93,15 +156,19 @@ def _section(name: str, command: Any) -> str:
     options = [each for each in command.params if each.param_type_name == "option"]
     shown = [_argument(each) for each in arguments]
     parts = [f"## {name}\n\n{_wrapped(_help(command))}\n", f"    {' '.join([name, *shown, '[OPTIONS]'])}\n"]
-    for title, rows in (
-        ("argument", [(_argument(each).strip("[]"), each) for each in arguments]),
-        ("option", [(_option(each), each) for each in options]),
-    ):
-        if rows:
-            lines = [f"| {title} | default | what it does |", "| --- | --- | --- |"]
-            for shown, each in rows:
-                lines.append(f"| {_cell(shown)} | {_cell(_default(each))} | {_cell(each.help or '')} |")
-            parts.append("\n".join(lines) + "\n")
+    examples = EXAMPLES[name.partition(" ")[2]]
+    parts.append("For example:\n\n" + "".join(f"    {example}\n" for example in examples))
+    groups: dict[str, list[tuple[str, Any]]] = {}
+    for each in arguments:
+        groups.setdefault("argument", []).append((_argument(each).strip("[]"), each))
+    for each in sorted(options, key=lambda each: place_of(title_of(each))):
+        title = title_of(each).replace("Options", "option")
+        groups.setdefault(title, []).append((_option(each), each))
+    for title, rows in groups.items():
+        lines = [f"| {title} | default | what it does |", "| --- | --- | --- |"]
+        for shown_as, each in rows:
+            lines.append(f"| {_cell(shown_as)} | {_cell(_default(each))} | {_cell(each.help or '')} |")
+        parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
@@ -115,6 +182,8 @@ def _wrapped(text: str) -> str:
 
 
 def _argument(param: Any) -> str:
+    if param.metavar:
+        return str(param.metavar)
     name = param.name.upper().replace("_", "-") + ("..." if param.nargs != 1 else "")
     return name if param.required else f"[{name}]"
 
@@ -122,7 +191,7 @@ def _argument(param: Any) -> str:
 def _option(param: Any) -> str:
     """-m, --model TEXT, each name as code."""
     names = ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts])
-    return names if param.is_flag else f"{names} {_metavar(param)}"
+    return names if param.is_flag or param.count else f"{names} {_metavar(param)}"
 
 
 def _metavar(param: Any) -> str:
@@ -134,11 +203,14 @@ def _metavar(param: Any) -> str:
 
 def _default(param: Any) -> str:
     """What is taken unless the option is given: a value, or words for it."""
-    if isinstance(param.show_default, str):
-        return param.show_default
+    if words := default_of(param):
+        return words
+    if param.show_default is False:
+        return ""
     if param.required:
         return "required"
-    if param.default in (None, False, (), []) or callable(param.default):
+    # 0 is a default, too
+    if param.default is False or param.default in (None, (), []) or callable(param.default):
         return ""
     return f"`{param.default}`"
 

@@ -23,7 +23,7 @@ class KvtoolError(Exception):
 
 
 class UsageError(KvtoolError):
-    """An option, a parameter or a combination of them does not work."""
+    """A command, an option, a default of your own, or a combination of them does not work."""
 
     exit_code = 2
 

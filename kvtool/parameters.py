@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
+from inspect import cleandoc
 from typing import Any, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError
@@ -17,6 +18,25 @@ def defaults(kind: type, but: Iterable[str] = ()) -> dict[str, Any]:
     but: fields to leave out.
     """
     return {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name not in but}
+
+
+def explained(kind: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of each field, as one line."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        # only its own: inspect would give that of a base
+        doc = cleandoc(vars(each).get("__doc__") or "")
+        _, heading, fields_doc = doc.partition("\nAttributes\n----------\n")
+        name = ""
+        for line in fields_doc.split("\n") if heading else ():
+            if line[:1].strip():
+                name = line.strip()
+                found[name] = ""
+            elif line.strip() and name:
+                found[name] = f"{found[name]} {line.strip()}".strip()
+            elif not line:
+                name = ""
+    return found
 
 
 def parse(kind: type, given: Iterable[str], flag: str, but: Iterable[str] = ()) -> dict[str, Any]:

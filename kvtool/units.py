@@ -8,10 +8,8 @@ from kvtool.errors import UsageError
 
 _UNITS = {
     "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    # as ls, dd and ulimit have it: one letter is a power of 1024
+    **{unit: 2 ** (10 * i) for i, name in enumerate("KMGT", 1) for unit in (name, f"{name}IB")},
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -30,7 +28,7 @@ def parse_count(text: str) -> tuple[int, bool]:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes in "64MiB", rounded down. A KiB is 1024 bytes, a KB 1000.
+    """The bytes in "64MiB", rounded down. A KiB, or K, is 1024 bytes, a KB 1000.
 
     Case does not matter; a whole number without a unit is bytes. Raises UsageError.
     """
@@ -43,8 +41,8 @@ def parse_bytes(text: str) -> int:
     is_half = match is not None and not match[2] and "." in match[1]
     if match is None or unit is None or is_half or len(match[1]) > _MOST_DIGITS:
         raise UsageError(
-            "a size is a number with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB or TB), like 64MiB; "
-            f"got {text!r}"
+            "a size is a number with a unit (B, KiB or K, MiB or M, GiB or G, TiB or T, KB, MB, GB or TB), "
+            f"like 64MiB; got {text!r}"
         )
     return int(Decimal(match[1]) * unit)
 

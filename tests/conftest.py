@@ -6,6 +6,11 @@ import os
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+# no default of whoever runs the tests
+os.environ["KVTOOL_CONFIG"] = os.devnull
+for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
+    if name not in ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"):
+        del os.environ[name]
 
 import pytest  # noqa: E402
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -48,9 +49,15 @@ FIRST = ["--policy", "h2o", "--budget", "96", "--temp", "0"]
 RECALL = ["--policy", "recall", *FIRST[2:]]
 
 
-def of_session(*arguments):
+def session_command(*arguments):
     command = [*KVTOOL, "session", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, check=False, timeout=60)
+
+
+def of_session(*arguments):
+    done = session_command(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def exported(path):
@@ -170,6 +177,26 @@ def test_a_damaged_session_is_one_line_and_its_text_is_still_there(talk, tmp_pat
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("n_cut", "words"), [(None, "is damaged"), (100, "is truncated"), (9_000, "is truncated")]
+)
+def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, words):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    assert json.loads(of_session("show", "--json", path))["problem"] is None
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data[: -n_cut if n_cut else None])
+    done = session_command("show", path)
+    assert done.returncode == 9
+    # what can be read is shown all the same
+    assert re.search(rb"^turns +2$", done.stdout, re.M), done.stdout
+    line = f"kvtool: {path} {words} and its chat cannot continue; "
+    assert done.stderr.decode().startswith(line)
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.engine
 def test_a_turn_of_a_recalling_chat_writes_only_what_is_new(talk, tmp_path):
     path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
     talk(TURNS[:2], *RECALL)
@@ -210,7 +237,10 @@ def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(
     assert done.stderr.count("\n") == 1
     assert path.read_bytes() == before
     assert exported(path) == text
-    assert json.loads(of_session("show", "--json", path))["turns"] == 6
+    shown = session_command("show", "--json", path)
+    assert shown.returncode == 9
+    assert json.loads(shown.stdout)["turns"] == 6
+    assert f"{archive} {what}" in json.loads(shown.stdout)["problem"]
 
 
 @pytest.mark.engine

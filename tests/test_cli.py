@@ -56,9 +56,11 @@ COMMANDS = [
     "policies",
     "models",
     "session",
+    "config",
     "worker",
     "build",
     "doctor",
+    "help",
 ]
 
 
@@ -92,14 +94,15 @@ def test_a_command_loads_no_other():
         "print(*sorted(name for name in sys.modules if name.startswith(which)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    used = ("console", "flags", "locate", "models", "progress", "utf8")
+    used = "command", "completion", "console", "flags", "locate", "models", "progress", "settings", "utf8"
     assert done.stdout.split() == [f"kvtool.cli.{name}" for name in used]
 
 
 def test_commands_are_shown_in_their_order_and_suggested():
     said = kvtool("--help").stdout.split("Commands:\n")[1]
-    assert [line.split()[0] for line in said.splitlines()] == COMMANDS[1:]
-    assert "Did you mean 'chat'?" in kvtool("chatt").stderr
+    named = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[2] != " "]
+    assert named == COMMANDS[1:]
+    assert kvtool("chatt").stderr == "kvtool: kvtool has no command 'chatt'; did you mean `kvtool chat`?\n"
 
 
 @pytest.mark.parametrize(
@@ -188,8 +191,23 @@ def test_a_policy_shows_what_is_given_by_hand():
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
     }
     table = kvtool("policies", "buzz", *given, env={**os.environ, "COLUMNS": "200"}).stdout
-    assert "parameters at budget 512" in table
-    assert "sinks=2" in table
+    lines = [line.split() for line in table.splitlines()]
+    assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
+    # a line for each, with its value and what it does
+    assert ["sinks", "2", "First", "tokens,", "never", "evicted."] in lines
+    assert {line[0] for line in lines if len(line) > 3} >= set(h2o["params"]) & {"window", "sinks"}
+
+
+def test_policies_explains_every_parameter():
+    for policy in json.loads(kvtool("policies", "--json").stdout):
+        assert set(policy["explained"]) == set(policy["params"]), policy["name"]
+        assert all(text.endswith(".") for text in policy["explained"].values()), policy["name"]
+    (h2o,) = json.loads(kvtool("policies", "h2o", "--json").stdout)
+    assert h2o["explained"]["sinks"] == "First tokens, never evicted."
+    assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of what is kept."
+    # two lines of the docstring
+    whole = "as one add up their scores and keep the same tokens."
+    assert h2o["explained"]["per"].endswith(whole)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +313,7 @@ def test_every_policy_generates(smollm2, policy):
 def test_a_prompt_is_read_as_asked(smollm2, prefill):
     done = kvtool(
         *("generate", "-n", 4, "--temp", 0, "-t", 1, "--policy", "h2o", "--budget", 64, "-b", 32),
-        *("--prefill", prefill, "-v"),
+        *("--prefill", prefill, "-vv"),
         stdin=TEXT[:1200],
     )
     assert done.returncode == 0

@@ -106,7 +106,7 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
         re.search(r": perplexity [\d.]+, \d+ tokens/s \(\d/4, \d+ min left\)$", line) for line in lines
     )
     assert "199 tokens of tide.txt scored" in stdout
-    assert max(map(len, stdout.splitlines())) <= 110
+    assert max(map(len, stdout.splitlines())) <= 120
     # nothing is left to do
     before = whole.read_text()
     again = compare(*GRID, "--json", whole, "--resume")
@@ -252,7 +252,8 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
         (["--json", "tide.txt"], 2, "tide.txt exists; go on with it by --resume"),
         (["--plot", "nowhere/out.png"], 2, "an existing folder"),
         (["--positions", "original", "-c", "100", "--budgets", "64"], 5, "original positions end at 100"),
-        (["--policies", "local", "--budgets", ""], 2, "nothing to compare"),
+        (["--policies", "local", "--budgets", ""], 2, "--budgets names no budget"),
+        (["--policies", ""], 2, "--policies names no policy"),
         (["--policies", "full", "-c", "100"], 2, "does not fit in the full cache (100)"),
     ],
 )
@@ -373,10 +374,10 @@ def test_budgets_are_groups_and_failures_have_dashes():
         "h2o",
         "buzz",
     ]
-    assert re.fullmatch(r"buzz( +-){8} *", line_of(shown(), "buzz"))
+    assert re.fullmatch(r"buzz( +-){9} *", line_of(shown(), "buzz"))
 
 
-@pytest.mark.parametrize("width", [80, 110])
+@pytest.mark.parametrize("width", [80, 110, 120])
 def test_the_table_fits_its_terminal(width):
     out = shown(width=width, force_terminal=True, color_system=None)
     assert max(map(len, out.splitlines())) <= width
@@ -385,16 +386,22 @@ def test_the_table_fits_its_terminal(width):
     for label in ("full q4_0", "scissorhands", "h2o:decay=0.999"):
         assert len(line_of(out, label).split()) >= 8
     assert ("(28.00-32.00)" in out) == (width > 100)
+    # the budget's bytes beside those allocated
+    assert ("1.0 MiB  64.0 MiB" in out) == (width == 120)
+    assert ("budget: bytes of the budget's cells" in out) == (width == 120)
 
 
 def test_the_picture_has_a_line_a_policy(monkeypatch):
     from matplotlib.axes import Axes
 
-    lines = {}
+    lines, allocated = {}, []
     plot = Axes.plot
 
     def record(self, x, y, **style):
-        lines[style["label"]] = list(zip(x, y, strict=True))
+        if "label" in style:
+            lines[style["label"]] = list(zip(x, y, strict=True))
+        else:
+            allocated.append((x, y))
         return plot(self, x, y, **style)
 
     monkeypatch.setattr(Axes, "plot", record)
@@ -403,6 +410,9 @@ def test_the_picture_has_a_line_a_policy(monkeypatch):
     # a logarithmic axis has no zero: the full cache itself
     assert lines["full, quantized"] == [(0.25, 0.04)]
     assert lines["h2o"] == [(2.0, 0.5)]
+    # from the bytes of the budget's cells to those allocated
+    assert ((2.0, 64.0), (0.5, 0.5)) in allocated
+    assert len(allocated) == 4
     assert set(lines) == {"full, quantized", "scissorhands", "h2o:decay=0.999", "h2o"}
     for _, values in ROWS:
         values |= {"kl": None} if "kl" in values else {}

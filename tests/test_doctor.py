@@ -54,7 +54,7 @@ def test_all_is_well(library, capsys):
     code, out = run(capsys)
     assert code == 0
     assert "no problems found" in out
-    assert "CPU: x, 1.0 of 2.0 GiB free" in out
+    assert "CPU: x, 1.0 GiB of 2.0 GiB free" in out
     assert "small.gguf" in out
 
 

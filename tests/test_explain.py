@@ -158,7 +158,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
 @pytest.mark.parametrize(
     ("template", "options", "what"),
     [
-        ("a text", ["-p", "Go on: "], "the text of -p"),
+        ("a text", ["-p", "Go on: "], "the prompt"),
         ("{{ messages[-1].content }}", ["--system", "Be brief."], "the system prompt"),
         ("{{ messages[0].content }}", ["--system", "Be brief."], None),
         ("{{ messages[-1].content }}", ["-p", "Go on: "], None),

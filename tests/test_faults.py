@@ -261,7 +261,7 @@ def load(*arguments):
         sys.stderr = was
 from kvtool.system import interrupt
 api.llama_model_load_from_file = load
-sys.argv.append("-v")
+sys.argv.append("-vv")
 """
 STAGES = {
     "import of the commands": "module = 'kvtool.cli.generate'",

@@ -352,7 +352,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     assert f"no worker answers at {workers[1].endpoint}; start one there" in gone.stderr
 
     workers[1] = Worker("--mem", "64MiB", port=workers[1].port).serves()
-    again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-v")
+    again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
     assert again.returncode == 0, again.stderr[-2000:]
     assert kept(there) == kept(here)
     assert kept(here)["n_past"] > 400
@@ -367,7 +367,7 @@ def test_compare_over_two_workers_gives_what_it_gives_here(workers, model, tmp_p
     (tmp_path / "tide.txt").write_text(TEXT)
     options = ["--policies", "full,snapkv", "--budgets", "48", "--types", "f16", "--max-tokens", "120"]
     found = []
-    for more in ([], [*rpc_of(workers), "-v"]):
+    for more in ([], [*rpc_of(workers), "-vv"]):
         command = ["compare", tmp_path / "tide.txt", "-m", model, "-t", 1, "-fa", "off", *options, *more]
         done = kvtool(*command, "--json", "-")
         assert done.returncode == 0, done.stderr

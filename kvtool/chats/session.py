@@ -159,7 +159,7 @@ def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
     for at in range(start, len(data), _BLOCK):
         digest.update(data[at : at + _BLOCK])
     if digest.hexdigest() != wanted:
-        raise _damaged(name)
+        raise _damaged(name, _is_cut(data, start))
     arrays: dict[str, np.ndarray] = {}
     at = start
     while at < len(data):
@@ -185,13 +185,26 @@ def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
         )
     line = file.readline()
     if hashlib.sha256(line).hexdigest() != found[2].decode():
-        raise _damaged(name)
+        raise _damaged(name, not line.endswith(b"\n"))
     return json.loads(line.decode("utf-8", "surrogateescape")), _N_FIRST + len(line), found[3].decode()
 
 
-def _damaged(name: str) -> SessionError:
+def _is_cut(data: mmap.mmap, at: int) -> bool:
+    """Whether arrays that do not have their hash end before their last byte."""
+    while at < len(data):
+        end = data.find(b"\n", at)
+        try:
+            _, dtype, shape = data[at : max(end, at)].decode().split()
+            at = end + 1 + int(np.prod([int(n) for n in shape.split(",")])) * np.dtype(dtype).itemsize
+        except (ValueError, TypeError):
+            # a title that is cut, or is none
+            return end < 0
+    return at > len(data)
+
+
+def _damaged(name: str, is_cut: bool) -> SessionError:
     return SessionError(
-        f"{name} is damaged and its chat cannot continue; "
+        f"{name} is {'truncated' if is_cut else 'damaged'} and its chat cannot continue; "
         f"`kvtool session export {name}` prints the text, unless that is damaged too"
     )
 

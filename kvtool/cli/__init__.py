@@ -11,55 +11,71 @@ from importlib import import_module
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
 from kvtool import __version__
+from kvtool.cli.command import CLICK_ERROR, Group, plain, shaped
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
 # what a shell shows for a program that the signal has killed
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 
-_COMMANDS = {
-    "chat": "chat",
-    "generate": "generate",
-    "perplexity": "perplexity",
-    "compare": "compare",
-    "eval": "evaluate",
-    "inspect": "inspect",
-    "policies": "policies",
-    "models": "app",
-    "session": "app",
-    "worker": "worker",
-    "build": "build",
-    "doctor": "doctor",
+COMMANDS = {
+    "chat": ("chat", "Start a chat: memory and speed stay constant however long it gets."),
+    "generate": ("generate", "Answer a prompt, a text on stdin, or both."),
+    "perplexity": (
+        "perplexity",
+        "Stream a text through the cache and print its perplexity; lower is better.",
+    ),
+    "compare": ("compare", "Stream a text under each policy and budget, and compare the results."),
+    "eval": ("evaluate", "Ask a task's questions under a policy, and score the answers."),
+    "inspect": (
+        "inspect",
+        "Stream a text through the cache and show which of its tokens the rows still hold.",
+    ),
+    "policies": ("policies", "List the policies with their parameters, defaults and papers."),
+    "models": ("app", "List, download and inspect models."),
+    "session": ("app", "Look into session files."),
+    "config": ("config", "Show which defaults are set, and where: in the file or the environment."),
+    "worker": (
+        "worker",
+        "Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.",
+    ),
+    "build": ("build", "Build the patched llama.cpp and install it beside kvtool."),
+    "doctor": (
+        "doctor",
+        "Check the installation: what is built and cached, what is wrong, and how to fix it.",
+    ),
+    "help": ("help_", "Show the help of a command."),
 }
-"""The module in this folder, and the name in it: a function, or a Typer app of several commands."""
+"""The module in this folder; the name in it, of a function or a Typer app of several commands; a sentence.
+
+The sentence is here because importing all commands takes as long as loading a small model.
+"""
 
 
 class _Commands(Mapping[str, Any]):
     """Imports a command when it is asked for: importing all takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> Any:
-        attribute = _COMMANDS[name]
+        attribute, sentence = COMMANDS[name]
         found = getattr(import_module(f"kvtool.cli.{name}"), attribute)
         if not isinstance(found, typer.Typer):
             own = typer.Typer(rich_markup_mode=None, add_completion=False)
             own.command(name)(found)
             found = own
-        command = get_command(found)
-        command.name = name
+        command = shaped(found)
+        command.name, command.short_help = name, sentence
         return command
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_COMMANDS)
+        return iter(COMMANDS)
 
     def __len__(self) -> int:
-        return len(_COMMANDS)
+        return len(COMMANDS)
 
 
-class _Group(TyperGroup):
+class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # typer wants a dictionary, but adds nothing to it
@@ -67,6 +83,10 @@ class _Group(TyperGroup):
 
     def list_commands(self, context: Any) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         # --help prints here
@@ -88,6 +108,12 @@ def _one_line() -> Iterator[None]:
         yield
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
+    except CLICK_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            # older versions of click print it themselves, and end well
+            typer.echo(str(error))
+            raise typer.Exit(0) from None
+        raise _end(*_of_usage(error)) from None
     except UnicodeError as error:
         raise _end(InputError.exit_code, f"a text is not UTF-8; convert it first ({error})") from None
     except KeyboardInterrupt:
@@ -101,6 +127,13 @@ def _one_line() -> Iterator[None]:
         raise
     except OSError as error:
         raise _end(*_of_output(error)) from None
+
+
+def _of_usage(error: Any) -> tuple[int, str]:
+    """The exit code and the line for what does not parse."""
+    said = plain(error.format_message()).rstrip(".")
+    where = f"; `{error.ctx.command_path} -h` lists what does" if getattr(error, "ctx", None) else ""
+    return error.exit_code, " ".join(f"{said}{where}".split())
 
 
 def _of_output(error: OSError) -> tuple[int, str]:
@@ -143,6 +176,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     # plain help: drawing panels around thirty options takes longer than the rest of --help
     rich_markup_mode=None,
+    # all commands take what the root takes
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Run endless chats and streams with llama.cpp in constant memory, with KV-cache eviction policies.",
 )
 
@@ -156,7 +191,15 @@ def _print_version(on: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            "-V",
+            callback=_print_version,
+            is_eager=True,
+            expose_value=False,
+            help="Print the version.",
+        ),
     ] = False,
 ) -> None:
     pass

@@ -15,30 +15,40 @@ import typer
 from kvtool.cli import flags as opt
 from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
-from kvtool.cli.explain import Notice, explain_run, may_lose_system, unpinned
+from kvtool.cli.command import SHOWS
+from kvtool.cli.completion import models
+from kvtool.cli.completion import sessions as sessions_here
+from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
-from kvtool.cli.opening import EngineOptions, open_engine, take_saved
+from kvtool.cli.opening import EngineOptions, open_engine, system_text, take_positional, take_saved
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
+    from kvtool.engine.loop import Engine
 
 
 def chat(
     context: typer.Context,
+    model_name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A name (kvtool models list) or a GGUF file, like -m.",
+            show_default=False,
+            autocompletion=models,
+        ),
+    ] = None,
     policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     model: opt.Model = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt; it is never evicted.")
-    ] = None,
+    system: opt.System = None,
+    system_file: opt.SystemFile = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
     prefill: opt.Prefill = None,
-    n: Annotated[
-        int | None, typer.Option("-n", "--predict", min=1, help="Maximum tokens of a reply.")
-    ] = None,
+    n: opt.ReplyPredict = None,
     temp: opt.Temp = 0.8,
     top_k: opt.TopK = 40,
     top_p: opt.TopP = 0.95,
@@ -64,15 +74,23 @@ def chat(
     json_schema: draw.JsonSchema = None,
     seed: opt.Seed = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Show replies as the model writes them, without colours.")
+        bool,
+        typer.Option(
+            "--plain",
+            help="Show replies as the model writes them, without colours.",
+            rich_help_panel=SHOWS,
+        ),
     ] = False,
     hide_thinking: Annotated[
-        bool, typer.Option("--hide-thinking", help="Show nothing of the model's reasoning.")
+        bool,
+        typer.Option("--hide-thinking", help="Show nothing of the model's reasoning.", rich_help_panel=SHOWS),
     ] = False,
     session: Annotated[
         Path | None,
         typer.Option(
-            "--session", help="Session file: continues the chat in it, and saves it after every reply."
+            "--session",
+            help="Session file: continues the chat in it, and saves it after every reply.",
+            autocompletion=sessions_here,
         ),
     ] = None,
     transcript: Annotated[
@@ -90,10 +108,11 @@ def chat(
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
 ) -> None:
     """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
-    system = utf8.option("--system", system)
+    take_positional(context, "model_name", "model", "-m")
+    system = system_text(system, system_file)
     with ExitStack() as stack:
         is_old = False
         if session:
@@ -126,6 +145,8 @@ def chat(
             keeper.transcript = stack.enter_context(closing(open_transcript(transcript)))
         if explain:
             explain_run(opened.engine, wanted.policy, "turn")
+        else:
+            say_spare(opened.engine)
         if may_lose_system(conversation):
             sys.stderr.write(unpinned("the system prompt") + "\n")
         writer.before_reading = Notice(opened.engine, "turn")
@@ -135,7 +156,18 @@ def chat(
             Terminal(conversation, keeper, wanted.policy, n, plain=plain, hide_thinking=hide_thinking).run()
         else:
             _pipe(conversation, keeper, n, utf8.stdin_lines())
+            if verbose:
+                _say_statistics(opened.engine)
     keeper.check()
+
+
+def _say_statistics(engine: Engine) -> None:
+    from kvtool.units import format_bytes
+
+    sys.stderr.write(
+        f"{engine.n_past:,} tokens, {engine.mean_kv:.0f}/{engine.policy.budget} cells per row, "
+        f"cache {format_bytes(engine.cache_bytes)}, policy state {format_bytes(engine.host_bytes)}\n"
+    )
 
 
 def _pipe(conversation: Conversation, keeper: Keeper, n_max: int | None, lines: Iterator[str]) -> None:

@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
-from kvtool.cli import output
 from kvtool.cli.archive import FLAGS, archive_of, check_archive_file, check_archive_type, check_recalls
+from kvtool.cli.command import KEEPS
 from kvtool.cli.console import plain_console
-from kvtool.cli.opening import check_flash, check_patch, is_typed, n_ctx_of, resolved, runnable, workers_of
+from kvtool.cli.opening import (
+    check_flash,
+    check_patch,
+    is_typed,
+    n_ctx_of,
+    resolved,
+    runnable,
+    say_n_ctx,
+    workers_of,
+)
 from kvtool.cli.progress import bytes_progress
 from kvtool.cli.texts import read_text, too_short
 from kvtool.cli.utf8 import json_text
@@ -41,6 +51,8 @@ def compare(
             metavar="NAMES",
             help="Policies, separated by commas. Parameters follow after colons: h2o:decay=0.999:window=64.",
             show_default="all",
+            rich_help_panel=KEEPS,
+            autocompletion=completion.policy_list,
         ),
     ] = None,
     budgets: Annotated[
@@ -49,6 +61,7 @@ def compare(
             "--budgets",
             metavar="BUDGETS",
             help="Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
+            rich_help_panel=KEEPS,
         ),
     ] = "128,256,512",
     types: Annotated[
@@ -57,10 +70,13 @@ def compare(
             "--types",
             metavar="TYPES",
             help="Cache types, separated by commas: `full` runs with each, other policies with the first.",
+            rich_help_panel=KEEPS,
+            autocompletion=completion.cache_type_list,
         ),
     ] = "f16,q8_0,q5_1,q4_0",
     combine: Annotated[
-        bool, typer.Option("--combine", help="Run every policy with every cache type.")
+        bool,
+        typer.Option("--combine", help="Run every policy with every cache type.", rich_help_panel=KEEPS),
     ] = False,
     max_tokens: Annotated[
         int | None,
@@ -104,7 +120,7 @@ def compare(
     archive_file: opt.ArchiveFile = None,
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
@@ -120,6 +136,10 @@ def compare(
     if workers and jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
+    if policies is not None and not names:
+        raise UsageError("--policies names no policy; leave it out for all")
+    if not budget_texts:
+        raise UsageError("--budgets names no budget")
 
     from kvtool.measure import grid
     from kvtool.models.download import sha256
@@ -137,6 +157,7 @@ def compare(
         typed = [name for name in FLAGS if is_typed(context, name)]
         check_recalls([grid.split_policy(name)[0] for name in names], typed)
     model_path, info = resolved(model)
+    say_n_ctx(n_ctx, info)
 
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
@@ -144,7 +165,7 @@ def compare(
     from kvtool.measure import records
     from kvtool.measure.results import Results
 
-    set_verbose(verbose)
+    set_verbose(verbose > 1)
     guard()
     tokens, text_sha256, n_vocab = _tokens(info, file, text, max_tokens)
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
@@ -169,7 +190,7 @@ def compare(
         archive=archived,
         archive_file=archive_file,
         archive_type=archive_type,
-        verbose=verbose,
+        verbose=verbose > 1,
     )
     if not names:
         names = runnable()

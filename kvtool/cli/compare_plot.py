@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     """A figure of the divergence from the full cache against bytes; of nll if there is no divergence.
 
-    Each policy has a line. `full` has one too: its points are the cache types.
+    A point is at the bytes of the budget's cells; a thin line goes from there to the bytes allocated. Each
+    policy has a line. `full` has one too: its points are the cache types.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     has_kl = any(record["kl"] is not None for _, record in done)
     name = "kl" if has_kl else "nll"
     drawn: dict[str, list[tuple[float, float]]] = {}
+    allocated: dict[str, list[tuple[tuple[float, float], float]]] = {}
     for run, record in done:
         label = run.label
         if not policies.load(run.policy).evicts:
@@ -37,6 +39,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
         # a logarithmic axis has no zero, which is the full cache itself
         if point[1] is not None and (point[1] > 0 or not has_kl):
             drawn.setdefault(label, []).append(point)
+            allocated.setdefault(label, []).append(((point[0], record["kv_bytes"] / 2**20), point[1]))
     figure = Figure(figsize=(10, 6), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     colours, marks = colormaps["tab20"], "osD^vP*X"
@@ -48,7 +51,16 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
             "marker": marks[i % len(marks)],
             "label": label,
         } | bold
-        axes.plot(*zip(*sorted(points), strict=True), **style)
+        (line,) = axes.plot(*zip(*sorted(points), strict=True), **style)
+        for between, value in allocated[label]:
+            thin: dict[str, Any] = {
+                "color": line.get_color(),
+                "linewidth": 0.7,
+                "alpha": 0.6,
+                "marker": "|",
+                "markevery": [1],
+            }
+            axes.plot(between, (value, value), **thin)
     for run, record in done:
         if run.type_k == "f16" and not policies.load(run.policy).evicts:
             axes.axvline(record["budget_bytes"] / 2**20, color="grey", linestyle=":", label="full, f16")
@@ -57,7 +69,9 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     if has_kl:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("MiB of keys and values in the budget's cells")
+    axes.set_xlabel(
+        "MiB of keys and values: points in the budget's cells, thin lines up to what is allocated"
+    )
     axes.set_ylabel("KL from the full cache, nats per token" if has_kl else "nll, nats per token")
     n_scored = next((record["n_scored"] for _, record in done), 0)
     axes.set_title(f"{model}, {n_scored:,} tokens of {text}: lower is better")

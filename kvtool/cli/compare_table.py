@@ -20,6 +20,9 @@ Line = tuple["Run", dict[str, Any]]
 WIDE = 100
 """From this terminal width on the table has cells, intervals and speeds."""
 
+WIDEST = 120
+"""From this one on, and in a pipe, it has the bytes of the budget's cells beside those allocated."""
+
 BEST: dict[str, Callable[[Iterable[float]], float]] = {
     "kv_bytes": min,
     "perplexity": min,
@@ -35,19 +38,23 @@ LEGEND = (
 )
 
 
+BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps of 256 cells"
+
+
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
-    """Print a line per run, budget by budget. In a pipe or a file the table has 110 columns."""
+    """Print a line per run, budget by budget. In a pipe or a file the table has 120 columns."""
     from rich.table import Table
     from rich.text import Text
 
     if not console.is_terminal:
-        console = plain_console(file=console.file, width=110, color_system=None)
-    wide = console.width >= WIDE
+        console = plain_console(file=console.file, width=WIDEST, color_system=None)
+    wide, widest = console.width >= WIDE, console.width >= WIDEST
     mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", overflow="fold")
     names = (
         ["cells"] * wide
+        + ["budget"] * widest
         + ["cache", "perplexity" if wide else "ppl", "to full", "to best", "KL", "top-1"]
         + ["tokens/s"] * wide
     )
@@ -75,6 +82,7 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
             parts = [
                 Text(run.title),
                 *[Text(f"{record['cells']:,.0f}")] * wide,
+                *[Text(format_bytes(record["budget_bytes"]))] * widest,
                 one("kv_bytes", format_bytes(record["kv_bytes"])),
                 one("perplexity", f"{record['perplexity']:.2f}{between}"),
                 difference(record, "nll_minus_full"),
@@ -87,6 +95,8 @@ def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None
     console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
     console.print(table)
     console.print(Text(f"\n{LEGEND}", "dim"))
+    if widest:
+        console.print(Text(BYTES, "dim"))
 
 
 def difference(record: dict[str, Any], name: str) -> Text:

@@ -12,6 +12,7 @@ import typer
 
 from kvtool.errors import KvtoolError, LibraryError
 from kvtool.system.paths import build_command, cache_dir, checkout, kernel_dir
+from kvtool.units import format_bytes
 
 _BUILD = build_command()
 _COMPILE = f"{sys.executable} -m kvtool.build.kernels"
@@ -115,23 +116,17 @@ def _text(found: dict[str, Any]) -> str:
         if library["cmake_args"]:
             lines.append(f"            built with {library['cmake_args']}")
         for device in library["devices"]:
-            lines.append(
-                f"device      {device['name']}: {device['description']}, {_gib(device['memory_free'])} of "
-                f"{_gib(device['memory_total'])} GiB free"
-            )
+            free, total = (format_bytes(device[name]) for name in ("memory_free", "memory_total"))
+            lines.append(f"device      {device['name']}: {device['description']}, {free} of {total} free")
         lines.append(f"features    {library['system_info']}")
     kernels, models = found["kernels"], found["models"]
     state = "compiled" if kernels["compiled"] else "not compiled"
     if kernels["compiled"] and not kernels["linked"]:
         state += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
     lines.append(f"kernels     {state}, {kernels['path']}")
-    names = ", ".join(f"{file['name']} ({file['bytes'] / 1e6:.0f} MB)" for file in models["files"])
+    names = ", ".join(f"{file['name']} ({format_bytes(file['bytes'])})" for file in models["files"])
     lines.append(f"models      {names or 'none yet'}, {models['path']}")
     lines.append("")
     for problem in found["problems"]:
         lines += [f"problem: {problem['wrong']}", f"  fix it with: {problem['command']}"]
     return "\n".join([*lines, *([] if found["problems"] else ["no problems found"])])
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.1f}"

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
-from kvtool.cli import output
 from kvtool.cli.archive import archive_of
+from kvtool.cli.command import KEEPS
 from kvtool.cli.console import plain_console
 from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.utf8 import json_text
-from kvtool.errors import InputError, UsageError
+from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -41,7 +42,12 @@ _STEP = 1024
 def evaluate(
     context: typer.Context,
     task: Annotated[
-        str | None, typer.Argument(help="A task. Without one, all tasks are listed.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A task. Without one, all tasks are listed.",
+            show_default=False,
+            autocompletion=completion.tasks,
+        ),
     ] = None,
     files: Annotated[
         list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
@@ -84,8 +90,9 @@ def evaluate(
             "--budget",
             metavar="SIZE",
             help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
-            "or bytes (64MiB).",
+            "or bytes (64M or 64MiB).",
             show_default="20%",
+            rich_help_panel=KEEPS,
         ),
     ] = None,
     options: opt.Options = None,
@@ -119,7 +126,7 @@ def evaluate(
         Path | None,
         typer.Option("--plot", metavar="PNG", help="Draw the summary as a heat map into this file."),
     ] = None,
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
@@ -190,7 +197,7 @@ def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tupl
     n_batch = wanted.n_batch or opt.N_BATCH
     if not policies.load(wanted.policy).evicts:
         return _full_for(wanted, info, wanted.policy, wanted.options), n_batch
-    share = (wanted.budget or "20%").strip()
+    share = "20%" if wanted.budget is None else wanted.budget.strip()
     if not share.endswith("%"):
         policy, n_batch = fitted(wanted, info, share, n_batch, over_budget=True)
         return lambda n, n_answer: policy, n_batch
@@ -249,7 +256,7 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
         "policy": wanted.policy,
         "policy_sha256": policies.file_sha256(wanted.policy),
         "options": wanted.options or [],
-        "budget": (wanted.budget or "20%") if kind.evicts else None,
+        "budget": ("20%" if wanted.budget is None else wanted.budget) if kind.evicts else None,
         "evict_every": wanted.evict_every,
         "positions": wanted.positions,
         "prefill": wanted.prefill,
@@ -302,10 +309,11 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
     from kvtool.tasks import results as of_items
 
     means = of_items.means(results.records)
-    if failed := [record for record in results.records if "error" in record]:
-        line = f"{len(failed)} of {len(results)} items failed: {failed[0]['error']}"
-        if len(failed) == len(results):
-            raise InputError(line)
+    if errors := [record["error"] for record in results.records if "error" in record]:
+        line = f"{len(errors)} of {len(results)} items failed: {errors[0]}"
+        if len(errors) == len(results):
+            raise KvtoolError(line)
+        # an item that does not fit is a result, too: the policy could not do it
         sys.stderr.write(f"{line}\n")
     if cut := sum(record.get("is_cut", False) for record in results.records):
         sys.stderr.write(f"{cut} of {len(results)} prompts were too long; their middle was cut out\n")

@@ -76,6 +76,32 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
 
 
+def spare_line(engine: Engine) -> str | None:
+    """What is allocated besides the budget's cells, in bytes; None if there is nothing worth saying."""
+    from kvtool.measure.run import budget_bytes
+    from kvtool.models.header import PAD
+    from kvtool.units import format_bytes
+
+    taken = budget_bytes(engine)
+    spare = engine.cache_bytes - taken
+    if spare <= 0 or engine.policy.ragged:
+        return None
+    return (
+        f"{format_bytes(taken)} for the budget's cells, {format_bytes(spare)} more for batches (-b) "
+        f"and because llama.cpp allocates {PAD} cells at a time"
+    )
+
+
+def say_spare(engine: Engine) -> None:
+    """Tells a person at a terminal what a budget costs that is below the least that llama.cpp allocates."""
+    from kvtool.models.header import PAD
+
+    if not sys.stderr.isatty():
+        return
+    if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
+        sys.stderr.write(f"a budget of {engine.policy.budget} takes {spare}\n")
+
+
 def may_lose_system(conversation: Conversation) -> bool:
     """Whether the system prompt can be evicted, because it cannot be pinned."""
     return not conversation.is_pinned and conversation.writer.engine.policy.slack > 0
@@ -121,6 +147,7 @@ def _memory(engine: Engine) -> str:
     if archive := engine.context.archive:
         most = format_bytes(archive.max_bytes)
         state += f", an archive of at most {archive.n_max:,} tokens ({most}) in {_where(archive)}"
+    cells += f"; {spare}" if (spare := spare_line(engine)) else ""
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 
 

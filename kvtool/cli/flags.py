@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+
+from kvtool.cli import completion as of
+from kvtool.cli.command import ARCHIVES, DRAWS, KEEPS, RUNS, SHOWS
 
 N_BATCH = 256
 """Default of --batch-size in a chat and wherever a prompt is read."""
@@ -15,6 +19,19 @@ N_TEXT_BATCH = 64
 POLICY = "h2o"
 """Default of --policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
 
+
+def _no_limit(value: int | None) -> int | None:
+    """-1 is no limit, as in llama.cpp."""
+    if value == 0:
+        raise typer.BadParameter("0 writes nothing; give at least 1, or -1 for no limit")
+    return None if value == -1 else value
+
+
+def _all_for(wanted: int) -> Callable[[int | None], int | None]:
+    """The number that stands for the default, as in llama.cpp."""
+    return lambda value: None if value == wanted else value
+
+
 # which tokens stay
 
 Policy = Annotated[
@@ -23,6 +40,8 @@ Policy = Annotated[
         "--policy",
         metavar="NAME",
         help="Eviction policy: which tokens stay in the cache. A name (kvtool policies) or a Python file.",
+        rich_help_panel=KEEPS,
+        autocompletion=of.policies,
     ),
 ]
 
@@ -32,23 +51,26 @@ def _budget(default: str) -> Any:
         "--budget",
         metavar="SIZE",
         help="Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
-        "or bytes (64MiB).",
+        "or bytes (64M or 64MiB).",
         show_default=default,
+        rich_help_panel=KEEPS,
     )
 
 
-Budget = Annotated[str | None, _budget("1024")]
+Budget = Annotated[str | None, _budget("1,024 tokens")]
 
-TextBudget = Annotated[str | None, _budget("512")]
+TextBudget = Annotated[str | None, _budget("512 tokens")]
 """--budget of the commands that stream a text."""
 
 Options = Annotated[
     list[str] | None,
     typer.Option(
         "-o",
+        "--option",
         metavar="NAME=VALUE",
         help="Set a parameter of the policy (kvtool policies lists them). Repeatable.",
         show_default=False,
+        rich_help_panel=KEEPS,
     ),
 ]
 
@@ -60,6 +82,7 @@ EvictEvery = Annotated[
         metavar="N",
         help="Tokens from one eviction to the next.",
         show_default="16, fewer for budgets below 128",
+        rich_help_panel=KEEPS,
     ),
 ]
 
@@ -70,6 +93,8 @@ Positions = Annotated[
         metavar="MODE",
         help="Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
         "renumbered whenever the trained context is full).",
+        rich_help_panel=KEEPS,
+        autocompletion=of.positions,
     ),
 ]
 
@@ -81,6 +106,8 @@ Prefill = Annotated[
         help="How to read a prompt longer than the budget: stream (evict after each batch) or whole (decode "
         "all of it, then evict once).",
         show_default="the policy's own",
+        rich_help_panel=KEEPS,
+        autocompletion=of.prefills,
     ),
 ]
 
@@ -93,7 +120,9 @@ Model = Annotated[
         "--model",
         metavar="MODEL",
         help="A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
-        show_default="$KVTOOL_MODEL, or the first name listed",
+        show_default="{model}",
+        rich_help_panel=RUNS,
+        autocompletion=of.models,
     ),
 ]
 
@@ -102,10 +131,12 @@ Context = Annotated[
     typer.Option(
         "-c",
         "--ctx-size",
-        min=1,
+        min=0,
         metavar="N",
-        help="Context length; with `full`, also the cache size.",
-        show_default="trained length",
+        help="Context length, at most the trained length (also 0); with `full`, also the cache size.",
+        show_default="the model's trained length",
+        rich_help_panel=RUNS,
+        callback=_all_for(0),
     ),
 ]
 
@@ -118,6 +149,7 @@ def _batch(default: int) -> Any:
         metavar="N",
         help="Maximum tokens decoded per batch.",
         show_default=str(default),
+        rich_help_panel=RUNS,
     )
 
 
@@ -128,12 +160,29 @@ TextBatch = Annotated[int | None, _batch(N_TEXT_BATCH)]
 
 Threads = Annotated[
     int | None,
-    typer.Option("-t", "--threads", min=1, metavar="N", help="CPU threads.", show_default="one per core"),
+    typer.Option(
+        "-t",
+        "--threads",
+        min=1,
+        metavar="N",
+        help="CPU threads.",
+        show_default="one per core",
+        rich_help_panel=RUNS,
+    ),
 ]
 
 GpuLayers = Annotated[
     int | None,
-    typer.Option("-ngl", "--gpu-layers", min=0, metavar="N", help="Layers on the GPU.", show_default="all"),
+    typer.Option(
+        "-ngl",
+        "--gpu-layers",
+        min=-1,
+        metavar="N",
+        help="Layers on the GPU.",
+        show_default="all",
+        rich_help_panel=RUNS,
+        callback=_all_for(-1),
+    ),
 ]
 
 Rpc = Annotated[
@@ -142,6 +191,7 @@ Rpc = Annotated[
         "--rpc",
         metavar="HOST:PORT,...",
         help="Spread layers and cache over these machines, which run kvtool worker.",
+        rich_help_panel=RUNS,
     ),
 ]
 
@@ -152,12 +202,21 @@ TypeK = Annotated[
         "--cache-type-k",
         metavar="TYPE",
         help="Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
+        rich_help_panel=KEEPS,
+        autocompletion=of.cache_types,
     ),
 ]
 
 TypeV = Annotated[
     str,
-    typer.Option("-ctv", "--cache-type-v", metavar="TYPE", help="Type of the cached values, as for keys."),
+    typer.Option(
+        "-ctv",
+        "--cache-type-v",
+        metavar="TYPE",
+        help="Type of the cached values, as for keys.",
+        rich_help_panel=KEEPS,
+        autocompletion=of.cache_types,
+    ),
 ]
 
 Archive = Annotated[
@@ -167,6 +226,7 @@ Archive = Annotated[
         metavar="SIZE",
         help="With --policy recall: the most tokens (20000) or bytes (2GiB) archived.",
         show_default="half of the free memory; of the disk's free space with --archive-file",
+        rich_help_panel=ARCHIVES,
     ),
 ]
 
@@ -178,6 +238,7 @@ ArchiveFile = Annotated[
         help="With --policy recall: keep the archive in a new file, not in host memory. The file loses its "
         "name at once, and its space is free again when kvtool ends.",
         show_default="host memory",
+        rich_help_panel=ARCHIVES,
     ),
 ]
 
@@ -187,54 +248,143 @@ ArchiveType = Annotated[
         "--archive-type",
         metavar="TYPE",
         help="With --policy recall: type of the archived keys and values, as for -ctk.",
+        rich_help_panel=ARCHIVES,
+        autocompletion=of.cache_types,
     ),
 ]
 
 Flash = Annotated[
-    str, typer.Option("-fa", "--flash-attn", metavar="MODE", help="Flash attention: on, off or auto.")
+    str,
+    typer.Option(
+        "-fa",
+        "--flash-attn",
+        metavar="MODE",
+        help="Flash attention: on, off or auto.",
+        rich_help_panel=RUNS,
+        autocompletion=of.on_off_auto,
+    ),
 ]
 
 # how tokens are drawn
 
 Temp = Annotated[
-    float, typer.Option("--temp", metavar="T", help="Temperature; 0 always takes the likeliest token.")
+    float,
+    typer.Option(
+        "--temp",
+        metavar="T",
+        help="Temperature; 0 always takes the likeliest token.",
+        rich_help_panel=DRAWS,
+    ),
 ]
 
 TopK = Annotated[
-    int, typer.Option("--top-k", metavar="K", help="Draw from the K likeliest tokens; 0 means from all.")
+    int,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        help="Draw from the K likeliest tokens; 0 means from all.",
+        rich_help_panel=DRAWS,
+    ),
 ]
 
 TopP = Annotated[
     float,
     typer.Option(
-        "--top-p", metavar="P", help="Draw from the likeliest tokens whose probabilities add up to P."
+        "--top-p",
+        metavar="P",
+        help="Draw from the likeliest tokens whose probabilities add up to P.",
+        rich_help_panel=DRAWS,
     ),
 ]
 
 MinP = Annotated[
     float,
-    typer.Option("--min-p", metavar="P", help="Drop tokens less likely than P times the likeliest."),
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        help="Drop tokens less likely than P times the likeliest.",
+        rich_help_panel=DRAWS,
+    ),
 ]
 
 RepeatPenalty = Annotated[
     float,
-    typer.Option("--repeat-penalty", metavar="X", help="Make recently used tokens less likely; 1 means off."),
+    typer.Option(
+        "--repeat-penalty",
+        metavar="X",
+        help="Make recently used tokens less likely; 1 means off.",
+        rich_help_panel=DRAWS,
+    ),
 ]
 
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", min=0, metavar="N", help="Seed for drawing tokens.", show_default="random"),
+    typer.Option(
+        "--seed",
+        min=-1,
+        metavar="N",
+        help="Seed for drawing tokens.",
+        show_default="random",
+        rich_help_panel=DRAWS,
+        callback=_all_for(-1),
+    ),
+]
+
+
+def _predict(what: str) -> Any:
+    return typer.Option(
+        "-n",
+        "--predict",
+        "--n-predict",
+        min=-1,
+        metavar="N",
+        help=f"Maximum tokens of {what}; -1 means no limit.",
+        show_default="no limit",
+        rich_help_panel=DRAWS,
+        callback=_no_limit,
+    )
+
+
+Predict = Annotated[int | None, _predict("the answer")]
+
+ReplyPredict = Annotated[int | None, _predict("a reply")]
+
+# what is read
+
+System = Annotated[str | None, typer.Option("--system", help="System prompt; it is never evicted.")]
+
+SystemFile = Annotated[
+    str | None, typer.Option("--system-file", metavar="FILE", help="Read the system prompt from this file.")
 ]
 
 # what is said
 
 Explain = Annotated[
     bool,
-    typer.Option("--explain", help="First say on stderr how the budget is split and what will happen."),
+    typer.Option(
+        "--explain",
+        help="First say on stderr how the budget is split and what will happen.",
+        rich_help_panel=SHOWS,
+    ),
 ]
 
 Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Show llama.cpp's log, and statistics, on stderr.")
+    int,
+    typer.Option(
+        "-v",
+        "--verbose",
+        help="Show statistics on stderr, and where a policy of your own failed; -vv: llama.cpp's log too.",
+        rich_help_panel=SHOWS,
+        count=True,
+        show_default=False,
+    ),
 ]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print JSON.",
+        rich_help_panel=SHOWS,
+    ),
+]

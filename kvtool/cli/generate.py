@@ -12,8 +12,9 @@ from kvtool.cli import flags as opt
 from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
 from kvtool.cli.archive import archive_line, archive_record
-from kvtool.cli.explain import Notice, explain_run, unpinned
-from kvtool.cli.opening import EngineOptions, open_engine
+from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
+from kvtool.cli.opening import EngineOptions, open_engine, system_text, take_positional
+from kvtool.cli.texts import check_length, read_text
 from kvtool.errors import InputError, UsageError
 from kvtool.system import interrupt
 
@@ -24,14 +25,21 @@ if TYPE_CHECKING:
 
 def generate(
     context: typer.Context,
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="The prompt; text piped to stdin follows it.")
+    given: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
     ] = None,
-    n: Annotated[int | None, typer.Option("-n", "--predict", min=1, help="Maximum tokens to write.")] = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt, as an option.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "-f", "--file", metavar="FILE", help="Read the prompt from a file; of two, this one comes second."
+        ),
+    ] = None,
+    system: opt.System = None,
+    system_file: opt.SystemFile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System prompt; it is never evicted.")
-    ] = None,
+    n: opt.Predict = None,
     policy: opt.Policy = opt.POLICY,
     budget: opt.Budget = None,
     options: opt.Options = None,
@@ -75,20 +83,26 @@ def generate(
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
     as_json: opt.Json = False,
     logprobs: draw.Logprobs = None,
 ) -> None:
-    """Answer a prompt from -p, stdin or both. If both are given, the text of -p is never evicted."""
-    prompt = utf8.option("-p", prompt)
-    system = utf8.option("--system", system)
-    text = utf8.read_stdin()
+    """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
+    prompt = utf8.option("-p", take_positional(context, "given", "prompt", "-p"))
+    system = system_text(system, system_file)
+    text = "" if file == "-" else utf8.read_stdin()
+    if file is not None:
+        there = read_text(file).rstrip("\n")
+        if prompt is None:
+            prompt = there
+        else:
+            text = "\n\n".join(filter(None, (there, text)))
     request = "\n\n".join(part for part in (prompt, text) if part)
     # without a template a blank is a text to continue
     if not (request if raw else request.strip()):
         if prompt is None:
-            raise InputError("there is nothing to read; give a prompt with -p, or a text on stdin")
-        raise UsageError("the prompt is empty; give a text with -p or on stdin")
+            raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
+        raise UsageError("the prompt is empty; give a text")
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
     wanted = EngineOptions.of(context)
@@ -107,9 +121,11 @@ def generate(
         else:
             whole, prefix = _rendered(engine, system, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
+        check_length(engine, len(tokens), "prompt")
         if explain:
             explain_run(engine, policy, "prompt", len(tokens))
         else:
+            say_spare(engine)
             Notice(engine, "prompt")(len(tokens))
         started = time.monotonic()
         pieces = []
@@ -147,7 +163,7 @@ def _rendered(engine: Engine, system: str | None, request: str, first: str) -> t
         prefix = system_prefix(template, system)
     if prefix is None or not whole.startswith(prefix):
         if engine.policy.slack:
-            what = "the text of -p" if first.strip() else "the system prompt"
+            what = "the prompt" if first.strip() else "the system prompt"
             sys.stderr.write(f"{unpinned(what)}\n")
         prefix = ""
     return whole, prefix
@@ -181,7 +197,7 @@ def _finish(
     n_written: int,
     read_in: float,
     wrote_in: float,
-    verbose: bool,
+    verbose: int,
     likely: list[dict[str, Any]] | None,
 ) -> None:
     from kvtool.units import format_bytes

@@ -99,7 +99,7 @@ def inspect(
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold."""

@@ -15,7 +15,7 @@ import typer
 import kvtool
 from kvtool.cli.progress import bytes_progress
 from kvtool.cli.sampling import SAMPLING
-from kvtool.errors import InputError, SessionError
+from kvtool.errors import SessionError, UsageError
 from kvtool.system.files import Log
 
 if TYPE_CHECKING:
@@ -297,11 +297,11 @@ class Keeper:
 
 
 def open_transcript(path: Path) -> Log:
-    """Opens a transcript. Raises InputError where it cannot be written."""
+    """Opens a transcript. Raises UsageError where it cannot be written."""
     try:
         return Log(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def turns(n: int) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtool.cli import completion
 from kvtool.cli.console import plain_console
 from kvtool.cli.locate import locate
 from kvtool.cli.utf8 import json_text, shown
@@ -69,7 +70,7 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help=_NAMES)],
+    name: Annotated[str, typer.Argument(help=_NAMES, autocompletion=completion.models)],
     as_json: Json = False,
 ) -> None:
     """Download a model unless it is there, and print its path.
@@ -90,7 +91,7 @@ def pull(
 
 @app.command()
 def rm(
-    name: Annotated[str, typer.Argument(help=_NAMES)],
+    name: Annotated[str, typer.Argument(help=_NAMES, autocompletion=completion.models)],
     as_json: Json = False,
 ) -> None:
     """Delete a downloaded model, or what a broken download left, and print what that freed."""
@@ -110,7 +111,8 @@ def show(
         str | None,
         typer.Argument(
             help="A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
-            show_default="$KVTOOL_MODEL, or the first listed",
+            show_default="{model}",
+            autocompletion=completion.models,
         ),
     ] = None,
     fit: Annotated[

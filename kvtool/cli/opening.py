@@ -43,7 +43,7 @@ class EngineOptions:
     type_k: str
     type_v: str
     flash: str
-    verbose: bool
+    verbose: int
     prefill: str | None = None
     rpc: str | None = None
     archive: str | None = None
@@ -102,7 +102,9 @@ def open_engine(
     kind = policies.load(wanted.policy)
     if kind.evicts:
         # rows that may differ keep what they need; the budget is only a cap
-        text = wanted.budget or str(n_ctx if kind.ragged else min(default_budget, n_ctx))
+        text = wanted.budget
+        if text is None:
+            text = str(n_ctx if kind.ragged else min(default_budget, n_ctx))
         policy, n_batch = fitted(wanted, info, text, n_batch, over_budget=not scoring)
 
     with loaded(path, wanted) as model:
@@ -133,6 +135,35 @@ def is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def take_positional(context: typer.Context, name: str, option: str, flag: str) -> str | None:
+    """The value of an option that may come as an argument too. Raises UsageError for both."""
+    params = context.params
+    if params[name] is not None:
+        if is_typed(context, option):
+            raise UsageError(
+                f"{params[name]!r} and {flag} {params[option]!r} say the same thing; leave out one"
+            )
+        params[option] = params[name]
+        # typed, too: it beats what a session has saved
+        source = context.get_parameter_source(name)
+        if source:
+            context.set_parameter_source(option, source)
+    value: str | None = params[option]
+    return value
+
+
+def system_text(text: str | None, file: str | None) -> str | None:
+    """The system prompt from an option or a file. Raises UsageError for both, InputError for a bad file."""
+    from kvtool.cli import utf8
+    from kvtool.cli.texts import read_text
+
+    if file is None:
+        return utf8.option("--system", text)
+    if text is not None:
+        raise UsageError("--system and --system-file are both given; leave out one")
+    return read_text(file).rstrip("\n")
+
+
 # step by step
 
 
@@ -152,7 +183,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     from kvtool import policies
 
     policy = policies.load(wanted.policy)
-    if not policy.evicts and wanted.budget:
+    if not policy.evicts and "budget" in wanted.typed:
         raise UsageError(f"`{wanted.policy}` keeps every token and takes no --budget; -c sets its cache size")
     policies.parse_options(policy, wanted.options or [])
     check_archive_file(wanted.archive_file)
@@ -160,7 +191,9 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
         archive_of(wanted.archive, wanted.archive_file)
     check_recalls([wanted.policy], wanted.typed)
     workers_of(wanted.rpc, wanted.gpu_layers)
-    return resolved(wanted.model)
+    path, info = resolved(wanted.model)
+    say_n_ctx(wanted.n_ctx, info)
+    return path, info
 
 
 def check_flash(flash: str) -> None:
@@ -185,6 +218,8 @@ def resolved(model: str | None) -> tuple[Path, ModelInfo]:
     """The file of a name or path, downloaded if need be, and its header. Raises KvtoolError."""
     from kvtool.models.resolve import check
 
+    if model == "":
+        raise UsageError("the model's name is empty; leave out -m for the default")
     path = locate(model)
     return path, check(path)
 
@@ -196,7 +231,7 @@ def loaded(path: Path, wanted: EngineOptions) -> Iterator[LoadedModel]:
     from kvtool.llama.log import set_verbose
     from kvtool.llama.model import Model
 
-    set_verbose(wanted.verbose)
+    set_verbose(wanted.verbose > 1)
     guard()
     check_patch([wanted.policy])
     if workers := workers_of(wanted.rpc, wanted.gpu_layers):
@@ -244,6 +279,14 @@ def runnable() -> list[str]:
 def n_ctx_of(asked: int | None, info: ModelInfo) -> int:
     """The context length: the trained one, or less if less is asked for."""
     return min(asked or info.n_ctx_train, info.n_ctx_train)
+
+
+def say_n_ctx(asked: int | None, info: ModelInfo) -> None:
+    """Say on stderr that a context length above the trained one is cut."""
+    if asked and asked > info.n_ctx_train:
+        sys.stderr.write(
+            f"-c {asked:,} is above the model's trained length; it runs with {info.n_ctx_train:,}\n"
+        )
 
 
 def fitted(

@@ -13,7 +13,7 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli.archive import archive_line, archive_record
-from kvtool.cli.explain import Notice, explain_run
+from kvtool.cli.explain import Notice, explain_run, say_spare
 from kvtool.cli.opening import EngineOptions, open_engine
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length, read_text, too_short
@@ -69,7 +69,7 @@ def perplexity(
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
     explain: opt.Explain = False,
-    verbose: opt.Verbose = False,
+    verbose: opt.Verbose = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
@@ -103,6 +103,7 @@ def perplexity(
         if explain:
             explain_run(engine, policy, what, n)
         else:
+            say_spare(engine)
             Notice(engine, what)(n)
         n_scored = _n_scored(len(tokens), windows, stride)
         started = time.monotonic()

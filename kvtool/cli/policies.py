@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtool import parameters
+from kvtool.cli.completion import policies as complete
 from kvtool.cli.console import plain_console
 from kvtool.cli.flags import EvictEvery, Json, Options
 from kvtool.cli.utf8 import json_text
@@ -14,7 +16,14 @@ from kvtool.errors import UsageError
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="Show this policy alone.", show_default="all")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Show this policy alone, and explain its parameters.",
+            show_default="all",
+            autocompletion=complete,
+        ),
+    ] = None,
     budget: Annotated[
         int | None,
         typer.Option(
@@ -40,7 +49,11 @@ def policies(
             params = known.chosen(known.fit(name, budget, evict_every, options))
         what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         package = known.owners(name) if known.package(name) else None
-        return {"name": name, "paper": policy.paper, "params": params, "what": what, "package": package}
+        explained = {key: text for key, text in parameters.explained(policy).items() if key in params}
+        return {
+            **{"name": name, "paper": policy.paper, "params": params, "what": what, "package": package},
+            "explained": explained,
+        }
 
     own = known.names()
     listed = [described(each) for each in ([name] if name else own)]
@@ -56,7 +69,26 @@ def policies(
     if as_json:
         typer.echo(json_text(listed, indent=2))
         return
-    _print(listed, budget)
+    (_print_one if name else _print)(listed, budget)
+
+
+def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
+    """A policy with a line for every parameter."""
+    from rich.table import Table
+
+    (policy,) = listed
+    console = plain_console()
+    console.print(policy["what"])
+    paper = f"paper: {policy['paper']}" if policy["paper"] else ""
+    if about := ", ".join(filter(None, [paper, policy["package"] and f"from {policy['package']}"])):
+        console.print(about)
+    table = Table(box=None, pad_edge=False)
+    for column in ("parameter (-o)", f"at budget {budget}" if budget else "default", "what it does"):
+        table.add_column(column)
+    for key, value in policy["params"].items():
+        table.add_row(key, "by budget" if value is None else str(value), policy["explained"].get(key, ""))
+    console.print()
+    console.print(table if policy["params"] else "It has no parameters.")
 
 
 def _print(listed: list[dict[str, Any]], budget: int | None) -> None:

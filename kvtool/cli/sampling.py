@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli import utf8
+from kvtool.cli.command import DRAWS, SHOWS
 from kvtool.cli.texts import read_text
 from kvtool.errors import UsageError
 
@@ -35,7 +36,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 
 
 def _option(*names: str, metavar: str, help: str, default: str | bool = True) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, show_default=default)
+    return typer.Option(*names, metavar=metavar, help=help, show_default=default, rich_help_panel=DRAWS)
 
 
 Typical = Annotated[
@@ -167,6 +168,7 @@ Logprobs = Annotated[
         help="With --json: the log-probability of each token, and the N likeliest, before any sampler "
         "changes them.",
         show_default="off",
+        rich_help_panel=SHOWS,
     ),
 ]
 

@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvtool.cli import flags as opt
+from kvtool.cli.completion import sessions
 from kvtool.cli.utf8 import json_text
+from kvtool.errors import SessionError
 
 app = typer.Typer(help="Look into session files.", no_args_is_help=True, rich_markup_mode=None)
 
-File = Annotated[Path, typer.Argument(help="A file that `kvtool chat --session` wrote.")]
+File = Annotated[
+    Path, typer.Argument(help="A file that `kvtool chat --session` wrote.", autocompletion=sessions)
+]
 
 
 @app.command()
 def show(file: File, as_json: opt.Json = False) -> None:
-    """Show what a chat runs on and how long it is."""
-    from kvtool.chats.session import read_meta, size
-    from kvtool.units import format_bytes
+    """Show what a chat runs on and how long it is, and whether the file is whole."""
+    from kvtool.chats.session import read, read_meta, size
 
     meta = read_meta(file)
+    problem = None
+    try:
+        read(file)
+    except SessionError as error:
+        problem = error
     fixed, options = meta["fixed"], meta["options"]
     shown = {
         "file": str(file),
@@ -43,15 +51,26 @@ def show(file: File, as_json: opt.Json = False) -> None:
         "archived": meta.get("archived", 0),
         "archive_bytes": meta.get("archive_bytes", 0),
         "system": meta["system"],
+        "problem": str(problem) if problem else None,
     }
     if as_json:
         sys.stdout.write(json_text(shown) + "\n")
-        return
+    else:
+        _print(shown, has_archive="archive_type" in fixed)
+    if problem:
+        raise problem
+
+
+def _print(shown: dict[str, Any], has_archive: bool) -> None:
+    from kvtool.units import format_bytes
+
+    # the error is a line of its own, and the last
+    del shown["problem"]
     for name in ("size", "kv_bytes", "archive_bytes"):
         shown[name] = format_bytes(shown[name])
-    if "archive_type" not in fixed:
+    if not has_archive:
         del shown["archived"], shown["archive_bytes"]
-    shown["parameters"] = " ".join(f"{name}={value}" for name, value in fixed["parameters"].items())
+    shown["parameters"] = " ".join(f"{name}={value}" for name, value in shown["parameters"].items())
     width = max(map(len, shown))
     for name, value in shown.items():
         sys.stdout.write(f"{name:{width}}  {value}\n")

@@ -37,15 +37,16 @@ def too_short(file: str, n: int, n_needed: int) -> InputError:
     return InputError(f"{name} is too short: {n} token{'s' * (n != 1)}, at least {n_needed} needed")
 
 
-def check_length(engine: Engine, n_tokens: int) -> None:
-    """Raise InputError for a text that the engine cannot stream to its end."""
+def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:
+    """Raise InputError for a text, or a "prompt", that the engine cannot read to its end."""
+    shorter = "or --max-tokens" if what == "text" else "or a shorter prompt"
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
-            f"the text ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and `full` "
-            "never evicts; use --policy h2o or --max-tokens"
+            f"the {what} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "
+            f"`full` never evicts; use --policy h2o {shorter}"
         )
     if engine.settings.positions == "original" and n_tokens > engine.n_ctx:
         raise InputError(
-            f"the text has {n_tokens:,} tokens, and original positions end at {engine.n_ctx:,}; "
-            "choose --positions auto or in-cache, or --max-tokens"
+            f"the {what} has {n_tokens:,} tokens, and original positions end at {engine.n_ctx:,}; "
+            f"choose --positions auto or in-cache, {shorter}"
         )

@@ -46,8 +46,15 @@ def worker(
         typer.Option("-t", "--threads", min=1, metavar="N", help="CPU threads.", show_default="one per core"),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show llama.cpp's log, and each connection, on stderr.")
-    ] = False,
+        int,
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            help="Show each connection on stderr; -vv: llama.cpp's log too.",
+            show_default=False,
+        ),
+    ] = 0,
 ) -> None:
     """Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.
 
@@ -63,7 +70,7 @@ def worker(
     from kvtool.llama.log import set_verbose
     from kvtool.llama.workers import served, server
 
-    set_verbose(verbose)
+    set_verbose(verbose > 1)
     guard()
     devices = served(n_bytes)
     start = server(f"{address}:{port}", threads or default_threads())
@@ -91,7 +98,7 @@ def worker(
     with lines:
         for line in lines:
             log.take(line)
-    raise LibraryError(f"ggml cannot serve on {address}:{port}; -v shows more")
+    raise LibraryError(f"ggml cannot serve on {address}:{port}; -vv shows more")
 
 
 def _bytes(mem: str | None) -> int | None:
@@ -160,9 +167,9 @@ def _stdout_lines() -> TextIO:
 
 
 class _Log:
-    """A worker's messages on stderr. verbose: report every connection."""
+    """A worker's messages on stderr. verbose: 1 reports every connection, 2 shows ggml's output too."""
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, verbose: int) -> None:
         self.verbose = verbose
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
@@ -187,7 +194,7 @@ class _Log:
                 told, self._is_told = self._is_told, False
             if told:
                 self.say("the client has disconnected")
-        elif self.verbose:
+        elif self.verbose > 1:
             sys.stderr.write(line)
 
     def _tell(self) -> None:

@@ -14,7 +14,7 @@ from kvtool.llama.log import call_on_error, is_verbose, no_memory, start_backend
 
 _CRASHED = (
     "llama.cpp has crashed (a device that is gone, a damaged model, a policy's kernel, or a fault of "
-    "llama.cpp's own); -v shows more"
+    "llama.cpp's own); -vv shows more"
 )
 
 _guarding = False
@@ -72,7 +72,7 @@ def lost_worker() -> LibraryError | None:
     which = f"the worker at {_workers[0]}" if len(_workers) == 1 else f"one of {', '.join(_workers)}"
     return LibraryError(
         f"{which} is gone or has no memory left; start it again, then this "
-        "(if it runs, llama.cpp has crashed here: -v shows more)"
+        "(if it runs, llama.cpp has crashed here: -vv shows more)"
     )
 
 

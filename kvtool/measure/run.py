@@ -163,7 +163,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
                     "cells": engine.mean_kv,
                     "kv_bytes": engine.cache_bytes,
                     "kv_peak_bytes": kv_peak_bytes,
-                    "budget_bytes": _budget_bytes(engine),
+                    "budget_bytes": budget_bytes(engine),
                     "state_bytes": engine.host_bytes,
                     "archived": engine.n_archived,
                     "archive_bytes": engine.archive_bytes,
@@ -180,7 +180,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
     return quality(np.concatenate(parts), scores) | found
 
 
-def _budget_bytes(engine: Engine) -> int:
+def budget_bytes(engine: Engine) -> int:
     """Bytes of the keys and values in the budget's cells: the cache without its padding to 256 cells.
 
     Where rows keep different numbers of cells, bytes of the live cells.

@@ -12,6 +12,7 @@ from kvtool.units import format_bytes, parse_count
 if TYPE_CHECKING:
     from decimal import Decimal
 
+_FRACTION = re.compile(r"[0-9]*\.[0-9]+")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
 
@@ -27,6 +28,12 @@ def parse(
     n_batch: the most tokens of a batch. Raises UsageError.
     """
     text = text.strip()
+    if not text:
+        raise UsageError("the budget is empty; give tokens (512), a share (10%) or bytes (64MiB)")
+    if _FRACTION.fullmatch(text):
+        raise UsageError(
+            f"a budget in tokens is a whole number, got {text!r}; or a unit is missing: {text}MiB"
+        )
     if text.endswith("%"):
         n = share(percent(text), info.n_ctx_train)
         if n == 0:

@@ -1,0 +1,105 @@
+"""What a shell completes after an option. Files are left to the shell: it gets no answer then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_FIRST = b"kvtool session"
+"""How a session file begins."""
+
+
+def policies(incomplete: str) -> list[str]:
+    """Names of policies, those of other packages too. A file of one's own is left to the shell."""
+    from kvtool import policies as known
+
+    return _from(incomplete, [*known.names(), *known.installed()])
+
+
+def policy_list(incomplete: str) -> list[str]:
+    """The same after the last comma."""
+    return _in_list(incomplete, policies)
+
+
+def models(incomplete: str) -> list[str]:
+    """Names of models. A GGUF file is left to the shell."""
+    from kvtool.models.catalogue import registry
+
+    return _from(incomplete, registry())
+
+
+def tasks(incomplete: str) -> list[str]:
+    """Names of tasks."""
+    from kvtool import tasks as known
+
+    return _from(incomplete, known.names())
+
+
+def cache_types(incomplete: str) -> list[str]:
+    """Types of cached keys and values."""
+    from kvtool.models.header import CACHE_TYPES
+
+    return _from(incomplete, CACHE_TYPES)
+
+
+def cache_type_list(incomplete: str) -> list[str]:
+    """The same after the last comma."""
+    return _in_list(incomplete, cache_types)
+
+
+def positions(incomplete: str) -> list[str]:
+    """Modes of --positions."""
+    return _from(incomplete, ("auto", "original", "in-cache"))
+
+
+def prefills(incomplete: str) -> list[str]:
+    """Modes of --prefill."""
+    return _from(incomplete, ("stream", "whole"))
+
+
+def on_off_auto(incomplete: str) -> list[str]:
+    """Modes of --flash-attn."""
+    return _from(incomplete, ("auto", "on", "off"))
+
+
+def sessions(incomplete: str) -> list[str]:
+    """Session files, and folders to look for them in."""
+    folder, _, start = incomplete.rpartition("/")
+    found = []
+    try:
+        for path in sorted(Path(f"{folder}/" if "/" in incomplete else ".").expanduser().iterdir()):
+            if path.name.startswith(start) and not (path.name.startswith(".") and not start):
+                shown = f"{folder}/{path.name}" if "/" in incomplete else path.name
+                if path.is_dir():
+                    found.append(f"{shown}/")
+                elif _is_session(path):
+                    found.append(shown)
+    except OSError:
+        return []
+    return found
+
+
+def commands(incomplete: str) -> list[str]:
+    """Names of commands."""
+    from kvtool.cli import COMMANDS
+
+    return _from(incomplete, COMMANDS)
+
+
+def _is_session(path: Path) -> bool:
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_FIRST)) == _FIRST
+    except OSError:
+        return False
+
+
+def _from(incomplete: str, known: Iterable[str]) -> list[str]:
+    return [name for name in known if name.startswith(incomplete)]
+
+
+def _in_list(incomplete: str, one: Callable[[str], list[str]]) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in one(last)]

@@ -1,0 +1,161 @@
+"""`kvtool config`: the defaults that are set, and where."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from kvtool.cli import flags as opt
+from kvtool.cli import settings
+from kvtool.cli.completion import commands, models
+from kvtool.cli.utf8 import json_text
+from kvtool.errors import UsageError, suggestion
+
+Row = dict[str, Any]
+Commands = dict[tuple[str, ...], Any]
+
+
+def config(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[COMMAND...]",
+            help="Show all options of this command with the values that hold.",
+            show_default="what is set, for all commands",
+            autocompletion=commands,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="With a command: show what holds for this model.",
+            autocompletion=models,
+        ),
+    ] = None,
+    path: Annotated[bool, typer.Option("--path", help="Print where the file is, or would be.")] = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Show which defaults are set, and where: in the file or the environment.
+
+    Every option can have a default in the file, written budget = "10%": at the top level for all commands, in
+    a table [chat] for one, in a table [models."NAME"] for a model. A variable, KVTOOL_BUDGET for all commands
+    or KVTOOL_CHAT_BUDGET for one, beats the file. What is typed beats both.
+    """
+    if path:
+        typer.echo(settings.config_file())
+        return
+    if model and not words:
+        raise UsageError("-m needs a command: kvtool config chat -m MODEL")
+    _, file = settings.read()
+    rows = list(_of_command(tuple(words), model) if words else _all())
+    if as_json:
+        typer.echo(json_text({"file": str(file), "exists": file.is_file(), "settings": rows}, indent=2))
+        return
+    typer.echo(f"file: {file}{'' if file.is_file() else ' (not there)'}\n")
+    if rows:
+        _print(rows)
+    else:
+        typer.echo("nothing is set; every option has the default that its command's -h shows")
+
+
+def _of_command(words: tuple[str, ...], model: str | None) -> Iterator[Row]:
+    """Every option of a command with what holds."""
+    from kvtool.cli.command import default_of
+
+    known = dict(settings.all_commands())
+    if words not in known:
+        names = [" ".join(each) for each in known]
+        raise UsageError(f"kvtool has no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
+    values = {"model": model} if model else {}
+    found = settings.of_command(known[words], words, values)
+    for param in settings.options_of(known[words]):
+        if param.name in values:
+            yield _row(words, param, model, "-m")
+        elif param.name in found:
+            setting = found[param.name]
+            yield _row(words, param, _plain(setting.value), setting.source)
+        else:
+            yield _row(words, param, _plain(param.default), "default") | {"default": default_of(param)}
+
+
+def _all() -> Iterator[Row]:
+    """What the file and the environment set. Raises UsageError for a key or a value that is wrong."""
+    data, path = settings.read()
+    known = dict(settings.all_commands())
+    for of, table in settings.tables(data, path):
+        is_model = of[:1] == ("models",) and len(of) > 1 and of not in known
+        yield from _of_table(of, table, known, () if is_model else of)
+        for name, inner in data["models"][of[1]].items() if is_model else ():
+            if isinstance(inner, dict):
+                yield from _of_table((*of, name), (inner, f"{table[1][:-1]}.{name}]", True), known, (name,))
+    yield from _of_variables(known)
+
+
+def _of_table(
+    of: tuple[str, ...], table: settings.Table, known: Commands, start: tuple[str, ...]
+) -> Iterator[Row]:
+    """The rows of a table for the commands whose words have this start."""
+    values, where, is_own = table
+    reached = [command for words, command in known.items() if words[: len(start)] == start]
+    if not reached or (is_own and start not in known):
+        raise UsageError(f"{where} is no command of kvtool")
+    params = [param for command in reached for param in settings.options_of(command)]
+    for name, value in values.items():
+        named = [param for param in params if name.replace("_", "-") in settings.names_of(param)]
+        if not named:
+            right = sorted({each for param in params for each in settings.names_of(param)})
+            raise UsageError(f"{where} {name} is no option.{suggestion(name, right)}")
+        for param in named:
+            settings.checked(param, value, f"{where} {name}")
+        yield _row(of, named[0], value, f"{where} {name}")
+
+
+def _of_variables(known: Commands) -> Iterator[Row]:
+    meant: dict[str, tuple[tuple[str, ...], Any]] = {}
+    for words, command in known.items():
+        for param in settings.options_of(command):
+            meant.setdefault(settings.variable(param), ((), param))
+            meant[settings.variable(param, words)] = words, param
+    for name in sorted(os.environ):
+        if not name.startswith(settings.VARIABLE) or name in settings.NOT_OPTIONS or not os.environ[name]:
+            continue
+        if name in meant:
+            words, param = meant[name]
+            yield _row(words, param, os.environ[name], f"${name}")
+        else:
+            sys.stderr.write(f"kvtool: ${name} stands for no option.{suggestion(name, meant)}\n")
+
+
+def _row(words: tuple[str, ...], param: Any, value: Any, source: str) -> Row:
+    of = " ".join(words) or "all"
+    return {"command": of, "option": settings.flag(param), "value": value, "source": source}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _print(rows: list[Row]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvtool.cli.console import plain_console
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("command", "option", "value", "set by"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        value = row.get("default") or row["value"]
+        shown = "" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        table.add_row(*map(Text, (row["command"], row["option"], shown, row["source"])))
+    console = plain_console()
+    if not console.is_terminal:
+        console.width = 10_000
+    console.print(table)

@@ -1,0 +1,35 @@
+"""`kvtool help`: the help of a command, as its -h prints it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvtool.cli.completion import commands
+from kvtool.errors import UsageError
+
+
+def help_(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[COMMAND...]",
+            help="A command, and a command of it: models show.",
+            show_default="all commands",
+            autocompletion=commands,
+        ),
+    ] = None,
+) -> None:
+    """Show the help of a command."""
+    at: Any = context.find_root()
+    for word in words or []:
+        group = at.command
+        if not hasattr(group, "commands"):
+            raise UsageError(
+                f"`{at.command_path}` has no commands of its own; `{at.command_path} -h` is its help"
+            )
+        _, command, _ = group.resolve_command(at, [word])
+        at = type(at)(command, info_name=word, parent=at)
+    typer.echo(at.command.get_help(at))

@@ -1,0 +1,285 @@
+"""Defaults of options from the file config.toml and from variables KVTOOL_*.
+
+What is typed beats the environment, and that beats the file. In the file a table for a model beats one for a
+command, and that beats the top level. A variable for one command beats one for all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import UsageError, suggestion
+
+VARIABLE = "KVTOOL_"
+NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
+"""Variables of ours that stand for no option."""
+
+Table = tuple[dict[str, Any], str, bool]
+"""Keys and values, how messages name the table, and whether only options of one command may be in it."""
+
+_MODELS = "models"
+_MODEL = ("model", "model_name")
+"""The parameters that name a model: an option and an argument."""
+
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", (bool,)),
+}
+_KINDS |= {"integer": _KINDS["int"], "boolean": _KINDS["bool"]}
+"""The names that click has for types, in its older versions and in those of typer's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that was not typed.
+
+    Attributes
+    ----------
+    value
+        As the command's parser takes it.
+    source
+        Where it is set: a variable, or the file with its table and key.
+    """
+
+    value: Any
+    source: str
+
+
+def of_run(command: Any, context: Any, args: list[str]) -> dict[str, Setting]:
+    """What holds for a command that was called with these arguments, by parameter. Raises UsageError."""
+    typed, _, _ = command.make_parser(context).parse_args(args=args)
+    return of_command(command, words_of(context), typed)
+
+
+def of_command(command: Any, words: tuple[str, ...], typed: Mapping[str, Any]) -> dict[str, Setting]:
+    """The same. words: the command's, ("models", "show") for example. typed: parameters with their values."""
+    data, path = read()
+    params = {param.name: param for param in options_of(command)}
+    layers = [_from_table(*each, params) for each in _tables_for(data, path, words)]
+    variables = [dict(_from_variables(params, ())), dict(_from_variables(params, words))]
+    if isinstance(data.get(_MODELS), dict) and "model" in params:
+        model = next((typed[name] for name in _MODEL if typed.get(name)), None)
+        for layer in [*layers, *variables] if model is None else []:
+            model = layer["model"].value if "model" in layer else model
+        layers += [_from_table(*each, params) for each in _tables_of_model(data[_MODELS], path, words, model)]
+    found: dict[str, Setting] = {}
+    for layer in [*layers, *variables]:
+        # parameters belong to the policy that stands beside them
+        if "policy" in layer:
+            found.pop("options", None)
+        found |= layer
+    if typed.get("policy") is not None:
+        found.pop("options", None)
+    return found
+
+
+def read() -> tuple[dict[str, Any], Path]:
+    """The file's content, empty without a file, and its path. Raises UsageError."""
+    path = config_file()
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError):
+        if os.environ.get("KVTOOL_CONFIG"):
+            raise UsageError(f"$KVTOOL_CONFIG names {path}, which does not exist") from None
+        return {}, path
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 (byte {error.start})") from None
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(text), path
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+
+
+def config_file() -> Path:
+    """Where the file is, or would be: $KVTOOL_CONFIG, or in the platform's folder for such files."""
+    if chosen := os.environ.get("KVTOOL_CONFIG"):
+        return Path(chosen).expanduser()
+
+    from platformdirs import user_config_path
+
+    return user_config_path("kvtool", appauthor=False) / "config.toml"
+
+
+def words_of(context: Any) -> tuple[str, ...]:
+    """The words that called a command."""
+    return (*words_of(context.parent), context.info_name) if context.parent else ()
+
+
+def options_of(command: Any) -> list[Any]:
+    """A command's options that can have a default."""
+    return [each for each in command.params if each.param_type_name == "option" and each.expose_value]
+
+
+def flag(param: Any) -> str:
+    """How an option is named: the first long name, or its only one."""
+    return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
+
+
+def key(param: Any) -> str:
+    """An option's name in the file."""
+    return flag(param).lstrip("-")
+
+
+def variable(param: Any, words: Iterable[str] = ()) -> str:
+    """The variable for an option, of one command if its words are given."""
+    return VARIABLE + "_".join([*words, key(param)]).replace("-", "_").upper()
+
+
+def checked(param: Any, value: Any, source: str) -> Setting:
+    """A value of the file as the parser takes it. Raises UsageError for one of another type."""
+    if param.multiple:
+        values = value if isinstance(value, list) else [value]
+        return Setting(tuple(_scalar("text", each, source) for each in values), source)
+    if getattr(param, "count", False):
+        return Setting(int(value) if isinstance(value, bool) else _scalar("int", value, source), source)
+    return Setting(_scalar(param.type.name.split()[0], value, source), source)
+
+
+def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Table]]:
+    """Each table with the words of its command, () for the top level. Raises UsageError for no command's.
+
+    A model's tables have the words "models" and its name.
+    """
+    from kvtool.cli import COMMANDS
+
+    yield (), (_values(data), f"{path}:", False)
+    for name, table in data.items():
+        if not isinstance(table, dict):
+            continue
+        if name not in COMMANDS:
+            raise UsageError(f"{path}: [{name}] is no command.{suggestion(name, COMMANDS)}")
+        is_group = COMMANDS[name][0] == "app"
+        yield (name,), (_values(table), f"{path}: [{name}]", not is_group)
+        for each, inner in table.items():
+            if isinstance(inner, dict):
+                title = f"[{name}.{_quoted(each)}]"
+                if not is_group:
+                    raise UsageError(f"{path}: {title} is no command; `kvtool {name}` has none of its own")
+                yield (name, each), (_values(inner), f"{path}: {title}", name != _MODELS)
+
+
+def _tables_for(data: Mapping[str, Any], path: Path, words: tuple[str, ...]) -> Iterator[Table]:
+    return (table for of, table in tables(data, path) if of == words[: len(of)])
+
+
+def _tables_of_model(
+    named: Mapping[str, Any], path: Path, words: tuple[str, ...], model: str | None
+) -> Iterator[Table]:
+    """The tables of a model: those of its file's name without the ending, and then those of its name."""
+    from kvtool.models.catalogue import registry
+
+    known = registry()
+    model = model or next(iter(known))
+    stem = known[model].path.stem if model in known else Path(model).stem
+    for name in dict.fromkeys((stem, model)):
+        table, title = named.get(name), f"{path}: [models.{_quoted(name)}"
+        if not isinstance(table, dict):
+            continue
+        if "model" in table:
+            raise UsageError(f"{title}] model: a model's table cannot name another model")
+        yield _values(table), f"{title}]", False
+        for word in words:
+            table = table.get(word, {}) if isinstance(table, dict) else {}
+        if isinstance(table, dict) and table:
+            yield _values(table), f"{title}.{'.'.join(words)}]", True
+
+
+def _from_table(
+    table: Mapping[str, Any], where: str, is_own: bool, params: Mapping[str, Any]
+) -> dict[str, Setting]:
+    """The settings of a table. is_own: it is the command's alone, so each key must be an option of it."""
+    by_name = {name: param for param in params.values() for name in names_of(param)}
+    found = {}
+    for name, value in table.items():
+        param = by_name.get(name.replace("_", "-"))
+        if param:
+            found[param.name] = checked(param, value, f"{where} {name}")
+        elif is_own or not _is_known(name.replace("_", "-")):
+            known = by_name if is_own else all_names()
+            raise UsageError(f"{where} {name} is no option.{suggestion(name, sorted(known))}")
+    return found
+
+
+def _from_variables(params: Mapping[str, Any], words: tuple[str, ...]) -> Iterator[tuple[str, Setting]]:
+    for name, param in params.items():
+        each = variable(param, words)
+        # empty counts as not set, as everywhere
+        if text := os.environ.get(each):
+            yield name, Setting(tuple(text.split()) if param.multiple else text, f"${each}")
+
+
+def names_of(param: Any) -> list[str]:
+    """What the file may call an option: its names without the dashes."""
+    return [name.lstrip("-") for name in param.opts]
+
+
+def _is_known(name: str) -> bool:
+    """Whether any command has an option of that name."""
+    from kvtool.cli import flags, sampling
+
+    # most are here; importing all commands takes as long as loading a small model
+    shared = (each for module in (flags, sampling) for each in vars(module).values())
+    declared = (info for each in shared for info in getattr(each, "__metadata__", ()))
+    # typer takes an Option's first argument for a default until it has read a signature
+    flags_of = (flag for info in declared for flag in (info.default, *(info.param_decls or ())))
+    return name in {str(flag).lstrip("-") for flag in flags_of} or name in all_names()
+
+
+def all_names() -> set[str]:
+    """What the file may call the options of any command. Slow: it imports all commands."""
+    return {name for _, command in all_commands() for each in options_of(command) for name in names_of(each)}
+
+
+def all_commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that runs something, with its words."""
+    from typer.main import get_command
+
+    from kvtool.cli import app
+
+    def walk(group: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        for name in group.commands:
+            command = group.commands[name]
+            if hasattr(command, "commands"):
+                yield from walk(command, (*words, name))
+            else:
+                yield (*words, name), command
+
+    yield from walk(get_command(app), ())
+
+
+def _values(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if not isinstance(value, dict)}
+
+
+def _scalar(kind: str, value: Any, source: str) -> Any:
+    if kind in _KINDS:
+        words, right = _KINDS[kind]
+        # Python's true is a whole number, too
+        if isinstance(value, right) and isinstance(value, bool) == (bool in right):
+            return value
+        raise UsageError(f"{source} must be {words}, got {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise UsageError(f"{source} must be a text, got {_shown(value)}")
+    # 512 and "512" are the same budget
+    return os.path.expanduser(str(value)) if kind == "path" else str(value)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _quoted(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() else f'"{name}"'

@@ -1,0 +1,378 @@
+"""Finding one's way: help, near misses, what is typed in two places, ranges, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from kvtool import __version__
+from kvtool.cli import COMMANDS, app, completion, near
+from kvtool.cli.examples import EXAMPLES
+from kvtool.cli.settings import all_commands
+from tests.test_cli import KVTOOL, kvtool
+
+ALL = ["", *sorted({" ".join(words[:n]) for words, _ in all_commands() for n in range(1, len(words) + 1)})]
+
+
+# help
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_h_and_v_work_on_every_command(words):
+    code = (
+        "import sys\n"
+        "from kvtool.cli import app\n"
+        "for more in (['-h'], ['--help'], ['-V'], ['--version']):\n"
+        "    try: app(sys.argv[1:] + more, prog_name='kvtool')\n"
+        "    except SystemExit as end: print(f'ended with {end.code}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    first, second, *versions = done.stdout.split("ended with 0\n")[:-1]
+    assert first == second
+    assert first.startswith(" ".join(["Usage: kvtool", *words.split(), "["]))
+    assert versions == [f"kvtool {__version__}\n"] * 2
+    assert first == kvtool("help", *words.split()).stdout
+    titles = re.findall(r"^(\S.*):$", first, re.M)
+    assert len(titles) == len(set(titles))
+    assert ("Examples" in titles) == (words in EXAMPLES)
+
+
+def test_every_command_has_two_examples_that_it_takes():
+    commands = {" ".join(words): command for words, command in all_commands()}
+    assert {"", *commands} <= set(EXAMPLES)
+    for words, examples in EXAMPLES.items():
+        assert len(examples) == 2
+        for example in examples if words in commands else ():
+            (call,) = re.findall(rf"(?:^|[|(] ?)(kvtool {words}[^|>)]*)", example)[:1]
+            commands[words].make_context("x", shlex.split(call)[1 + len(words.split()) :])
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself():
+    root = get_command(app)
+    for name, (_, sentence) in COMMANDS.items():
+        command = root.commands[name]
+        said = " ".join((command.help or "").split())
+        assert said.startswith(sentence), name
+        assert sentence in " ".join(kvtool("--help").stdout.split())
+
+
+def test_options_stand_in_groups_with_their_real_defaults():
+    said = " ".join(kvtool("chat", "-h").stdout.split())
+    order = [
+        "Options: --system",
+        "Which tokens stay: --policy",
+        "How tokens are drawn: -n,",
+        "How it runs: -m,",
+    ]
+    order += [
+        "The archive of --policy recall: --archive ",
+        "What is printed: --explain",
+        "Help: -h,",
+        "Examples: ",
+    ]
+    assert sorted(order, key=said.index) == order
+    for default in ("1,024 tokens", "smollm2-135m", "256", "0.95", "no limit", "random", "h2o"):
+        assert f"[default: {default}]" in said
+    # neither typer's parentheses nor its ranges
+    assert "(1,024" not in said
+    assert "x>=" not in said
+
+
+# near misses
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run"], "kvtool has no command 'run'; use `kvtool chat`"),
+        (["list"], "kvtool has no command 'list'; use `kvtool models list`"),
+        (["ls"], "kvtool has no command 'ls'; use `kvtool models list`"),
+        (["pull", "x"], "kvtool has no command 'pull'; use `kvtool models pull`"),
+        (["models", "ls"], "kvtool models has no command 'ls'; use `kvtool models list`"),
+        (["session", "shwo"], "kvtool session has no command 'shwo'; did you mean `kvtool session show`?"),
+        (["genrate", "x"], "kvtool has no command 'genrate'; did you mean `kvtool generate`?"),
+        (["tinyllama.gguf"], "kvtool has no command 'tinyllama.gguf'; use `kvtool chat tinyllama.gguf`"),
+        (["xyzzy"], "kvtool has no command 'xyzzy'; `kvtool -h` lists all"),
+        (["help", "xyzzy"], "kvtool has no command 'xyzzy'; `kvtool -h` lists all"),
+        (["help", "chat", "x"], "`kvtool chat` has no commands of its own; `kvtool chat -h` is its help"),
+        (
+            ["chat", "--budgett", "3"],
+            "No such option: --budgett (Possible options: --budget); `kvtool chat -h` ",
+        ),
+        (["serve"], "kvtool has no command 'serve'; it serves no requests"),
+        (["ps"], "kvtool has no command 'ps'; nothing of it runs in the background"),
+        (["Why is the sky blue?"], 'kvtool takes a command first; use `kvtool generate "PROMPT"`'),
+    ],
+)
+def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
+    done = kvtool(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvtool: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_suggested_exists():
+    known = {" ".join(words) for words, _ in all_commands()} | {"--version", "models rm"}
+    for group, names in near.INSTEAD.items():
+        assert set(names.values()) <= known
+        at = get_command(app)
+        for word in group.split()[1:]:
+            at = at.commands[word]
+        # what exists is not a near miss
+        assert not set(names) & set(at.commands)
+    assert not set(near.NOT_HERE) & set(COMMANDS)
+
+
+# values
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
+        (["--temp", "-1"], "--temp must be in 0.."),
+        (["--min-p", "-0.1"], "--min-p must be in 0..1, got -0.1"),
+        (["--repeat-penalty", "0"], "--repeat-penalty must be in 0.001..1000, got 0"),
+        (["--top-k", "x"], "'x' is not a whole number"),
+        (["-n", "0"], "0 writes nothing; give at least 1, or -1 for no limit"),
+        (["-n", "-2"], "'-n' / '--predict' / '--n-predict'"),
+        (["--seed", "-2"], "'--seed'"),
+        (["-t", "0"], "'-t' / '--threads'"),
+        (["-m", ""], "the model's name is empty"),
+        (["--budget", ""], "the budget is empty"),
+        (["--budget", "0.5"], "a budget in tokens is a whole number, got '0.5'"),
+        (["--budget", "0"], "a budget of 0 is too small"),
+        (["--budget", "0.001%"], "is less than 1 token"),
+        (["--budget", "64Mi"], "a budget is a number of tokens (512)"),
+        (["--system", "a", "--system-file", "b"], "--system and --system-file are both given; leave out one"),
+    ],
+)
+@pytest.mark.engine
+def test_a_value_out_of_range_is_one_line(smollm2, words, said):
+    done = kvtool("chat" if words[0] < "--s" else "generate", *words, stdin="x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("kvtool: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "x", "-p", "y"], "'x' and -p 'y' say the same thing; leave out one"),
+        (["chat", "x", "-m", "y"], "'x' and -m 'y' say the same thing; leave out one"),
+    ],
+)
+def test_what_is_typed_in_two_places_is_one_line(words, said):
+    done = kvtool(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {said}\n")
+
+
+@pytest.mark.engine
+def test_a_prompt_comes_in_any_way(smollm2, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Say hello.\n")
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+
+    def told(*arguments, stdin=""):
+        done = kvtool("generate", *arguments, "-n", 6, "--temp", 0, "-t", 1, "--json", stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["text"], found["prompt_tokens"]
+
+    wanted = told("-p", "Say hello.")
+    file = tmp_path / "prompt.txt"
+    assert told("Say hello.") == told("-f", file) == told("-f", "-", stdin="Say hello.\n") == wanted
+    both = told("Go on.", stdin="Say hello.")
+    assert told("Go on.", "-f", file) == told("-p", "Go on.", "--file", file) == both != wanted
+    system = told("Say hello.", "--system", "Be brief.")
+    assert told("Say hello.", "--system-file", tmp_path / "system.txt") == system != wanted
+
+
+@pytest.mark.engine
+def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
+    own = ("generate", "Name a colour.", "--temp", 1, "-t", 1)
+    without = kvtool(*own, "-n", -1, "--seed", 3).stdout
+    assert without == kvtool(*own, "--seed", 3).stdout
+    assert kvtool(*own, "--n-predict", 1, "--seed", 3).stdout.strip() == without.split()[0].strip(".,")
+    drawn = {
+        kvtool(*own, "-n", 12, "--seed", -1, "--temp", 2, "--top-p", 1, "--min-p", 0).stdout for _ in "abc"
+    }
+    assert len(drawn) > 1
+
+
+@pytest.mark.engine
+def test_a_context_above_the_trained_one_is_said(smollm2, tmp_path):
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    line = "-c 9,000 is above the model's trained length; it runs with 8,192\n"
+    generate = kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 9000)
+    assert (generate.returncode, generate.stderr) == (0, line)
+    assert kvtool("perplexity", tmp_path / "text", "-t", 1, "-c", 9000).stderr.startswith(line)
+    compare = kvtool(
+        "compare", tmp_path / "text", "-t", 1, "-c", 9000, "--policies", "local", "--budgets", 16
+    )
+    assert compare.stderr.count(line) == 1
+    assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 8192).stderr == ""
+    # as in llama.cpp
+    assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
+
+
+@pytest.mark.engine
+def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(smollm2):
+    done = kvtool("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert re.fullmatch(
+        r"kvtool: the prompt \(\d+ tokens\) does not fit in the cache \(256\) and `full` never evicts; "
+        r"use --policy h2o or a shorter prompt\n",
+        done.stderr,
+    )
+
+
+MINE = """
+from dataclasses import dataclass
+from kvtool.policies.h2o import H2O
+
+@dataclass(frozen=True, slots=True)
+class Mine(H2O):
+    def plan(self, view, state):
+        return self.helper()
+
+    def helper(self):
+        raise RuntimeError("no idea")
+
+POLICY = Mine
+"""
+
+
+@pytest.mark.engine
+def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(smollm2, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def said(*arguments):
+        done = kvtool("generate", "word " * 99, "-t", 1, "--budget", 64, *arguments)
+        return done.returncode, done.stderr
+
+    mine = ("--policy", tmp_path / "mine.py")
+    line = "kvtool: Mine.plan: RuntimeError: no idea (mine.py, line 11)\n"
+    code, plain = said(*mine)
+    assert (code, "Traceback" in plain, plain.endswith(f"\n{line}")) == (7, False, True)
+    code, shown = said(*mine, "-v")
+    assert code == 7
+    assert 'mine.py", line 8, in plan' in shown
+    assert 'mine.py", line 11, in helper' in shown
+    # the engine's own lines are nothing to its author
+    assert "eviction.py" not in shown
+    assert shown.endswith(f"RuntimeError: no idea\n{line}")
+    assert "llama_context" not in shown
+    assert "llama_context" in said(*mine, "-vv")[1]
+    code, plain = said("-n", 2, "-v")
+    assert (code, "cells per row" in plain, "llama_context" in plain) == (0, True, False)
+    (tmp_path / "mine.py").write_text("x = (")
+    assert "SyntaxError" in said(*mine, "-v")[1].split("\nkvtool: ")[0]
+
+
+@pytest.mark.engine
+def test_explain_says_what_a_small_budget_costs(smollm2):
+    done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 100, "-b", 64, "--explain")
+    # 30 layers, K and V, 3 heads of 64 at f16
+    cell = 30 * 2 * 3 * 64 * 2
+    taken, spare = 100 * cell / 2**20, 156 * cell / 2**20
+    assert f"(256 cells per row; {taken:.1f} MiB for the budget's cells, {spare:.1f} MiB more " in done.stderr
+    done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 256, "-b", 1, "--explain")
+    assert "(256 cells per row), " in done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+@pytest.mark.parametrize(("budget", "is_said"), [(100, True), (256, False)])
+def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
+    import pty
+
+    own, theirs = pty.openpty()
+    command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    # so that there is something to read
+    os.write(theirs, b".")
+    os.close(theirs)
+    said = os.read(own, 4096).decode()
+    os.close(own)
+    assert said.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
+    assert said.count("\n") == is_said
+
+
+# completion
+
+
+def completed(line, **env):
+    words = line.split(" ")
+    told = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        KVTOOL, env={**os.environ, **told, **env}, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("kvtool ch", ["chat"]),
+        ("kvtool models sh", ["show"]),
+        ("kvtool help gen", ["generate"]),
+        ("kvtool chat --bud", ["--budget"]),
+        ("kvtool chat --policy st", ["streamingllm"]),
+        ("kvtool policies stre", ["streamingllm"]),
+        ("kvtool compare x --policies h2o,st", ["h2o,streamingllm"]),
+        ("kvtool compare x --types f16,q8", ["f16,q8_0"]),
+        ("kvtool chat -ctk q8", ["q8_0"]),
+        ("kvtool generate --archive-type bf", ["bf16"]),
+        ("kvtool chat smollm2-135", ["smollm2-135m"]),
+        ("kvtool chat -m smollm2-135", ["smollm2-135m"]),
+        ("kvtool models show smollm2-135", ["smollm2-135m"]),
+        ("kvtool eval passk", ["passkey"]),
+        ("kvtool chat --positions in", ["in-cache"]),
+        ("kvtool chat -fa o", ["on", "off"]),
+        # files are the shell's
+        ("kvtool chat -m ./x", []),
+    ],
+)
+def test_a_shell_completes(line, wanted):
+    assert completed(line) == wanted
+
+
+def test_sessions_are_completed_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "talk.kv").write_bytes(b"kvtool session 1 ")
+    (tmp_path / "tale.txt").write_text("A tale.")
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talks" / "old").write_bytes(b"kvtool session 2 ")
+    os.mkfifo(tmp_path / "talk.pipe") if hasattr(os, "mkfifo") else None
+    monkeypatch.chdir(tmp_path)
+    assert completion.sessions("ta") == ["talk.kv", "talks/"]
+    assert completion.sessions("talks/") == ["talks/old"]
+    assert completion.sessions(f"{tmp_path}/talk.") == [f"{tmp_path}/talk.kv"]
+    assert completion.sessions("nowhere/") == []
+
+
+def test_completion_takes_no_defaults(tmp_path):
+    (tmp_path / "wrong.toml").write_text("budge = 1")
+    assert completed("kvtool chat --bud", KVTOOL_CONFIG=str(tmp_path / "wrong.toml")) == ["--budget"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete_too(shell):
+    told = {
+        "_KVTOOL_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(KVTOOL, env={**os.environ, **told}, capture_output=True, text=True, check=True)
+    assert "streamingllm" in done.stdout
+    assert "h2o" not in done.stdout
+    source = {**os.environ, "_KVTOOL_COMPLETE": f"source_{shell}"}
+    assert "complete" in subprocess.run(KVTOOL, env=source, capture_output=True, text=True, check=True).stdout
