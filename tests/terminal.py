@@ -93,10 +93,10 @@ class Terminal:
         self._at += len(before) + len(words)
         return before
 
-    def until(self, words, seconds=60):
-        """Reads until the whole text has the words: what is drawn again may change what came before."""
+    def until(self, *words, seconds=60):
+        """Reads until the whole text has one of the words: what is drawn again may change what came before."""
         end = time.monotonic() + seconds
-        while words not in self.text:
+        while not any(word in self.text for word in words):
             assert time.monotonic() < end, self.text[-2000:]
             if select.select([self.master], [], [], 0.5)[0]:
                 self._read()

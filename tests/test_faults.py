@@ -352,9 +352,9 @@ def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):
     terminal.wait_for("reading")
     time.sleep(0.5)
     terminal.type("\x03")
-    terminal.wait_for("stopped")
-    terminal.wait_for("tokens/s")
-    terminal.wait_for("> ")
+    # on a slow machine the turn is still being read
+    terminal.until("\nstopped\n", "\ncancelled; ")
+    terminal.until("\n\n> ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=20) == 0
     os.close(terminal.master)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kvtool import policies
 from kvtool.llama.threads import Threads
+from kvtool.measure import perplexity
+from tests.running import open_engine
 
 
 def run(threads, seconds, n_step, n_tokens=1):
@@ -73,3 +78,31 @@ def test_a_trial_that_the_text_ends_changes_nothing():
 
 def test_one_thread_stays_one():
     assert run(Threads(1), full, 100) == {1: 1.0}
+
+
+class Alternating:
+    """Another number of threads for each step."""
+
+    def __init__(self, most):
+        self.n = most
+
+    def took(self, n_tokens, seconds):
+        self.n = 3 - self.n
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
+def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, policy, types):
+    how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
+    how["flash"] = "on" if types == "q8_0" else "off"
+    nll = []
+    for n_threads in (1, 2, None):
+        if n_threads is None:
+            monkeypatch.setattr("kvtool.llama.context.default_threads", lambda: 2)
+            monkeypatch.setattr("kvtool.llama.context.has_gpu", lambda: False)
+            monkeypatch.setattr("kvtool.llama.context.Threads", Alternating)
+        with open_engine(smollm2, policies.fit(policy, 64), n_threads=n_threads, **how) as engine:
+            tokens = engine.model.tokenize(Path(__file__).read_text())[:200]
+            nll.append(perplexity.stream(engine, tokens))
+    assert (nll[0] == nll[1]).all()
+    assert (nll[0] == nll[2]).all()

@@ -49,6 +49,13 @@ class Prompt:
         return self._session.prompt("\n> ", default=default)
 
 
+def confirmed(question: str) -> bool:
+    """Whether "y" or "yes" is the answer. Raises as `Prompt.ask` does."""
+    # not input(): without readline, it misses a Ctrl-C that comes at once
+    answer: str = PromptSession[str]().prompt(question)
+    return answer.strip().lower() in ("y", "yes")
+
+
 def unquoted(typed: str) -> str:
     """A turn as it is meant: without the quotes of a block and the backslashes of lines that go on."""
     text = typed.strip()

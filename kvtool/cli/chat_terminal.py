@@ -13,7 +13,7 @@ from typing import Any
 from kvtool.chats.conversation import Conversation
 from kvtool.cli.archive import archive_limit
 from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_input import Prompt, unquoted, with_files
+from kvtool.cli.chat_input import Prompt, confirmed, unquoted, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper, turns
 from kvtool.cli.utf8 import shown
@@ -106,7 +106,7 @@ class Terminal:
         interrupt.raises()
         with self._keys.normal():
             try:
-                return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+                return confirmed(f"{question} [y/N] ")
             except (EOFError, KeyboardInterrupt):
                 self.console.print()
                 return False

@@ -14,6 +14,7 @@ from kvtool.cli import utf8
 from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
 from kvtool.cli.opening import EngineOptions, open_engine, system_text, take_positional
+from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length, read_text
 from kvtool.errors import InputError, UsageError
 from kvtool.system import interrupt
@@ -129,7 +130,10 @@ def generate(
             Notice(engine, "prompt")(len(tokens))
         started = time.monotonic()
         pieces = []
-        if writer.read(tokens):
+        with reading_progress() as writer.while_reading:
+            is_read = writer.read(tokens)
+        writer.while_reading = lambda done, n: None
+        if is_read:
             read_in = time.monotonic() - started
             started = time.monotonic()
             for piece in writer.write(n):

@@ -65,14 +65,44 @@ class Pace:
         self._what = what
         self._started = time.monotonic()
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether it takes so long by now that people want to know how long."""
+        return time.monotonic() - self._started >= _SOON_S
+
     def line(self, done: int, n: int) -> str:
         """After `done` tokens of n."""
         seconds = time.monotonic() - self._started
-        if not done or seconds < _SOON_S:
+        if not done or not self.is_slow:
             return self._what
         left = seconds / done * (n - done)
         minutes = f"{left // 60:.0f} min {left % 60:.0f} s" if left >= 60 else f"{left:.0f} s"
         return f"{self._what} {done:,} of {n:,} tokens, {done / n:.0%}, {minutes} left"
+
+
+@contextmanager
+def reading_progress() -> Iterator[Callable[[int, int], None]]:
+    """A callback that takes the tokens read and those of the text: a line in a terminal if it takes long."""
+    pace, status = Pace("reading"), None
+
+    def step(done: int, n: int) -> None:
+        nonlocal status
+        if not pace.is_slow or not sys.stderr.isatty():
+            return
+        # imported here: mostly there is nothing to draw
+        from rich.text import Text
+
+        line = Text(pace.line(done, n))
+        if status is None:
+            status = plain_console(stderr=True).status(line)
+            status.start()
+        status.update(line)
+
+    try:
+        yield step
+    finally:
+        if status is not None:
+            status.stop()
 
 
 @contextmanager
