@@ -94,7 +94,7 @@ class Terminal:
         return before
 
     def until(self, *words, seconds=60):
-        """Reads until the whole text has one of the words: what is drawn again may change what came before."""
+        """Reads until the whole text has one of these; drawing may change what came before."""
         end = time.monotonic() + seconds
         while not any(word in self.text for word in words):
             assert time.monotonic() < end, self.text[-2000:]
