@@ -1,0 +1,116 @@
+"""Which llama.cpp is loaded, its functions where it is several libraries, and its parts for this CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool.errors import LibraryError
+from kvtool.llama import bindings
+
+pytestmark = pytest.mark.engine
+
+
+def packages(monkeypatch, **found):
+    """Lets these packages be installed: a name, and its bindings or the error that importing them gives."""
+    asked = []
+
+    def import_module(name):
+        package = name.partition(".")[0]
+        asked.append(package)
+        if package not in found:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        if isinstance(found[package], Exception):
+            raise found[package]
+        return found[package]
+
+    monkeypatch.setattr(bindings, "import_module", import_module)
+    return asked
+
+
+def test_ours_comes_before_a_stock_one(monkeypatch):
+    asked = packages(monkeypatch, kvtool_llama="ours", llama_cpp="stock")
+    assert bindings._load() == "ours"
+    assert asked == ["kvtool_llama"]
+    packages(monkeypatch, llama_cpp="stock")
+    assert bindings._load() == "stock"
+
+
+def test_without_any_one_line_says_how_to_build_it(monkeypatch):
+    packages(monkeypatch)
+    with pytest.raises(LibraryError, match=r"^there is no llama\.cpp yet; build it: "):
+        bindings._load()
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (RuntimeError("libllama.so: file too short"), bindings.build_command()),
+        (RuntimeError("libcuda.so.1: cannot open"), "install NVIDIA's driver, or: kvtool build --cpu"),
+        (ModuleNotFoundError("No module named 'typing_extensions'", name="typing_extensions"), "make setup"),
+        (ImportError("no such symbol"), bindings.build_command()),
+    ],
+)
+def test_one_that_does_not_load_is_an_error_though_there_is_a_stock_one(monkeypatch, error, how):
+    packages(monkeypatch, kvtool_llama=error, llama_cpp="stock")
+    with pytest.raises(LibraryError, match=re.escape(f"({error}); mend it with: {how}")):
+        bindings._load()
+
+
+def test_on_windows_a_function_is_looked_for_in_each_library():
+    llama = SimpleNamespace(_name="llama.dll", decode=lambda: "llama's")
+    ggml = SimpleNamespace(_name="ggml.dll", decode=lambda: "ggml's", count=lambda: 3)
+    parts = bindings.Parts(llama, ggml)
+    assert (parts._name, parts.decode(), parts.count()) == ("llama.dll", "llama's", 3)
+    assert not hasattr(parts, "llama_kvtool_abi")
+    # what is declared for a function stays declared
+    parts.count.restype = int
+    assert parts.count.restype is int
+
+
+def library(monkeypatch, *, there, loads):
+    """A library with the CPU part in it, or with one that is there once it is loaded."""
+    state = SimpleNamespace(there=there, folders=[])
+
+    def dev_by_type(kind):
+        return int(state.there)
+
+    def load_all(folder):
+        state.folders.append(folder)
+        state.there = loads
+
+    fake = SimpleNamespace(
+        _name="/site/kvtool_llama/lib/libllama.so",
+        ggml_backend_dev_by_type=dev_by_type,
+        ggml_backend_load_all_from_path=load_all,
+    )
+    monkeypatch.setattr(bindings, "lib", fake)
+    return state
+
+
+def test_parts_are_loaded_from_beside_the_library_if_they_are_not_in_it(monkeypatch):
+    state = library(monkeypatch, there=True, loads=True)
+    bindings.load_parts()
+    assert state.folders == []
+    state = library(monkeypatch, there=False, loads=True)
+    bindings.load_parts()
+    bindings.load_parts()
+    assert state.folders == [os.fsencode("/site/kvtool_llama/lib")]
+
+
+def test_a_cpu_that_no_part_is_for_is_one_line(monkeypatch):
+    library(monkeypatch, there=False, loads=False)
+    with pytest.raises(LibraryError, match=r"no part of llama\.cpp in /site/kvtool_llama/lib runs here"):
+        bindings.load_parts()
+
+
+def test_the_version_is_that_of_the_sources(monkeypatch):
+    monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="kvtool_llama.llama_cpp"))
+    packages(monkeypatch, kvtool_llama=SimpleNamespace(UPSTREAM="0.3.36"))
+    monkeypatch.setattr(bindings, "version", lambda name: {"llama-cpp-python": "0.2.0"}[name])
+    assert (bindings.is_ours(), bindings.upstream(), bindings.stock_version()) == (True, "0.3.36", "0.2.0")
+    monkeypatch.setattr(bindings, "api", SimpleNamespace(__name__="llama_cpp.llama_cpp"))
+    assert (bindings.is_ours(), bindings.upstream()) == (False, "0.2.0")
