@@ -66,9 +66,6 @@ def test_on_windows_a_function_is_looked_for_in_each_library():
     parts = bindings.Parts(llama, ggml)
     assert (parts._name, parts.decode(), parts.count()) == ("llama.dll", "llama's", 3)
     assert not hasattr(parts, "llama_kvtool_abi")
-    # what is declared for a function stays declared
-    parts.count.restype = int
-    assert parts.count.restype is int
 
 
 def library(monkeypatch, *, there, loads):

@@ -48,10 +48,7 @@ class Parts:
     def __getattr__(self, name: str) -> Any:
         for part in self._parts:
             if hasattr(part, name):
-                found = getattr(part, name)
-                # the types that `bind` declares belong to this very object
-                setattr(self, name, found)
-                return found
+                return getattr(part, name)
         raise AttributeError(f"llama.cpp has no function {name}")
 
 
