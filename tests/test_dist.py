@@ -67,6 +67,7 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
         "kvtool_llama/lib/libggml-cpu-zen4.so",
         "kvtool_llama/lib/libllama.so",
         "kvtool_llama/llama_cpp.py",
+        "kvtool_llama/llama_grammar.py",
         "kvtool_llama/py.typed",
     ]
     assert packed.read("kvtool_llama/lib/libllama.so") == b"made libllama.so"

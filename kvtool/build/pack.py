@@ -32,6 +32,7 @@ LAYOUT = 2
 """What changes when the wheel is packed in another way, so that the present ones are not reused."""
 
 _BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py", "llama_grammar.py")
+"""Those that kvtool calls; the last turns JSON schemas into grammars, and needs none of the others."""
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
 _OWN_LICENCE = "LICENSE-kvtool"

@@ -1,1 +1,1 @@
-"""llama.cpp behind plain classes: the only importer of llama_cpp."""
+"""llama.cpp behind plain classes: the only importer of its bindings."""

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 from kvtool.errors import LibraryError
 from kvtool.system.paths import build_command
 
-__all__ = ["api", "bind", "is_ours", "lib", "library_path", "load_parts", "stock_version", "upstream"]
+__all__ = [
+    "api",
+    "bind",
+    "is_ours",
+    "lib",
+    "library_path",
+    "load_parts",
+    "module",
+    "stock_version",
+    "upstream",
+]
 
 STOCK = "llama-cpp-python"
 """The distribution that has llama.cpp without the patch."""
@@ -72,6 +82,11 @@ def bind(name: str, result: type | None, *arguments: object) -> None:
     function = getattr(lib, name)
     function.restype = result
     function.argtypes = list(arguments)
+
+
+def module(name: str) -> Any:
+    """Another module of the package that the bindings are in."""
+    return import_module(f"{api.__name__.rpartition('.')[0]}.{name}")
 
 
 def library_path() -> Path:

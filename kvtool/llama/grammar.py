@@ -7,10 +7,10 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
+from kvtool.llama.bindings import module
 from kvtool.llama.crash import crash_means
 from kvtool.llama.library import api
 from kvtool.llama.log import because, log_tail
@@ -39,7 +39,7 @@ def schema_grammar(schema: str) -> str:
     if TYPE_CHECKING:
         from kvtool_llama import llama_grammar as package
     else:
-        package = import_module(f"{api.__package__}.llama_grammar")
+        package = module("llama_grammar")
 
     class Converter(package.SchemaConverter):
         """With mistakes mended: texts that were not JSON, and rules of two things under one name."""
