@@ -73,7 +73,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
     ]
     order += [
         "The archive of --policy recall: --archive ",
-        "What is printed: --explain",
+        "What is printed: --",
         "Help: -h,",
         "Examples: ",
     ]
