@@ -14,7 +14,7 @@ import pytest
 from rich.table import Table
 
 from kvtool.cli.console import plain_console
-from kvtool.cli.markdown import MarkdownStream
+from kvtool.cli.markdown import ReplyStream
 from kvtool.cli.progress import _bytes_bar
 
 SOURCES = Path(__file__).parent.parent / "kvtool"
@@ -55,7 +55,7 @@ def test_a_reply_of_one_paragraph_ends_where_its_terminal_is_gone():
     wrote_on = []
 
     def write():
-        with MarkdownStream(plain_console(file=file, width=80)) as out:
+        with ReplyStream(plain_console(file=file, width=80)) as out:
             out.write("Once")
             os.close(master)
             end = time.monotonic() + 5

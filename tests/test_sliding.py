@@ -15,7 +15,7 @@ from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models import budget
-from kvtool.models.catalogue import find
+from kvtool.models.catalogue import registry
 from kvtool.models.header import read
 from kvtool.models.supported import unsupported
 from tests.reference import streamingllm, transformer
@@ -155,7 +155,7 @@ def test_with_room_for_all_logits_are_those_of_llama_cpp_to_the_bit(gemma3, name
 
 
 def test_the_real_gemma_gives_the_logits_of_llama_cpp():
-    if not (gemma := find("gemma3-270m")).here:
+    if not (gemma := registry()["gemma3-270m"]).here:
         pytest.skip("gemma3-270m is not downloaded")
     tokens = np.random.default_rng(0).integers(1000, 200000, 32).astype(np.int32)
     with open_engine(gemma.path, policies.fit("full", 256), n_batch=16, n_output=16) as engine:
