@@ -34,7 +34,7 @@ COMMANDS = {
         "Stream a text through the cache and show which of its tokens the rows still hold.",
     ),
     "policies": ("policies", "List the policies with their parameters, defaults and papers."),
-    "models": ("app", "List, download and inspect models."),
+    "models": ("app", "List, download, inspect and delete models."),
     "session": ("app", "Look into session files."),
     "config": ("config", "Show which defaults are set, and where: in the file or the environment."),
     "worker": (
