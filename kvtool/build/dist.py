@@ -14,7 +14,8 @@ from kvtool.system.paths import cache_dir
 _MENDERS = {
     "linux": ("auditwheel", "repair", "--wheel-dir"),
     "darwin": ("delocate.cmd.delocate_wheel", "--wheel-dir"),
-    "win32": ("delvewheel", "repair", "--wheel-dir"),
+    # without the option it looks at extensions of Python alone, and there is none
+    "win32": ("delvewheel", "repair", "--analyze-existing", "--wheel-dir"),
 }
 """What copies other libraries (OpenMP's) into a wheel: a module of `kvtool[dist]` and its arguments."""
 
