@@ -1,4 +1,4 @@
-"""CPU time of `kvtool perplexity` with the wheel of llama.cpp for every CPU, over that with this machine's build.
+"""CPU time of `kvtool perplexity` with llama.cpp from the wheel for every CPU, over that with our own build.
 
     python benchmarks/portable.py wiki.test.raw --wheel dist/kvtool_llama-*.whl --policy h2o --budget 256
 
