@@ -34,7 +34,7 @@ def chat(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A name (kvtool models list) or a GGUF file, like -m.",
+            help="A model, as for -m.",
             show_default=False,
             autocompletion=models,
         ),

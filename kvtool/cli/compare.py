@@ -184,7 +184,7 @@ def compare(
         n_batch=n_batch or opt.N_TEXT_BATCH,
         positions=positions,
         flash=flash,
-        threads=threads or max(1, default_threads() // jobs),
+        threads=threads or (max(1, default_threads() // jobs) if jobs > 1 else None),
         gpu_layers=gpu_layers,
         rpc=workers,
         archive=archived,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import typer
+
 _FIRST = b"kvtool session"
 """How a session file begins."""
 
@@ -19,6 +21,18 @@ def policies(incomplete: str) -> list[str]:
 def policy_list(incomplete: str) -> list[str]:
     """The same after the last comma."""
     return _in_list(incomplete, policies)
+
+
+def parameters(context: typer.Context, incomplete: str) -> list[str]:
+    """Parameters of the policy that is typed before, or of the default one."""
+    from kvtool import policies as known
+    from kvtool.errors import KvtoolError
+
+    try:
+        names = known.params(known.load(context.params.get("policy") or ""))
+    except KvtoolError:
+        return []
+    return _from(incomplete, [f"{name}=" for name in names])
 
 
 def models(incomplete: str) -> list[str]:

@@ -71,6 +71,7 @@ Options = Annotated[
         help="Set a parameter of the policy (kvtool policies lists them). Repeatable.",
         show_default=False,
         rich_help_panel=KEEPS,
+        autocompletion=of.parameters,
     ),
 ]
 
@@ -166,7 +167,7 @@ Threads = Annotated[
         min=1,
         metavar="N",
         help="CPU threads.",
-        show_default="one per core",
+        show_default="as many as are fastest, one per core at most",
         rich_help_panel=RUNS,
     ),
 ]

@@ -66,7 +66,7 @@ class Common:
     flash
         Flash attention: "on", "off" or "auto".
     threads
-        CPU threads of one run.
+        CPU threads of one run; None for as many as are fastest.
     gpu_layers
         Layers on the GPU; None for all.
     rpc
@@ -88,7 +88,7 @@ class Common:
     n_batch: int
     positions: str
     flash: str
-    threads: int
+    threads: int | None
     gpu_layers: int | None = None
     rpc: tuple[str, ...] = ()
     archive: Mapping[str, int] = field(default_factory=dict)

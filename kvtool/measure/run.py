@@ -61,7 +61,7 @@ class Job:
     flash
         Flash attention: "on", "off" or "auto".
     threads
-        CPU threads.
+        CPU threads; None for as many as are fastest.
     gpu_layers
         Layers on the GPU; None for all.
     rpc
@@ -92,7 +92,7 @@ class Job:
     n_ctx: int
     n_batch: int
     flash: str
-    threads: int
+    threads: int | None
     gpu_layers: int | None = None
     rpc: tuple[str, ...] = ()
     archive: dict[str, int] = field(default_factory=dict)
