@@ -148,8 +148,8 @@ def test_a_thought_is_folded_to_a_line(hide):
         assert "thought 40" not in seen
         write(view, "</think>\n\nIt is **seven**.")
     lines = [line for line in screen.lines() if line]
-    more = "" if hide else "; /show thought has it"
-    assert lines == [f"thought for 0 s, 120 words{more}", "It is **seven**."]
+    folded = [] if hide else ["thought for 0 s, 120 words; /show thought has it"]
+    assert lines == [*folded, "It is **seven**."]
     assert view.thought.startswith("thought 0\nthought 1\n")
 
 

@@ -28,7 +28,7 @@ class ReplyView:
     plain
         Show all as the model writes it.
     hide
-        Show nothing of a thought but that there is one.
+        Show nothing of a thought but that it goes on.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class ReplyView:
         self._live.update("", refresh=True)
         self._live.stop()
         self._live = None
-        seconds = time.monotonic() - self._started
-        words = len(self.thought.split())
-        more = "" if self._hides else "; /show thought has it"
-        self._console.print(f"thought for {seconds:.0f} s, {words:,} words{more}", style="dim")
+        if not self._hides:
+            seconds, n = time.monotonic() - self._started, len(self.thought.split())
+            line = f"thought for {seconds:.0f} s, {n:,} words; /show thought has it"
+            self._console.print(line, style="dim")

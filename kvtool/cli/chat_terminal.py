@@ -36,7 +36,7 @@ class Terminal:
     plain
         Whether replies are shown as the model writes them.
     hide_thinking
-        Whether nothing of a thought is shown but how long it took.
+        Whether nothing of a thought is shown but that it goes on.
     thought
         The last reply's thought.
     tokens_per_s
