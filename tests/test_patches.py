@@ -422,3 +422,32 @@ def test_a_stock_build_is_not_patched(tmp_path):
 @pytest.mark.parametrize(("flags", "common"), [([], "ON"), (["-DLLAVA_BUILD=OFF"], "OFF")])
 def test_the_common_library_is_left_out_where_nothing_needs_it(tmp_path, flags, common):
     assert f"common: {common}\n" in configure(project(tmp_path), *flags).stdout
+
+
+LIBRARIES = """
+enable_language(CXX)
+add_library(ggml SHARED src/a.cpp)
+add_library(ggml-cpu-zen4 MODULE src/a.cpp)
+set_target_properties(ggml ggml-cpu-zen4 PROPERTIES VERSION 1.2.3 SOVERSION 1)
+install(TARGETS ggml ggml-cpu-zen4 LIBRARY DESTINATION lib)
+"""
+
+
+@needs_cmake
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="there is no g++")
+def test_each_library_has_one_name_and_finds_those_beside_it(tmp_path):
+    source = project(tmp_path)
+    with (source / "vendor/llama.cpp/CMakeLists.txt").open("a") as file:
+        file.write(LIBRARIES)
+    done = configure(source, "-DCMAKE_CXX_COMPILER=g++")
+    assert done.returncode == 0, done.stderr
+    below = source / "build/vendor/llama.cpp"
+    install = (below / "cmake_install.cmake").read_text()
+    assert "/libggml.so" in install
+    assert not re.search(r"\.so\.\d", install)
+    assert install.count(r'NEW_RPATH "\$ORIGIN"') == 2
+    # what mends GCC's intrinsics is for every part for a kind of CPU, and for nothing else
+    flags = {
+        name: (below / f"CMakeFiles/{name}.dir/flags.make").read_text() for name in ("ggml", "ggml-cpu-zen4")
+    }
+    assert [name for name, text in flags.items() if "amx-gcc.h" in text] == ["ggml-cpu-zen4"]

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from kvtool.build import pack
 from kvtool.build.flags import asks_for
 from kvtool.errors import LibraryError
 
@@ -35,7 +36,8 @@ def check_tools(cmake_args: str = "") -> None:
             raise LibraryError(
                 f"no working {'C++' if variable == 'CXX' else 'C'} compiler; install one "
                 "(Debian, Ubuntu: sudo apt install g++; Fedora: sudo dnf install gcc-c++; "
-                f"macOS: xcode-select --install) or name it in {variable}"
+                f"macOS: xcode-select --install), name it in {variable}, or name a folder with a "
+                f"{pack.PACKAGE}-*.whl for this machine in KVTOOL_WHEELS"
             )
 
 
