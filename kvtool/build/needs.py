@@ -33,11 +33,12 @@ def check_tools(cmake_args: str = "") -> None:
         if f"-DCMAKE_{'CXX' if variable == 'CXX' else 'C'}_COMPILER" in cmake_args:
             continue
         if not any(map(_runs, [os.environ[variable]] if os.environ.get(variable) else usual)):
+            # a wheel is for the CPU alone
+            wheels = f", or a folder with a {pack.PACKAGE}-*.whl in KVTOOL_WHEELS" if not cmake_args else ""
             raise LibraryError(
                 f"no working {'C++' if variable == 'CXX' else 'C'} compiler; install one "
                 "(Debian, Ubuntu: sudo apt install g++; Fedora: sudo dnf install gcc-c++; "
-                f"macOS: xcode-select --install), name it in {variable}, or name a folder with a "
-                f"{pack.PACKAGE}-*.whl for this machine in KVTOOL_WHEELS"
+                f"macOS: xcode-select --install) or name it in {variable}{wheels}"
             )
 
 
