@@ -62,7 +62,6 @@ def test_the_wheel_has_each_library_once_and_of_the_package_the_bindings_alone(p
     assert sorted(found) == [
         "kvtool_llama/__init__.py",
         "kvtool_llama/_ctypes_extensions.py",
-        "kvtool_llama/llama_grammar.py",
         "kvtool_llama/lib/ggml.dll",
         "kvtool_llama/lib/libggml-cpu-zen4.so",
         "kvtool_llama/lib/libllama.so",
