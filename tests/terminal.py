@@ -29,6 +29,7 @@ class Terminal:
     """
 
     def __init__(self, model, *options, own=True, env=None, columns=400, rows=50):
+        self.model = model
         self.master, slave = pty.openpty()
         self.resize(columns, rows)
         self._screen = pyte.Screen(columns, 2000)

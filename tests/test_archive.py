@@ -178,6 +178,8 @@ def test_a_chat_says_what_is_archived(chat_model):
         assert re.search(r"archive +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
         (forgotten,) = re.findall(r"forgotten +(\d+) tokens", stats)
         assert f"30 archived, {forgotten} forgotten" in chat.say("/cells").replace("\n", "")
+        # another system prompt needs no room in the archive that there is
+        assert "started over under the new system prompt" in chat.say("/system Be brief.")
     finally:
         chat.kill()
         os.close(chat.master)

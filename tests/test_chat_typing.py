@@ -63,10 +63,13 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.txt").write_text("two\nlines\n")
     (tmp_path / "x.py").write_text("\ufeffprint(1)\n", encoding="utf-8")
-    missing = []
-    text = with_files('Explain @x.py and @"a b.txt" to me@here.org, @someone, @no.txt', missing.append)
-    assert text == "Explain print(1) and two\nlines to me@here.org, @someone, @no.txt"
-    assert missing == ["no.txt"]
+    text = with_files('Explain @x.py and @"a b.txt" to me@here.org and @someone')
+    assert text == "Explain print(1) and two\nlines to me@here.org and @someone"
+    for wrong in ("@no.txt", "@./no", '@"no"'):
+        with pytest.raises(InputError, match="there is no file "):
+            with_files(f"Explain {wrong}")
+    # in code it is something else
+    assert with_files("@app.route\ndef f():") == "@app.route\ndef f():"
     (tmp_path / "z.bin").write_bytes(b"abc\xff")
     with pytest.raises(InputError, match=r"z.bin is not a text in UTF-8 \(byte 3\)"):
         with_files("@z.bin")
@@ -92,11 +95,23 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.say("seven")
     chat.say("//eight")
     chat.say(f"nine: @{file}")
-    assert "not a text in UTF-8" in chat.say(f"@{path}").replace("\n", " ")
+    # Tab puts quotes around a name with blanks
+    (tmp_path / "my file.txt").write_text("blanks")
+    chat.type(f"@{tmp_path}/my\t")
+    chat.until(f'@"{tmp_path}/my file.txt"')
+    # the first Enter takes what Tab offers
+    chat.type("\r")
+    chat.say("")
+    # what is wrong is at the prompt again, to be mended
+    chat.type(f"@{path}\r")
+    chat.until("chat.kv is not a text in UTF-8 (byte")
+    chat.until(f"nothing was said\n\n> @{path}")
+    chat.type("\x15")
     chat.type("/bye\r")
     assert chat.process.wait(timeout=20) == 0
     assert said(path) == [
-        *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "nine: what the file says")
+        *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "nine: what the file says"),
+        "blanks",
     ]
 
 
@@ -114,8 +129,13 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     again.type(UP)
     again.until("\n> the first thing")
     again.say("")
+    # searched for, Enter once to take it and once to say it
+    again.type("\x12first")
+    again.until("first thing", seconds=20)
+    again.type("\r")
+    again.say("")
     again.kill()
-    assert said(tmp_path / "chat.kv") == ["the first thing"]
+    assert said(tmp_path / "chat.kv") == ["the first thing"] * 2
 
 
 @pytest.mark.engine
@@ -160,13 +180,17 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path):
 
 
 @pytest.mark.engine
-def test_settings_change_and_are_shown(terminal):
-    chat = terminal("--system", "Be brief.")
-    chat.say("/set n 2")
-    chat.say("/set top-p 0.5")
+def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
+    chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
+    assert chat.say("/set num_predict 2") == "n  2"
+    assert chat.say("/set top-p 0.5") == "top_p  0.5"
+    assert chat.say("/set top-p") == "top_p  0.5"
+    assert chat.say('/set stop "a b"') == "stop  'a b'"
+    assert chat.say('/set stop ""') == "stop  (none)"
+    assert chat.say("/set seed 7") == "seed  7"
     assert chat.say("/set top_p 2") == "--top-p must be in 0..1, got 2"
     assert "there is no setting topp" in chat.say("/set topp 1")
-    assert "/set n takes a number" in chat.say("/set n 0")
+    assert "n must be a whole number of at least 1, got '0'" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
     assert "cut at 2 tokens by -n; /set n changes it" in chat.say("Tell me a story.")
@@ -176,6 +200,14 @@ def test_settings_change_and_are_shown(terminal):
     assert chat.say("/show thought") == "the last reply has no thought"
     assert chat.say("/show last").startswith("> Tell me a story.")
     assert "/show takes one of" in chat.say("/show all")
+    chat.type("/exit\r")
+    assert chat.process.wait(timeout=20) == 0
+    again = Terminal(chat.model, "-c", 2048, "--budget", 128, "--session", tmp_path / "chat.kv")
+    again.wait_for("\n> ")
+    shown = {line.split()[0]: line.split()[-1] for line in again.say("/show settings").split("\n")}
+    again.kill()
+    os.close(again.master)
+    assert (shown["n"], shown["top_p"]) == ("2", "0.5")
 
 
 @pytest.mark.engine
@@ -185,6 +217,7 @@ def test_an_editor_writes_a_turn(terminal, tmp_path):
     editor.chmod(0o755)
     chat = terminal("--session", tmp_path / "chat.kv", env={"VISUAL": str(editor)})
     assert chat.say("/edit").endswith("tokens/s")
+    assert "> /edit\nline one\nline two\n" in chat.text
     chat.kill()
     assert said(tmp_path / "chat.kv") == ["line one\nline two"]
     chat = terminal(env={"VISUAL": str(tmp_path / "none")})

@@ -289,6 +289,7 @@ def test_generate_reads_more_than_its_budget(smollm2):
     assert result["prompt_tokens"] > 300
     assert result["evicted"] >= result["prompt_tokens"] - 128
     assert result["tokens"] <= 8
+    assert result["finish_reason"] == ("length" if result["tokens"] == 8 else "stop")
 
 
 @pytest.mark.engine

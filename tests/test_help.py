@@ -166,8 +166,8 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "x", "-p", "y"], "'x' and -p 'y' say the same thing; leave out one"),
-        (["chat", "x", "-m", "y"], "'x' and -m 'y' say the same thing; leave out one"),
+        (["generate", "x", "-p", "y"], "'x' and -p 'y' stand for the same; leave out one"),
+        (["chat", "x", "-m", "y"], "'x' and -m 'y' stand for the same; leave out one"),
     ],
 )
 def test_what_is_typed_in_two_places_is_one_line(words, said):

@@ -72,6 +72,17 @@ def test_a_command_takes_the_top_level_and_its_own_table(file):
     assert (held("models show"), held("session show")) == ({"fit": "1G"}, {"as_json": True})
 
 
+def test_a_list_takes_its_own_table_alone(file, monkeypatch):
+    file('budget = "10%"\nevict-every = 8')
+    monkeypatch.setenv("KVTOOL_OPTION", "decay=1")
+    assert held("chat")["budget"] == "10%"
+    assert held("policies") == {}
+    assert kvtool("policies", "h2o").returncode == 0
+    assert kvtool("config").returncode == 0
+    file('budget = "10%"\n[policies]\nbudget = 64')
+    assert held("policies") == {"budget": 64}
+
+
 def test_a_path_may_begin_with_a_tilde(file):
     file('[chat]\nsession = "~/talk.kv"\nsystem = "~"')
     assert held("chat") == {"session": os.path.expanduser("~/talk.kv"), "system": "~"}

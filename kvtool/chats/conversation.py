@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from kvtool.chats import session
-from kvtool.chats.prompt import pin_prefix, system_prefix
+from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing, Store
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import Splitter, without_thought
@@ -104,14 +104,11 @@ class Conversation:
     def check(self, system: str) -> None:
         """Raises what `pin_system` would raise in a chat under this system prompt; changes nothing."""
         engine, own = self.writer.engine, (self.messages, self.system, self.is_pinned)
-        n_pinned, n_held = engine.n_pinned, engine.n_held
         try:
             self._put(system)
-            self._start("x")
+            engine.eviction.check_pin(self._first("x")[1])
         finally:
             self.messages, self.system, self.is_pinned = own
-            engine.pin(n_pinned)
-            engine.hold(n_held)
 
     def reply(self, text: str, n_max: int | None = None) -> Iterator[str]:
         """Yields the model's answer piece by piece. Raises as Writer.write, Engine.pin and Template do.
@@ -275,12 +272,17 @@ class Conversation:
     def _start(self, text: str) -> np.ndarray:
         """The tokens of a first turn; pins the system prompt and holds the reply header."""
         engine = self.writer.engine
+        tokens, n = self._first(text)
+        engine.pin(n)
+        engine.hold(self._n_held)
+        return tokens
+
+    def _first(self, text: str) -> tuple[np.ndarray, int]:
+        """The tokens of a first turn, and how many of them are the system prompt's."""
         whole = self.template.render([*self.messages, {"role": "user", "content": text}])
         prefix = (system_prefix(self.template, self.system) if self.system else "") or ""
         self.is_pinned = not self.system or (bool(prefix) and whole.startswith(prefix))
-        tokens = pin_prefix(engine, whole, len(prefix) if self.is_pinned else 0)
-        engine.hold(self._n_held)
-        return tokens
+        return prefix_tokens(self.writer.engine.model, whole, len(prefix) if self.is_pinned else 0)
 
 
 def _brief(text: str) -> str:

@@ -81,14 +81,21 @@ def _common(*texts: str) -> int:
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:
     """Tokenizes a rendered chat and pins the tokens of its first `n_pinned` characters.
 
-    The text is tokenized once, as a whole; a token that crosses the border is pinned. Returns i32[n].
-    Raises as Engine.pin does.
+    Returns i32[n]. Raises as Engine.pin does.
     """
-    model = engine.model
+    tokens, n = prefix_tokens(engine.model, text, n_pinned)
+    engine.pin(n)
+    return tokens
+
+
+def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, int]:
+    """The tokens i32[n] of a rendered chat, and how many of them cover its first `n_prefix` characters.
+
+    The text is tokenized once, as a whole; a token that crosses the border counts.
+    """
     start = wants_bos(model, text)
     tokens = model.tokenize(text, special=True, start=start)
-    engine.pin(_n_covering(model, tokens, text[:n_pinned], start) if n_pinned else 0)
-    return tokens
+    return tokens, _n_covering(model, tokens, text[:n_prefix], start) if n_prefix else 0
 
 
 def _n_covering(model: Model, tokens: np.ndarray, prefix: str, start: bool) -> int:

@@ -132,7 +132,7 @@ def _one_line() -> Iterator[None]:
 def _of_usage(error: Any) -> tuple[int, str]:
     """The exit code and the line for what does not parse."""
     said = plain(error.format_message()).rstrip(".")
-    where = f"; `{error.ctx.command_path} -h` lists what does" if getattr(error, "ctx", None) else ""
+    where = f"; `{error.ctx.command_path} -h` says what it takes" if getattr(error, "ctx", None) else ""
     return error.exit_code, " ".join(f"{said}{where}".split())
 
 

@@ -122,6 +122,8 @@ def chat(
             if saved := sessions.peek(session):
                 is_old = True
                 take_saved(context, saved["options"])
+        # a session may have had its own
+        n = context.params["n"]
         wanted = EngineOptions.of(context)
         settings = draw.settings(context)
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

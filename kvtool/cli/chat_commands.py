@@ -36,15 +36,22 @@ HELP = """\
 /system        show the system prompt
 /system TEXT   start over under another system prompt
 /exit, /bye    leave; so does Ctrl-D
-A pasted text is one turn. A line that ends with a backslash goes on, and \"\"\"
-opens and closes a text of several lines; so does Alt-Enter. @FILE puts a file in
-its place. // starts a turn with a slash. Tab completes, Ctrl-R searches.
-Ctrl-C stops a reply and keeps it; while a turn is read, it takes the turn back.
+A pasted text is one turn. A line that ends with a backslash goes on; so does one
+that ends with Alt-Enter, and \"\"\" opens and closes a text of several lines.
+@FILE puts a file in its place. // starts a turn with a slash. Tab completes, and
+Ctrl-R searches what was typed. Ctrl-C stops a reply and keeps it; while a turn
+is read, it takes the turn back.
 /undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without
 the archive of --policy recall, and are deleted when you leave.
 With --session FILE, the file is written after every reply and every /undo.
 /reset, /system and /load do not touch it: the next reply first moves the chat
 that is in it to FILE.1 (FILE.2, ...)."""
+
+_NAMES = {
+    **{"temperature": "temp", "predict": "n", "n_predict": "n", "num_predict": "n", "max_tokens": "n"},
+    **{"max_new_tokens": "n", "typical_p": "typical", "repetition_penalty": "repeat_penalty"},
+}
+"""What /set is told, by the names of other programs, too."""
 
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
@@ -82,7 +89,7 @@ class Commands:
         )
         found["/save"] = found["/load"] = None
         found["/show"] = lambda: chat_show.SHOWN
-        found["/set"] = lambda: ["n", *SAMPLING]
+        found["/set"] = lambda: ["n", "seed", *SAMPLING]
         return found
 
     def run(self, line: str) -> bool:
@@ -136,7 +143,7 @@ class Commands:
         if (text := self._last_turn()) is not None:
             self.keeper.keep_session(undone=True)
             self.terminal.saved()
-            self.terminal.typed = text
+            self.terminal.typed = self.terminal.last_typed.get(text, text)
 
     def _last_turn(self) -> str | None:
         """Takes the last turn back and returns it; says so if there is no copy from before it."""
@@ -153,21 +160,28 @@ class Commands:
         except click.ClickException as error:
             raise UsageError(f"{error.message}; set $EDITOR to an editor that works") from None
         if written and written.strip():
+            self.terminal.console.print(written.strip())
             self.terminal.say(written.strip())
         else:
             self.terminal.note("nothing was written")
 
     def _set(self, text: str) -> None:
-        name, _, value = text.replace("=", " ", 1).partition(" ")
-        value = value.strip()
+        name, _, given = text.replace("=", " ", 1).partition(" ")
+        given, params = given.strip(), self.keeper.context.params
+        # a text may stand in quotes
+        value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
+        name = _NAMES.get(name.lstrip("-").replace("-", "_"), name.lstrip("-").replace("-", "_"))
+        sampler = self.conversation.writer.sampler
         if not text:
             chat_show.show(self.terminal, "settings")
-        elif name != "n":
-            change(self.keeper.context, self.conversation.writer.sampler, name, value)
-        elif value == "-1" or (value.isdecimal() and int(value)):
-            self.terminal.n_max = None if value == "-1" else int(value)
-        else:
-            raise UsageError("/set n takes a number of tokens; -1 is no limit")
+            return
+        if given and name == "n":
+            params["n"] = self.terminal.n_max = None if value == "-1" else _number("n", value, 1)
+        elif given and name == "seed":
+            params["seed"] = sampler.seed = _number("seed", value, 0)
+        elif name not in ("n", "seed") and (given or name not in SAMPLING):
+            change(self.keeper.context, sampler, name, value)
+        self.terminal.note(f"{name}  {chat_show.setting(self.terminal, name)}")
 
     def _reset(self) -> None:
         if self._remember("/reset"):
@@ -218,6 +232,12 @@ class Commands:
         path = self.keeper.path
         kept = f"; {path} holds the previous chat until the next reply" if self.keeper.has_previous else ""
         self.terminal.note(f"{what}{kept}; /undo takes this back")
+
+
+def _number(name: str, text: str, least: int) -> int:
+    if not (text.isdecimal() and int(text) >= least):
+        raise UsageError(f"{name} must be a whole number of at least {least}, got {text!r}")
+    return int(text)
 
 
 def _path(command: str, name: str) -> Path:

@@ -11,6 +11,7 @@ from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
+from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -73,18 +74,20 @@ def goes_on(typed: str) -> bool:
     return typed.endswith("\\")
 
 
-def with_files(text: str, missing: Callable[[str], None] = lambda name: None) -> str:
-    """The text with each @path replaced by what is in the file. Raises InputError for one that is not text.
+def with_files(text: str) -> str:
+    """The text with each @path replaced by what is in the file.
 
-    A word with an @ that names no file stays. missing: told of it if it looks like a path.
+    A word with an @ that names no file stays, unless it looks like a path; code has such words, so in a text
+    of several lines it stays, too. Raises InputError for a path without a file, and for a file without text.
     """
+    is_line = "\n" not in text
 
     def inserted(match: re.Match[str]) -> str:
         name = match[1] or match[2]
         path = Path(os.path.expanduser(name))
         if not path.exists():
-            if match[1] or re.search(r"[/\\]|\.\w+$", name):
-                missing(name)
+            if match[1] or (is_line and re.search(r"[/\\]|\.\w+$", name)):
+                raise InputError(f"there is no file {name}")
             return match[0]
         try:
             return path.read_bytes().decode("utf-8-sig").rstrip("\n")
@@ -120,7 +123,8 @@ class _File(FileHistory):
 def _keys() -> KeyBindings:
     keys = KeyBindings()
 
-    @keys.add("enter")
+    # a search has an Enter of its own
+    @keys.add("enter", filter=~is_searching)
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.complete_state and buffer.complete_state.current_completion:
@@ -157,7 +161,11 @@ class _Completer(Completer):
                 else:
                     yield from _starting(words(), rest)
         elif (word := document.get_word_before_cursor(WORD=True)).startswith("@"):
-            yield from self._paths.get_completions(Document(word[1:]), event)
+            start = word[1:].removeprefix('"')
+            for each in self._paths.get_completions(Document(start), event):
+                path = start[: len(start) + each.start_position] + each.text
+                quoted = f'@"{path}"' if " " in path else f"@{path}"
+                yield Completion(quoted, -len(word), display=each.display)
 
 
 def _starting(words: Iterable[str], start: str) -> Iterator[Completion]:

@@ -68,10 +68,20 @@ def show(terminal: Terminal, what: str) -> None:
     SHOWN[what](terminal)
 
 
+def setting(terminal: Terminal, name: str) -> str:
+    """What /set may change, in words."""
+    if name == "n":
+        return str(terminal.n_max or "no limit")
+    if name == "seed":
+        return str(terminal.conversation.writer.sampler.seed)
+    value = terminal.keeper.context.params[name]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(repr, value)) or "(none)"
+    return "(none)" if value is None else str(value)
+
+
 def _settings(terminal: Terminal) -> None:
-    sampler, params = terminal.conversation.writer.sampler, terminal.keeper.context.params
-    drawn = {name: str(params[name]) for name in SAMPLING if params[name] is not None}
-    _table(terminal, {"n": str(terminal.n_max or "no limit"), "seed": str(sampler.seed), **drawn})
+    _table(terminal, {name: setting(terminal, name) for name in ("n", "seed", *SAMPLING)})
 
 
 def _thought(terminal: Terminal) -> None:

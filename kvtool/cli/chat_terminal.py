@@ -43,6 +43,8 @@ class Terminal:
         Speed of the last reply; 0 if it has no more than one token.
     typed
         What the next prompt begins with.
+    last_typed
+        The last turn, and how it was typed: with the names of files.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Terminal:
         self.plain = plain
         self.hide_thinking = hide_thinking
         self.thought = self.typed = ""
+        self.last_typed: dict[str, str] = {}
         self.tokens_per_s = 0.0
         self.console = plain_console()
         self._keys = _Keys()
@@ -152,12 +155,12 @@ class Terminal:
     def say(self, text: str) -> None:
         """Takes a turn: reads it, and shows the reply while it is written."""
         try:
-            text = with_files(
-                text, lambda name: self.note(f"there is no file {name}; @{name} stays as it is")
-            )
+            said = with_files(text)
         except InputError as error:
             self.error(f"{error}; nothing was said")
+            self.typed = "" if "\n" in text else text
             return
+        self.last_typed, text = {said: text}, said
         writer = self.conversation.writer
         signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
         self.tokens_per_s, self.thought = 0.0, ""

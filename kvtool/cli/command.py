@@ -117,7 +117,8 @@ def shaped(app: typer.Typer) -> Any:
 
 def plain(message: str) -> str:
     """A message of click without its names for types."""
-    return re.sub(r"valid int(eger)?( range)?\b", "whole number", message)
+    message = re.sub(r"valid int(eger)?( range)?\b", "whole number", message)
+    return re.sub(r"valid float( range)?\b", "number", message)
 
 
 def default_of(param: Any) -> str | None:

@@ -106,6 +106,8 @@ def _of_table(
     reached = [command for words, command in known.items() if words[: len(start)] == start]
     if not reached or (is_own and start not in known):
         raise UsageError(f"{where} is no command of kvtool")
+    if not start:
+        reached = [known[words] for words in known if words not in settings.LISTS]
     params = [param for command in reached for param in settings.options_of(command)]
     for name, value in values.items():
         named = [param for param in params if name.replace("_", "-") in settings.names_of(param)]

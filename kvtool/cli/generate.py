@@ -16,7 +16,7 @@ from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
 from kvtool.cli.opening import EngineOptions, open_engine, system_text, take_positional
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length, read_text
-from kvtool.errors import InputError, UsageError
+from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def generate(
             prompt = there
         else:
             text = "\n\n".join(filter(None, (there, text)))
+    # as other programs name stdin
+    prompt = None if prompt == "-" and text else prompt
     request = "\n\n".join(part for part in (prompt, text) if part)
     # without a template a blank is a text to continue
     if not (request if raw else request.strip()):
@@ -136,14 +138,20 @@ def generate(
         if is_read:
             read_in = time.monotonic() - started
             started = time.monotonic()
-            for piece in writer.write(n):
-                pieces.append(piece)
-                if not as_json:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+            try:
+                for piece in writer.write(n):
+                    pieces.append(piece)
+                    if not as_json:
+                        sys.stdout.write(piece)
+                        sys.stdout.flush()
+            except KvtoolError:
+                if pieces and sys.stdout.isatty():
+                    # the line that says why begins a line
+                    sys.stdout.write("\n")
+                raise
             wrote_in = time.monotonic() - started
             _finish(
-                *(as_json, pieces, engine, policy, len(tokens), writer.n_written),
+                *(as_json, pieces, writer, policy, len(tokens)),
                 *(read_in, wrote_in, verbose, likely),
             )
         if writer.stop:
@@ -195,10 +203,9 @@ def _record_logprobs(writer: Writer, n: int | None) -> list[dict[str, Any]] | No
 def _finish(
     as_json: bool,
     pieces: list[str],
-    engine: Engine,
+    writer: Writer,
     policy: str,
     n_read: int,
-    n_written: int,
     read_in: float,
     wrote_in: float,
     verbose: int,
@@ -206,9 +213,11 @@ def _finish(
 ) -> None:
     from kvtool.units import format_bytes
 
+    engine, n_written = writer.engine, writer.n_written
     if as_json:
         result = {
             "text": "".join(pieces),
+            "finish_reason": "length" if writer.is_cut else "stop",
             "prompt_tokens": n_read,
             "tokens": n_written,
             "policy": policy,
@@ -226,6 +235,8 @@ def _finish(
         sys.stdout.write(utf8.json_text(result) + "\n")
     elif pieces and not pieces[-1].endswith("\n"):
         sys.stdout.write("\n")
+    if writer.is_cut and writer.sampler.settings.grammar is not None:
+        sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
     if verbose:
         archive = f", archive {archive_line(archive_record(engine))}" if engine.context.archive else ""
         sys.stderr.write(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SAVED = (
     *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
     "archive_type",
-    *("prefill", *SAMPLING),
+    *("prefill", "n", *SAMPLING),
 )
 """The options that a resumed session takes from its file where they are not typed."""
 

@@ -29,7 +29,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List the models that kvtool knows by name, the default first, and those that were downloaded."""
+    """List known and downloaded models, the default first."""
     from kvtool.models import stored
     from kvtool.models.catalogue import models_dir, registry
     from kvtool.models.hub import cache_folder
@@ -94,7 +94,7 @@ def rm(
     name: Annotated[str, typer.Argument(help=_NAMES, autocompletion=completion.models)],
     as_json: Json = False,
 ) -> None:
-    """Delete a downloaded model, or what a broken download left, and print what that freed."""
+    """Delete a downloaded model, and print what that freed."""
     from kvtool.models.stored import remove
 
     removed, n_bytes = remove(name)

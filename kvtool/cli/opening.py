@@ -141,7 +141,7 @@ def take_positional(context: typer.Context, name: str, option: str, flag: str) -
     if params[name] is not None:
         if is_typed(context, option):
             raise UsageError(
-                f"{params[name]!r} and {flag} {params[option]!r} say the same thing; leave out one"
+                f"{params[name]!r} and {flag} {params[option]!r} stand for the same; leave out one"
             )
         params[option] = params[name]
         # typed, too: it beats what a session has saved

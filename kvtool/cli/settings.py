@@ -22,6 +22,9 @@ NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
 Table = tuple[dict[str, Any], str, bool]
 """Keys and values, how messages name the table, and whether only options of one command may be in it."""
 
+LISTS = (("policies",),)
+"""Commands whose options say what to show: only their own table and variables are about them."""
+
 _MODELS = "models"
 _MODEL = ("model", "model_name")
 """The parameters that name a model: an option and an argument."""
@@ -61,8 +64,10 @@ def of_command(command: Any, words: tuple[str, ...], typed: Mapping[str, Any]) -
     """The same. words: the command's, ("models", "show") for example. typed: parameters with their values."""
     data, path = read()
     params = {param.name: param for param in options_of(command)}
-    layers = [_from_table(*each, params) for each in _tables_for(data, path, words)]
-    variables = [dict(_from_variables(params, ())), dict(_from_variables(params, words))]
+    is_list = words in LISTS
+    tables_of = [table for of, table in tables(data, path) if of == words[: len(of)] and (of or not is_list)]
+    layers = [_from_table(*each, params) for each in tables_of]
+    variables = [dict(_from_variables(params, each)) for each in ((), words)[is_list:]]
     if isinstance(data.get(_MODELS), dict) and "model" in params:
         model = next((typed[name] for name in _MODEL if typed.get(name)), None)
         for layer in [*layers, *variables] if model is None else []:
@@ -169,10 +174,6 @@ def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...
                 if not is_group:
                     raise UsageError(f"{path}: {title} is no command; `kvtool {name}` has none of its own")
                 yield (name, each), (_values(inner), f"{path}: {title}", name != _MODELS)
-
-
-def _tables_for(data: Mapping[str, Any], path: Path, words: tuple[str, ...]) -> Iterator[Table]:
-    return (table for of, table in tables(data, path) if of == words[: len(of)])
 
 
 def _tables_of_model(
