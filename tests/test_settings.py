@@ -132,7 +132,7 @@ def test_no_option_has_the_name_of_another_variable_of_ours():
 
 
 def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
-    file('budget = 3\n[policies]\njson = true\noption = ["stride=4"]')
+    file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
     # 3 is below buzz's least
     assert "the smallest budget that works" in kvtool("policies", "buzz").stderr
     done = kvtool("policies", "buzz", "--budget", 512)
