@@ -59,6 +59,14 @@ def test_a_machine_that_becomes_busy_is_noticed_at_once_and_one_that_becomes_idl
     assert run(threads, idle, 200)[2] > 0.9
 
 
+def test_a_trial_that_is_far_slower_costs_one_step():
+    threads = Threads(2)
+    run(threads, full, 20)
+    taken = [threads.n for _ in range(400) if not threads.took(1, full(threads.n) * threads.n)]
+    tried = "".join(map(str, taken)).split("1")
+    assert max(map(len, tried)) == 1
+
+
 def test_steps_of_other_lengths_are_not_compared():
     threads = Threads(2)
     # so short that no trial is due

@@ -25,6 +25,9 @@ _GAIN = 0.96
 _SLOWER = 1.4
 """Steps that take this many times as long as after the last trial ask for another one at once."""
 
+_HOPELESS = 2.0
+"""A trial ends at a step that takes this many times as long as usual: such steps are what a trial costs."""
+
 
 class Threads:
     """The number of threads for the next step, from the times of those before.
@@ -76,11 +79,12 @@ class Threads:
 
     def _try(self, n_tokens: int, seconds: float) -> None:
         if n_tokens == self._n_tokens:
-            self._trial.append(seconds)
-            if len(self._trial) < _N_TRIAL:
-                return
             usual = median(self._recent[n_tokens])
-            is_faster = median(self._trial[1:]) <= _GAIN * usual
+            self._trial.append(seconds)
+            is_hopeless = seconds > _HOPELESS * usual
+            if len(self._trial) < _N_TRIAL and not is_hopeless:
+                return
+            is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN * usual
         else:
             # the text has ended, or steps are of another length now
             is_faster = False
