@@ -26,8 +26,8 @@ _COUNTERS = (
 )
 """The engine's numbers, in the order in which the array "engine" has them."""
 
-_SWA = ("window", "window_cells")
-"""What sliding layers hold. Session files have these names."""
+_BESIDE = ("window", "window_cells")
+"""What a model keeps beside its rows. Session files have these names, from when that was sliding layers alone."""
 
 
 def save(engine: Engine, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
@@ -47,7 +47,7 @@ def save(engine: Engine, *, archived: bool = True) -> Iterator[tuple[str, np.nda
     archive, archive.N
         Of a policy that recalls: as `Archive.save` gives them. Without `archived`, tokens are left out.
     window, window_cells
-        What sliding layers hold, if there are some.
+        What the model keeps beside its rows, in sliding and recurrent layers, if there are some.
     """
     context, rows, eviction = engine.context, engine.rows, engine.eviction
     n = rows.n_kv
@@ -66,8 +66,8 @@ def save(engine: Engine, *, archived: bool = True) -> Iterator[tuple[str, np.nda
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.archive:
         yield from context.archive.save(tokens=archived)
-    if context.n_swa:
-        yield from zip(_SWA, context.swa(), strict=True)
+    if context.n_beside:
+        yield from zip(_BESIDE, context.beside(), strict=True)
 
 
 class _Parts(NamedTuple):
@@ -81,7 +81,7 @@ class _Parts(NamedTuple):
     state: list[np.ndarray]
     signals: dict[Signal, np.ndarray]
     cells: list[np.ndarray]
-    swa: list[np.ndarray]
+    beside: list[np.ndarray]
     archive: Mapping[str, np.ndarray]
     is_observed: bool
 
@@ -120,7 +120,7 @@ def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
         state=[saved[f"state.{i}"] for i in range(len(eviction.state))],
         signals={signal: _history(engine, signal, saved[name]) for name, signal in eviction.signals.items()},
         cells=[saved[f"cells.{layer}"] for layer in range(len(layer_cells))],
-        swa=[saved[name] for name in _SWA] if engine.context.n_swa else [],
+        beside=[saved[name] for name in _BESIDE] if engine.context.n_beside else [],
         archive=saved,
         is_observed="is_observed" in saved,
     )
@@ -146,7 +146,7 @@ def _fits(engine: Engine, parts: _Parts) -> bool:
     counters, live, pos, rot = parts.counters, parts.live, parts.pos, parts.rot
     n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
     shape = len(rows.layer), n
-    tables = [live, parts.layer_cells, pos, rot, *parts.swa[:1]]
+    tables = [live, parts.layer_cells, pos, rot, *parts.beside[:1]]
     if not (
         all(array.dtype == np.int32 for array in tables)
         and live.shape == shape[:1]
@@ -177,7 +177,7 @@ def _fits(engine: Engine, parts: _Parts) -> bool:
             for signal, array in parts.signals.items()
         )
         and (not context.archive or context.archive.fits(parts.archive, n_past))
-        and (not parts.swa or [array.shape for array in parts.swa] == context.swa_shapes)
+        and (not parts.beside or [array.shape for array in parts.beside] == context.beside_shapes)
         and [(array.dtype, array.shape) for array in parts.state] == own_state
     )
 
@@ -200,7 +200,7 @@ def _put(engine: Engine, parts: _Parts) -> None:
     eviction.edit(np.empty((0, 4), np.int32), rows.live, rows.next_rot)
     eviction.n_cleared = parts.counters["eviction", "n_cleared"]
     eviction.is_observed = parts.is_observed
-    if parts.swa:
-        context.set_swa(*parts.swa)
+    if parts.beside:
+        context.set_beside(*parts.beside)
     for signal, values in parts.signals.items():
         context.write(signal, _counted_back(signal, values, eviction.n_new))

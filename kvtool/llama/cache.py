@@ -24,8 +24,8 @@ class Cache(Protocol):
         Rows that are evicted on their own.
     n_dim
         The length of a key; the longest if layers differ.
-    n_swa
-        Cells of the sliding layers, which have no rows and stay as llama.cpp keeps them; 0 if none slide.
+    n_beside
+        Entries of the table that `beside` returns; 0 for a model whose layers all have rows.
     n_cell
         Cells of the longest layer.
     row_layers
@@ -49,7 +49,7 @@ class Cache(Protocol):
     @property
     def n_dim(self) -> int: ...
     @property
-    def n_swa(self) -> int: ...
+    def n_beside(self) -> int: ...
     @property
     def n_cell(self) -> int: ...
     @property
@@ -149,12 +149,12 @@ class Cache(Protocol):
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
         """Writes what `cells` returned."""
 
-    def swa(self) -> tuple[np.ndarray, np.ndarray]:
-        """What sliding layers hold: i32[1 + n_swa], the next cell and each cell's position; u1[bytes]."""
+    def beside(self) -> tuple[np.ndarray, np.ndarray]:
+        """What sliding and recurrent layers hold: a table i32[n_beside], where it belongs; u1[bytes]."""
 
-    def set_swa(self, table: np.ndarray, data: np.ndarray) -> None:
-        """Writes what `swa` returned."""
+    def set_beside(self, table: np.ndarray, data: np.ndarray) -> None:
+        """Writes what `beside` returned."""
 
     @property
-    def swa_shapes(self) -> list[tuple[int]]:
-        """The shapes of the two arrays that `swa` returns."""
+    def beside_shapes(self) -> list[tuple[int]]:
+        """The shapes of the two arrays that `beside` returns."""

@@ -415,25 +415,25 @@ class Context(Decoder):
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
     @property
-    def n_swa(self) -> int:
-        """Cells of the sliding layers; 0 if none slide."""
-        return int(lib.llama_kvtool_n_swa(self._context))
+    def n_beside(self) -> int:
+        """Entries of the table that `beside` returns; 0 for a model that keeps nothing beside its rows."""
+        return int(lib.llama_kvtool_n_beside(self._context))
 
-    def swa(self) -> tuple[np.ndarray, np.ndarray]:
-        """What sliding layers hold: i32[1 + n_swa], the next cell and each cell's position; u1[bytes]."""
-        table, data = (np.empty(*own) for own in zip(self.swa_shapes, (np.int32, np.uint8), strict=True))
-        check(lib.llama_kvtool_get_swa(self._context, table.ctypes.data, data.ctypes.data))
+    def beside(self) -> tuple[np.ndarray, np.ndarray]:
+        """What sliding and recurrent layers hold: a table i32[n_beside], where it belongs; u1[bytes]."""
+        table, data = (np.empty(*own) for own in zip(self.beside_shapes, (np.int32, np.uint8), strict=True))
+        check(lib.llama_kvtool_get_beside(self._context, table.ctypes.data, data.ctypes.data))
         return table, data
 
-    def set_swa(self, table: np.ndarray, data: np.ndarray) -> None:
-        """Writes what `swa` returned."""
-        assert [table.shape, data.shape] == self.swa_shapes
-        check(lib.llama_kvtool_set_swa(self._context, table.ctypes.data, data.ctypes.data))
+    def set_beside(self, table: np.ndarray, data: np.ndarray) -> None:
+        """Writes what `beside` returned."""
+        assert [table.shape, data.shape] == self.beside_shapes
+        check(lib.llama_kvtool_set_beside(self._context, table.ctypes.data, data.ctypes.data))
 
     @property
-    def swa_shapes(self) -> list[tuple[int]]:
-        """The shapes of the two arrays that `swa` returns."""
-        return [(1 + self.n_swa,), (lib.llama_kvtool_get_swa(self._context, None, None),)]
+    def beside_shapes(self) -> list[tuple[int]]:
+        """The shapes of the two arrays that `beside` returns."""
+        return [(self.n_beside,), (lib.llama_kvtool_get_beside(self._context, None, None),)]
 
 
 def choose_flash(flash: str, type_v: str, ragged: bool) -> str:

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 8
+ABI = 9
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -89,9 +89,9 @@ def _bind_all() -> None:
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
-    bind("llama_kvtool_n_swa", i32, pointer)
-    bind("llama_kvtool_get_swa", i64, pointer, pointer, pointer)
-    bind("llama_kvtool_set_swa", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_n_beside", i32, pointer)
+    bind("llama_kvtool_get_beside", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_set_beside", i64, pointer, pointer, pointer)
     bind("llama_kvtool_archive_file", i32, pointer, ctypes.c_char_p)
     bind("llama_kvtool_archive", i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_base", i32, pointer, i64)

@@ -32,7 +32,7 @@ class SequenceContext(Decoder):
     n_row = 1
     # no policy that reads keys runs here
     n_dim = 0
-    n_swa = 0
+    n_beside = 0
     archive = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
@@ -84,8 +84,8 @@ class SequenceContext(Decoder):
         """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
-    see = read = history = history_shape = write = read_keys = hide = resize = swa = set_swa = _refuse
-    swa_shapes: list[tuple[int]] = []
+    see = read = history = history_shape = write = read_keys = hide = resize = beside = set_beside = _refuse
+    beside_shapes: list[tuple[int]] = []
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that one cell takes in all layers."""

@@ -111,29 +111,32 @@ int64_t llama_kvtool_set_cells(llama_context * ctx, int32_t layer, const uint8_t
     return copy_cells(ctx, layer, nullptr, in, n_cell);
 }
 
-int32_t llama_kvtool_n_swa(const llama_context * ctx) {
+int32_t llama_kvtool_n_beside(const llama_context * ctx) {
     const auto * kvtool = llama_kvtool::get(ctx);
-    return kvtool ? kvtool->n_swa() : -1;
+    return kvtool ? kvtool->n_beside() : -1;
 }
 
-int64_t llama_kvtool_get_swa(llama_context * ctx, int32_t * table, uint8_t * out) {
+int64_t llama_kvtool_get_beside(llama_context * ctx, int32_t * table, uint8_t * out) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
     }
-    return guarded([&]() -> int64_t { return kvtool->copy_swa(*ctx, table, out, nullptr, nullptr); });
+    return guarded([&]() -> int64_t { return kvtool->copy_beside(*ctx, table, out, nullptr, nullptr); });
 }
 
-int64_t llama_kvtool_set_swa(llama_context * ctx, const int32_t * table, const uint8_t * in) {
+int64_t llama_kvtool_set_beside(llama_context * ctx, const int32_t * table, const uint8_t * in) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {
         return -1;
     }
-    const int32_t n = kvtool->n_swa();
-    if (!table || !in || table[0] < 0 || table[0] > n) {
-        return fail(format("table and in must not be null, and table[0] must be in 0..%d", n));
+    if (!table || !in) {
+        return fail("table and in must not be null");
     }
-    return guarded([&]() -> int64_t { return kvtool->copy_swa(*ctx, nullptr, nullptr, table, in); });
+    const int32_t n = kvtool->sliding.empty() ? 0 : kvtool->sliding[0].n_cell;
+    if (n > 0 && (table[0] < 0 || table[0] > n)) {
+        return fail(format("table[0] must be in 0..%d, got %d", n, table[0]));
+    }
+    return guarded([&]() -> int64_t { return kvtool->copy_beside(*ctx, nullptr, nullptr, table, in); });
 }
 
 //

@@ -97,8 +97,9 @@ void archived_layer::set_index(int head, int64_t i, const float * key) {
 //
 
 void archive::make(const llama_kvtool & kvtool, const llama_context & lctx) {
-    const auto & hparams = lctx.get_model().hparams;
-    const auto & params  = kvtool.params;
+    const auto & params = kvtool.params;
+
+    const int n_map = llama_kvtool::key_map(*llama_kvtool::cache(lctx));
 
     n_near = params.n_near;
 
@@ -107,11 +108,8 @@ void archive::make(const llama_kvtool & kvtool, const llama_context & lctx) {
 
     size_t at = 0;
     for (const auto & l : kvtool.layers) {
-        const int64_t n_embd_k = hparams.n_embd_head_k(l.il);
-        const int64_t n_embd_v = hparams.n_embd_head_v(l.il);
-
-        layers.emplace_back(memory, at, l.n_head, n_embd_k, n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
-        rope  .emplace_back(lctx, l.il, llama_kvtool::key_map(*llama_kvtool::cache(lctx)), 2*n_near);
+        layers.emplace_back(memory, at, l.n_head, l.n_embd_k, l.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
+        rope  .emplace_back(l, l.rope.is_mapped ? n_map : 0, 2*n_near);
 
         at = layers.back().slab_end();
     }

@@ -9,10 +9,8 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
-#include "llama-model.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace kvtool {
 
@@ -20,7 +18,7 @@ namespace kvtool {
 struct graph_inputs {
     input idx_src { GGML_TYPE_I32, {}, nullptr }; // rows to gather
     input idx_dst { GGML_TYPE_I32, {}, nullptr }; // rows to write
-    input delta   { GGML_TYPE_I32, {}, nullptr };
+    input delta   { GGML_TYPE_I32, {}, nullptr }; // see rope::build
     input weight  { GGML_TYPE_F32, {}, nullptr };
 };
 
@@ -39,8 +37,22 @@ static void repeated(const std::vector<T> & list, int64_t n, F && f) {
     }
 }
 
+// adds the positions that a layer's keys turn by: text has the same in all sections but the last
+static void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list) {
+    for (int s = 0; s < (l.rope.is_multi() ? GGML_MROPE_SECTIONS : 1); ++s) {
+        for (const int32_t delta : deltas) {
+            list.push<int32_t>(s < GGML_MROPE_SECTIONS - 1 ? delta : 0);
+        }
+    }
+}
+
+// so many of them
+static int64_t n_deltas(const layer & l, int64_t n) {
+    return l.rope.is_multi() ? GGML_MROPE_SECTIONS*n : n;
+}
+
 static graph_inputs fill_inputs(
-        const llama_hparams & hparams, const std::vector<layer> & layers, const part & p, const std::vector<layer_edit> & edits,
+        const std::vector<layer> & layers, const part & p, const std::vector<layer_edit> & edits,
         const std::vector<layer_shape> & shapes, bool v_trans, std::vector<layer_inputs> & at) {
     const size_t align = p.align();
 
@@ -64,14 +76,16 @@ static graph_inputs fill_inputs(
 
         a.k_dst_turns = in.idx_dst.start(align);
         a.k_delta     = in.delta.start(align);
+        std::vector<int32_t> deltas;
         repeated(e.turns, s.n_turns, [&](const llama_kvtool_move & m) {
             in.idx_src.push<int32_t>(index(m.row, m.src));
             in.idx_dst.push<int32_t>(index(m.row, m.dst));
-            in.delta.push<int32_t>(m.delta);
+            deltas.push_back(m.delta);
         });
+        push_deltas(l, deltas, in.delta);
 
         // a transposed value is n_embd elements that lie n_cell apart
-        const int64_t n_embd = hparams.n_embd_head_v(l.il);
+        const int64_t n_embd = l.n_embd_v;
 
         const auto push = [&](input & list, int row, int cell) {
             if (!v_trans) {
@@ -117,42 +131,21 @@ static graph_inputs fill_inputs(
     return in;
 }
 
-// rotates keys [n_embd, n] by delta positions
-static ggml_tensor * build_turn(
-        const llama_context & lctx, ggml_context * ctx, ggml_tensor * x, ggml_tensor * delta, ggml_tensor * rot, int il) {
-    const auto & model   = lctx.get_model();
-    const auto & hparams = model.hparams;
-    const auto & cparams = lctx.get_cparams();
+// quantized keys as they were, or as they are stored: the map undoes itself
+static ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot) {
+    return rot && l.rope.is_mapped ? llama_mul_mat_hadamard(ctx, keys, rot) : keys;
+}
 
-    const float freq_base  = model.get_rope_freq_base (cparams, il);
-    const float freq_scale = model.get_rope_freq_scale(cparams, il);
-
-    // YaRN scaled the key at its first rotation, and must not scale it again
-    const float attn_factor = cparams.yarn_ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
-
-    x = ggml_reshape_3d(ctx, x, x->ne[0], 1, x->ne[1]);
-
-    if (rot) {
-        x = llama_mul_mat_hadamard(ctx, x, rot);
-    }
-
-    x = ggml_rope_ext(ctx, x, delta, model.get_rope_factors(cparams, il), hparams.n_rot(il), hparams.rope_type,
-            cparams.n_ctx_orig_yarn, freq_base, freq_scale,
-            cparams.yarn_ext_factor, attn_factor, cparams.yarn_beta_fast, cparams.yarn_beta_slow);
-
-    if (rot) {
-        x = llama_mul_mat_hadamard(ctx, x, rot);
-    }
-
-    return ggml_reshape_2d(ctx, x, x->ne[0], x->ne[2]);
+// rotates stored keys [n_embd, n] by delta positions
+static ggml_tensor * build_turn(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * delta, ggml_tensor * rot) {
+    return mapped(ctx, l, l.rope.build(ctx, mapped(ctx, l, keys, rot), delta), rot);
 }
 
 static ggml_tensor * build_keys(
-        const llama_context & lctx, ggml_context * ctx, const layer & l, const layer_shape & s,
-        const graph_inputs & in, const layer_inputs & a, ggml_tensor * rot) {
+        ggml_context * ctx, const layer & l, const layer_shape & s, const graph_inputs & in, const layer_inputs & a, ggml_tensor * rot) {
     const int64_t n_moves = s.n_moves;
     const int64_t n_turns = s.n_turns;
-    const int64_t n_embd  = l.k->ne[0]/l.n_head;
+    const int64_t n_embd  = l.n_embd_k;
 
     ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
 
@@ -165,7 +158,7 @@ static ggml_tensor * build_keys(
     }
     if (n_turns > 0) {
         ggml_tensor * turned = ggml_view_2d(ctx, x, n_embd, n_turns, x->nb[1], n_moves*x->nb[1]);
-        turned = build_turn(lctx, ctx, turned, in.delta.view(ctx, a.k_delta, n_turns), rot, l.il);
+        turned = build_turn(ctx, l, turned, in.delta.view(ctx, a.k_delta, n_deltas(l, n_turns)), rot);
         k = ggml_set_rows(ctx, k, turned, in.idx_dst.view(ctx, a.k_dst_turns, n_turns));
     }
 
@@ -209,8 +202,7 @@ static ggml_tensor * build_values(
 bool edit_graph(
         llama_kvtool & kvtool, llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p,
         const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
-    const auto & hparams = lctx.get_model().hparams;
-    const bool   v_trans = kvtool.v_trans;
+    const bool v_trans = kvtool.v_trans;
 
     std::vector<layer_shape> shapes;
     bool none = true;
@@ -230,7 +222,7 @@ bool edit_graph(
 
     std::vector<layer_inputs> at(shapes.size());
 
-    graph_inputs in = fill_inputs(hparams, layers, p, edits, shapes, v_trans, at);
+    graph_inputs in = fill_inputs(layers, p, edits, shapes, v_trans, at);
 
     size_t max_nodes = 64;
     for (const auto & s : shapes) {
@@ -247,10 +239,10 @@ bool edit_graph(
         const auto & s = shapes[i];
 
         if (s.n_moves + s.n_turns > 0) {
-            ggml_build_forward_expand(gf, build_keys(lctx, ctx, l, s, in, at[i], rot));
+            ggml_build_forward_expand(gf, build_keys(ctx, l, s, in, at[i], rot));
         }
         if (s.n_moved + s.n_merged[0] > 0) {
-            ggml_build_forward_expand(gf, build_values(ctx, l, hparams.n_embd_head_v(l.il), s, in, at[i], v_trans));
+            ggml_build_forward_expand(gf, build_values(ctx, l, l.n_embd_v, s, in, at[i], v_trans));
         }
         return nullptr;
     };
@@ -277,19 +269,22 @@ static bool read_keys(
     input in_src   { GGML_TYPE_I32, {}, nullptr };
     input in_delta { GGML_TYPE_I32, {}, nullptr };
 
-    std::vector<size_t> at;
+    std::vector<size_t> at_src;
+    std::vector<size_t> at_delta;
     for (const size_t i : p.layers) {
         const auto & l = layers[i];
 
-        at.push_back(in_src.start(p.align()));
-        in_delta.start(p.align());
+        at_src  .push_back(in_src  .start(p.align()));
+        at_delta.push_back(in_delta.start(p.align()));
+        std::vector<int32_t> deltas;
         for (int head = 0; head < l.n_head; ++head) {
             for (int j = 0; j < n; ++j) {
                 const int row = l.row_0 + head;
-                in_src  .push<int32_t>((first[row] + j)*l.n_head + head);
-                in_delta.push<int32_t>(delta[(size_t) row*n + j]);
+                in_src.push<int32_t>((first[row] + j)*l.n_head + head);
+                deltas.push_back(delta[(size_t) row*n + j]);
             }
         }
+        push_deltas(l, deltas, in_delta);
     }
 
     if (p.kept && (p.kept->shapes.empty() || p.kept->shapes[0].n_moves != n)) {
@@ -299,15 +294,14 @@ static bool read_keys(
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
         const auto & l = layers[p.layers[i]];
 
-        const int64_t n_embd = l.k->ne[0]/l.n_head;
+        const int64_t n_key = (int64_t) l.n_head*n;
 
-        ggml_tensor * k = ggml_reshape_2d(ctx, l.k, n_embd, l.n_head*l.k->ne[1]);
+        ggml_tensor * k = ggml_reshape_2d(ctx, l.k, l.n_embd_k, l.n_head*l.k->ne[1]);
 
-        k = ggml_get_rows(ctx, k, in_src.view(ctx, at[i], (int64_t) l.n_head*n));
-        if (is_rotary(lctx.get_model().hparams, l)) {
-            k = build_turn(lctx, ctx, k, in_delta.view(ctx, at[i], (int64_t) l.n_head*n), rot, l.il);
-        } else if (rot) {
-            k = llama_mul_mat_hadamard(ctx, k, rot);
+        k = ggml_get_rows(ctx, k, in_src.view(ctx, at_src[i], n_key));
+        k = mapped(ctx, l, k, rot);
+        if (l.rope.is_rotary()) {
+            k = l.rope.build(ctx, k, in_delta.view(ctx, at_delta[i], n_deltas(l, n_key)));
         }
 
         ggml_set_output(k);

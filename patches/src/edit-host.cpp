@@ -4,8 +4,6 @@
 #include "edit.h"
 #include "state.h"
 
-#include "llama-hparams.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -164,21 +162,20 @@ static void merge_host(const std::vector<llama_kvtool_term> & terms, const P & p
     });
 }
 
-void edit_host(
-        const llama_kvtool & kvtool, const llama_hparams & hparams, const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
+void edit_host(const llama_kvtool & kvtool, const std::vector<layer_edit> & edits, bool with_k, bool with_v) {
     for (size_t i = 0; i < kvtool.layers.size(); ++i) {
         const auto & l = kvtool.layers[i];
 
         if (with_k) {
-            const int64_t n_embd = hparams.n_embd_head_k(l.il);
+            const int64_t n_embd = l.n_embd_k;
             const size_t  size   = ggml_row_size(l.k->type, n_embd);
 
             with_pieces({ l.k, l.row_0, 1, n_embd, l.k->nb[1], size, 0 }, [&](const auto & pieces) {
                 move_host(edits[i].moves, pieces);
             });
         }
-        if (with_v) {
-            const int64_t n_embd = hparams.n_embd_head_v(l.il);
+        if (with_v && l.v) {
+            const int64_t n_embd = l.n_embd_v;
             const size_t  size   = ggml_row_size(l.v->type, n_embd);
             const size_t  one    = ggml_type_size(l.v->type);
 

@@ -22,10 +22,6 @@ std::vector<llama_kvtool_move> values_moved(const layer_edit & edit) {
     return res;
 }
 
-bool is_rotary(const llama_hparams & hparams, const layer & l) {
-    return hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.has_rope(l.il);
-}
-
 // the cells that an edit writes to
 struct writes {
     writes(int n_row, int n_cell) : n_cell(n_cell), seen((size_t) n_row*n_cell) {}
@@ -94,6 +90,10 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
         }
     }
 
+    if (edit.n_term > 0 && std::any_of(kvtool.layers.begin(), kvtool.layers.end(), [](const layer & l) { return !l.v; })) {
+        return "values of this model are a part of its keys (MLA): they cannot be merged";
+    }
+
     writes merged(n_row, n_most);
 
     for (int i = 0; i < edit.n_term; ++i) {
@@ -111,7 +111,7 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     return {};
 }
 
-static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama_hparams & hparams, const llama_kvtool_edit & edit) {
+static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama_kvtool_edit & edit) {
     const auto & layers = kvtool.layers;
 
     std::vector<layer_edit> res(layers.size());
@@ -126,7 +126,7 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
 
         const int at = index[m.row];
 
-        if (m.delta != 0 && is_rotary(hparams, layers[at])) {
+        if (m.delta != 0 && layers[at].rope.is_rotary()) {
             res[at].turns.push_back(m);
         } else if (m.src != m.dst) {
             res[at].moves.push_back(m);
@@ -139,21 +139,26 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
     return res;
 }
 
-// a token has one position in all layers: where the edit makes the newest token's jump, the tokens of sliding layers
-// follow. false: a device has failed
-static bool slide(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
+// a token has one position in all layers: where the edit makes the newest token's jump, those of sliding and recurrent
+// layers follow. false: a device has failed
+static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
+    const bool none = edit.n_keep == edit.n_hidden;
+
+    if (auto * mem = llama_kvtool::recurrent(lctx)) {
+        llama_kvtool::set_newest(*mem, none ? -1 : edit.pos_0 + edit.n_keep - 1);
+    }
+
     auto * kv = llama_kvtool::sliding_cache(lctx);
 
     if (!kv) {
         return true;
     }
-    if (edit.n_keep == edit.n_hidden) {
+    if (none) {
         kv->clear(false);
         return true;
     }
 
-    const auto & hparams = lctx.get_model().hparams;
-    const auto & layers  = kvtool.sliding;
+    const auto & layers = kvtool.sliding;
 
     const int delta = edit.pos_0 + edit.n_keep - 1 - kv->seq_pos_max(0);
 
@@ -161,7 +166,7 @@ static bool slide(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtoo
 
     for (const int c : llama_kvtool::shift_swa(*kv, delta)) {
         for (size_t i = 0; i < layers.size(); ++i) {
-            for (int head = 0; head < layers[i].n_head && is_rotary(hparams, layers[i]); ++head) {
+            for (int head = 0; head < layers[i].n_head && layers[i].rope.is_rotary(); ++head) {
                 edits[i].turns.push_back({ head, c, c, delta });
             }
         }
@@ -176,21 +181,20 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
         return fail(why);
     }
 
-    const auto & hparams = lctx.get_model().hparams;
-    const auto & layers  = kvtool.layers;
+    const auto & layers = kvtool.layers;
 
     auto * kv = llama_kvtool::cache(lctx);
 
     lctx.synchronize();
     kvtool.recent.collect(lctx);
 
-    const auto edits = by_layer(kvtool, hparams, edit);
+    const auto edits = by_layer(kvtool, edit);
 
     bool host  = !edit.force_graph;
     bool turns = false;
 
     for (size_t i = 0; i < layers.size(); ++i) {
-        host  = host && ggml_backend_buffer_is_host(layers[i].k->buffer) && ggml_backend_buffer_is_host(layers[i].v->buffer);
+        host  = host && ggml_backend_buffer_is_host(layers[i].k->buffer) && (!layers[i].v || ggml_backend_buffer_is_host(layers[i].v->buffer));
         turns = turns || !edits[i].turns.empty();
     }
 
@@ -201,11 +205,11 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
             return fail("the device failed to edit the cache");
         }
     }
-    if (!slide(kvtool, lctx, edit)) {
+    if (!follow(kvtool, lctx, edit)) {
         return fail("the device failed to turn the keys of sliding layers");
     }
 
-    edit_host(kvtool, hparams, edits, k_host, host);
+    edit_host(kvtool, edits, k_host, host);
 
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());

@@ -10,7 +10,6 @@
 
 class  llama_kv_cache;
 struct llama_context;
-struct llama_hparams;
 struct llama_kvtool;
 
 namespace kvtool {
@@ -28,9 +27,6 @@ struct layer_edit {
 // the moves of values: all but those of keys that turn where they are
 std::vector<llama_kvtool_move> values_moved(const layer_edit & edit);
 
-// whether RoPE turns the layer's keys
-bool is_rotary(const llama_hparams & hparams, const layer & l);
-
 // see llama_kvtool_apply
 int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit);
 
@@ -39,8 +35,7 @@ int32_t read_keys(
         llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
 
 // in host memory; turns nothing
-void edit_host(
-        const llama_kvtool & kvtool, const llama_hparams & hparams, const std::vector<layer_edit> & edits, bool with_k, bool with_v);
+void edit_host(const llama_kvtool & kvtool, const std::vector<layer_edit> & edits, bool with_k, bool with_v);
 
 // as a graph, over the part's layers; false: a device has failed
 bool edit_graph(

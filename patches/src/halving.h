@@ -43,10 +43,12 @@ inline ggml_tensor * sum_middle(ggml_context * ctx, ggml_tensor * t) {
 }
 
 // for values that are not negative
+inline ggml_tensor * max_of(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
+    return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
+}
+
 inline ggml_tensor * max_middle(ggml_context * ctx, ggml_tensor * t) {
-    return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) {
-        return ggml_add(ctx, ggml_relu(ctx, ggml_sub(ctx, a, b)), b);
-    });
+    return reduce_middle(ctx, t, [ctx](ggml_tensor * a, ggml_tensor * b) { return max_of(ctx, a, b); });
 }
 
 } // namespace kvtool

@@ -17,20 +17,25 @@ struct llm_graph_context;
 struct llama_kvtool_graph {
     static constexpr int n_signal = 6;
 
-    // the signals of one layer that the host adds up
+    // the signals of the rows of one layer
     struct probe {
-        int il;
+        int i; // the layer's index in the cache
 
-        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]; null where the device adds up
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
     };
 
+    // those that the host adds up; null where the device does
     std::vector<probe> probes;
+
+    // those that later layers, which read the same cells, add to; of the recent signal [n_kv, q, n_head_kv]
+    std::vector<probe> shared;
 
     llama_kvtool_input * input = nullptr;
 };
 
-// ragged rows: stores the new keys and values at each row's own end and sets k and v to views of the layer's cells;
-// returns false, and does nothing, where rows are not ragged
+// Notes how the new keys are rotated; they are null where a layer reads an earlier layer's cells. Ragged rows: stores keys
+// and values at each row's own end and sets k and v to views of the layer's cells; returns false where rows are not ragged.
+// v stays as it is where values are a part of the keys
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "rope.h"
+
 #include "ggml.h"
 
 namespace kvtool {
@@ -13,7 +15,14 @@ struct layer {
     int n_cell; // its cells
 
     ggml_tensor * k;
-    ggml_tensor * v;
+    ggml_tensor * v; // null: values are a part of the keys (MLA)
+
+    int n_embd_k; // numbers in a key of one head
+    int n_embd_v; // and in a value; 0 without values
+
+    int last; // the last layer of the model that reads its cells, which may be a later one
+
+    kvtool::rope rope = {};
 };
 
 } // namespace kvtool

@@ -1,5 +1,6 @@
-// What kvtool needs of llama.cpp beyond its public API. It is for a context with one sequence (id 0) whose layers attend
-// to everything, or some of them through a sliding window: those have no rows, and llama.cpp keeps their cache itself.
+// What kvtool needs of llama.cpp beyond its public API. It is for a context with one sequence (id 0) of whose layers some
+// attend to everything and keep keys for it: these have rows. Others may read an earlier layer's cells, attend through a
+// sliding window or be recurrent: llama.cpp keeps what those need itself.
 //
 // - signals: each layer's attention probabilities, reduced in the graph to a few floats per row and cell
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
@@ -17,7 +18,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 8
+#define LLAMA_KVTOOL_ABI 9
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -128,7 +129,7 @@ LLAMA_API int32_t llama_kvtool_row_layers(const struct llama_context * ctx, int3
 // the length of the longest key
 LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 
-// bytes of the K and V tensors, those of sliding layers included
+// bytes of the K and V tensors, of those of sliding layers and of recurrent states
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
 
 // how many tokens the first query of the next decode has seen before it; t counts from there
@@ -155,11 +156,12 @@ LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const fl
 LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
 LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
 
-// The same for the layers with a sliding window (swa): all of their n_swa cells, layer by layer.
-// table[1 + n_swa]: where the next token goes, then each cell's position, -1 if it is empty
-LLAMA_API int32_t llama_kvtool_n_swa  (const struct llama_context * ctx);
-LLAMA_API int64_t llama_kvtool_get_swa(struct llama_context * ctx, int32_t * table, uint8_t * out);
-LLAMA_API int64_t llama_kvtool_set_swa(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
+// The same for what a model keeps beside its rows: all cells of the layers with a sliding window, then all recurrent states.
+// table[n_beside]: with sliding layers, where their next token goes, and each cell's position, -1 if it is empty; with
+// recurrent ones, the position of the newest token, -1 if there is none
+LLAMA_API int32_t llama_kvtool_n_beside  (const struct llama_context * ctx);
+LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * table, uint8_t * out);
+LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
 
 // out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
 // positions on the way, 0 beyond a layer's own length of a key

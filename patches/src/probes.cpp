@@ -29,6 +29,15 @@ ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * 
     return ggml_mul(graph.ctx0, q, scale);
 }
 
+// the place of a signal among all
+static int index_of(uint32_t signal) {
+    int s = 0;
+    while (signal >> (s + 1)) {
+        ++s;
+    }
+    return s;
+}
+
 void llama_kvtool_build(
         const llm_graph_context & graph,
         ggml_tensor * q,
@@ -66,7 +75,21 @@ void llama_kvtool_build(
     const int64_t n_head_kv = k->ne[2];
     const int64_t n_gqa     = p->ne[2]/n_head_kv;
 
-    const size_t i_layer = kvtool->find(il) - kvtool->layers.data();
+    const auto & l = *kvtool->find(il);
+
+    const size_t i_layer = &l - kvtool->layers.data();
+
+    // what earlier layers that read the same cells have of each signal; a later one takes it over
+    auto & shared = graph.res->kvtool.shared;
+
+    const auto before = std::find_if(shared.begin(), shared.end(), [&](const auto & x) { return x.i == (int) i_layer; });
+
+    llama_kvtool_graph::probe sums = before == shared.end() ? llama_kvtool_graph::probe { (int) i_layer, {} } : *before;
+    if (before != shared.end()) {
+        shared.erase(before);
+    }
+
+    const bool is_last = il >= l.last;
 
     const auto has = [&](uint32_t signal) { return (params.signals & signal) != 0; };
 
@@ -91,14 +114,29 @@ void llama_kvtool_build(
         return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
     };
 
-    llama_kvtool_graph::probe probe = { il, {} };
+    llama_kvtool_graph::probe probe = { (int) i_layer, {} };
+
+    // A signal of this layer together with that of the others that read its cells; null: a later layer adds to it. Expanded
+    // at once, so that one layer's probabilities are freed before the next layer's are made
+    const auto joined = [&](int s, ggml_tensor * t) -> ggml_tensor * {
+        if (sums.t[s]) {
+            t = 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
+        }
+        if (is_last) {
+            return t;
+        }
+        sums.t[s] = t;
+        ggml_build_forward_expand(graph.gf, t);
+        return nullptr;
+    };
 
     const auto put = [&](uint32_t signal, ggml_tensor * t) {
-        int s = 0;
-        while (signal >> (s + 1)) {
-            ++s;
+        const int s = index_of(signal);
+
+        t = joined(s, t);
+        if (!t) {
+            return;
         }
-        // expanded at once, so that one layer's probabilities are freed before the next layer's are made
         if (ggml_tensor * sum = kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
             ggml_build_forward_expand(graph.gf, sum);
             return;
@@ -128,8 +166,10 @@ void llama_kvtool_build(
         }
         // each query's own: only the group becomes one
         ggml_tensor * t = ggml_reshape_3d(ctx, queries(a, r), n_kv*r, a->ne[2]/n_head_kv, n_head_kv);
-        t = ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, r, n_head_kv);
-        ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, slots));
+        t = joined(index_of(LLAMA_KVTOOL_SIGNAL_RECENT), ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, r, n_head_kv));
+        if (t) {
+            ggml_build_forward_expand(graph.gf, kvtool->recent.build(ctx, i_layer, t, slots));
+        }
     }
     if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
         ggml_tensor * one = summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a;
@@ -154,7 +194,11 @@ void llama_kvtool_build(
         }
     }
 
-    graph.res->kvtool.probes.push_back(probe);
+    if (is_last) {
+        graph.res->kvtool.probes.push_back(probe);
+    } else {
+        shared.push_back(sums);
+    }
 }
 
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens) {
@@ -178,7 +222,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
         // the probabilities where flash attention leaves none, and the scaled queries; ragged rows' stores, views and masks
-        res += 8 + (params.ragged ? 24 : 0) + (params.n_recall > 0 ? 26 : 0) + (hits ? 8 : 0);
+        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (params.n_recall > 0 ? 26 : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
             // a halving is two views and a sum, and a view and a sum for an odd one; a maximum is three operations
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT;

@@ -8,37 +8,29 @@
 #include "llama-graph.h"
 #include "llama-impl.h"
 
+#include <algorithm>
+
 using namespace kvtool;
 
-bool llama_kvtool_store(
-        const llm_graph_context & graph,
-        ggml_tensor * k_cur,
-        ggml_tensor * v_cur,
-        ggml_tensor * & k,
-        ggml_tensor * & v,
-                int   il) {
-    const auto * kvtool = graph.cparams.kvtool;
+// the inputs of a layer's rows; null if the graph has none yet
+static const llama_kvtool_input::rows * find_rows(const llm_graph_context & graph, int i) {
+    const auto & all = graph_input(graph).ragged;
+    const auto   it  = std::find_if(all.begin(), all.end(), [&](const auto & rows) { return rows.i == i; });
+    return it == all.end() ? nullptr : &*it;
+}
 
-    if (!kvtool || !kvtool->params.ragged || !kvtool->find(il)) {
-        return false;
-    }
-
+// stores new keys and values at each row's own end
+static void store_rows(const llm_graph_context & graph, const layer & l, int i, bool v_trans, ggml_tensor * k_cur, ggml_tensor * v_cur) {
     ggml_context * ctx = graph.ctx0;
-
-    const auto & l = *kvtool->find(il);
-
-    const bool v_trans = kvtool->v_trans;
 
     const int64_t n_tokens = k_cur->ne[2];
     const int64_t n_head   = l.n_head;
-    const int64_t n_embd_k = k_cur->ne[0];
-    const int64_t n_embd_v = v_cur->ne[0];
 
     llama_kvtool_input::rows rows;
 
-    rows.i     = &l - kvtool->layers.data();
+    rows.i     = i;
     rows.k_idx = new_input(ctx, GGML_TYPE_I64, n_head*n_tokens, 1, 1);
-    rows.v_idx = v_trans ? new_input(ctx, GGML_TYPE_I64, n_embd_v*n_head*n_tokens, 1, 1) : nullptr;
+    rows.v_idx = v_trans && l.v ? new_input(ctx, GGML_TYPE_I64, l.n_embd_v*n_head*n_tokens, 1, 1) : nullptr;
     rows.limit = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, n_head);
 
     graph_input(graph).ragged.push_back(rows);
@@ -49,20 +41,53 @@ bool llama_kvtool_store(
         ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, cache, cur, idx));
     };
 
-    write(l.k, k_cur, n_embd_k, rows.k_idx);
-    write(l.v, v_cur, v_trans ? 1 : n_embd_v, v_trans ? rows.v_idx : rows.k_idx);
+    write(l.k, k_cur, l.n_embd_k, rows.k_idx);
+    if (l.v) {
+        write(l.v, v_cur, v_trans ? 1 : l.n_embd_v, v_trans ? rows.v_idx : rows.k_idx);
+    }
+}
+
+bool llama_kvtool_store(
+        const llm_graph_context & graph,
+        ggml_tensor * k_cur,
+        ggml_tensor * v_cur,
+        ggml_tensor * & k,
+        ggml_tensor * & v,
+                int   il) {
+    auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool) {
+        return false;
+    }
+    if (k_cur) {
+        kvtool->see(il, k_cur);
+    }
+    if (!kvtool->params.ragged || !kvtool->find(il)) {
+        return false;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    const auto & l = *kvtool->find(il);
+
+    const bool v_trans = kvtool->v_trans;
+
+    // a layer without keys of its own reads an earlier layer's
+    if (k_cur) {
+        store_rows(graph, l, &l - kvtool->layers.data(), v_trans, k_cur, v_cur);
+    }
 
     const auto view = [&](ggml_tensor * t, int64_t n_embd) {
         const size_t size = ggml_row_size(t->type, n_embd);
-        return ggml_view_4d(ctx, t, n_embd, n_head, l.n_cell, 1, size, t->nb[1], t->nb[2], 0);
+        return ggml_view_4d(ctx, t, n_embd, l.n_head, l.n_cell, 1, size, t->nb[1], t->nb[2], 0);
     };
 
-    k = view(l.k, n_embd_k);
-    if (v_trans) {
+    k = view(l.k, l.n_embd_k);
+    if (l.v && v_trans) {
         const size_t size = ggml_row_size(l.v->type, l.n_cell);
-        v = ggml_view_4d(ctx, l.v, l.n_cell, n_head, n_embd_v, 1, size*n_embd_v, size, l.v->nb[2], 0);
-    } else {
-        v = view(l.v, n_embd_v);
+        v = ggml_view_4d(ctx, l.v, l.n_cell, l.n_head, l.n_embd_v, 1, size*l.n_embd_v, size, l.v->nb[2], 0);
+    } else if (l.v) {
+        v = view(l.v, l.n_embd_v);
     }
 
     return true;
@@ -77,16 +102,16 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
 
     ggml_context * ctx = graph.ctx0;
 
-    const auto & rows = graph_input(graph).ragged.back();
-    const auto & l    = kvtool->layers[rows.i];
-    GGML_ASSERT(l.il == il);
+    const auto & l    = *kvtool->find(il);
+    const auto * rows = find_rows(graph, &l - kvtool->layers.data());
+    GGML_ASSERT(rows);
 
-    const int64_t n_tokens = rows.limit->ne[1];
+    const int64_t n_tokens = rows->limit->ne[1];
     const int64_t n_gqa    = graph.hparams.n_head(il)/l.n_head;
 
     // made on the device: the host would have to fill and send a mask for every head and layer
     ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, n_tokens, l.n_head, 1);
-    x = ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows.limit)), -1e30f);
+    x = ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows->limit)), -1e30f);
     if (n_gqa > 1) {
         x = ggml_reshape_4d(ctx, x, l.n_cell, n_tokens, 1, l.n_head);
         x = ggml_repeat_4d(ctx, x, l.n_cell, n_tokens, n_gqa, l.n_head);

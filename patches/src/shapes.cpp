@@ -50,7 +50,7 @@ static int64_t rounded_up(int64_t n) {
 }
 
 int64_t list_bytes(const layer & l, const layer_shape & s, bool v_trans) {
-    const int64_t n_part = v_trans ? l.v->ne[0]/l.n_head : 1;
+    const int64_t n_part = v_trans && l.v ? l.n_embd_v : 1;
 
     int64_t res = 8*s.n_moves + 12*s.n_turns + (s.shared ? 0 : 8*n_part*s.n_moved) + 4*n_part*s.n_merged[0];
     for (int i = 0; i < n_level; ++i) {

@@ -113,12 +113,9 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
     bool staged = false;
 
     for (const auto & probe : graph.probes) {
-        const auto l = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == probe.il; });
-        GGML_ASSERT(l != layers.end());
-
         for (int s = 0; s < n_signal; ++s) {
             if (ggml_tensor * t = probe.t[s]) {
-                auto & dst = staging[s][l - layers.begin()];
+                auto & dst = staging[s][probe.i];
                 dst.resize(ggml_nelements(t));
                 staged = true;
 

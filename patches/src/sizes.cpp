@@ -107,10 +107,14 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, i
     };
 
     ggml_tensor * k = create(l.k);
-    ggml_tensor * v = create(l.v);
+    ggml_tensor * v = l.v ? create(l.v) : nullptr;
 
-    ggml_tensor * k_stream = ggml_view_2d(ctx.get(), k, k->ne[0], n, k->nb[1], 0);
-    ggml_tensor * v_stream = ggml_view_2d(ctx.get(), v, v->ne[0], n, v->nb[1], 0);
+    const auto stream = [&](ggml_tensor * t) {
+        return t ? ggml_view_2d(ctx.get(), t, t->ne[0], n, t->nb[1], 0) : nullptr;
+    };
+
+    ggml_tensor * k_stream = stream(k);
+    ggml_tensor * v_stream = stream(v);
 
     ggml_backend_buffer_ptr buf { ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_buffer_get_type(l.k->buffer)) };
     if (!buf) {
@@ -130,7 +134,9 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, i
 
     const auto build = [&](ggml_context * c, ggml_cgraph * gf, size_t, ggml_tensor *) -> ggml_tensor * {
         ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.k, false),   live(c, k, false)));
-        ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.v, v_trans), live(c, v, v_trans)));
+        if (v) {
+            ggml_build_forward_expand(gf, ggml_cpy(c, live(c, l.v, v_trans), live(c, v, v_trans)));
+        }
         return nullptr;
     };
     if (!graphs.compute(lctx, kv, layers, { { i }, nullptr }, 64, {}, build)) {
@@ -143,7 +149,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, i
 
     graphs.clear();
 
-    auto & theirs = kv.layers[i];
+    auto & theirs = kv.layers[kv.map_layer_ids.at(l.il)];
 
     theirs.k = k;
     theirs.v = v;
@@ -155,7 +161,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, i
     bufs.emplace_back(std::move(ctx), std::move(buf));
     bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
         return std::none_of(layers.begin(), layers.end(), [&](const layer & l) {
-            return l.k->buffer == b.second.get() || l.v->buffer == b.second.get();
+            return l.k->buffer == b.second.get() || (l.v && l.v->buffer == b.second.get());
         });
     }), bufs.end());
 

@@ -15,8 +15,11 @@
 #include <vector>
 
 class  llama_kv_cache;
+class  llama_memory_recurrent;
 struct llama_context;
 struct llama_hparams;
+struct llama_memory_i;
+struct llama_model;
 
 namespace kvtool {
 
@@ -38,7 +41,10 @@ struct llama_kvtool {
     std::vector<kvtool::layer> layers;  // those with rows
     std::vector<kvtool::layer> sliding; // those with a sliding window: llama.cpp keeps their cache, and they have no rows
 
+    std::vector<ggml_tensor *> states; // of recurrent layers, which llama.cpp keeps as well
+
     std::vector<int> layer_of_row;
+    std::vector<int> index_of_il; // in layers: whose cells a layer of the model reads; -1: it has none of them
 
     int  n_row   = 0;
     bool v_trans = false; // V is stored transposed
@@ -71,8 +77,11 @@ struct llama_kvtool {
     // counts
     //
 
-    // null for a layer without rows
+    // the layer whose cells this layer of the model reads, itself or an earlier one; null if these are no rows
     const kvtool::layer * find(int il) const;
+
+    // a graph has a layer with these keys: from now on it is known how they are rotated
+    void see(int il, const ggml_tensor * keys);
 
     // whether k is a view of the cache; other keys belong to an encoder or to cross-attention
     bool has_keys(const ggml_tensor * k) const;
@@ -83,9 +92,11 @@ struct llama_kvtool {
     std::vector<int> layer_cells() const;
     std::vector<int> row_cells()   const;
 
-    int64_t n_bytes()  const;
-    int32_t n_dim()    const;
-    int32_t n_swa() const;
+    int64_t n_bytes() const;
+    int32_t n_dim()   const;
+
+    // of the tables of copy_beside
+    int32_t n_beside() const;
 
     // a batch has been computed
     void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
@@ -105,18 +116,30 @@ struct llama_kvtool {
     // where both are null; returns how many bytes these are
     int64_t copy_cells(llama_context & lctx, const kvtool::layer & l, uint8_t * out, const uint8_t * in, int n) const;
 
-    // all cells of the sliding layers; the tables are [where the next token goes, each cell's position or -1]
-    int64_t copy_swa(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
+    // what a model keeps beside its rows: all cells of the sliding layers, then the states of recurrent ones; the tables are
+    // [where the next token of the sliding layers goes, each cell's position or -1, the newest token's position or -1]
+    int64_t copy_beside(llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const;
 
     //
     // llama.cpp's own
     //
 
-    // the cache of the layers with rows
+    // the cache of the layers with rows, null if there is none that can be edited
     static llama_kv_cache * cache(const llama_context & lctx);
 
     // the cache of the sliding layers, null if there are none
     static llama_kv_cache * sliding_cache(const llama_context & lctx);
+
+    // the states of recurrent layers, null if there are none
+    static llama_memory_recurrent * recurrent(const llama_context & lctx);
+
+    // the same of a memory that no context has yet
+    static llama_kv_cache         * cache        (llama_memory_i * memory);
+    static llama_kv_cache         * sliding_cache(llama_memory_i * memory);
+    static llama_memory_recurrent * recurrent    (llama_memory_i * memory);
+
+    // why a model with this memory cannot be used; empty: it can
+    static std::string unsupported(const llama_model & model, llama_memory_i * memory);
 
     static std::vector<ggml_backend_t>             & backends     (llama_context & lctx);
     static std::vector<ggml_backend_buffer_type_t> & backend_bufts(llama_context & lctx);
@@ -140,12 +163,22 @@ struct llama_kvtool {
     // the next decode makes a new graph; reserve: it needs other compute buffers, too
     static void forget_graphs(llama_context & lctx, bool reserve);
 
+    // the newest token that a recurrent layer has read has this position from now on; -1: it has read none
+    static void set_newest(llama_memory_recurrent & mem, llama_pos pos);
+
     // moves the tokens of the table by delta positions, and forgets those that would come before 0; returns the cells
     // whose keys have to turn
     static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
 
 private:
+    std::string unreadable; // why it cannot be known how the keys of a layer are rotated
+
     static std::string unsupported(const llama_context & lctx);
+
+    void add_layers(const llama_context & lctx);
+
+    // why a layer's keys cannot be turned; empty: all can
+    std::string unseen() const;
     static std::string no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params);
 
     bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n);

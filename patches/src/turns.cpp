@@ -1,44 +1,39 @@
 #include "turns.h"
 
-#include "llama-context.h"
-#include "llama-hparams.h"
-#include "llama-model.h"
+#include "layer.h"
+
+#include "ggml-backend.h"
 
 #include <algorithm>
 #include <cmath>
 
 namespace kvtool {
 
-turns::turns(const llama_context & lctx, int il, int n_map, int n_most) : n_map(n_map) {
-    const auto & model   = lctx.get_model();
-    const auto & hparams = model.hparams;
-    const auto & cparams = lctx.get_cparams();
+turns::turns(const layer & l, int n_map, int n_most) : n_map(n_map), n_embd(l.n_embd_k) {
+    const auto & rope = l.rope;
 
-    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE || !hparams.has_rope(il)) {
+    if (!rope.is_rotary()) {
         return;
     }
 
-    n_embd  = hparams.n_embd_head_k(il);
-    is_neox = hparams.rope_type == LLAMA_ROPE_TYPE_NEOX;
-    n_pair  = hparams.n_rot(il)/2;
-
-    const double freq_base  = model.get_rope_freq_base (cparams, il);
-    const double freq_scale = model.get_rope_freq_scale(cparams, il);
+    is_neox = rope.mode != GGML_ROPE_TYPE_NORMAL;
+    first   = rope.first;
+    n_pair  = rope.n_dims/2;
 
     std::vector<float> factors(n_pair, 1.0f);
-    if (const ggml_tensor * t = model.get_rope_factors(cparams, il)) {
-        ggml_backend_tensor_get(t, factors.data(), 0, n_pair*sizeof(float));
+    if (rope.factors) {
+        ggml_backend_tensor_get(rope.factors, factors.data(), 0, n_pair*sizeof(float));
     }
 
     float range[2];
-    ggml_rope_yarn_corr_dims(2*n_pair, cparams.n_ctx_orig_yarn, freq_base, cparams.yarn_beta_fast, cparams.yarn_beta_slow, range);
+    ggml_rope_yarn_corr_dims(2*n_pair, rope.n_ctx_orig, rope.freq_base, rope.beta_fast, rope.beta_slow, range);
 
     for (int i = 0; i < n_pair; ++i) {
-        const double own  = pow(freq_base, -i/(double) n_pair)/factors[i];
+        const double own  = pow(rope.freq_base, -i/(double) n_pair)/factors[i];
         const double ramp = 1.0 - std::min(1.0, std::max(0.0, (i - range[0])/(double) std::max(0.001f, range[1] - range[0])));
-        const double mix  = ramp*cparams.yarn_ext_factor;
+        const double mix  = ramp*rope.ext_factor;
 
-        omega.push_back(own*(freq_scale*(1.0 - mix) + mix));
+        omega.push_back(rope.has_pair(i) ? own*(rope.freq_scale*(1.0 - mix) + mix) : 0.0);
     }
 
     const auto fill = [&](std::vector<float> & table, int64_t first, int64_t step, int n) {
@@ -112,14 +107,15 @@ void turns::turn(float * x, int64_t delta) const {
     if (n_map > 0) {
         map(x);
     }
+    float * y = x + first;
     // the two numbers of a pair lie side by side, or half of the pairs apart
     if (is_neox) {
         for (int i = 0; i < n_pair; ++i) {
-            turn_pair(a + i, b + i, n_pair, x + i, x + i + n_pair);
+            turn_pair(a + i, b + i, n_pair, y + i, y + i + n_pair);
         }
     } else {
         for (int i = 0; i < n_pair; ++i) {
-            turn_pair(a + i, b + i, n_pair, x + 2*i, x + 2*i + 1);
+            turn_pair(a + i, b + i, n_pair, y + 2*i, y + 2*i + 1);
         }
     }
     if (n_map > 0) {

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-struct llama_context;
-
 namespace kvtool {
+
+struct layer;
 
 class turns {
 public:
@@ -15,13 +15,14 @@ public:
 
     // the rotation of a layer's keys, for turns by less than n_most positions either way; n_map: the size of the map that
     // quantized keys are stored under, 0 without one
-    turns(const llama_context & lctx, int il, int n_map, int n_most);
+    turns(const layer & l, int n_map, int n_most);
 
     // rotates a key or a query by delta positions
     void turn(float * x, int64_t delta) const;
 
 private:
     bool is_neox = false;
+    int  first   = 0; // in a key, the first number that turns
     int  n_pair  = 0; // none: the layer has no RoPE
     int  n_map   = 0;
 

@@ -1,0 +1,119 @@
+// Copies of what a context holds: cells, and what a model keeps beside its rows.
+
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-recurrent.h"
+
+#include <cstring>
+
+using namespace kvtool;
+
+int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t * out, const uint8_t * in, int n) const {
+    const size_t size_k = l.k->nb[1]*n;
+    const size_t size_v = l.v ? l.v->nb[1]*n : 0;
+
+    if ((!out && !in) || n == 0) {
+        return size_k + size_v;
+    }
+    lctx.synchronize();
+
+    if (out) {
+        ggml_backend_tensor_get(l.k, out, 0, size_k);
+    } else {
+        ggml_backend_tensor_set(l.k, in, 0, size_k);
+    }
+
+    if (!l.v) {
+        return size_k;
+    }
+    if (!v_trans) {
+        if (out) {
+            ggml_backend_tensor_get(l.v, out + size_k, 0, size_v);
+        } else {
+            ggml_backend_tensor_set(l.v, in + size_k, 0, size_v);
+        }
+        return size_k + size_v;
+    }
+
+    // the bytes must not depend on how the device stores V
+    const size_t  one    = ggml_type_size(l.v->type);
+    const int64_t n_embd = l.v->ne[0];
+
+    std::vector<uint8_t> tmp(size_v);
+
+    const auto transpose = [one](const uint8_t * src, uint8_t * dst, int64_t n_src, int64_t n_dst) {
+        for (int64_t a = 0; a < n_src; ++a) {
+            for (int64_t b = 0; b < n_dst; ++b) {
+                memcpy(dst + (b*n_src + a)*one, src + (a*n_dst + b)*one, one);
+            }
+        }
+    };
+
+    if (out) {
+        ggml_backend_tensor_get_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+        transpose(tmp.data(), out + size_k, n_embd, n);
+    } else {
+        transpose(in + size_k, tmp.data(), n, n_embd);
+        ggml_backend_tensor_set_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
+    }
+
+    return size_k + size_v;
+}
+
+// all of a tensor's bytes, to out or from in, or nothing where both are null; returns how many these are
+static int64_t copy_tensor(ggml_tensor * t, uint8_t * out, const uint8_t * in) {
+    const size_t size = ggml_nbytes(t);
+    if (out) {
+        ggml_backend_tensor_get(t, out, 0, size);
+    }
+    if (in) {
+        ggml_backend_tensor_set(t, in, 0, size);
+    }
+    return size;
+}
+
+int64_t llama_kvtool::copy_beside(
+        llama_context & lctx, int32_t * table_out, uint8_t * out, const int32_t * table_in, const uint8_t * in) const {
+    lctx.synchronize();
+
+    int64_t res = 0;
+    for (const auto & l : sliding) {
+        res += copy_cells(lctx, l, out ? out + res : nullptr, in ? in + res : nullptr, l.n_cell);
+    }
+    for (auto * t : states) {
+        res += copy_tensor(t, out ? out + res : nullptr, in ? in + res : nullptr);
+    }
+
+    if (auto * kv = sliding_cache(lctx)) {
+        auto & cells = kv->v_cells[0];
+
+        if (table_out) {
+            *table_out++ = kv->v_heads[0];
+            for (uint32_t c = 0; c < cells.size(); ++c) {
+                *table_out++ = cells.is_empty(c) ? -1 : cells.pos_get(c);
+            }
+        }
+        if (table_in) {
+            cells.reset();
+            kv->v_heads[0] = *table_in++;
+            for (uint32_t c = 0; c < cells.size(); ++c, ++table_in) {
+                if (*table_in >= 0) {
+                    cells.pos_set(c, *table_in);
+                    cells.seq_add(c, 0);
+                }
+            }
+        }
+    }
+    if (auto * mem = recurrent(lctx)) {
+        if (table_out) {
+            *table_out++ = mem->seq_pos_max(0);
+        }
+        if (table_in) {
+            set_newest(*mem, *table_in++);
+        }
+    }
+
+    return res;
+}

@@ -1,0 +1,206 @@
+// llama.cpp's own memory: which of its kinds a model has, and the tables of its cells.
+
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-hybrid-idx.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <algorithm>
+
+using namespace kvtool;
+
+static llama_kv_cache_iswa * sliding_pair(llama_memory_i * memory) {
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_attn();
+    }
+    return dynamic_cast<llama_kv_cache_iswa *>(memory);
+}
+
+llama_kv_cache * llama_kvtool::cache(llama_memory_i * memory) {
+    if (dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
+        return nullptr;
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_attn();
+    }
+    if (auto * both = sliding_pair(memory)) {
+        return both->get_base();
+    }
+    return dynamic_cast<llama_kv_cache *>(memory);
+}
+
+llama_kv_cache * llama_kvtool::sliding_cache(llama_memory_i * memory) {
+    auto * both = sliding_pair(memory);
+    return both ? both->get_swa() : nullptr;
+}
+
+llama_memory_recurrent * llama_kvtool::recurrent(llama_memory_i * memory) {
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
+        return hybrid->get_mem_recr();
+    }
+    return dynamic_cast<llama_memory_recurrent *>(memory);
+}
+
+llama_kv_cache         * llama_kvtool::cache        (const llama_context & lctx) { return cache        (lctx.memory.get()); }
+llama_kv_cache         * llama_kvtool::sliding_cache(const llama_context & lctx) { return sliding_cache(lctx.memory.get()); }
+llama_memory_recurrent * llama_kvtool::recurrent    (const llama_context & lctx) { return recurrent    (lctx.memory.get()); }
+
+std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i * memory) {
+    const auto & hparams = model.hparams;
+
+    const auto * kv = cache(memory);
+
+    if (!memory) {
+        return "this model keeps nothing from one token to the next (an encoder, or diffusion)";
+    }
+    if (!kv && dynamic_cast<llama_memory_recurrent *>(memory)) {
+        return "all layers of this model are recurrent: its memory does not grow, and needs no kvtool";
+    }
+    if (!kv) {
+        return "this model chooses what it attends to by an index beside its cache";
+    }
+    if (kv->layers.empty()) {
+        return "all layers of this model attend through a sliding window: its cache does not grow, and needs no kvtool";
+    }
+    if (!hparams.causal_attn) {
+        return "this model attends to later tokens";
+    }
+    if (hparams.use_alibi) {
+        return "this model biases attention by position (ALiBi), which the cells of all heads share";
+    }
+    if (llama_model_has_encoder(&model)) {
+        return "this model has an encoder";
+    }
+    if (model.pos_embd) {
+        return "this model has learned positions, which end with the trained context";
+    }
+    if (hparams.router_layer >= 0) {
+        return "a layer of this model routes by what is in its cache";
+    }
+    return {};
+}
+
+std::vector<ggml_backend_t> & llama_kvtool::backends(llama_context & lctx) {
+    return lctx.backend_ptrs;
+}
+
+std::vector<ggml_backend_buffer_type_t> & llama_kvtool::backend_bufts(llama_context & lctx) {
+    return lctx.backend_buft;
+}
+
+const std::vector<float> & llama_kvtool::key_rotation(const llama_kv_cache & kv, int64_t n) {
+    return kv.attn_rot_hadamard.at(n);
+}
+
+int llama_kvtool::key_map(const llama_kv_cache & kv) {
+    int n = 0;
+    for (int i = 64; kv.attn_rot_k && kv.n_embd_head_k_all % i == 0; i *= 2) {
+        n = i;
+    }
+    return n;
+}
+
+void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden) {
+    auto & cells = kv.v_cells[0];
+
+    const llama_pos last = pos_0 + n - 1;
+
+    // after an eviction all but the last cell may keep their positions. A table made anew, with its sets and maps, costs
+    // as much as the moves of a few cells
+    bool stay = n > 0;
+    for (int i = 0; stay && i < n - 1; ++i) {
+        stay = !cells.is_empty(i) && cells.seq_has(i, i < n_hidden) && cells.pos_get(i) < last;
+    }
+    if (stay) {
+        for (int i = cells.used_max_p1() - 1; i >= n - 1; --i) {
+            if (!cells.is_empty(i)) {
+                cells.rm(i);
+            }
+        }
+    } else {
+        cells.reset();
+    }
+    for (int i = stay ? n - 1 : 0; i < n; ++i) {
+        cells.pos_set(i, pos_0 + i);
+        cells.seq_add(i, i < n_hidden);
+    }
+    kv.v_heads[0] = n;
+}
+
+int llama_kvtool::n_used(const llama_kv_cache & kv) const {
+    const auto & cells = kv.v_cells[0];
+
+    int n = std::min<int>(cells.used_max_p1(), cells.size() - params.n_recall);
+    while (n > 0 && cells.is_empty(n - 1)) {
+        --n;
+    }
+    return n;
+}
+
+void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {
+    auto & cells = kv.v_cells[0];
+
+    // beside no other token they would say which position comes next
+    const int n = n_used(kv) > 0 && cells.seq_has(n_used(kv) - 1, 0) ? std::min<int>(params.n_recall, archive.size()) : 0;
+    for (int i = 0; i < params.n_recall; ++i) {
+        const int c = cells.size() - params.n_recall + i;
+        if (i < n && cells.is_empty(c)) {
+            cells.pos_set(c, 0);
+            cells.seq_add(c, 0);
+        } else if (i >= n && !cells.is_empty(c)) {
+            cells.rm(c);
+        }
+    }
+}
+
+void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {
+    for (auto & res : lctx.gf_res_prev) {
+        res.reset();
+    }
+    lctx.gf_res_prev_active = nullptr;
+    lctx.sched_need_reserve = reserve;
+}
+
+void llama_kvtool::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
+    if (pos < 0) {
+        mem.clear(false);
+        return;
+    }
+    // a context with one sequence has one cell, whose state is its own
+    auto & cell = mem.cells[0];
+    cell.pos    = pos;
+    cell.src    = 0;
+    cell.tail   = 0;
+    cell.seq_id = { 0 };
+
+    mem.head = 0;
+    mem.used = 1;
+}
+
+std::vector<int> llama_kvtool::shift_swa(llama_kv_cache & kv, int delta) {
+    auto & cells = kv.v_cells[0];
+
+    std::vector<int> res;
+
+    if (delta == 0 || cells.get_used() == 0) {
+        return res;
+    }
+
+    for (uint32_t c = 0; c < cells.size(); ++c) {
+        if (!cells.is_empty(c) && !cells.pos_add(c, delta)) {
+            res.push_back(c);
+        }
+    }
+    cells.reset_shift();
+
+    return res;
+}

@@ -1,0 +1,156 @@
+#include "rope.h"
+
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace kvtool {
+
+bool rope::has_pair(int i) const {
+    if (!is_multi()) {
+        return true;
+    }
+    const int * s = sections;
+    const int   j = i % std::max(1, s[0] + s[1] + s[2] + s[3]);
+
+    // interleaved, the first three sections take turns
+    return mode == GGML_ROPE_TYPE_IMROPE ? j < 3*s[j % 3] : j < s[0] + s[1] + s[2];
+}
+
+// one walk from a layer's keys back to what rotates them
+struct rope_walk {
+    const ggml_tensor * found = nullptr;
+
+    int first = 0; // in a key, where what was found begins
+
+    bool is_mapped = false;
+
+    std::string why; // the walk cannot go on
+
+    // offset: where t begins in a key
+    void visit(const ggml_tensor * t, int offset) {
+        switch (t->op) {
+            case GGML_OP_ROPE:
+                if (found && found != t) {
+                    why = "they are rotated twice";
+                }
+                found = t;
+                first = offset;
+                return;
+            case GGML_OP_CONCAT:
+                visit(t->src[0], offset);
+                visit(t->src[1], offset + (t->op_params[0] == 0 ? t->src[0]->ne[0] : 0));
+                return;
+            case GGML_OP_MUL_MAT:
+                // the map of quantized keys is an input; weights end the walk
+                if (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) {
+                    is_mapped = true;
+                    visit(t->src[1], offset);
+                }
+                return;
+            case GGML_OP_MUL_MAT_ID:
+            case GGML_OP_GET_ROWS:
+                return;
+            case GGML_OP_ADD:
+            case GGML_OP_SUB:
+            case GGML_OP_MUL:
+            case GGML_OP_DIV:
+                visit(t->src[0], offset);
+                visit(t->src[1], offset);
+                return;
+            case GGML_OP_VIEW:
+            case GGML_OP_RESHAPE:
+            case GGML_OP_PERMUTE:
+            case GGML_OP_TRANSPOSE:
+            case GGML_OP_CONT:
+            case GGML_OP_CPY:
+            case GGML_OP_DUP:
+            case GGML_OP_REPEAT:
+            case GGML_OP_SCALE:
+            case GGML_OP_CLAMP:
+            case GGML_OP_NORM:
+            case GGML_OP_RMS_NORM:
+            case GGML_OP_L2_NORM:
+            case GGML_OP_UNARY:
+                visit(t->src[0], offset);
+                return;
+            case GGML_OP_NONE:
+                if (t->flags & GGML_TENSOR_FLAG_INPUT) {
+                    why = format("they are made from the input %s", t->name);
+                }
+                return;
+            default:
+                why = format("they are made by %s", ggml_op_name(t->op));
+        }
+    }
+};
+
+std::string rope::read(const ggml_tensor * keys) {
+    rope_walk walk;
+    walk.visit(keys, 0);
+
+    if (!walk.why.empty()) {
+        return walk.why;
+    }
+
+    *this = {};
+    is_known  = true;
+    is_mapped = walk.is_mapped;
+
+    const ggml_tensor * t = walk.found;
+    if (!t) {
+        return {};
+    }
+
+    const auto as_float = [&](int i) {
+        float res;
+        memcpy(&res, &t->op_params[i], sizeof(res));
+        return res;
+    };
+
+    // as ggml_rope_impl stores them
+    first      = walk.first;
+    n_dims     = t->op_params[1];
+    mode       = t->op_params[2];
+    n_ctx_orig = t->op_params[4];
+    freq_base  = as_float(5);
+    freq_scale = as_float(6);
+    ext_factor = as_float(7);
+    beta_fast  = as_float(9);
+    beta_slow  = as_float(10);
+    factors    = t->src[2];
+    memcpy(sections, &t->op_params[11], sizeof(sections));
+
+    return {};
+}
+
+ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta) const {
+    const int64_t n_embd = keys->ne[0];
+    const int64_t n      = keys->ne[1];
+
+    ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, 1, n, keys->nb[1], keys->nb[1], first*sizeof(float));
+
+    // YaRN scaled the key at its first rotation, and must not scale it again
+    const float attn_factor = ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
+
+    if (is_multi()) {
+        int copy[GGML_MROPE_SECTIONS];
+        memcpy(copy, sections, sizeof(copy));
+        x = ggml_rope_multi(ctx, x, delta, factors, n_dims, copy, mode, n_ctx_orig, freq_base, freq_scale,
+                ext_factor, attn_factor, beta_fast, beta_slow);
+    } else {
+        x = ggml_rope_ext(ctx, x, delta, factors, n_dims, mode, n_ctx_orig, freq_base, freq_scale,
+                ext_factor, attn_factor, beta_fast, beta_slow);
+    }
+
+    x = ggml_reshape_2d(ctx, x, n_embd - first, n);
+    if (first > 0) {
+        x = ggml_concat(ctx, ggml_view_2d(ctx, keys, first, n, keys->nb[1], 0), x, 0);
+    }
+
+    return x;
+}
+
+} // namespace kvtool
