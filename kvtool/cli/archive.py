@@ -88,7 +88,7 @@ def check_archive_file(file: str | None) -> None:
 
 def check_archive_type(kind: str) -> None:
     """Raise UsageError for a value that --archive-type does not take."""
-    from kvtool.models.header import CACHE_TYPES
+    from kvtool.models.layers import CACHE_TYPES
 
     if kind not in CACHE_TYPES:
         raise UsageError(f"--archive-type must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvtool.measure.grid import Common, Run
     from kvtool.measure.results import Results
     from kvtool.models.header import ModelInfo
+    from kvtool.models.layers import Layers
 
 
 class _Stopped(KvtoolError):
@@ -143,7 +144,7 @@ def compare(
 
     from kvtool.measure import grid
     from kvtool.models.download import sha256
-    from kvtool.models.header import CACHE_TYPES
+    from kvtool.models.layers import CACHE_TYPES
 
     for kind in type_texts:
         if kind not in CACHE_TYPES:
@@ -167,7 +168,7 @@ def compare(
 
     set_verbose(verbose > 1)
     guard()
-    tokens, text_sha256, n_vocab = _tokens(info, file, text, max_tokens)
+    text_read = _read(info, file, text, max_tokens)
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
         model_sha256 = sha256(model_path, progress)
     common = grid.Common(
@@ -175,11 +176,11 @@ def compare(
             "model": model_path.name,
             "model_sha256": model_sha256,
             "text": "stdin" if file == "-" else Path(file).name,
-            "text_sha256": text_sha256,
+            "text_sha256": text_read.sha256,
             **records.versions(),
         },
         model=model_path,
-        n_tokens=len(tokens),
+        n_tokens=len(text_read.tokens),
         n_ctx=n_ctx_of(n_ctx, info),
         n_batch=n_batch or opt.N_TEXT_BATCH,
         positions=positions,
@@ -195,8 +196,17 @@ def compare(
     if not names:
         names = runnable()
     check_patch([grid.split_policy(name)[0] for name in names])
-    names, why_not = _against_full(common, n_vocab, names)
-    runs = grid.runs(common, info, names, budget_texts, type_texts, evict_every=evict_every, combine=combine)
+    names, why_not = _against_full(common, text_read.n_vocab, names)
+    runs = grid.runs(
+        common,
+        info.n_ctx_train,
+        text_read.layers,
+        names,
+        budget_texts,
+        type_texts,
+        evict_every=evict_every,
+        combine=combine,
+    )
     if shard:
         runs = grid.shard(runs, shard)
     if not runs:
@@ -207,7 +217,7 @@ def compare(
         results.take(records.read(path))
     if why_not:
         _say(why_not)
-    _run(results, tokens, not why_not, jobs, path)
+    _run(results, text_read.tokens, not why_not, jobs, path)
     _finish(results, info, json_file, path, plot)
 
 
@@ -215,23 +225,36 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _tokens(info: ModelInfo, file: str, text: str, max_tokens: int | None) -> tuple[np.ndarray, str, int]:
-    """The tokens i32[n] as kvtool perplexity reads them, the hash of their text, and the vocabulary size."""
+class _Text(NamedTuple):
+    """What a model makes of a text, and says of itself.
+
+    tokens: i32[n], as kvtool perplexity reads them. sha256: of their text. n_vocab: tokens of the vocabulary.
+    layers: what the model keeps.
+    """
+
+    tokens: np.ndarray
+    sha256: str
+    n_vocab: int
+    layers: Layers
+
+
+def _read(info: ModelInfo, file: str, text: str, max_tokens: int | None) -> _Text:
     import hashlib
 
     from kvtool.llama.model import Model
 
-    model = Model(info.path, vocab_only=True)
+    model = Model(info.path, no_weights=True)
     try:
         tokens = model.tokenize(text, start=True)[:max_tokens]
         digest = hashlib.sha256()
         for token in tokens.tolist():
             digest.update(model.piece(token, special=True))
+        layers = model.layers
     finally:
         model.close()
     if len(tokens) < 2:
         raise too_short(file, len(tokens), 2)
-    return tokens, digest.hexdigest(), model.n_vocab
+    return _Text(tokens, digest.hexdigest(), model.n_vocab, layers)
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:

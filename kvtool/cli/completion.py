@@ -51,7 +51,7 @@ def tasks(incomplete: str) -> list[str]:
 
 def cache_types(incomplete: str) -> list[str]:
     """Types of cached keys and values."""
-    from kvtool.models.header import CACHE_TYPES
+    from kvtool.models.layers import CACHE_TYPES
 
     return _from(incomplete, CACHE_TYPES)
 

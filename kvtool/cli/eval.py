@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
+    from kvtool.models.layers import Layers
     from kvtool.policy import Policy
     from kvtool.tasks.reader import Reader
     from kvtool.tasks.results import Groups, Mean, Results
@@ -152,7 +153,7 @@ def evaluate(
     wanted = EngineOptions.of(context)
     path, info = checked_model(wanted)
     # refuses what cannot work before the model is loaded
-    _policy_for(wanted, info)
+    _policy_for(wanted, info, None)
 
     from kvtool.tasks import results as of_items
 
@@ -186,10 +187,12 @@ def evaluate(
     _finish(chosen, results, to_stdout, plot)
 
 
-def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tuple[PolicyFor, int]:
+def _policy_for(
+    wanted: EngineOptions, info: ModelInfo, layers: Layers | None, n_held: int = 0
+) -> tuple[PolicyFor, int]:
     """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
-    n_held: tokens that no eviction removes. Raises UsageError.
+    layers: of the loaded model; None before that. n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool import policies
     from kvtool.models import budget
@@ -199,7 +202,7 @@ def _policy_for(wanted: EngineOptions, info: ModelInfo, n_held: int = 0) -> tupl
         return _full_for(wanted, info, wanted.policy, wanted.options), n_batch
     share = "20%" if wanted.budget is None else wanted.budget.strip()
     if not share.endswith("%"):
-        policy, n_batch = fitted(wanted, info, share, n_batch, over_budget=True)
+        policy, n_batch = fitted(wanted, info, layers, share, n_batch, over_budget=True)
         return lambda n, n_answer: policy, n_batch
     percent, most = budget.percent(share), n_ctx_of(wanted.n_ctx, info)
     least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
@@ -236,7 +239,7 @@ def _reader(
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None
-    policy_for, n_batch = _policy_for(wanted, info, n_held(model, template))
+    policy_for, n_batch = _policy_for(wanted, info, model.layers, n_held(model, template))
     settings = settings_of(wanted, n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
     full_for = _full_for(wanted, info) if policies.load(wanted.policy).evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for)

@@ -79,7 +79,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
 def spare_line(engine: Engine) -> str | None:
     """What is allocated besides the budget's cells, in bytes; None if there is nothing worth saying."""
     from kvtool.measure.run import budget_bytes
-    from kvtool.models.header import PAD
+    from kvtool.models.layers import PAD
     from kvtool.units import format_bytes
 
     taken = budget_bytes(engine)
@@ -94,7 +94,7 @@ def spare_line(engine: Engine) -> str | None:
 
 def say_spare(engine: Engine) -> None:
     """Tells a person at a terminal what a budget costs that is below the least that llama.cpp allocates."""
-    from kvtool.models.header import PAD
+    from kvtool.models.layers import PAD
 
     if not sys.stderr.isatty():
         return

@@ -10,9 +10,12 @@ from kvtool.cli import completion
 from kvtool.cli.console import plain_console
 from kvtool.cli.locate import locate
 from kvtool.cli.utf8 import json_text, shown
+from kvtool.errors import KvtoolError
 from kvtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from kvtool.models.header import ModelInfo
+    from kvtool.models.layers import Layers
     from kvtool.models.stored import Stored
 
 app = typer.Typer(
@@ -132,16 +135,22 @@ def show(
     from kvtool.cli.flags import N_BATCH
     from kvtool.models.download import sha256
     from kvtool.models.header import read
-    from kvtool.models.supported import unsupported
 
     n_bytes = parse_bytes(fit)
     path = locate(name_or_path)
     info = read(path)
-    cell_bytes = info.cell_bytes(type_k, type_v)
-    swa_bytes = info.swa_bytes(N_BATCH, type_k, type_v)
-    cells = info.cells_that_fit(n_bytes, N_BATCH, type_k, type_v)
     digest = sha256(path)
-    reason = unsupported(info)
+    layers, reason = _layers(info)
+    sizes: dict[str, int] = {}
+    if layers:
+        types = type_k, type_v
+        sizes = {
+            "cell_bytes": layers.cell_bytes(*types),
+            "swa_bytes": layers.swa_bytes(N_BATCH, *types),
+            "state_bytes": layers.state_bytes,
+            "fit_bytes": n_bytes,
+            "fit_cells": layers.cells_that_fit(n_bytes, N_BATCH, *types),
+        }
     if as_json:
         _print_json(
             {
@@ -158,27 +167,16 @@ def show(
                 "head_size_k": info.head_size_k,
                 "head_size_v": info.head_size_v,
                 "trained_context": info.n_ctx_train,
-                "swa": info.n_swa,
-                "swa_layers": info.n_swa_layer,
                 "tokenizer": info.tokenizer,
                 "chat_template": info.chat_template,
                 "unsupported": reason,
+                **_counts(layers),
                 "type_k": type_k,
                 "type_v": type_v,
-                "cell_bytes": cell_bytes,
-                "swa_bytes": swa_bytes,
-                "fit_bytes": n_bytes,
-                "fit_cells": cells,
+                **sizes,
             }
         )
         return
-    head_sizes = (info.head_size_k, info.head_size_v)
-    kinds = f"K {type_k}, V {type_v}"
-    swa = [
-        ["sliding-window (SWA) layers", f"{info.n_swa_layer}; each sees the newest {info.n_swa} tokens"],
-        ["SWA cache", f"{format_bytes(swa_bytes)}, whatever the budget ({kinds}, batches of {N_BATCH})"],
-    ]
-    which = f"the other {info.n_layer - info.n_swa_layer} layers" if info.n_swa else "all layers"
     _print_table(
         [],
         [
@@ -191,16 +189,79 @@ def show(
             ["layers", str(info.n_layer)],
             ["heads", _per_layer(info.n_head)],
             ["KV heads", _per_layer(info.n_head_kv)],
-            ["head size", "K {}, V {}".format(*head_sizes)],
+            ["head size", f"K {info.head_size_k}, V {info.head_size_v}"],
             ["trained context", f"{info.n_ctx_train} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
-            *(swa if info.n_swa else []),
-            ["one token", f"{format_bytes(cell_bytes)} of cache ({kinds}, {which})"],
-            [f"{format_bytes(n_bytes)} of cache", f"{cells} tokens"],
+            *(_kept(layers, sizes, f"K {type_k}, V {type_v}") if layers else []),
             ["supported", reason or "yes"],
         ],
     )
+
+
+def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
+    """What a model's layers keep; or None, and why kvtool cannot run it."""
+    from kvtool.models.supported import unsupported
+
+    reason = unsupported(info)
+    if reason:
+        return None, reason
+
+    from kvtool.llama.model import Model
+
+    try:
+        model = Model(info.path, no_weights=True)
+        try:
+            return model.layers, None
+        finally:
+            model.close()
+    except KvtoolError as error:
+        return None, str(error)
+
+
+def _counts(layers: Layers | None) -> dict[str, object]:
+    """How many layers keep what; empty for a model that kvtool cannot run."""
+    from kvtool.models.layers import Kind
+
+    if layers is None:
+        return {}
+    return {
+        "kinds": layers.kinds,
+        "rows": layers.n_row,
+        "row_layers": sum(layer.is_owner for layer in layers.of(Kind.ROWS)),
+        "swa": layers.n_swa,
+        "swa_layers": len(layers.of(Kind.SLIDING)),
+        "shared_layers": layers.n_shared,
+        "recurrent_layers": len(layers.of(Kind.RECURRENT)),
+    }
+
+
+def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
+    """The lines that say what the model keeps for a token, and beside its rows."""
+    from kvtool.cli.flags import N_BATCH
+    from kvtool.models.layers import Kind
+
+    of = {name: format_bytes(size) for name, size in sizes.items() if name != "fit_cells"}
+    n_slide, n_state = len(layers.of(Kind.SLIDING)), len(layers.of(Kind.RECURRENT))
+    n_layer = sum(layer.is_owner for layer in layers.of(Kind.ROWS))
+    lines = [
+        ["kind", ", ".join(layers.kinds) or "plain attention"],
+        ["rows", f"{layers.n_row} in {n_layer} layers"],
+    ]
+    if n_slide:
+        lines += [
+            ["sliding-window (SWA) layers", f"{n_slide}; each sees the newest {layers.n_swa} tokens"],
+            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {N_BATCH})"],
+        ]
+    if layers.n_shared:
+        lines.append(["shared layers", f"{layers.n_shared}; each reads an earlier layer's cells"])
+    if n_state:
+        lines.append(["recurrent layers", f"{n_state}; states of {of['state_bytes']}, whatever the budget"])
+    return [
+        *lines,
+        ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],
+        [f"{of['fit_bytes']} of cache", f"{sizes['fit_cells']} tokens"],
+    ]
 
 
 def _state(found: Stored | None) -> str:

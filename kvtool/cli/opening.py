@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvtool.engine.settings import Settings
     from kvtool.llama.model import Model as LoadedModel
     from kvtool.models.header import ModelInfo
+    from kvtool.models.layers import Layers
     from kvtool.policy import Policy as FittedPolicy
 
 
@@ -98,18 +99,20 @@ def open_engine(
     path, info = checked_model(wanted)
     n_ctx = n_ctx_of(wanted.n_ctx, info)
     n_batch = wanted.n_batch or n_batch
-    policy: FittedPolicy | None = None
     kind = policies.load(wanted.policy)
+    # rows that may differ keep what they need; the budget is only a cap
+    text = wanted.budget
+    if text is None:
+        text = str(n_ctx if kind.ragged else min(default_budget, n_ctx))
     if kind.evicts:
-        # rows that may differ keep what they need; the budget is only a cap
-        text = wanted.budget
-        if text is None:
-            text = str(n_ctx if kind.ragged else min(default_budget, n_ctx))
-        policy, n_batch = fitted(wanted, info, text, n_batch, over_budget=not scoring)
+        # what is wrong with it is said before the model is loaded
+        fitted(wanted, info, None, text, n_batch, over_budget=not scoring)
 
     with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx
-        if policy is None:
+        if kind.evicts:
+            policy, n_batch = fitted(wanted, info, model.layers, text, n_batch, over_budget=not scoring)
+        else:
             policy = policies.fit(wanted.policy, min(n_ctx, n_tokens), None, wanted.options)
         settings = settings_of(wanted, n_ctx, n_batch, n_batch if scoring else 1, over_budget=not scoring)
 
@@ -172,7 +175,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
 
     Options that cannot work are refused first, before a download.
     """
-    from kvtool.models.header import CACHE_TYPES
+    from kvtool.models.layers import CACHE_TYPES
 
     for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
         if kind not in CACHE_TYPES:
@@ -290,16 +293,25 @@ def say_n_ctx(asked: int | None, info: ModelInfo) -> None:
 
 
 def fitted(
-    wanted: EngineOptions, info: ModelInfo, budget_text: str, n_batch: int, *, over_budget: bool
+    wanted: EngineOptions,
+    info: ModelInfo,
+    layers: Layers | None,
+    budget_text: str,
+    n_batch: int,
+    *,
+    over_budget: bool,
 ) -> tuple[FittedPolicy, int]:
     """The policy for a budget as it was typed, and the batch size that goes with it. Raises UsageError.
 
-    over_budget: whether a batch may go over the budget; a budget in bytes then has to hold the batch, too.
+    layers: of the loaded model; None before that. over_budget: whether a batch may go over the budget; a
+    budget in bytes then has to hold the batch, too.
     """
     from kvtool import policies
     from kvtool.models import budget
 
-    n, is_bound = budget.parse(budget_text, info, n_batch, wanted.type_k, wanted.type_v)
+    n, is_bound = budget.parse(
+        budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v
+    )
     slack = wanted.evict_every or policies.default_slack(n)
     if is_bound:
         n_batch = budget.batch_within(n, n_batch)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtool.errors import KvtoolError, StreamEnd
-from kvtool.models.header import PAD
+from kvtool.models.layers import PAD
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine

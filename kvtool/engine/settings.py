@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.errors import UsageError
-from kvtool.models.header import CACHE_TYPES
+from kvtool.models.layers import CACHE_TYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,13 @@ class EnableParams(ctypes.Structure):
     ]
 
 
+class ModelLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("il", "kind", "owner", "n_head", "n_embd_k", "n_embd_v")),
+        ("n_bytes", ctypes.c_int64),
+    ]
+
+
 TERM = np.dtype([("row", "<i4"), ("dst", "<i4"), ("src", "<i4"), ("weight", "<f4")])
 
 
@@ -76,6 +83,8 @@ def _bind_all() -> None:
         return
     bind("llama_kvtool_error", ctypes.c_char_p)
     bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
+    bind("llama_kvtool_layers", i32, pointer, pointer, i32)
+    bind("llama_kvtool_arch", ctypes.c_char_p, i32)
     bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(EnableParams))
     bind("llama_kvtool_n_dim", i32, pointer)
     bind("llama_kvtool_seen", i32, pointer, i32)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from kvtool.errors import InputError, ModelError, OutOfMemory, UsageError
+from kvtool.errors import InputError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.library import api, check_library
+from kvtool.llama.library import (
+    HOW_TO_BUILD,
+    UNPATCHED,
+    ModelLayer,
+    api,
+    check_library,
+    error_text,
+    is_patched,
+    lib,
+)
 from kvtool.llama.log import because, log_tail, no_memory, start_backends
+from kvtool.models.header import read
+from kvtool.models.layers import Kind, Layer, Layers
 
 
 class Model:
@@ -25,6 +37,8 @@ class Model:
         How many layers go to a GPU; all if not given.
     vocab_only
         Loads no weights: enough to tokenize.
+    no_weights
+        Loads all but the weights: enough to tokenize, and to ask for its layers.
 
     Attributes
     ----------
@@ -32,8 +46,6 @@ class Model:
         Tokens in the vocabulary: a token is 0 .. n_vocab - 1.
     n_ctx_train
         The context length that the model was trained on.
-    n_swa
-        Tokens that sliding layers see; 0 if none slide.
     bos, eos
         The tokens that begin and end a text; negative if there is none.
     adds_bos
@@ -46,13 +58,22 @@ class Model:
     """
 
     def __init__(
-        self, path: Path | str, *, n_gpu_layers: int | None = None, vocab_only: bool = False
+        self,
+        path: Path | str,
+        *,
+        n_gpu_layers: int | None = None,
+        vocab_only: bool = False,
+        no_weights: bool = False,
     ) -> None:
         check_library()
         start_backends()
         log_tail.clear()
         params = api.llama_model_default_params()
         params.vocab_only = vocab_only
+        if no_weights:
+            params.no_alloc = True
+            # llama.cpp maps nothing then
+            params.load_mode = api.LLAMA_LOAD_MODE_NONE
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
@@ -66,7 +87,6 @@ class Model:
         self._vocab = api.llama_model_get_vocab(self._model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = api.llama_model_n_ctx_train(self._model)
-        self.n_swa: int = api.llama_model_n_swa(self._model)
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
@@ -76,6 +96,36 @@ class Model:
         """llama.cpp's own vocabulary, for its own functions. Raises UsageError once the model is closed."""
         self._check_open()
         return self._vocab
+
+    @cached_property
+    def layers(self) -> Layers:
+        """What each layer keeps, as llama.cpp says.
+
+        Raises ModelError for a model that cannot be used, LibraryError for one that needs the patch.
+        """
+        self._check_open()
+        n_swa: int = api.llama_model_n_swa(self._model)
+        if not is_patched():
+            model = self._model
+            if n_swa or api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+                raise LibraryError(
+                    f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
+                )
+            return read(self.path).plain_layers
+        n = lib.llama_kvtool_layers(self._model, None, 0)
+        found = (ModelLayer * max(n, 0))()
+        if n < 0 or lib.llama_kvtool_layers(self._model, found, n) != n:
+            raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
+        all_layers = tuple(
+            Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found
+        )
+        slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
+        return Layers(all_layers, n_swa if slides else 0)
+
+    @property
+    def n_swa(self) -> int:
+        """Tokens that sliding layers see; 0 if none slide."""
+        return self.layers.n_swa
 
     def close(self) -> None:
         """Frees the model. A second call does nothing."""

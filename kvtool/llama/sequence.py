@@ -37,12 +37,10 @@ class SequenceContext(Decoder):
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)
-        info = read(model.path)
-        types = how.get("type_k", "f16"), how.get("type_v", "f16")
-        self._cell_bytes = info.cell_bytes(*types)
-        self.cache_bytes = self.n_ctx * self._cell_bytes + info.swa_bytes(n_batch, *types)
+        self._cell_bytes = model.layers.cell_bytes(how.get("type_k", "f16"), how.get("type_v", "f16"))
+        self.cache_bytes = self.n_ctx * self._cell_bytes
         self.row_layers = np.zeros(1, np.int32)
-        self.n_head = np.full(1, sum(info.n_head), np.int32)
+        self.n_head = np.full(1, sum(read(model.path).n_head), np.int32)
         self.layer_cells = np.array([n_cell], np.int32)
         self.n_cell = n_cell
         # each cell's position in llama.cpp now, and the one it must have at the next decode

@@ -16,7 +16,7 @@ from kvtool import policies
 from kvtool.errors import UsageError
 from kvtool.measure import divergence, records
 from kvtool.models import budget
-from kvtool.models.header import ModelInfo
+from kvtool.models.layers import Layers
 
 KEY = (
     "model_sha256",
@@ -169,7 +169,8 @@ def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
 
 def runs(
     common: Common,
-    info: ModelInfo,
+    n_ctx_train: int,
+    layers: Layers,
     wanted: Sequence[str],
     budgets: Sequence[str],
     types: Sequence[str],
@@ -182,13 +183,14 @@ def runs(
     `full` has a run for each cache type. Other policies have runs with the first type, or with `combine` with
     each. A policy whose rows may keep different numbers of cells has a run without a budget, too.
 
-    wanted: policies as typed, with their parameters. budgets: as typed. Raises UsageError.
+    n_ctx_train: the model's trained context. wanted: policies as typed, with their parameters. budgets: as
+    typed. Raises UsageError.
     """
     split = [(text.strip(), *split_policy(text)) for text in wanted]
     found: dict[str, Run] = {}
 
     def add(label: str, name: str, options: tuple[str, ...], asked: str | None, kind: str) -> None:
-        run = _run(common, info, label, name, options, asked, kind, evict_every)
+        run = _run(common, n_ctx_train, layers, label, name, options, asked, kind, evict_every)
         found.setdefault(records.key(identity(common, run), KEY), run)
 
     for label, name, options in split:
@@ -263,7 +265,8 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
 
 def _run(
     common: Common,
-    info: ModelInfo,
+    n_ctx_train: int,
+    layers: Layers,
     label: str,
     name: str,
     options: tuple[str, ...],
@@ -276,7 +279,7 @@ def _run(
     policy_type = policies.load(name)
     policies.parse_options(policy_type, list(options))
     # raises for a type that does not fit the model's heads
-    info.cell_bytes(kind, kind)
+    layers.cell_bytes(kind, kind)
     choose_flash(common.flash, kind, policy_type.ragged)
     n, n_batch, positions = common.n_ctx, common.n_batch, common.positions
     if not policy_type.evicts:
@@ -287,7 +290,7 @@ def _run(
             "choose --positions auto, or --types q8_0"
         )
     elif asked is not None:
-        n, is_bound = budget.parse(asked, info, n_batch, kind, kind)
+        n, is_bound = budget.parse(asked, n_ctx_train, layers, n_batch, kind, kind)
         if is_bound:
             n_batch = budget.batch_within(n, n_batch)
     if n > common.n_ctx:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
-from kvtool.models.header import PAD, ModelInfo
+from kvtool.models.layers import PAD, Layers
 from kvtool.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -17,15 +17,21 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
 
 def parse(
-    text: str, info: ModelInfo, n_batch: int, type_k: str = "f16", type_v: str = "f16"
+    text: str,
+    n_ctx_train: int,
+    layers: Layers | None,
+    n_batch: int,
+    type_k: str = "f16",
+    type_v: str = "f16",
 ) -> tuple[int, bool]:
     """The cells that "512", "10%" or "64MiB" stand for, and whether they bound the whole cache.
 
     A share is of the trained context, see `share`. Bytes give the largest cache that fits into them, in steps
-    of 256 cells, beside the cache of sliding-window (SWA) layers. Only bytes bound the whole cache, padding
-    included.
+    of 256 cells, beside what the model keeps in sliding and recurrent layers. Only bytes bound the whole
+    cache, padding included.
 
-    n_batch: the most tokens of a batch. Raises UsageError.
+    layers: None where they are not known yet; bytes then stand for the trained context. n_batch: the most
+    tokens of a batch. Raises UsageError.
     """
     text = text.strip()
     if not text:
@@ -35,10 +41,10 @@ def parse(
             f"a budget in tokens is a whole number, got {text!r}; or a unit is missing: {text}MiB"
         )
     if text.endswith("%"):
-        n = share(percent(text), info.n_ctx_train)
+        n = share(percent(text), n_ctx_train)
         if n == 0:
             raise UsageError(
-                f"{text} of the trained context ({info.n_ctx_train} tokens) is less than 1 token; "
+                f"{text} of the trained context ({n_ctx_train} tokens) is less than 1 token; "
                 "choose a larger share"
             )
         return n, False
@@ -53,15 +59,16 @@ def parse(
         if n < 1:
             raise UsageError(f"a budget of {n} is too small; use at least 2 tokens")
         return n, False
-    n = info.cells_that_fit(n, n_batch, type_k, type_v) // PAD * PAD
+    if layers is None:
+        return n_ctx_train, True
+    n = layers.cells_that_fit(n, n_batch, type_k, type_v) // PAD * PAD
     if n == 0:
-        smallest = format_bytes(
-            PAD * info.cell_bytes(type_k, type_v) + info.swa_bytes(n_batch, type_k, type_v)
-        )
+        smallest = PAD * layers.cell_bytes(type_k, type_v) + layers.fixed_bytes(n_batch, type_k, type_v)
         raise UsageError(
-            f"{text} is too small for {info.path.name}: the smallest cache ({PAD} tokens) takes {smallest}"
+            f"{text} is too small for this model: "
+            f"its smallest cache ({PAD} tokens) takes {format_bytes(smallest)}"
         )
-    return min(n, info.n_ctx_train), True
+    return min(n, n_ctx_train), True
 
 
 def batch_within(n: int, n_batch: int) -> int:

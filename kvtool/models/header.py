@@ -1,4 +1,4 @@
-"""What the header of a GGUF file says of a model, and how many bytes its cache takes."""
+"""What the header of a GGUF file says of a model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtool.errors import ModelError, OutOfMemory, UsageError
+from kvtool.errors import ModelError, OutOfMemory
 from kvtool.models.gguf import MAX_LAYERS, HeaderReader, constants
+from kvtool.models.layers import Kind, Layer, Layers
 from kvtool.models.split import part_paths
-from kvtool.models.supported import INTERLEAVED
-
-PAD = 256
-"""llama.cpp rounds a cache up to a multiple of this many cells."""
-
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""The types that llama.cpp has for cached keys and values."""
-
 
 class File(NamedTuple):
     """One GGUF file.
@@ -40,7 +33,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model as its header describes it. Some layers may use sliding-window attention (SWA).
+    """A model as its header describes it.
 
     Attributes
     ----------
@@ -68,10 +61,6 @@ class ModelInfo:
         Numbers in one value of one head.
     n_ctx_train
         Trained context in tokens.
-    n_swa
-        Tokens that an SWA layer sees; 0 if the model has none.
-    is_swa
-        For each layer, whether it is an SWA layer.
     tokenizer
         Whether the file has a tokenizer.
     chat_template
@@ -92,43 +81,16 @@ class ModelInfo:
     head_size_k: int
     head_size_v: int
     n_ctx_train: int
-    n_swa: int
-    is_swa: tuple[bool, ...]
     tokenizer: bool
     chat_template: bool
     metadata: dict[str, Any] = field(repr=False)
 
     @property
-    def n_swa_layer(self) -> int:
-        """How many layers are SWA layers."""
-        return sum(self.is_swa)
-
-    def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of one token's keys and values in all layers but the SWA layers.
-
-        Raises UsageError for a type that does not fit the model's heads.
-        """
-        return self._token_bytes(False, type_k, type_v)
-
-    def swa_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of the SWA layers' cache. It does not grow with the cells of the other layers.
-
-        n_batch: the most tokens of a batch. Raises UsageError for a type that does not fit.
-        """
-        n_cell = -(-(self.n_swa + n_batch) // PAD) * PAD
-        return n_cell * self._token_bytes(True, type_k, type_v)
-
-    def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """How many cells fit into n_bytes beside the SWA layers' cache; 0 for a model without attention."""
-        cell_bytes = self.cell_bytes(type_k, type_v)
-        rest = n_bytes - self.swa_bytes(n_batch, type_k, type_v)
-        return max(rest, 0) // cell_bytes if cell_bytes else 0
-
-    def _token_bytes(self, is_swa: bool, type_k: str, type_v: str) -> int:
-        key = _row_bytes("K", type_k, self.head_size_k)
-        value = _row_bytes("V", type_v, self.head_size_v)
-        n_row = sum(n for n, swa in zip(self.n_head_kv, self.is_swa, strict=True) if swa == is_swa)
-        return n_row * (key + value)
+    def plain_layers(self) -> Layers:
+        """The layers of a model that has one plain KV cache. Of other models llama.cpp knows what they keep."""
+        sizes = self.head_size_k, self.head_size_v
+        heads = enumerate(self.n_head_kv)
+        return Layers(tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in heads if n))
 
 
 def read(path: Path) -> ModelInfo:
@@ -197,19 +159,6 @@ def _rest_of(first: Path, whole: File, n_part: object) -> int:
     return n_byte
 
 
-def _row_bytes(which: str, cache_type: str, head_size: int) -> int:
-    if cache_type not in CACHE_TYPES:
-        types = ", ".join(CACHE_TYPES)
-        raise UsageError(f"unknown cache type {cache_type!r} for {which}; choose one of {types}")
-    block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[cache_type.upper()]]
-    if head_size % block:
-        raise UsageError(
-            f"{which} cannot be {cache_type}: the model's head size of {head_size} "
-            f"is not a multiple of {block}"
-        )
-    return head_size // block * block_bytes
-
-
 def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> ModelInfo:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
@@ -240,7 +189,6 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> Model
 
     n_head = per_layer("attention.head_count", 0)
     head_size = number("embedding_length") // max(n_head) if max(n_head) > 0 else 0
-    n_swa, is_swa = _swa(metadata, arch, n_layer * n_loop)
     file_type = metadata.get("general.file_type", -1)
     try:
         quantization = constants.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -259,25 +207,7 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> Model
         head_size_k=number("attention.key_length", head_size),
         head_size_v=number("attention.value_length", head_size),
         n_ctx_train=number("context_length"),
-        n_swa=n_swa,
-        is_swa=is_swa,
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,
     )
-
-
-def _swa(metadata: dict[str, Any], arch: str, n_layer: int) -> tuple[int, tuple[bool, ...]]:
-    """The tokens that SWA layers see, 0 if there are none, and which layers those are."""
-    n_swa, pattern = INTERLEAVED.get(arch, (0, 0))
-    key = f"{arch}.attention.sliding_window"
-    if arch in INTERLEAVED:
-        n_swa = metadata.get(key, n_swa)
-        pattern = metadata.get(f"{key}_pattern", pattern)
-    if not isinstance(n_swa, int) or n_swa < 1:
-        return 0, (False,) * n_layer
-    if isinstance(pattern, int):
-        return n_swa, tuple(pattern == 0 or i % pattern < pattern - 1 for i in range(n_layer))
-    if not isinstance(pattern, tuple) or len(pattern) < n_layer:
-        raise ModelError(f"the model is damaged: bad {key}_pattern in its header; download it again")
-    return n_swa, tuple(map(bool, pattern[:n_layer]))

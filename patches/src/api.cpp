@@ -7,9 +7,13 @@
 #include "state.h"
 
 #include "llama-context.h"
+#include "llama-cparams.h"
 #include "llama-impl.h"
+#include "llama-memory.h"
+#include "llama-model.h"
 
 #include <algorithm>
+#include <memory>
 
 static thread_local std::string g_error;
 
@@ -30,6 +34,38 @@ const char * llama_kvtool_digest(void) {
 
 const char * llama_kvtool_error(void) {
     return g_error.c_str();
+}
+
+const char * llama_kvtool_arch(int32_t i) {
+    const auto all = llm_arch_all();
+    return i >= 0 && i < (int32_t) all.size() ? llm_arch_name(all[i]) : nullptr;
+}
+
+int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out, int32_t n) {
+    if (!model || (n > 0 && !out)) {
+        return fail("model must not be null, nor out where n is more than 0");
+    }
+    return guarded([&]() -> int32_t {
+        // a memory of one cell says what one of any size would
+        llama_memory_params params = { GGML_TYPE_F16, GGML_TYPE_F16, false, LLAMA_CONTEXT_TYPE_DEFAULT, nullptr };
+
+        llama_cparams cparams = {};
+        cparams.n_ctx_seq  = 1;
+        cparams.n_ubatch   = 1;
+        cparams.n_seq_max  = 1;
+        cparams.kv_unified = true;
+        cparams.flash_attn = true;
+
+        const std::unique_ptr<llama_memory_i> memory(model->create_memory(params, cparams));
+
+        const auto why = llama_kvtool::unsupported(*model, memory.get());
+        if (!why.empty()) {
+            return fail(why);
+        }
+        const auto all = llama_kvtool::describe(*model, memory.get());
+        std::copy_n(all.begin(), std::min<size_t>(std::max(n, 0), all.size()), out);
+        return all.size();
+    });
 }
 
 int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {

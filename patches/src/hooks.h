@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 class  llama_kvtool_input;
@@ -35,14 +36,16 @@ struct llama_kvtool_graph {
 
 // Notes how the new keys are rotated; they are null where a layer reads an earlier layer's cells. Ragged rows: stores keys
 // and values at each row's own end and sets k and v to views of the layer's cells; returns false where rows are not ragged.
-// v stays as it is where values are a part of the keys
+// v stays as it is where values are a part of the keys. unused: inputs that nothing reads then; some of llama.cpp's memories
+// fill them all the same
 bool llama_kvtool_store(
         const llm_graph_context & graph,
         ggml_tensor * k_cur,
         ggml_tensor * v_cur,
         ggml_tensor * & k,
         ggml_tensor * & v,
-                int   il);
+                int   il,
+        std::initializer_list<ggml_tensor *> unused = {});
 
 // with an archive: fills the layer's last cells with the archived tokens that the queries q attend to most
 void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, float scale, int il);

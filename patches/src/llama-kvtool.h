@@ -120,6 +120,33 @@ LLAMA_API ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev);
 // worker keeps one graph for each device that it serves: so it keeps these two and the decode's.
 LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t keys);
 
+// the name of llama.cpp's ith architecture; null from their number on
+LLAMA_API const char * llama_kvtool_arch(int32_t i);
+
+// what a layer of a model keeps
+enum llama_kvtool_layer_kind {
+    LLAMA_KVTOOL_LAYER_ROWS      = 0, // cells for all tokens
+    LLAMA_KVTOOL_LAYER_SLIDING   = 1, // cells for those in a sliding window
+    LLAMA_KVTOOL_LAYER_RECURRENT = 2, // a state, whose size never changes
+};
+
+struct llama_kvtool_layer {
+    int32_t il;   // the layer of the model
+    int32_t kind; // llama_kvtool_layer_kind
+
+    int32_t owner; // the layer whose cells it reads: itself, or an earlier one
+
+    int32_t n_head;   // KV heads
+    int32_t n_embd_k; // numbers in a key of one head
+    int32_t n_embd_v; // and in a value; 0 where values are a part of the keys
+
+    int64_t n_bytes; // of a state
+};
+
+// What each layer of a model keeps: out[n], a layer with both cells and a state twice, one without either not at all. Returns
+// how many there are, whatever n is; negative: contexts of this model cannot be enabled
+LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
+
 // start anew with these parameters, on an empty cache; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
 

@@ -89,6 +89,43 @@ std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i 
     return {};
 }
 
+std::vector<llama_kvtool_layer> llama_kvtool::describe(const llama_model & model, llama_memory_i * memory) {
+    const auto & hparams = model.hparams;
+
+    std::vector<llama_kvtool_layer> res;
+
+    const auto add_cache = [&](const llama_kv_cache * kv, llama_kvtool_layer_kind kind) {
+        for (int il = 0; kv && il < (int) hparams.n_layer_all; ++il) {
+            const auto it = kv->map_layer_ids.find(il);
+            if (it == kv->map_layer_ids.end() || hparams.n_head_kv(il) == 0) {
+                continue;
+            }
+            const auto & from   = kv->layers[it->second];
+            const int    n_head = hparams.n_head_kv(from.il);
+            const int    n_v    = from.v ? hparams.n_embd_head_v(from.il) : 0;
+
+            res.push_back({ il, kind, (int) from.il, n_head, (int) from.k->ne[0]/n_head, n_v, 0 });
+        }
+    };
+
+    add_cache(cache(memory),         LLAMA_KVTOOL_LAYER_ROWS);
+    add_cache(sliding_cache(memory), LLAMA_KVTOOL_LAYER_SLIDING);
+
+    if (const auto * mem = recurrent(memory)) {
+        for (int il = 0; il < (int) hparams.n_layer_all; ++il) {
+            int64_t n = 0;
+            for (const auto * some : { &mem->r_l, &mem->s_l, &mem->p_l }) {
+                n += il < (int) some->size() && (*some)[il] ? ggml_nbytes((*some)[il]) : 0;
+            }
+            if (n > 0) {
+                res.push_back({ il, LLAMA_KVTOOL_LAYER_RECURRENT, il, 0, 0, 0, n });
+            }
+        }
+    }
+
+    return res;
+}
+
 std::vector<ggml_backend_t> & llama_kvtool::backends(llama_context & lctx) {
     return lctx.backend_ptrs;
 }

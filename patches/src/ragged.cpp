@@ -53,7 +53,8 @@ bool llama_kvtool_store(
         ggml_tensor * v_cur,
         ggml_tensor * & k,
         ggml_tensor * & v,
-                int   il) {
+                int   il,
+        std::initializer_list<ggml_tensor *> unused) {
     auto * kvtool = graph.cparams.kvtool;
 
     if (!kvtool) {
@@ -67,6 +68,10 @@ bool llama_kvtool_store(
     }
 
     ggml_context * ctx = graph.ctx0;
+
+    for (ggml_tensor * t : unused) {
+        ggml_build_forward_expand(graph.gf, t);
+    }
 
     const auto & l = *kvtool->find(il);
 

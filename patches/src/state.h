@@ -138,6 +138,9 @@ struct llama_kvtool {
     static llama_kv_cache         * sliding_cache(llama_memory_i * memory);
     static llama_memory_recurrent * recurrent    (llama_memory_i * memory);
 
+    // what each layer of a model with this memory keeps
+    static std::vector<llama_kvtool_layer> describe(const llama_model & model, llama_memory_i * memory);
+
     // why a model with this memory cannot be used; empty: it can
     static std::string unsupported(const llama_model & model, llama_memory_i * memory);
 

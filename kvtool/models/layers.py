@@ -1,0 +1,157 @@
+"""What each layer of a model keeps from one token to the next, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvtool.errors import UsageError
+from kvtool.models.gguf import constants
+
+PAD = 256
+"""llama.cpp rounds a cache up to a multiple of this many cells."""
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""The types that llama.cpp has for cached keys and values."""
+
+
+class Kind(IntEnum):
+    """What a layer keeps."""
+
+    ROWS = 0
+    """Cells for all tokens: its KV heads are rows, and policies act on them."""
+
+    SLIDING = 1
+    """Cells for the tokens in a sliding window (SWA)."""
+
+    RECURRENT = 2
+    """A state whose size never changes."""
+
+
+class Layer(NamedTuple):
+    """A layer of the model, and what it keeps. A layer with both cells and a state is there twice.
+
+    Attributes
+    ----------
+    number
+        Counted from 0 among all layers of the model.
+    kind
+        What it keeps.
+    owner
+        The layer whose cells it reads: itself, or an earlier one.
+    n_head_kv
+        KV heads.
+    head_size_k
+        Numbers in one key of one head.
+    head_size_v
+        Numbers in one value of one head; 0 where values are a part of the keys (MLA).
+    state_bytes
+        Bytes of a state.
+    """
+
+    number: int
+    kind: Kind
+    owner: int
+    n_head_kv: int
+    head_size_k: int
+    head_size_v: int
+    state_bytes: int
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether its cells are its own."""
+        return self.owner == self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """All layers of a model that keep something.
+
+    Attributes
+    ----------
+    all
+        The layers; those of one kind come in their order in the model.
+    n_swa
+        Tokens that sliding layers see; 0 if none slide.
+    """
+
+    all: tuple[Layer, ...]
+    n_swa: int = 0
+
+    def of(self, kind: Kind) -> list[Layer]:
+        """The layers of one kind."""
+        return [layer for layer in self.all if layer.kind == kind]
+
+    @property
+    def n_row(self) -> int:
+        """Rows: KV heads of layers that keep cells for all tokens."""
+        return sum(layer.n_head_kv for layer in self.of(Kind.ROWS) if layer.is_owner)
+
+    @property
+    def n_shared(self) -> int:
+        """Layers that read an earlier layer's cells."""
+        return sum(not layer.is_owner for layer in self.all)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, whatever the budget."""
+        return sum(layer.state_bytes for layer in self.all)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What a model is, beside plain attention: "sliding windows", "recurrent layers", and so on."""
+        rows = self.of(Kind.ROWS)
+        found = {
+            "sliding windows": bool(self.of(Kind.SLIDING)),
+            "shared layers": self.n_shared > 0,
+            "recurrent layers": bool(self.of(Kind.RECURRENT)),
+            "latent attention (MLA)": any(layer.head_size_v == 0 for layer in rows),
+        }
+        return [name for name, is_there in found.items() if is_there]
+
+    def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of one token's keys and values in all rows.
+
+        Raises UsageError for a type that does not fit the model's heads.
+        """
+        return self._token_bytes(Kind.ROWS, type_k, type_v)
+
+    def swa_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of the sliding layers' cache. It does not grow with the cells of the rows.
+
+        n_batch: the most tokens of a batch. Raises UsageError for a type that does not fit.
+        """
+        n_cell = -(-(self.n_swa + n_batch) // PAD) * PAD
+        return n_cell * self._token_bytes(Kind.SLIDING, type_k, type_v)
+
+    def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of what a model keeps beside its rows. Raises UsageError for a type that does not fit."""
+        return self.swa_bytes(n_batch, type_k, type_v) + self.state_bytes
+
+    def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """How many cells fit into n_bytes beside what is not rows. Raises UsageError as cell_bytes does."""
+        rest = n_bytes - self.fixed_bytes(n_batch, type_k, type_v)
+        cell_bytes = self.cell_bytes(type_k, type_v)
+        return max(rest, 0) // cell_bytes if cell_bytes else 0
+
+    def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:
+        return sum(
+            layer.n_head_kv
+            * (_head_bytes("K", type_k, layer.head_size_k) + _head_bytes("V", type_v, layer.head_size_v))
+            for layer in self.of(kind)
+            if layer.is_owner
+        )
+
+
+def _head_bytes(which: str, cache_type: str, head_size: int) -> int:
+    if cache_type not in CACHE_TYPES:
+        types = ", ".join(CACHE_TYPES)
+        raise UsageError(f"unknown cache type {cache_type!r} for {which}; choose one of {types}")
+    block, block_bytes = constants.GGML_QUANT_SIZES[constants.GGMLQuantizationType[cache_type.upper()]]
+    if head_size % block:
+        raise UsageError(
+            f"{which} cannot be {cache_type}: the model's head size of {head_size} "
+            f"is not a multiple of {block}"
+        )
+    return head_size // block * block_bytes

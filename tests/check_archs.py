@@ -1,0 +1,239 @@
+"""Whether kvtool runs every architecture of llama.cpp that it does not refuse, and computes the same.
+
+    python tests/check_archs.py DIR
+
+DIR has small random models, one an architecture, as llama.cpp's own test-llama-archs writes them. Prints a line
+a model; exit status 1 if any fails. `make check-archs` builds that program and calls this.
+
+full       the logits of `full` are those of a context in which nothing is enabled, bit by bit
+alike      streamingllm and local by llama.cpp's own sequence calls: the same to rounding; no sliding or recurrent layers
+permuted   the cells of each row in another order
+ragged     other tokens evicted in each row, and a mask of each row that hides them in a cache that keeps all
+saved      a session that goes on, bit by bit
+endless    three times the trained length
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.engine import loop
+from kvtool.errors import KvtoolError
+from kvtool.llama.context import Context, Decoder
+from kvtool.llama.model import Model
+from kvtool.measure import perplexity
+from kvtool.models.header import read
+from kvtool.models.layers import Kind
+from kvtool.models.supported import unsupported
+from kvtool.policy import Request, Signal
+from tests.running import open_engine
+
+ROUNDING = 1e-4
+"""How far apart results may be, as a share of their spread."""
+
+ORDER = 3 * ROUNDING
+"""The same where all sums are taken in another order."""
+
+EXACT = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1}
+N_BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--verbose", action="store_true", help="tracebacks")
+    args = parser.parse_args()
+    n_failed = n_run = 0
+    for path in sorted(args.folder.glob("*.gguf")):
+        if args.only not in path.stem:
+            continue
+        reason = _refusal(path)
+        if reason:
+            print(f"{path.stem:24} refused: {reason}", flush=True)
+            continue
+        n_run += 1
+        results = {check.__name__: _result(check, path, args.verbose) for check in CHECKS}
+        n_failed += any(result not in ("ok", "-") for result in results.values())
+        print(f"{path.stem:24} " + ", ".join(f"{name} {result}" for name, result in results.items()), flush=True)
+    print(f"{n_run} run, {n_failed} of them fail")
+    sys.exit(n_failed > 0)
+
+
+def _refusal(path: Path) -> str | None:
+    reason = unsupported(read(path))
+    if reason:
+        return reason
+    model = Model(path)
+    try:
+        assert model.layers.n_row > 0
+    except KvtoolError as error:
+        return str(error)
+    finally:
+        model.close()
+    return None
+
+
+def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
+    try:
+        return check(path)
+    except (KvtoolError, AssertionError) as error:
+        if verbose:
+            traceback.print_exc()
+        return f"FAILS ({type(error).__name__}: {str(error)[:150]})"
+
+
+def _tokens(model: Model, n: int) -> np.ndarray:
+    """Tokens i32[n] with repetitions, so that some matter later."""
+    rng = np.random.default_rng(1)
+    phrases = [rng.integers(3, model.n_vocab, 7) for _ in range(9)]
+    return np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])[:n].astype(np.int32)
+
+
+def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
+    """How far the logits or the NLL are apart, as a share of their spread."""
+    assert np.isfinite(want).all() and np.isfinite(got).all(), "not finite"
+    assert want.std() > 0, "all are alike"
+    apart = float(np.abs(got - want).max() / want.std())
+    return "ok" if apart <= tolerance else f"FAILS ({apart:.2g})"
+
+
+# checks
+
+
+def full(path: Path) -> str:
+    with open_engine(path, policies.fit("full", 200, None)) as engine:
+        tokens = _tokens(engine.model, 100)
+        plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT)
+        try:
+            for at in range(0, len(tokens), 50):
+                engine.step(tokens[at : at + 50], n_output=50)
+                plain.decode(tokens[at : at + 50], at, 50)
+                if (result := _same(engine.context.logits(), plain.logits())) != "ok":
+                    return result
+        finally:
+            plain.close()
+    return "ok"
+
+
+def alike(path: Path) -> str:
+    with open_engine(path, policies.fit("full", 200, None)) as engine:
+        layers = engine.model.layers
+        tokens = _tokens(engine.model, 200)
+    if layers.of(Kind.SLIDING) or layers.of(Kind.RECURRENT):
+        return "-"
+    for name, positions in (("streamingllm", "original"), ("local", "auto")):
+        policy = policies.fit(name, 48, 8)
+        with open_engine(path, policy, positions=positions) as patched:
+            want = perplexity.stream(patched, tokens)
+        is_patched, loop.is_patched = loop.is_patched, lambda: False
+        try:
+            with open_engine(path, policy, positions=positions) as plain:
+                got = perplexity.stream(plain, tokens)
+        finally:
+            loop.is_patched = is_patched
+        if (result := _same(got, want, ROUNDING)) != "ok":
+            return f"{name} {result}"
+    return "ok"
+
+
+def permuted(path: Path) -> str:
+    n, n_more = 60, 20
+    rng = np.random.default_rng(2)
+
+    def permute(context: Context) -> None:
+        moves = [
+            (row, dst, src, 0)
+            for row in range(context.n_row)
+            for dst, src in enumerate(rng.permutation(n).tolist())
+        ]
+        context.apply(np.array(moves, np.int32), n, 0)
+
+    want, got = (_then(path, n, n_more, edit) for edit in (lambda context: None, permute))
+    return _same(got, want, ORDER)
+
+
+def ragged(path: Path) -> str:
+    n, n_keep, n_more = 60, 40, 20
+
+    def chosen(context: Context) -> np.ndarray:
+        rng = np.random.default_rng(3)
+        return np.stack([rng.permutation(n)[:n_keep] for _ in range(context.n_row)])
+
+    def evict(context: Context) -> None:
+        moves = [
+            (row, dst, src, 0) for row, kept in enumerate(chosen(context)) for dst, src in enumerate(kept.tolist())
+        ]
+        context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
+
+    def hide(context: Context) -> None:
+        moves = [
+            (row, dst, src, 0)
+            for row, kept in enumerate(chosen(context))
+            for dst, src in enumerate([*kept.tolist(), *np.setdiff1d(np.arange(n), kept).tolist()])
+        ]
+        n_keep_row = np.full(context.n_row, n_keep, np.int32)
+        context.apply(np.array(moves, np.int32), n_keep, n - n_keep, n_keep_row=n_keep_row)
+
+    want = _then(path, n, n_more, evict)
+    got = _then(path, n, n_more, hide, ragged=True)
+    other = _then(path, n, n_more, lambda context: None)
+    assert np.abs(other - want).max() > 10 * np.abs(got - want).max(), "evictions change nothing"
+    return _same(got, want, ROUNDING)
+
+
+def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **how: bool) -> np.ndarray:
+    """The logits f32[n_more, n_vocab] after n tokens and an edit."""
+    model = Model(path)
+    request = Request(signals=Signal.ATTENTION) if not how else Request()
+    context = Context(model, 256, N_BATCH, request, n_output=N_BATCH, **EXACT, **how)
+    try:
+        tokens = _tokens(model, n + n_more)
+        for at in range(0, n, N_BATCH):
+            part = tokens[at : min(at + N_BATCH, n)]
+            context.decode(part, at, 1)
+        edit(context)
+        parts = []
+        for at in range(n, n + n_more, 5):
+            context.decode(tokens[at : at + 5], at, 5)
+            parts.append(context.logits().copy())
+        return np.concatenate(parts)
+    finally:
+        context.close()
+        model.close()
+
+
+def saved(path: Path) -> str:
+    policy = policies.fit("h2o", 48, 8)
+    with open_engine(path, policy) as engine:
+        tokens = _tokens(engine.model, 150)
+        perplexity.stream(engine, tokens[:100])
+        there = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[100:])
+    with open_engine(path, policy) as other:
+        perplexity.stream(other, tokens[20:60])
+        other.restore(there)
+        got = perplexity.stream(other, tokens[100:])
+    return _same(got, want)
+
+
+def endless(path: Path) -> str:
+    policy = policies.fit("tova", 96, 16)
+    with open_engine(path, policy) as engine:
+        tokens = _tokens(engine.model, 3 * engine.model.n_ctx_train)
+        nll = perplexity.stream(engine, tokens)
+        assert engine.n_restart > 0, "positions did not start over"
+        return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"
+
+
+CHECKS = (full, alike, permuted, ragged, saved, endless)
+
+if __name__ == "__main__":
+    main()
