@@ -360,6 +360,11 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
         )
     if _prefill(policy, settings) == "whole" and (policy.ragged or policy.recall):
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
+    if policy.merges and not model.layers.has_values:
+        raise UsageError(
+            f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "
+            "choose another policy"
+        )
     if settings.positions == "in-cache" and policy.recall:
         raise UsageError(
             f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"

@@ -89,6 +89,11 @@ class Layers:
         return sum(layer.n_head_kv for layer in self.of(Kind.ROWS) if layer.is_owner)
 
     @property
+    def has_values(self) -> bool:
+        """Whether all rows have values of their own; False where these are a part of the keys (MLA)."""
+        return all(layer.head_size_v > 0 for layer in self.of(Kind.ROWS))
+
+    @property
     def n_shared(self) -> int:
         """Layers that read an earlier layer's cells."""
         return sum(not layer.is_owner for layer in self.all)
@@ -101,12 +106,11 @@ class Layers:
     @property
     def kinds(self) -> list[str]:
         """What a model is, beside plain attention: "sliding windows", "recurrent layers", and so on."""
-        rows = self.of(Kind.ROWS)
         found = {
             "sliding windows": bool(self.of(Kind.SLIDING)),
             "shared layers": self.n_shared > 0,
             "recurrent layers": bool(self.of(Kind.RECURRENT)),
-            "latent attention (MLA)": any(layer.head_size_v == 0 for layer in rows),
+            "latent attention (MLA)": not self.has_values,
         }
         return [name for name, is_there in found.items() if is_there]
 

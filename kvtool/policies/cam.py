@@ -69,6 +69,10 @@ class CaM(Policy):
     def reads(self) -> Signal:
         return Signal.LAST if self.score == "last" else Signal.ATTENTION
 
+    @property
+    def merges(self) -> bool:
+        return True
+
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, unless the last query decides."""
         return () if self.score == "last" else (np.zeros((n_row, n_cell), np.float32),)

@@ -52,6 +52,10 @@ class WeightedKV(Ranked):
     # the newest token has no right neighbour
     least_window: ClassVar[int] = 1
 
+    @property
+    def merges(self) -> bool:
+        return self.merge
+
     @classmethod
     def fit(cls, budget: int, slack: int, *, sinks: int = _SINKS, **params: Any) -> WeightedKV:
         window = max((budget - slack) // 2 - sinks, 1)

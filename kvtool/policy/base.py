@@ -45,6 +45,8 @@ class Policy:
     prefill
         How the policy wants a prompt: "stream" (in batches, with a plan after each) or "whole" (decoded
         whole, then compressed once).
+    merges
+        Whether its plans merge values.
     ragged
         Whether rows may keep different numbers of cells. The engine then asks for a plan every `slack`
         tokens, and the budget is only a cap.
@@ -87,6 +89,10 @@ class Policy:
     @property
     def t(self) -> str:
         return "stream"
+
+    @property
+    def merges(self) -> bool:
+        return False
 
     @property
     def n_keep(self) -> int:

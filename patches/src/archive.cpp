@@ -146,7 +146,7 @@ void archive::push(
         const auto & l = kvtool.layers[i];
 
         const int64_t n_embd_k = l.k->ne[0];
-        const int64_t n_embd_v = l.v->ne[0];
+        const int64_t n_embd_v = l.v ? l.v->ne[0] : 0;
 
         k.resize(n_embd_k);
         v.resize(n_embd_v);
@@ -157,14 +157,16 @@ void archive::push(
             ggml_backend_tensor_get(l.k, raw.data(), cells[c]*l.k->nb[1], l.k->nb[1]);
             to_float(l.k->type, raw.data(), k.data(), n_embd_k);
 
-            raw.resize(l.v->nb[1]);
-            if (kvtool.v_trans) {
-                const size_t one = ggml_type_size(l.v->type);
-                ggml_backend_tensor_get_2d(l.v, raw.data(), cells[c]*one, one, n_embd_v, one*l.n_cell, one);
-            } else {
-                ggml_backend_tensor_get(l.v, raw.data(), cells[c]*l.v->nb[1], l.v->nb[1]);
+            if (l.v) {
+                raw.resize(l.v->nb[1]);
+                if (kvtool.v_trans) {
+                    const size_t one = ggml_type_size(l.v->type);
+                    ggml_backend_tensor_get_2d(l.v, raw.data(), cells[c]*one, one, n_embd_v, one*l.n_cell, one);
+                } else {
+                    ggml_backend_tensor_get(l.v, raw.data(), cells[c]*l.v->nb[1], l.v->nb[1]);
+                }
+                to_float(l.v->type, raw.data(), v.data(), n_embd_v);
             }
-            to_float(l.v->type, raw.data(), v.data(), n_embd_v);
 
             layers[i].put(pos_0 + c, k.data(), v.data(), tmp);
         }

@@ -64,7 +64,7 @@ struct gathering {
             } else {
                 std::fill_n(to, l.n_embd_v, T {});
             }
-            if (v_trans && (i % n_side == n_side - 1 || i == k - 1)) {
+            if (v_trans && l.n_embd_v > 0 && (i % n_side == n_side - 1 || i == k - 1)) {
                 const int first = i - i % n_side;
                 for (int64_t e = 0; e < l.n_embd_v; ++e) {
                     for (int j = first; j <= i; ++j) {
@@ -181,7 +181,7 @@ void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_
     const int64_t k = kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
-    const int64_t n_embd_v = l.v->ne[0];
+    const int64_t n_embd_v = l.v ? l.v->ne[0] : 0;
 
     auto & input = graph_input(graph);
     if (!input.rot) {
@@ -194,7 +194,7 @@ void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_
     layer->scale = scale;
 
     // devices copy to a cache in half precision from the same, and to others from floats
-    const bool is_half = l.k->type == GGML_TYPE_F16 && l.v->type == GGML_TYPE_F16;
+    const bool is_half = l.k->type == GGML_TYPE_F16 && (!l.v || l.v->type == GGML_TYPE_F16);
     const auto type    = is_half ? GGML_TYPE_F16 : GGML_TYPE_F32;
 
     ggml_tensor * args[] = { q, input.rot, live.first, live.second };
@@ -212,6 +212,9 @@ void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_
     };
 
     write(l.k, n_embd_k, 0);
+    if (!l.v) {
+        return;
+    }
     if (!kvtool->v_trans) {
         write(l.v, n_embd_v, k*n_embd_k);
         return;

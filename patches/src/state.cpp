@@ -73,11 +73,8 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams, const llama_
         if (hparams.n_head_kv(layer.il) == 0) {
             continue;
         }
-        if (!layer.v) {
-            return "values of this model are a part of its keys (MLA), which an archive does not hold";
-        }
         const int64_t n_k = hparams.n_embd_head_k(layer.il);
-        const int64_t n_v = hparams.n_embd_head_v(layer.il);
+        const int64_t n_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0;
 
         if (n_k % ggml_blck_size((ggml_type) params.type_k) != 0 || n_v % ggml_blck_size((ggml_type) params.type_v) != 0) {
             return format("heads of %d and %d numbers are not archived as %s; choose f16",

@@ -1,0 +1,200 @@
+// The C API of the archive.
+
+#include "error.h"
+#include "llama-kvtool.h"
+#include "state.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+
+using namespace kvtool;
+
+// null, with the error set, where there is no archive
+static llama_kvtool * with_archive(llama_context * ctx) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (kvtool && kvtool->params.n_recall == 0) {
+        fail("there is no archive: n_recall is 0");
+        return nullptr;
+    }
+    return kvtool;
+}
+
+int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!path) {
+        return fail("path must not be null");
+    }
+    if (kvtool->archive.bytes() > 0 || kvtool->archive.has_file()) {
+        return fail("the archive has memory already, or a file");
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->archive.open(path);
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const auto & archive = kvtool->archive;
+
+    const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
+    if (n_cell < 0 || (n_cell > 0 && !cells) || std::any_of(cells, cells + n_cell, [&](int32_t c) { return c < 0 || c >= n; })) {
+        return fail(format("cells must not be null, and all in 0..%d", n - 1));
+    }
+    if (archive.size() > 0 && pos_0 != archive.end()) {
+        return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) archive.end(), (long long) pos_0));
+    }
+    if (pos_0 < 0 || pos_0 > archive.most - n_cell) {
+        return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive.most - n_cell, (long long) pos_0));
+    }
+    if (n_max < 1) {
+        return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
+    }
+    return guarded([&]() -> int32_t {
+        const bool first = archive.size() == 0;
+        kvtool->archive.push(*kvtool, *ctx, cells, n_cell, pos_0, n_max);
+        if (first) {
+            llama_kvtool::forget_graphs(*ctx, true);
+        }
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_base(llama_context * ctx, int64_t base) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (base < 0 || base >= archive::most) {
+        return fail(format("base must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) base));
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->archive.set_base(base);
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n < 0) {
+        return fail(format("n must be 0 or more, got %lld", (long long) n));
+    }
+    return guarded([&]() -> int32_t {
+        if (n > 0) {
+            kvtool->archive.keep(n);
+        } else {
+            if (kvtool->archive.size() > 0) {
+                llama_kvtool::forget_graphs(*ctx, true);
+            }
+            kvtool->archive.clear();
+            for (auto & l : kvtool->recalled) {
+                std::fill(l.chosen.begin(), l.chosen.end(), -1);
+            }
+        }
+        kvtool->fill_recalled(*llama_kvtool::cache(*ctx));
+        return 0;
+    });
+}
+
+static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int32_t n_layer = kvtool->layers.size();
+    if (layer < 0 || layer >= n_layer) {
+        return fail(format("layer must be in 0..%d, got %d", n_layer - 1, layer));
+    }
+    const auto & l = kvtool->archive[layer];
+
+    const int64_t least = out ? l.begin() : 0;
+    const int64_t most  = out ? l.end()   : archive::most;
+    if (begin < least || begin > end || end > most) {
+        return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
+                (long long) least, (long long) most, (long long) begin, (long long) end));
+    }
+    return guarded([&]() -> int64_t { return in ? kvtool->archive.set(layer, in, begin, end) : l.copy(out, nullptr, begin, end); });
+}
+
+int64_t llama_kvtool_get_archive(llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end) {
+    return copy_archive(ctx, layer, out, nullptr, begin, end);
+}
+
+int64_t llama_kvtool_set_archive(llama_context * ctx, int32_t layer, const uint8_t * in, int64_t begin, int64_t end) {
+    return copy_archive(ctx, layer, nullptr, in, begin, end);
+}
+
+int32_t llama_kvtool_get_archive_table(llama_context * ctx, int64_t * table, int32_t n) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const auto own = kvtool->archive.table();
+    if (table) {
+        if (n != (int32_t) own.size()) {
+            return fail(format("n must be %d, got %d", (int) own.size(), n));
+        }
+        std::copy(own.begin(), own.end(), table);
+    }
+    return own.size();
+}
+
+int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * table, int32_t n) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!table || n < 3 || n % 2 != 1) {
+        return fail("the table must not be null, and n must be 3, 5, ...");
+    }
+    return guarded([&]() -> int32_t {
+        const auto why = kvtool->archive.set_table({ table, table + n });
+        if (!why.empty()) {
+            return fail(why);
+        }
+        llama_kvtool::forget_graphs(*ctx, true);
+        return n;
+    });
+}
+
+int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n_token) {
+        *n_token = store::n_block;
+    }
+    return kvtool->archive.slab_bytes();
+}
+
+int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall) {
+    const auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!out || n_row != kvtool->n_row || n_recall != kvtool->params.n_recall) {
+        return fail(format("out must not be null, n_row must be %d and n_recall %d, got %d and %d",
+                kvtool->n_row, kvtool->params.n_recall, n_row, n_recall));
+    }
+    for (const auto & l : kvtool->recalled) {
+        out = std::copy(l.chosen.begin(), l.chosen.end(), out);
+    }
+    return 0;
+}
+
+int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? kvtool->archive.bytes() : -1;
+}
