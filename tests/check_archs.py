@@ -9,6 +9,7 @@ full       the logits of `full` are those of a context in which nothing is enabl
 alike      streamingllm and local by llama.cpp's own sequence calls: the same to rounding; no sliding or recurrent layers
 permuted   the cells of each row in another order
 ragged     other tokens evicted in each row, and a mask of each row that hides them in a cache that keeps all
+graph      edits as a graph, as on a device, instead of in host memory
 saved      a session that goes on, bit by bit
 endless    three times the trained length
 """
@@ -19,6 +20,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +212,18 @@ def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **ho
         model.close()
 
 
+def graph(path: Path) -> str:
+    policy = policies.fit("h2o", 48, 8)
+    with open_engine(path, policy) as engine:
+        tokens = _tokens(engine.model, 320)
+        want = perplexity.stream(engine, tokens)
+    with open_engine(path, policy) as engine:
+        engine.context.apply = partial(engine.context.apply, force_graph=True)
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_restart > 0, "no key was turned"
+    return _same(got, want)
+
+
 def saved(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
@@ -233,7 +247,7 @@ def endless(path: Path) -> str:
         return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"
 
 
-CHECKS = (full, alike, permuted, ragged, saved, endless)
+CHECKS = (full, alike, permuted, ragged, graph, saved, endless)
 
 if __name__ == "__main__":
     main()

@@ -207,7 +207,7 @@ bool edit_graph(
     std::vector<layer_shape> shapes;
     bool none = true;
     for (const size_t i : p.layers) {
-        const auto s = shape_of(edits[i], with_k, with_v, v_trans);
+        const auto s = shape_of(edits[i], with_k, with_v && layers[i].v, v_trans);
         none = none && s.n_moves + s.n_turns + s.n_moved + s.n_merged[0] == 0;
         shapes.push_back(s);
     }
