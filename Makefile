@@ -30,7 +30,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-cuda check-vulkan check-tests fuzz fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-tests fuzz fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -41,6 +41,7 @@ help:
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit'
+	@echo 'make check-archs  run every architecture of llama.cpp that is not refused, as a small random model; takes minutes'
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
@@ -118,6 +119,19 @@ stock: $(PY)
 check-stock: setup
 	@$(call IN_SITE,$(PY) -m kvtool.build --stock) && \
 		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site"
+
+# the program that writes the models is one of llama.cpp's own tests
+check-archs: setup
+	@$(PY) -m pip install -qq --disable-pip-version-check cmake ninja >&2
+	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && export PATH="$$PWD/$(VENV)/bin:$$PATH" && \
+		models=$${DIR:-$$tree/models} && mkdir -p "$$models" && \
+		$(PY) patches/sync.py import "$$tree/llama" >&2 && \
+		cmake -S "$$tree/llama" -B "$$tree/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_COMMON=ON \
+			-DLLAMA_BUILD_TESTS=ON $(foreach part,APP TOOLS EXAMPLES SERVER MTMD UI,-DLLAMA_BUILD_$(part)=OFF) \
+			-DLLAMA_OPENSSL=OFF >/dev/null && \
+		cmake --build "$$tree/build" --target test-llama-archs >/dev/null && \
+		"$$tree/build/bin/test-llama-archs" -s 1 -o "$$models" >/dev/null && \
+		$(ONE_THREAD) $(PY) -m tests.check_archs "$$models"
 
 check-cuda: setup
 	@$(call IN_SITE,CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && \
