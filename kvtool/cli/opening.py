@@ -309,9 +309,7 @@ def fitted(
     from kvtool import policies
     from kvtool.models import budget
 
-    n, is_bound = budget.parse(
-        budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v
-    )
+    n, is_bound = budget.parse(budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v)
     slack = wanted.evict_every or policies.default_slack(n)
     if is_bound:
         n_batch = budget.batch_within(n, n_batch)
