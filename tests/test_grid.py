@@ -50,7 +50,8 @@ def common(model):
 
 
 def make(common, wanted, budgets, types=("f16",), **options):
-    return grid.runs(common, read(common.model), wanted, budgets, types, **options)
+    info = read(common.model)
+    return grid.runs(common, info.n_ctx_train, info.plain_layers, wanted, budgets, types, **options)
 
 
 def named(runs):
