@@ -166,7 +166,9 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
             got.append(engine.context.logits().copy())
         layers = engine.model.layers
         assert engine.context.n_row == layers.n_row == 3
-        assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + layers.swa_bytes(16, "f32", "f32")
+        assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + layers.swa_bytes(
+            16, "f32", "f32"
+        )
     assert np.concatenate(got).tobytes() == plain(gemma.path, tokens, 256, 16).tobytes()
 
 
