@@ -414,6 +414,14 @@ def test_every_layer_counts_with_its_own_heads(tmp_path):
     assert layers.cell_bytes("q5_1", "f16") == 7 * (48 + 64)
 
 
+def test_layers_without_kv_heads_keep_nothing(tmp_path):
+    info = read(tiny_gguf(tmp_path / "tiny.gguf", "deci", n_head_kv=[2, 0, 4]))
+    assert info.n_head_kv == (2, 0, 4)
+    layers = info.plain_layers
+    assert [(layer.number, layer.owner, layer.n_head_kv) for layer in layers.all] == [(0, 0, 2), (2, 2, 4)]
+    assert (layers.n_row, layers.cell_bytes()) == (6, 6 * 64)
+
+
 def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     path = tiny_gguf(tmp_path / "a.gguf", "glm4moe", nextn_predict_layers=1, n_head_kv=[1, 2, 4])
     ahead = read(path)
