@@ -138,6 +138,7 @@ def test_a_cache_type_that_does_not_fit():
 # what llama.cpp says
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("pattern", "slides"), [(2, "101010"), (3, "110110"), (4, "111011")])
 def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
     path = tmp_path / "tiny.gguf"
@@ -182,6 +183,7 @@ def test_a_context_takes_the_bytes_that_layers_say(tmp_path, arch, shape, type_k
     model.close()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "shape", [{}, {"rope": "neox"}, {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}], ids=str
 )
@@ -192,6 +194,7 @@ def test_of_a_plain_model_the_header_says_the_same(tmp_path, shape):
     assert layers_of(path).kinds == []
 
 
+@pytest.mark.engine
 def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_lfm2(path, n_head_kv=(0, 2, 0, 4), n_conv=4)
@@ -206,6 +209,7 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
     assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
 
 
+@pytest.mark.engine
 def test_a_model_that_cannot_be_used_says_why(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=0)
@@ -216,6 +220,7 @@ def test_a_model_that_cannot_be_used_says_why(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.engine
 def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
@@ -228,6 +233,7 @@ def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
     assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
 
 
+@pytest.mark.engine
 def test_layers_of_a_closed_model_are_an_error(tiny_model):
     model = Model(tiny_model(), no_weights=True)
     model.close()
@@ -238,6 +244,7 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
 # without the patch
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("arch", "shape"), [("gemma3", {}), ("lfm2", {})])
 def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arch, shape):
     path = tmp_path / "tiny.gguf"
@@ -251,6 +258,7 @@ def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arc
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.engine
 def test_without_the_patch_a_plain_model_is_what_its_header_says(tmp_path, unpatched):
     path = tmp_path / "tiny.gguf"
     tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
@@ -260,6 +268,7 @@ def test_without_the_patch_a_plain_model_is_what_its_header_says(tmp_path, unpat
     assert (layers.kinds, layers.n_row) == ([], 7)
 
 
+@pytest.mark.engine
 def test_of_latent_attention_the_header_says_that_values_are_a_part_of_the_keys(tiny_model):
     info = read(tiny_model())
     metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}
