@@ -132,8 +132,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a model's header, and how many of its tokens fit into memory."""
-    from kvtool.cli.flags import N_BATCH
-    from kvtool.cli.opening import check_cache_types
+    from kvtool.cli.flags import N_BATCH, check_cache_types
     from kvtool.models.download import sha256
     from kvtool.models.header import read
 

@@ -170,20 +170,13 @@ def system_text(text: str | None, file: str | None) -> str | None:
 # step by step
 
 
-def check_cache_types(type_k: str, type_v: str) -> None:
-    """Raises UsageError for types that llama.cpp does not have for cached keys or values."""
-    from kvtool.models.layers import CACHE_TYPES
-
-    for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
-        if kind not in CACHE_TYPES:
-            raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
-
-
 def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     """The model's file, downloaded if need be, and its header. Raises KvtoolError.
 
     Options that cannot work are refused first, before a download.
     """
+    from kvtool.cli.flags import check_cache_types
+
     check_cache_types(wanted.type_k, wanted.type_v)
     check_archive_type(wanted.archive_type)
     check_flash(wanted.flash)
