@@ -2,11 +2,11 @@
 
     python tests/check_archs.py DIR
 
-DIR has small random models, one an architecture, as llama.cpp's own test-llama-archs writes them. Prints a line
-a model; exit status 1 if any fails. `make check-archs` builds that program and calls this.
+DIR has small random models, one an architecture, as llama.cpp's own test-llama-archs writes them. Prints a
+line a model; exit status 1 if any fails. `make check-archs` builds that program and calls this.
 
 full       the logits of `full` are those of a context in which nothing is enabled, bit by bit
-alike      streamingllm and local by llama.cpp's own sequence calls: the same to rounding; no sliding or recurrent layers
+alike      streamingllm and local by llama.cpp's own sequence calls: the same to rounding; plain models alone
 permuted   the cells of each row in another order
 ragged     other tokens evicted in each row, and a mask of each row that hides them in a cache that keeps all
 graph      edits as a graph, as on a device, instead of in host memory
@@ -64,7 +64,8 @@ def main() -> None:
         n_run += 1
         results = {check.__name__: _result(check, path, args.verbose) for check in CHECKS}
         n_failed += any(result not in ("ok", "-") for result in results.values())
-        print(f"{path.stem:24} " + ", ".join(f"{name} {result}" for name, result in results.items()), flush=True)
+        said = ", ".join(f"{name} {result}" for name, result in results.items())
+        print(f"{path.stem:24} {said}", flush=True)
     print(f"{n_run} run, {n_failed} of them fail")
     sys.exit(n_failed > 0)
 
@@ -101,7 +102,8 @@ def _tokens(model: Model, n: int) -> np.ndarray:
 
 def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
     """How far the logits or the NLL are apart, as a share of their spread."""
-    assert np.isfinite(want).all() and np.isfinite(got).all(), "not finite"
+    assert np.isfinite(want).all(), "not finite"
+    assert np.isfinite(got).all(), "not finite"
     assert want.std() > 0, "all are alike"
     apart = float(np.abs(got - want).max() / want.std())
     return "ok" if apart <= tolerance else f"FAILS ({apart:.2g})"
@@ -171,7 +173,9 @@ def ragged(path: Path) -> str:
 
     def evict(context: Context) -> None:
         moves = [
-            (row, dst, src, 0) for row, kept in enumerate(chosen(context)) for dst, src in enumerate(kept.tolist())
+            (row, dst, src, 0)
+            for row, kept in enumerate(chosen(context))
+            for dst, src in enumerate(kept.tolist())
         ]
         context.apply(np.array(moves, np.int32), n_keep, n - n_keep)
 

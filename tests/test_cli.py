@@ -149,6 +149,24 @@ def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file,
     assert words in line
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "compare"])
+@pytest.mark.parametrize(("arch", "least"), [("gemma3", "256.0 KiB"), ("lfm2", "130.0 KiB")])
+def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_file, arch, least, command):
+    own = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
+    budget = "--budgets" if command == "compare" else "--budget"
+    policy = "--policies" if command == "compare" else "--policy"
+    done = kvtool(command, text_file, *own, policy, "h2o", budget, "129KiB")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
+    )
+    if command == "perplexity":
+        done = kvtool(command, text_file, *own, policy, "h2o", budget, least.replace(" ", ""), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["budget"] == 256
+
+
 @pytest.mark.parametrize("data", [b"\x00\x01binary", b"caf\xe9 latin"])
 def test_what_is_no_text_is_refused(tmp_path, data):
     path = tmp_path / "data"

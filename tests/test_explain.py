@@ -68,7 +68,9 @@ def test_what_keeps_all_never_plans(tiny_model):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("shape", [{}, {"arch": "gemma3", "window": 80}], ids=["llama", "sliding"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"arch": "gemma3", "window": 80}, {"arch": "lfm2"}], ids=["llama", "sliding", "recurrent"]
+)
 def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
     with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []

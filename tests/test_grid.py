@@ -18,6 +18,7 @@ from kvtool.measure import run as one
 from kvtool.measure.results import Results
 from kvtool.measure.runner import Runner
 from kvtool.models.header import read
+from kvtool.models.layers import Kind, Layer, Layers
 from tests.running import open_engine, text
 
 N = 150
@@ -50,7 +51,8 @@ def common(model):
 
 
 def make(common, wanted, budgets, types=("f16",), **options):
-    return grid.runs(common, read(common.model), wanted, budgets, types, **options)
+    info = read(common.model)
+    return grid.runs(common, info.n_ctx_train, info.plain_layers, wanted, budgets, types, **options)
 
 
 def named(runs):
@@ -103,6 +105,16 @@ def test_bytes_are_for_cells_and_the_batch(common):
     assert [run.budget for run in found] == [256, 256]
 
 
+def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
+    rows = read(common.model).plain_layers.all
+    # a cell takes 512 bytes, the state as many as 256 cells
+    layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
+    found = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
+    assert [run.budget for run in found] == [256, 512]
+    with pytest.raises(UsageError, match=r"its smallest cache \(256 tokens\) takes 256\.0 KiB"):
+        grid.runs(common, 512, layers, ["h2o"], ["255KiB"], ["f16"])
+
+
 @pytest.mark.parametrize(
     ("wanted", "budget", "kind", "change", "words"),
     [
@@ -111,6 +123,13 @@ def test_bytes_are_for_cells_and_the_batch(common):
         ("streamingllm", "3", "f16", {}, "smallest budget that works"),
         ("h2o", "many", "f16", {}, "a budget is a number of tokens"),
         ("h2o", "513", "f16", {}, "more than the context of 512"),
+        (
+            "h2o",
+            "1KiB",
+            "f16",
+            {},
+            "1KiB is too small for this model: its smallest cache .256 tokens. takes 128",
+        ),
         ("h2o", "64", "q8_0", {"flash": "off"}, "flash attention"),
         ("h2o", "64", "q4_0", {"positions": "in-cache"}, "lose too much precision"),
     ],
@@ -118,6 +137,14 @@ def test_bytes_are_for_cells_and_the_batch(common):
 def test_what_cannot_be_is_refused_before_it_is_run(common, wanted, budget, kind, change, words):
     with pytest.raises(UsageError, match=words):
         make(replace(common, **change), [wanted], [budget], [kind])
+
+
+def test_a_type_has_to_fit_all_heads_that_have_cells(common):
+    small = Layers((Layer(0, Kind.ROWS, 0, 2, 48, 32, 0),))
+    with pytest.raises(
+        UsageError, match="^K cannot be q8_0: the model's head size of 48 is not a multiple of"
+    ):
+        grid.runs(common, 512, small, ["h2o"], ["64"], ["q8_0"])
 
 
 def test_full_is_never_turned(common):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
+from itertools import count, takewhile
 from pathlib import Path
 
 import gguf
@@ -18,14 +21,16 @@ from typer.testing import CliRunner
 
 from kvtool.cli import models as cli
 from kvtool.errors import ModelError, UsageError
+from kvtool.llama.library import lib
 from kvtool.models import catalogue, download
 from kvtool.models import resolve as resolving
 from kvtool.models.catalogue import Entry, parse, registry
 from kvtool.models.download import pull, run_pip, sha256
 from kvtool.models.header import read
 from kvtool.models.resolve import check, resolve
-from kvtool.models.supported import unsupported
+from kvtool.models.supported import BY_NAME, unsupported
 from kvtool.units import format_bytes, parse_bytes
+from tests import tiny
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -383,10 +388,12 @@ def test_the_figures_of_a_header(tmp_path):
     assert (info.tokenizer, info.chat_template) == (True, False)
     assert info.metadata["tokenizer.ggml.tokens"] is info.metadata["tokenizer.ggml.scores"] is None
     # 3 layers, 2 KV heads, 16 + 16 numbers of 2 bytes
-    assert info.cell_bytes() == 384
-    assert info.cell_bytes("f32", "bf16") == 576
-    assert info.cells_that_fit(384 * 7 + 383, 256) == 7
-    assert (info.n_swa, info.n_swa_layer, info.swa_bytes(256)) == (0, 0, 0)
+    layers = info.plain_layers
+    assert (layers.kinds, layers.n_row, layers.n_swa) == ([], 6, 0)
+    assert layers.cell_bytes() == 384
+    assert layers.cell_bytes("f32", "bf16") == 576
+    assert layers.cells_that_fit(384 * 7 + 383, 256) == 7
+    assert layers.fixed_bytes(256) == 0
     assert unsupported(info) is None
 
 
@@ -401,54 +408,27 @@ def test_every_layer_counts_with_its_own_heads(tmp_path):
     )
     assert info.n_head_kv == (1, 2, 4)
     # 7 KV heads in all; q8_0 is 34 bytes, q4_0 18, q4_1 20, q5_0 22, q5_1 24 for 32 numbers
-    assert info.cell_bytes("q8_0", "q4_0") == 7 * (68 + 18)
-    assert info.cell_bytes("q4_1", "q5_0") == 7 * (40 + 22)
-    assert info.cell_bytes("q5_1", "f16") == 7 * (48 + 64)
+    layers = info.plain_layers
+    assert layers.cell_bytes("q8_0", "q4_0") == 7 * (68 + 18)
+    assert layers.cell_bytes("q4_1", "q5_0") == 7 * (40 + 22)
+    assert layers.cell_bytes("q5_1", "f16") == 7 * (48 + 64)
+
+
+def test_layers_without_kv_heads_keep_nothing(tmp_path):
+    info = read(tiny_gguf(tmp_path / "tiny.gguf", "deci", n_head_kv=[2, 0, 4]))
+    assert info.n_head_kv == (2, 0, 4)
+    layers = info.plain_layers
+    assert [(layer.number, layer.owner, layer.n_head_kv) for layer in layers.all] == [(0, 0, 2), (2, 2, 4)]
+    assert (layers.n_row, layers.cell_bytes()) == (6, 6 * 64)
 
 
 def test_layers_that_predict_ahead_have_no_cells_and_loops_have_more(tmp_path):
     path = tiny_gguf(tmp_path / "a.gguf", "glm4moe", nextn_predict_layers=1, n_head_kv=[1, 2, 4])
     ahead = read(path)
     assert (ahead.n_layer, ahead.n_head_kv) == (2, (1, 2))
+    assert ahead.plain_layers.n_row == 3
     loops = read(tiny_gguf(tmp_path / "b.gguf", "nanbeige", num_loops=2))
-    assert (loops.n_layer, loops.cell_bytes()) == (6, 768)
-
-
-@pytest.mark.parametrize(
-    ("arch", "keys", "n_swa", "is_swa"),
-    [
-        ("gemma3", {}, 0, (False, False, False)),
-        ("gemma3", {"attention__sliding_window_pattern": 2}, 0, (False, False, False)),
-        ("gemma2", {}, 4096, (True, False, True)),
-        ("gemma2", {"attention__sliding_window": 100}, 100, (True, False, True)),
-        ("gemma2", {"attention__sliding_window_pattern": [False, True, True]}, 4096, (False, True, True)),
-        ("phi3", {"attention__sliding_window": 100}, 0, (False, False, False)),
-    ],
-)
-def test_which_layers_have_a_sliding_window(tmp_path, arch, keys, n_swa, is_swa):
-    info = read(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
-    assert (info.n_swa, info.is_swa, info.n_swa_layer) == (n_swa, is_swa, sum(is_swa))
-    # 2 KV heads, 16 + 16 numbers of 2 bytes
-    assert info.cell_bytes() == 128 * is_swa.count(False)
-    # what the layers see and a batch of 256 tokens, in steps of 256 cells
-    n_cell = {4096: 4352, 100: 512, 0: 256}[n_swa]
-    assert info.swa_bytes(256) == 128 * n_cell * sum(is_swa)
-    assert info.cells_that_fit(info.swa_bytes(256) + 5 * info.cell_bytes(), 256) == 5
-    assert info.cells_that_fit(0, 256) == 0
-
-
-def test_a_damaged_pattern_is_one_error(tmp_path):
-    path = tiny_gguf(tmp_path / "tiny.gguf", "gemma2", attention__sliding_window_pattern=[True])
-    with pytest.raises(ModelError, match=r"bad gemma2\.attention\.sliding_window_pattern"):
-        read(path)
-
-
-def test_a_cache_type_that_does_not_fit(tmp_path):
-    info = read(tiny_gguf(tmp_path / "tiny.gguf"))
-    with pytest.raises(UsageError, match="the model's head size of 16 is not a multiple of 32"):
-        info.cell_bytes("q8_0")
-    with pytest.raises(UsageError, match="unknown cache type 'q9' for V; choose one of f32, f16"):
-        info.cell_bytes("f16", "q9")
+    assert (loops.n_layer, loops.plain_layers.cell_bytes()) == (6, 768)
 
 
 def test_a_file_cut_anywhere_is_one_error(tmp_path):
@@ -529,28 +509,44 @@ def test_what_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("arch", "keys", "says"),
     [
-        ("cohere2", {}, "sliding-window attention"),
-        ("gemma3n", {}, "layers that share keys and values"),
-        ("gemma3", {"attention__sliding_window": 512}, "sliding-window attention in every layer"),
-        ("brand-new", {"attention__sliding_window": [0, 512]}, "sliding-window attention"),
-        ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent"),
-        ("brand-new", {"ssm__state_size": 16}, "recurrent"),
-        ("deepseek2", {}, "latent attention"),
-        ("brand-new", {"attention__kv_lora_rank": 512}, "latent attention"),
-        ("qwen2vl", {}, "M-RoPE"),
-        ("glm4", {"rope__dimension_sections": [8, 12, 12, 0]}, "M-RoPE"),
+        ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent in all layers"),
+        ("rwkv7", {}, "does not grow, and needs no kvtool"),
+        ("deepseek32", {}, "an index beside the cache"),
+        ("hy_v4", {"attention__indexer__top_k": 64}, "an index beside the cache"),
         ("bloom", {}, "ALiBi"),
-        ("brand-new", {"attention__max_alibi_bias": 8.0}, "ALiBi"),
         ("baichuan", {"block_count": 40}, "ALiBi"),
-        ("bert", {}, "encoder"),
-        ("brand-new", {"attention__causal": False}, "later tokens"),
-        ("deci", {"n_head_kv": [2, 0, 2]}, "layers without attention"),
+        ("gpt2", {}, "learned positions"),
+        ("graniteswitch", {}, "a router"),
+        ("bert", {}, "an encoder, which has no KV cache"),
+        ("llada", {}, "diffusion, which does not write token by token"),
+        ("eagle3", {}, "a draft head"),
+        ("qwen3tts", {}, "speech"),
+        ("brand-new", {"attention__causal": False}, "attention to later tokens"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(tmp_path, arch, keys, says):
+def test_what_cannot_run_is_refused_by_name_with_the_reason(tmp_path, arch, keys, says):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
-    with pytest.raises(ModelError, match=f"^kvtool cannot run {arch} models yet: no support for .*{says}"):
+    with pytest.raises(ModelError, match=f"^kvtool cannot run {arch} models: .*{says}") as error:
         check(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.engine
+def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
+    known = [name.decode() for name in takewhile(bool, map(lib.llama_kvtool_arch, count()))]
+    assert len(set(known)) == len(known) > 100
+    assert "llama" in known
+    assert set(BY_NAME) <= set(known)
+    info = read(tiny_gguf(tmp_path / "tiny.gguf"))
+    for name, reason in BY_NAME.items():
+        assert reason
+        assert unsupported(replace(info, architecture=name)) == f"kvtool cannot run {name} models: {reason}"
+
+
+@pytest.mark.engine
+def test_the_names_of_architectures_end_and_none_is_before_the_first():
+    assert lib.llama_kvtool_arch(0)
+    assert lib.llama_kvtool_arch(-1) is lib.llama_kvtool_arch(10**6) is None
 
 
 @pytest.mark.parametrize(
@@ -559,17 +555,24 @@ def test_what_cannot_run_is_refused_by_name(tmp_path, arch, keys, says):
         ("llama", {}),
         ("qwen2", {}),
         ("gemma2", {}),
-        ("gemma3", {}),
-        ("gemma3", {"attention__sliding_window": 512, "attention__sliding_window_pattern": 3}),
-        ("olmo2", {"attention__sliding_window": 0}),
-        ("phi3", {"attention__sliding_window": 2047}),
-        ("glm4", {"rope__dimension_sections": [0, 0, 0, 0]}),
+        ("gemma3", {"attention__sliding_window": 512}),
+        # what these keep, llama.cpp says
+        ("cohere2", {"attention__sliding_window": 512}),
+        ("gemma3n", {}),
+        ("deepseek2", {"attention__kv_lora_rank": 512}),
+        ("qwen2vl", {"rope__dimension_sections": [8, 12, 12, 0]}),
+        ("falcon-h1", {"ssm__state_size": 16}),
+        ("deci", {"n_head_kv": [2, 0, 2]}),
+        ("hy_v4", {}),
         ("baichuan", {"block_count": 32}),
         ("jais2", {"attention__causal": True}),
+        ("brand-new", {"attention__sliding_window": [0, 512], "ssm__state_size": 16}),
     ],
 )
-def test_what_can_run_is_not_refused(tmp_path, arch, keys):
-    assert check(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)).architecture == arch
+def test_what_has_no_bad_name_is_left_to_llama_cpp(tmp_path, arch, keys):
+    info = check(tiny_gguf(tmp_path / "tiny.gguf", arch, **keys))
+    assert info.architecture == arch
+    assert unsupported(info) is None
 
 
 # bytes
@@ -658,19 +661,150 @@ def test_pull_prints_the_path_alone(folder, known, pip):
     assert again.stderr == ""
 
 
+def show(path, *args: str) -> dict:
+    return json.loads(invoke("show", str(path), "--json", *args).stdout)
+
+
+@pytest.mark.engine
 def test_show_as_json(tmp_path):
-    path = tiny_gguf(tmp_path / "[bold]tiny.gguf", n_head_kv=[1, 2, 4])
-    shown = json.loads(invoke("show", str(path), "--json", "--fit", "1MiB").stdout)
+    path = tmp_path / "[bold]tiny.gguf"
+    tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
+    shown = show(path, "--fit", "1MiB")
     assert shown["path"] == str(path)
     assert shown["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert shown["kv_heads"] == [1, 2, 4]
-    # 7 KV heads, 16 + 16 numbers of 2 bytes
-    assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (448, 1048576, 2340)
+    assert (shown["unsupported"], shown["kinds"]) == (None, [])
+    assert (shown["rows"], shown["row_layers"]) == (7, 3)
+    for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "state_bytes"):
+        assert shown[name] == 0
+    # 7 KV heads, 32 + 32 numbers of 2 bytes
+    assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1170)
+    assert (shown["type_k"], shown["type_v"]) == ("f16", "f16")
+    assert show(path, "-ctk", "q8_0")["cell_bytes"] == 7 * (34 + 64)
     text = invoke("show", str(path), "--type-k", "f32").stdout
     assert str(path) in text
     assert "1 2 4 (one per layer)" in text
-    # 7 * 16 * (4 + 2) = 672 bytes
-    assert "99864 tokens" in text
+    assert "plain attention" in text
+    assert "7 in 3 layers" in text
+    # 7 * 32 * (4 + 2) = 1344 bytes
+    assert "1.3 KiB of cache (K f32, V f16, all rows)" in text
+    assert "49932 tokens" in text
+    for word in ("SWA", "shared layers", "recurrent"):
+        assert word not in text
+
+
+@pytest.mark.engine
+def test_show_says_what_slides(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
+    shown = show(path, "--fit", "1MiB", "-ctk", "q8_0")
+    assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
+    # every third of 5 layers attends to all
+    assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
+    # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
+    assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
+    assert (shown["shared_layers"], shown["recurrent_layers"], shown["state_bytes"]) == (0, 0, 0)
+    assert shown["fit_cells"] == (2**20 - 4 * 2 * 98 * 768) // (2 * 98)
+    text = invoke("show", str(path)).stdout
+    rows = dict(line.rstrip().split("  ", 1) for line in text.splitlines())
+    assert rows["kind"].strip() == "sliding windows"
+    assert rows["rows"].strip() == "2 in 1 layers"
+    assert rows["sliding-window (SWA) layers"].strip() == "4; each sees the newest 300 tokens"
+    assert rows["SWA cache"].strip() == "768.0 KiB, whatever the budget (K f16, V f16, batches of 256)"
+    assert rows["supported"].strip() == "yes"
+
+
+@pytest.mark.engine
+def test_show_says_what_is_recurrent(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_lfm2(path, n_head_kv=(0, 2, 0), head_dim=32)
+    shown = show(path)
+    assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
+    assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
+    # two layers keep the two newest of 128 numbers of 4 bytes
+    assert (shown["cell_bytes"], shown["state_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
+    assert shown["fit_cells"] == (2**26 - 2048) // 256
+    text = invoke("show", str(path)).stdout
+    assert "2; states of 2.0 KiB, whatever the budget" in text
+
+
+NO_LAYERS = ("kinds", "rows", "swa", "cell_bytes", "swa_bytes", "state_bytes", "fit_cells")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("arch", "keys", "says"),
+    [
+        # no tensors
+        ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
+        ("gemma2", {"attention__sliding_window_pattern": [True]}, "llama.cpp cannot load "),
+        ("brand-new", {}, "unknown model architecture: 'brand-new'"),
+        ("bloom", {}, "^kvtool cannot run bloom models: ALiBi"),
+    ],
+)
+def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, keys, says):
+    path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
+    shown = show(path)
+    assert re.search(says, shown["unsupported"])
+    assert "\n" not in shown["unsupported"]
+    assert (shown["architecture"], shown["heads"], shown["trained_context"]) == (arch, [8, 8, 8], 512)
+    assert not set(NO_LAYERS) & set(shown)
+    result = invoke("show", str(path))
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = dict(line.rstrip().split("  ", 1) for line in result.stdout.splitlines())
+    assert rows["architecture"].strip() == arch
+    assert rows["supported"].strip() == shown["unsupported"]
+    assert not {"kind", "rows", "one token"} & set(rows)
+
+
+@pytest.mark.engine
+def test_show_has_the_reason_that_llama_cpp_gives_of_a_model_without_rows(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gemma3(path, pattern=0)
+    assert show(path)["unsupported"] == (
+        "tiny.gguf cannot be used: all layers of this model attend through a sliding window: "
+        "its cache does not grow, and needs no kvtool"
+    )
+
+
+@pytest.mark.engine
+def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
+    # a window that no layer has
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gemma3(path, pattern=1)
+    command = [sys.executable, "-m", "kvtool", "models", "show", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
+    assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", said)
+
+
+def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
+    code = (
+        "import sys; sys.modules['kvtool_llama.llama_cpp'] = sys.modules['llama_cpp.llama_cpp'] = None\n"
+        "from kvtool.cli import main; sys.argv = ['kvtool', 'models', 'show', '--json', sys.argv[1]]; main()"
+    )
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["architecture"] == "llama"
+    assert shown["unsupported"].startswith("llama.cpp does not load (")
+
+
+@pytest.mark.parametrize("arch", ["llama", "bloom"])
+def test_show_refuses_a_type_that_is_none_of_whatever_model(tmp_path, arch):
+    path = tiny_gguf(tmp_path / "tiny.gguf", arch)
+    for flag in ("-ctk", "-ctv"):
+        with pytest.raises(UsageError, match=f"^{flag} must be one of f32, f16, .*, got 'q9'$"):
+            invoke("show", str(path), flag, "q9")
+
+
+@pytest.mark.engine
+def test_show_refuses_a_type_that_does_not_fit_the_heads(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_llama(path, head_dim=16)
+    with pytest.raises(UsageError, match="the model's head size of 16 is not a multiple of 32"):
+        invoke("show", str(path), "-ctv", "q8_0")
 
 
 def test_the_command_line_starts_without_the_heavy_imports():

@@ -30,7 +30,8 @@ UNPATCHED = (
 
 @pytest.fixture
 def unpatched(monkeypatch):
-    monkeypatch.setattr("kvtool.engine.loop.is_patched", lambda: False)
+    for module in ("kvtool.engine.loop", "kvtool.llama.model"):
+        monkeypatch.setattr(f"{module}.is_patched", lambda: False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, posi
         n_bytes = patched.cache_bytes
         assert patched.n_evicted > 0
         assert patched.context.n_row > 1
-    monkeypatch.setattr("kvtool.engine.loop.is_patched", lambda: False)
+    for module in ("kvtool.engine.loop", "kvtool.llama.model"):
+        monkeypatch.setattr(f"{module}.is_patched", lambda: False)
     with open_engine(path, policy, positions=positions) as plain:
         got = perplexity.stream(plain, tokens)
         assert isinstance(plain.context, SequenceContext)
@@ -103,10 +105,19 @@ def test_the_same_plan_gives_the_same_logits(tiny_model, monkeypatch, name, posi
 
 @pytest.mark.engine
 def test_full_needs_nothing_of_the_patch(tiny_model, unpatched):
-    for path in (tiny_model(n_ctx_train=256), tiny_model(arch="gemma3", n_ctx_train=256)):
-        with open_engine(path, policies.fit("full", 200)) as plain:
-            assert isinstance(plain.context, SequenceContext)
-            assert np.isfinite(perplexity.stream(plain, text(150))).all()
+    with open_engine(tiny_model(n_ctx_train=256), policies.fit("full", 200)) as plain:
+        assert isinstance(plain.context, SequenceContext)
+        assert np.isfinite(perplexity.stream(plain, text(150))).all()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["full", "streamingllm"])
+def test_what_is_no_plain_cache_needs_the_patch_with_any_policy(tiny_model, unpatched, arch, name):
+    policy = policies.fit(name, 64, 8 if name == "streamingllm" else None)
+    said = "without kvtool's patch, which models with sliding or recurrent layers need; build .*make setup$"
+    with pytest.raises(LibraryError, match=said), open_engine(tiny_model(arch=arch), policy):
+        pass
 
 
 @pytest.mark.engine
@@ -140,7 +151,6 @@ def test_what_needs_the_patch_is_refused_in_one_line(tiny_model, unpatched):
         (tiny_model(), "h2o", {}, "without kvtool's patch, which the policy H2O needs"),
         (tiny_model(), "corm", {}, "which the policy CORM needs"),
         (tiny_model(), "streamingllm", {"prefill": "whole"}, "which reading a prompt whole, .* needs"),
-        (tiny_model(arch="gemma3"), "streamingllm", {}, "which evicting beside sliding layers needs"),
     ]
     for path, name, settings, said in asked:
         with (

@@ -38,6 +38,9 @@ ENGINES = [
     ("full", [], {}),
     ("h2o", [], {"arch": "gemma3", "n_ctx": 96}),
     ("corm", ["history=24", "window=8"], {"arch": "gemma3"}),
+    ("h2o", [], {"arch": "lfm2", "n_ctx": 96}),
+    ("corm", ["history=24", "window=8"], {"arch": "lfm2"}),
+    ("full", [], {"arch": "lfm2"}),
 ]
 
 
@@ -45,7 +48,7 @@ ENGINES = [
 @pytest.mark.parametrize("n_read", [0, 30, 101])
 def test_a_restored_engine_goes_on_bit_by_bit(tiny_model, tmp_path, name, options, settings, n_read):
     settings = dict(settings)
-    path = tiny_model(n_head=4, n_head_kv=2, **({"arch": arch} if (arch := settings.pop("arch", "")) else {}))
+    path = tiny_model(arch=settings.pop("arch", "llama"))
     tokens = text(160)
     budget, evict_every = {"full": (512, None), "corm": (512, 8)}.get(name, (48, 8))
     policy = policies.fit(name, budget, evict_every, options)
@@ -122,7 +125,7 @@ def test_what_does_not_fit_leaves_the_engine_as_it_was(tiny_model):
             np.testing.assert_array_equal(engine.rows.pos[:, : engine.n_kv], saved["pos"])
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
 def test_numbers_that_cannot_be_are_refused(tiny_model, arch):
     path, tokens = tiny_model(arch=arch, n_ctx_train=256), text(60)
     with open_engine(path, policies.fit("h2o", 48, 8)) as engine:

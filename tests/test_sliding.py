@@ -17,6 +17,7 @@ from kvtool.measure import perplexity
 from kvtool.models import budget
 from kvtool.models.catalogue import registry
 from kvtool.models.header import read
+from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
 from tests.reference import streamingllm, transformer
 from tests.running import open_engine, text
@@ -163,9 +164,11 @@ def test_the_real_gemma_gives_the_logits_of_llama_cpp():
         for part in np.split(tokens, 2):
             engine.step(part, len(part))
             got.append(engine.context.logits().copy())
-        info = read(gemma.path)
-        assert engine.context.n_row == 3
-        assert engine.cache_bytes == 256 * info.cell_bytes("f32", "f32") + info.swa_bytes(16, "f32", "f32")
+        layers = engine.model.layers
+        assert engine.context.n_row == layers.n_row == 3
+        assert engine.cache_bytes == 256 * layers.cell_bytes("f32", "f32") + layers.swa_bytes(
+            16, "f32", "f32"
+        )
     assert np.concatenate(got).tobytes() == plain(gemma.path, tokens, 256, 16).tobytes()
 
 
@@ -220,22 +223,29 @@ def test_a_prompt_read_whole_scores_like_the_definition(gemma3, n):
 @pytest.mark.parametrize("type_k", ["f16", "q8_0"])
 def test_bytes_are_those_of_the_cells_and_the_window(tiny_model, type_k):
     path = tiny_model(arch="gemma3", window=300, n_layer=6, pattern=3)
-    info = read(path)
-    assert unsupported(info) is None
-    assert (info.n_swa, info.is_swa) == (300, (True, True, False) * 2)
-    assert info.cell_bytes(type_k) == 2 * 2 * 32 * (2 + (2 if type_k == "f16" else 34 / 32))
+    assert unsupported(read(path)) is None
+    asked = Model(path, no_weights=True)
+    layers = asked.layers
+    asked.close()
+    assert layers.n_swa == 300
+    assert [layer.number for layer in layers.of(Kind.ROWS)] == [2, 5]
+    assert [layer.number for layer in layers.of(Kind.SLIDING)] == [0, 1, 3, 4]
+    assert layers.cell_bytes(type_k) == 2 * 2 * 32 * (2 + (2 if type_k == "f16" else 34 / 32))
     for n_batch in (64, 256):
         settings = Settings(type_k=type_k, n_batch=n_batch, over_budget=False)
         model = Model(path)
+        assert model.layers == layers
         engine = Engine(model, policies.fit("streamingllm", 200, 16), settings)
-        want = 256 * info.cell_bytes(type_k) + info.swa_bytes(n_batch, type_k)
+        want = 256 * layers.cell_bytes(type_k) + layers.swa_bytes(n_batch, type_k)
         assert engine.cache_bytes == want
-        assert budget.parse(f"{want}B", info, n_batch, type_k) == (256, True)
-        assert budget.parse(f"{want + 256 * info.cell_bytes(type_k) - 1}B", info, n_batch, type_k)[0] == 256
+        assert budget.parse(f"{want}B", 1024, layers, n_batch, type_k) == (256, True)
+        more = want + 256 * layers.cell_bytes(type_k)
+        assert budget.parse(f"{more - 1}B", 1024, layers, n_batch, type_k) == (256, True)
+        assert budget.parse(f"{more}B", 1024, layers, n_batch, type_k) == (512, True)
         engine.close()
         # the window does not grow with the cells
         context = Context(model, 1024, n_batch, type_k=type_k)
-        assert context.cache_bytes == 1024 * info.cell_bytes(type_k) + info.swa_bytes(n_batch, type_k)
+        assert context.cache_bytes == 1024 * layers.cell_bytes(type_k) + layers.swa_bytes(n_batch, type_k)
         context.close()
         model.close()
 

@@ -35,6 +35,7 @@ def write_llama(
     n_ff=64,
     n_vocab=320,
     n_ctx_train=1024,
+    arch=None,
     rope="norm",
     rope_base=10000.0,
     tied=False,
@@ -48,9 +49,10 @@ def write_llama(
 
     Any text is tokenized without a BOS token and comes back as it was, unless space_prefix or add_bos say
     otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself.
+    n_head_kv: one for each layer with arch="deci", which is llama in all else.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = _start(path, ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
+    writer = _start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(rope_base)
     writer.add_rope_dimension_count(head_dim)
@@ -89,6 +91,30 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
+def write_lfm2(
+    path,
+    *,
+    n_head=4,
+    n_head_kv=(0, 2, 0, 2),
+    head_dim=32,
+    n_ff=64,
+    n_vocab=320,
+    n_ctx_train=1024,
+    n_conv=3,
+    seed=0,
+):
+    """The same of architecture lfm2: layers without KV heads are short convolutions, which are recurrent.
+
+    n_conv: tokens that one sees; its state has all but the newest of them.
+    """
+    sizes = (len(n_head_kv), n_head, list(n_head_kv), head_dim, n_ff, n_vocab)
+    writer = _start(path, "lfm2", n_ctx_train, *sizes)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_shortconv_l_cache(n_conv)
+    _add_tensors(writer, *sizes, True, seed, n_conv=n_conv)
+
+
 def _start(
     path,
     arch,
@@ -103,7 +129,7 @@ def _start(
     add_bos=False,
 ):
     """A writer that has what every architecture here has in its header."""
-    if n_head % n_head_kv:
+    if any(n and n_head % n for n in _per_layer(n_head_kv, n_layer)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
@@ -119,7 +145,13 @@ def _start(
     return writer
 
 
-def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False):
+def _per_layer(n_head_kv, n_layer):
+    return n_head_kv if isinstance(n_head_kv, list) else [n_head_kv] * n_layer
+
+
+def _add_tensors(
+    writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False, n_conv=0
+):
     n_embd = n_head * head_dim
     rng = np.random.default_rng(seed)
 
@@ -133,25 +165,37 @@ def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, ti
     embd = rng.standard_normal((n_vocab, n_embd)).astype(np.float32)
     embd[:N_SPECIAL] *= not tied
     # a tied output row has the size of an embedding: the last norm brings its logits down
-    writer.add_tensor("output_norm.weight", norm() * np.float32(LOGIT_STD / np.sqrt(n_embd) if tied else 1))
+    output_norm = norm() * np.float32(LOGIT_STD / np.sqrt(n_embd) if tied else 1)
+    writer.add_tensor("token_embd_norm.weight" if n_conv else "output_norm.weight", output_norm)
     writer.add_tensor("token_embd.weight", embd)
     if not tied:
         output = matrix(n_vocab, n_embd, LOGIT_STD)
         output[:N_SPECIAL] = 0
         writer.add_tensor("output.weight", output)
-    for i in range(n_layer):
+    for i, n_kv in enumerate(_per_layer(n_head_kv, n_layer)):
+        attention = {
+            "attn_q": lambda: matrix(n_embd, n_embd, Q_STD),
+            "attn_k": lambda n=n_kv: matrix(n * head_dim, n_embd, K_STD),
+            "attn_v": lambda n=n_kv: matrix(n * head_dim, n_embd, 1),
+            "attn_output": lambda: matrix(n_embd, n_embd, O_STD),
+        }
+        convolution = {
+            "shortconv.in_proj": lambda: matrix(3 * n_embd, n_embd, 1),
+            "shortconv.conv": lambda: matrix(n_embd, n_conv, 1),
+            "shortconv.out_proj": lambda: matrix(n_embd, n_embd, O_STD),
+        }
         for name, tensor in {
             "attn_norm": norm(),
-            "attn_q": matrix(n_embd, n_embd, Q_STD),
-            "attn_k": matrix(n_head_kv * head_dim, n_embd, K_STD),
-            "attn_v": matrix(n_head_kv * head_dim, n_embd, 1),
-            "attn_output": matrix(n_embd, n_embd, O_STD),
+            **{name: make() for name, make in (attention if n_kv else convolution).items()},
             "ffn_norm": norm(),
             "ffn_gate": matrix(n_ff, n_embd, 1),
             "ffn_up": matrix(n_ff, n_embd, 1),
             "ffn_down": matrix(n_embd, n_ff, 1),
         }.items():
             writer.add_tensor(f"blk.{i}.{name}.weight", tensor)
+        if n_conv and n_kv:
+            writer.add_tensor(f"blk.{i}.attn_q_norm.weight", norm(head_dim, Q_STD))
+            writer.add_tensor(f"blk.{i}.attn_k_norm.weight", norm(head_dim, K_STD))
         if gemma:
             # what leaves the feed-forward is small: llama.cpp looks its GELU up in a table of f16
             for name, tensor in {

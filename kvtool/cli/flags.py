@@ -9,6 +9,7 @@ import typer
 
 from kvtool.cli import completion as of
 from kvtool.cli.command import ARCHIVES, DRAWS, KEEPS, RUNS, SHOWS
+from kvtool.errors import UsageError
 
 N_BATCH = 256
 """Default of --batch-size in a chat and wherever a prompt is read."""
@@ -18,6 +19,15 @@ N_TEXT_BATCH = 64
 
 POLICY = "h2o"
 """Default of --policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
+
+
+def check_cache_types(type_k: str, type_v: str) -> None:
+    """Raises UsageError for types that llama.cpp does not have for cached keys or values."""
+    from kvtool.models.layers import CACHE_TYPES
+
+    for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
+        if kind not in CACHE_TYPES:
+            raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
 
 
 def _no_limit(value: int | None) -> int | None:

@@ -132,11 +132,12 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a model's header, and how many of its tokens fit into memory."""
-    from kvtool.cli.flags import N_BATCH
+    from kvtool.cli.flags import N_BATCH, check_cache_types
     from kvtool.models.download import sha256
     from kvtool.models.header import read
 
     n_bytes = parse_bytes(fit)
+    check_cache_types(type_k, type_v)
     path = locate(name_or_path)
     info = read(path)
     digest = sha256(path)
@@ -207,9 +208,12 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
     if reason:
         return None, reason
 
-    from kvtool.llama.model import Model
-
     try:
+        # where there is no llama.cpp, this fails
+        from kvtool.llama.crash import guard
+        from kvtool.llama.model import Model
+
+        guard()
         model = Model(info.path, no_weights=True)
         try:
             return model.layers, None

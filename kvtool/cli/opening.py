@@ -175,11 +175,9 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
 
     Options that cannot work are refused first, before a download.
     """
-    from kvtool.models.layers import CACHE_TYPES
+    from kvtool.cli.flags import check_cache_types
 
-    for flag, kind in (("-ctk", wanted.type_k), ("-ctv", wanted.type_v)):
-        if kind not in CACHE_TYPES:
-            raise UsageError(f"{flag} must be one of {', '.join(CACHE_TYPES)}, got {kind!r}")
+    check_cache_types(wanted.type_k, wanted.type_v)
     check_archive_type(wanted.archive_type)
     check_flash(wanted.flash)
 
@@ -309,9 +307,7 @@ def fitted(
     from kvtool import policies
     from kvtool.models import budget
 
-    n, is_bound = budget.parse(
-        budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v
-    )
+    n, is_bound = budget.parse(budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v)
     slack = wanted.evict_every or policies.default_slack(n)
     if is_bound:
         n_batch = budget.batch_within(n, n_batch)

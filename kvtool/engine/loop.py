@@ -403,7 +403,6 @@ def _cache(
     lacking = (
         (policy.needs_patch(), f"the policy {type(policy).__name__}"),
         (_prefill(policy, settings) == "whole", "reading a prompt whole, without --prefill stream,"),
-        (bool(model.n_swa) and policy.slack > 0, "evicting beside sliding layers"),
     )
     for is_asked, what in lacking:
         if is_asked:

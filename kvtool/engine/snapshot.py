@@ -27,7 +27,7 @@ _COUNTERS = (
 """The engine's numbers, in the order in which the array "engine" has them."""
 
 _BESIDE = ("window", "window_cells")
-"""What a model keeps beside its rows. Session files have these names, from when that was sliding layers alone."""
+"""What a model keeps beside its rows. Session files have these names, which sliding layers gave."""
 
 
 def save(engine: Engine, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:

@@ -112,10 +112,12 @@ class Model:
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
             return read(self.path).plain_layers
-        n = lib.llama_kvtool_layers(self._model, None, 0)
-        found = (ModelLayer * max(n, 0))()
-        if n < 0 or lib.llama_kvtool_layers(self._model, found, n) != n:
-            raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
+        # llama.cpp aborts on windows that no layer has, for example
+        with crash_means(damaged(self.path)):
+            n = lib.llama_kvtool_layers(self._model, None, 0)
+            found = (ModelLayer * max(n, 0))()
+            if n < 0 or lib.llama_kvtool_layers(self._model, found, n) != n:
+                raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
         all_layers = tuple(
             Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found
         )

@@ -13,6 +13,7 @@ from kvtool.models.gguf import MAX_LAYERS, HeaderReader, constants
 from kvtool.models.layers import Kind, Layer, Layers
 from kvtool.models.split import part_paths
 
+
 class File(NamedTuple):
     """One GGUF file.
 
@@ -87,8 +88,10 @@ class ModelInfo:
 
     @property
     def plain_layers(self) -> Layers:
-        """The layers of a model that has one plain KV cache. Of other models llama.cpp knows what they keep."""
-        sizes = self.head_size_k, self.head_size_v
+        """The layers of a model that has one plain KV cache. What others keep, llama.cpp says."""
+        # with MLA values are a part of the keys
+        is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
+        sizes = self.head_size_k, 0 if is_latent else self.head_size_v
         heads = enumerate(self.n_head_kv)
         return Layers(tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in heads if n))
 

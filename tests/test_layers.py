@@ -1,0 +1,279 @@
+"""What a model's layers keep: its bytes computed by hand, and those that a context allocates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kvtool.errors import LibraryError, ModelError, UsageError
+from kvtool.llama.context import Context
+from kvtool.llama.model import Model
+from kvtool.models.header import read
+from kvtool.models.layers import CACHE_TYPES, PAD, Kind, Layer, Layers
+from tests import tiny
+
+ROWS, SLIDING, RECURRENT = Kind
+
+
+def layers_of(path):
+    """What llama.cpp says of a file, without its weights."""
+    model = Model(path, no_weights=True)
+    try:
+        return model.layers
+    finally:
+        model.close()
+
+
+@pytest.fixture
+def unpatched(monkeypatch):
+    monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
+
+
+# the arithmetic
+
+MIXED = Layers(
+    (
+        Layer(0, ROWS, 0, 1, 64, 32, 0),
+        Layer(3, ROWS, 3, 4, 32, 64, 0),
+        # reads the cells of layer 3
+        Layer(5, ROWS, 3, 4, 32, 64, 0),
+        Layer(1, SLIDING, 1, 2, 128, 96, 0),
+        # reads the cells of layer 1
+        Layer(4, SLIDING, 1, 2, 128, 96, 0),
+        Layer(2, RECURRENT, 2, 0, 0, 0, 1000),
+        # the same layer has cells, too
+        Layer(3, RECURRENT, 3, 0, 0, 0, 1),
+    ),
+    n_swa=100,
+)
+
+
+def test_rows_are_the_heads_of_layers_whose_cells_are_their_own():
+    assert MIXED.n_row == 1 + 4
+    assert MIXED.n_shared == 2
+    assert [layer.number for layer in MIXED.of(ROWS)] == [0, 3, 5]
+    assert [layer.number for layer in MIXED.of(SLIDING)] == [1, 4]
+    assert [layer.number for layer in MIXED.of(RECURRENT)] == [2, 3]
+    assert [layer.number for layer in MIXED.all if not layer.is_owner] == [5, 4]
+
+
+def test_a_cell_has_the_bytes_of_all_rows_each_with_its_own_sizes():
+    assert MIXED.cell_bytes() == (64 + 32) * 2 + 4 * (32 + 64) * 2
+    assert MIXED.cell_bytes("f32", "bf16") == 64 * 4 + 32 * 2 + 4 * (32 * 4 + 64 * 2)
+    # 32 numbers are 34 bytes in q8_0, 18 in q4_0, 20 in q4_1, 22 in q5_0, 24 in q5_1
+    assert MIXED.cell_bytes("q8_0", "q4_0") == 68 + 18 + 4 * (34 + 36)
+    assert MIXED.cell_bytes("q4_1", "q5_0") == 40 + 22 + 4 * (20 + 44)
+    assert MIXED.cell_bytes("q5_1", "f16") == 48 + 64 + 4 * (24 + 128)
+
+
+@pytest.mark.parametrize(
+    ("n_batch", "n_cell"), [(1, 256), (156, 256), (157, 512), (256, 512), (412, 512), (413, 768)]
+)
+def test_sliding_layers_hold_their_window_and_a_batch_in_steps_of_256_cells(n_batch, n_cell):
+    assert MIXED.swa_bytes(n_batch) == n_cell * 2 * (128 + 96) * 2
+    assert MIXED.swa_bytes(n_batch, "q8_0", "f32") == n_cell * 2 * (4 * 34 + 96 * 4)
+    assert MIXED.fixed_bytes(n_batch) == MIXED.swa_bytes(n_batch) + 1001
+    assert n_cell % PAD == 0
+
+
+def test_cells_fit_beside_what_is_fixed():
+    fixed, cell = MIXED.fixed_bytes(256), MIXED.cell_bytes()
+    assert MIXED.state_bytes == 1001
+    for n in (0, 1, 7):
+        assert MIXED.cells_that_fit(fixed + n * cell, 256) == n
+        assert MIXED.cells_that_fit(fixed + n * cell + cell - 1, 256) == n
+    assert MIXED.cells_that_fit(fixed - 1, 256) == MIXED.cells_that_fit(0, 256) == 0
+    fixed, cell = MIXED.fixed_bytes(256, "q8_0", "f32"), MIXED.cell_bytes("q8_0", "f32")
+    assert MIXED.cells_that_fit(fixed + 5 * cell, 256, "q8_0", "f32") == 5
+
+
+def test_values_that_are_a_part_of_the_keys_take_nothing():
+    latent = Layers(tuple(Layer(i, ROWS, i, 1, 576, 0, 0) for i in range(3)))
+    for type_v in CACHE_TYPES:
+        assert latent.cell_bytes("f16", type_v) == 3 * 576 * 2
+    assert latent.cell_bytes("q8_0") == 3 * 576 // 32 * 34
+    assert latent.kinds == ["latent attention (MLA)"]
+    assert (latent.n_row, latent.fixed_bytes(256)) == (3, 0)
+
+
+def test_a_model_is_named_by_what_is_not_plain_in_it():
+    plain = Layer(0, ROWS, 0, 2, 32, 32, 0)
+    found = {
+        (): plain,
+        ("sliding windows",): Layer(1, SLIDING, 1, 2, 32, 32, 0),
+        ("shared layers",): plain._replace(number=1),
+        ("recurrent layers",): Layer(1, RECURRENT, 1, 0, 0, 0, 8),
+        ("latent attention (MLA)",): plain._replace(head_size_v=0),
+    }
+    for kinds, layer in found.items():
+        assert Layers((plain, layer)).kinds == list(kinds)
+    assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
+    # a state has no values, and needs none
+    assert "latent" not in str(Layers((plain, found["recurrent layers",])).kinds)
+
+
+def test_without_rows_no_cells_fit():
+    nothing = Layers((Layer(0, RECURRENT, 0, 0, 0, 0, 8),))
+    assert (nothing.n_row, nothing.cell_bytes(), nothing.cells_that_fit(2**30, 256)) == (0, 0, 0)
+
+
+def test_a_cache_type_that_does_not_fit():
+    small = Layers((Layer(0, ROWS, 0, 2, 32, 16, 0), Layer(1, SLIDING, 1, 2, 80, 16, 0)), n_swa=8)
+    assert small.cell_bytes("q8_0") == 2 * (34 + 32)
+    with pytest.raises(
+        UsageError, match="^V cannot be q8_0: the model's head size of 16 is not a multiple of 32$"
+    ):
+        small.cell_bytes("f16", "q8_0")
+    with pytest.raises(UsageError, match=r"^K cannot be q4_0: .* 80 is not a multiple of 32$"):
+        small.fixed_bytes(256, "q4_0")
+    with pytest.raises(UsageError, match="^unknown cache type 'q9' for V; choose one of f32, f16"):
+        small.cell_bytes("f16", "q9")
+    with pytest.raises(UsageError, match="^unknown cache type 'q9' for K"):
+        small.cells_that_fit(2**20, 256, "q9")
+
+
+# what llama.cpp says
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("pattern", "slides"), [(2, "101010"), (3, "110110"), (4, "111011")])
+def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=100, pattern=pattern)
+    layers = layers_of(path)
+    for kind, which in ((ROWS, "0"), (SLIDING, "1")):
+        assert [layer.number for layer in layers.of(kind)] == [i for i in range(6) if slides[i] == which]
+    assert layers.n_swa == 100
+    assert all(layer[2:] == (layer.number, 1, 32, 32, 0) for layer in layers.all)
+    assert (layers.n_row, layers.n_shared, layers.state_bytes) == (slides.count("0"), 0, 0)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("type_k", "type_v"), [("f16", "f16"), ("q8_0", "q4_0"), ("f32", "bf16")])
+@pytest.mark.parametrize(
+    ("arch", "shape"),
+    [
+        ("llama", {}),
+        ("llama", {"n_head": 3, "n_head_kv": 3, "n_layer": 3, "head_dim": 64}),
+        ("llama", {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}),
+        ("gemma3", {"window": 300, "n_layer": 5, "pattern": 3}),
+        ("lfm2", {}),
+        ("lfm2", {"n_head_kv": (4, 0, 0, 1, 2), "n_conv": 5}),
+    ],
+    ids=str,
+)
+def test_a_context_takes_the_bytes_that_layers_say(tmp_path, arch, shape, type_k, type_v):
+    path = tmp_path / "tiny.gguf"
+    getattr(tiny, f"write_{arch}")(path, **shape)
+    layers = layers_of(path)
+    model = Model(path)
+    # weights make no difference
+    assert model.layers == layers
+    for n_cell, n_batch in ((256, 64), (1024, 64), (512, 512)):
+        context = Context(model, n_cell, n_batch, type_k=type_k, type_v=type_v, flash="on")
+        fixed = layers.fixed_bytes(n_batch, type_k, type_v)
+        assert context.cache_bytes == n_cell * layers.cell_bytes(type_k, type_v) + fixed
+        assert context.n_row == layers.n_row
+        rows = [layer.number for layer in layers.of(ROWS) for _ in range(layer.n_head_kv)]
+        assert context.row_layers.tolist() == rows
+        context.close()
+    model.close()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "shape", [{}, {"rope": "neox"}, {"arch": "deci", "n_layer": 3, "n_head_kv": [1, 2, 4]}], ids=str
+)
+def test_of_a_plain_model_the_header_says_the_same(tmp_path, shape):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_llama(path, **shape)
+    assert layers_of(path) == read(path).plain_layers
+    assert layers_of(path).kinds == []
+
+
+@pytest.mark.engine
+def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_lfm2(path, n_head_kv=(0, 2, 0, 4), n_conv=4)
+    layers = layers_of(path)
+    # the three newest of 128 numbers of 4 bytes
+    assert layers.all == (
+        Layer(1, ROWS, 1, 2, 32, 32, 0),
+        Layer(3, ROWS, 3, 4, 32, 32, 0),
+        Layer(0, RECURRENT, 0, 0, 0, 0, 3 * 128 * 4),
+        Layer(2, RECURRENT, 2, 0, 0, 0, 3 * 128 * 4),
+    )
+    assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
+
+
+@pytest.mark.engine
+def test_a_model_that_cannot_be_used_says_why(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gemma3(path, pattern=0)
+    with pytest.raises(
+        ModelError, match=r"^tiny\.gguf cannot be used: all layers of this model attend"
+    ) as error:
+        layers_of(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.engine
+def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gemma3(path, pattern=1)
+    code = (
+        "import sys; from kvtool.llama.crash import guard; from kvtool.llama.model import Model; guard()\n"
+        "Model(sys.argv[1], no_weights=True).layers"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
+    assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
+
+
+@pytest.mark.engine
+def test_layers_of_a_closed_model_are_an_error(tiny_model):
+    model = Model(tiny_model(), no_weights=True)
+    model.close()
+    with pytest.raises(UsageError, match="this model is closed"):
+        _ = model.layers
+
+
+# without the patch
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("arch", "shape"), [("gemma3", {}), ("lfm2", {})])
+def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arch, shape):
+    path = tmp_path / "tiny.gguf"
+    getattr(tiny, f"write_{arch}")(path, **shape)
+    said = (
+        "^this llama.cpp was built without kvtool's patch, "
+        "which models with sliding or recurrent layers need; build .*make setup"
+    )
+    with pytest.raises(LibraryError, match=said) as error:
+        layers_of(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.engine
+def test_without_the_patch_a_plain_model_is_what_its_header_says(tmp_path, unpatched):
+    path = tmp_path / "tiny.gguf"
+    tiny.write_llama(path, arch="deci", n_layer=3, n_head_kv=[1, 2, 4])
+    layers = layers_of(path)
+    assert layers == read(path).plain_layers
+    assert [layer.n_head_kv for layer in layers.all] == [1, 2, 4]
+    assert (layers.kinds, layers.n_row) == ([], 7)
+
+
+@pytest.mark.engine
+def test_of_latent_attention_the_header_says_that_values_are_a_part_of_the_keys(tiny_model):
+    info = read(tiny_model())
+    metadata = info.metadata | {"deepseek2.attention.key_length_mla": 192}
+    latent = replace(info, architecture="deepseek2", head_size_k=576, head_size_v=512, metadata=metadata)
+    assert latent.plain_layers.cell_bytes() == 4 * 576 * 2
+    # older files have whole keys and values
+    older = replace(latent, metadata=info.metadata | {"deepseek2.attention.kv_lora_rank": 512})
+    assert older.plain_layers.cell_bytes() == 4 * (576 + 512) * 2
