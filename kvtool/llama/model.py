@@ -22,6 +22,7 @@ from kvtool.llama.library import (
     lib,
 )
 from kvtool.llama.log import because, log_tail, no_memory, start_backends
+from kvtool.models.gguf import MAX_LAYERS
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
 
@@ -114,12 +115,14 @@ class Model:
             return read(self.path).plain_layers
         # llama.cpp aborts on windows that no layer has, for example
         with crash_means(damaged(self.path)):
-            n = lib.llama_kvtool_layers(self._model, None, 0)
-            found = (ModelLayer * max(n, 0))()
-            if n < 0 or lib.llama_kvtool_layers(self._model, found, n) != n:
+            # a layer has at most cells and a state
+            found = (ModelLayer * (2 * MAX_LAYERS))()
+            n = lib.llama_kvtool_layers(self._model, found, len(found))
+            if n < 0:
                 raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
         all_layers = tuple(
-            Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found
+            Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes)
+            for f in found[:n]
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         return Layers(all_layers, n_swa if slides else 0)

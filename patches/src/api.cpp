@@ -172,6 +172,9 @@ int64_t llama_kvtool_set_beside(llama_context * ctx, const int32_t * table, cons
     if (n > 0 && (table[0] < 0 || table[0] > n)) {
         return fail(format("table[0] must be in 0..%d, got %d", n, table[0]));
     }
+    if (!kvtool->states.empty() && table[kvtool->n_beside() - 1] < -1) {
+        return fail(format("the newest token's position must be -1 or more, got %d", table[kvtool->n_beside() - 1]));
+    }
     return guarded([&]() -> int64_t { return kvtool->copy_beside(*ctx, nullptr, nullptr, table, in); });
 }
 
