@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     columns = {
-        "all policies": lambda path: _all(path, [n for n in policies.names() if n not in ("full", "recall", "corm")]),
+        "all policies": lambda path: _all(
+            path, [n for n in policies.names() if n not in ("full", "recall", "corm")]
+        ),
         "ragged": lambda path: _run(path, "corm"),
         "recall": lambda path: _run(path, "recall"),
         "whole": lambda path: _run(path, "snapkv", whole=True),
