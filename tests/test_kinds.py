@@ -9,9 +9,9 @@ import tests.tiny_kinds as tiny_kinds
 from kvtool import policies
 from kvtool.errors import KvtoolError
 from kvtool.measure import perplexity
-from tests.reference import models
-from tests.running import TOLERANCE, open_engine, text
-from tests.test_exactness import reference
+from tests.reference import models, transformer
+from tests.running import LOGITS, TOLERANCE, open_engine, text
+from tests.test_exactness import reference, twin
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +53,72 @@ def test_scores_like_the_definition(path, model, name):
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+OTHERS = [
+    ("weightedkv", []),
+    ("keydiff", []),
+    ("scissorhands", []),
+    ("corm", ["history=8", "window=2", "t=cells"]),
+    ("recall", ["index=keys"]),
+]
+LEFT_OUT = {
+    # refused, as tests below say
+    ("deepseek2", "weightedkv"),
+    ("deepseek2", "recall"),
+    # it counts the query heads of the layer that owns a row, and not those of the others that read it
+    ("gemma4", "scissorhands"),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
+def test_what_other_policies_read_and_write_is_that_of_the_definition(path, model, name, options):
+    if (path.stem.split("-")[0], name) in LEFT_OUT:
+        pytest.skip("left out")
+    # no token twice: its keys in the first layer would be alike but for rounding, which then would decide
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:160].astype(np.int32)
+    policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
+    want = reference(model, tokens, policy, name, positions="auto")
+    with open_engine(path, policy, positions="auto", archive_type="f32") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_evicted > 0
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("n", [100, 300])
+def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
+    """The second is beyond the context: three segments, and what is no row goes on from the last."""
+    tokens, policy = text(n + 40), policies.fit("h2o", 48, 16)
+    keep, _ = twin("h2o", {key: getattr(policy, key) for key in policies.params(type(policy))}, N_CTX_TRAIN)
+    streams, want = [], []
+    for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
+        stream = transformer.Stream(model, positions="auto")
+        stream.next = streams[-1].next if streams else 0
+        want = [stream.decode(segment)[-1]]
+        streams.append(stream)
+    if len(streams) > 1:
+        for rows in zip(*(one.rows for one in streams), strict=True):
+            for head, (row, *later) in enumerate(zip(*rows, strict=True)):
+                for part in later:
+                    at = len(row)
+                    row.append(part.pos, part.rot, part.key, part.value)
+                    row.mass[at:], row.last[at:], row.seen[at:] = part.mass, part.last, part.seen
+                rows[-1][head] = row
+        stream.in_cache, stream.counter = True, 48 - 16
+    stream.evict(keep, pinned=0, budget=48, slack=16)
+    # gaps were closed behind the segments; later ones stay
+    stream.in_cache = False
+    for token in tokens[n:]:
+        if stream.n >= 48:
+            stream.evict(keep, pinned=0, budget=48, slack=16)
+        want.append(stream.decode([token])[-1])
+    with open_engine(path, policy, prefill="whole") as engine:
+        assert engine.read(tokens[:n]) == n
+        got = [engine.context.logits()[-1].copy()]
+        for token in tokens[n:]:
+            engine.step(np.array([token]))
+            got.append(engine.context.logits()[-1].copy())
+    assert np.abs(np.array(got) - np.array(want)).max() < LOGITS
+
+
 def test_a_restored_engine_goes_on_bit_by_bit(path):
     tokens, policy = text(200), policies.fit("h2o", 48, 16)
     with open_engine(path, policy) as engine:
@@ -67,8 +133,14 @@ def test_a_restored_engine_goes_on_bit_by_bit(path):
         np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
 
 
-def test_values_that_are_a_part_of_keys_are_not_merged(tmp_path):
-    path, policy = tmp_path / "latent.gguf", policies.fit("weightedkv", 48, 16)
+@pytest.mark.parametrize(
+    ("name", "why"), [("weightedkv", "cannot be merged"), ("recall", "an archive does not hold")]
+)
+def test_values_that_are_a_part_of_keys_are_not_merged_or_archived(tmp_path, name, why):
+    path = tmp_path / "latent.gguf"
     tiny_kinds.write_deepseek2(path)
-    with open_engine(path, policy) as engine, pytest.raises(KvtoolError, match=r"^[^\n]*cannot be merged$"):
+    with (
+        pytest.raises(KvtoolError, match=rf"^[^\n]*{why}$"),
+        open_engine(path, policies.fit(name, 48, 16)) as engine,
+    ):
         engine.read(text(100))

@@ -34,7 +34,8 @@ def write_smollm3(path, *, n_layer=5, n_ctx_train=1024, seed=0):
 
 def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """Four sections of positions, the last of which is 0 in a text; then they begin again. With biases."""
-    writer = _start(path, "qwen2vl", n_ctx_train, n_layer)
+    # llama.cpp does not read this architecture's
+    writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_rope_dimension_sections([5, 4, 2, 2])
     tensors = Tensors(writer, N_EMBD, seed)
@@ -186,7 +187,7 @@ def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
         if i >= n_own:
             own = {name: own[name] for name in own if name not in ("attn_k", "attn_k_norm", "attn_v")}
         behind = {
-            "post_attention_norm": tensors.norm(size=N_EMBD**0.5),
+            "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
             # llama.cpp looks its GELU up in a table of f16
             "post_ffw_norm": tensors.norm(size=0.1),
         }

@@ -55,7 +55,7 @@ class Row:
         self.key = np.concatenate((self.key, key))
         self.value = np.concatenate((self.value, value))
         self.mass = np.concatenate((self.mass, none_yet))
-        self.last = np.zeros(len(self.pos))
+        self.last = np.concatenate((self.last, none_yet))
         self.seen += [[] for _ in pos]
         self.old += [False] * len(pos)
         self.notes += [{} for _ in pos]
@@ -266,7 +266,7 @@ class Stream:
     def _note(self, row, attn, is_first):
         """A batch's f64[group, n_tokens, n] goes into a row's signals. is_first: it is the owner's."""
         row.mass += attn.sum(axis=(0, 1))
-        row.last += attn[:, -1].sum(axis=0)
+        row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
         pos, _, t = self._batch
         steps = zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True)
         for step, n, heads_attn in steps if row.number >= 0 else ():
