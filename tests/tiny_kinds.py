@@ -114,8 +114,11 @@ def write_lfm2(path, *, n_layer=5, n_conv=3, n_ctx_train=1024, seed=0):
     tensors.write()
 
 
-def write_deepseek2(path, *, n_layer=2, q_rank=24, n_latent=48, n_rot=16, n_ctx_train=1024, seed=0):
-    """One row a layer; queries by way of q_rank numbers, or at once with q_rank=0."""
+def write_deepseek2(path, *, n_layer=2, q_rank=24, n_latent=64, n_rot=64, n_ctx_train=1024, seed=0):
+    """One row a layer; queries by way of q_rank numbers, or at once with q_rank=0.
+
+    llama.cpp maps quantized keys whose size is a multiple of 64, as it is here, by a Hadamard matrix.
+    """
     n_nope, n_value = 32, 40
     writer = _start(path, "deepseek2", n_ctx_train, n_layer, 1)
     writer.add_key_length(n_latent + n_rot)
