@@ -108,7 +108,10 @@ class Archive:
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
     def choose(self, logits, live, k):
-        """The k entries that get the most attention: logits f64[query, n], beside live f64[query, n_live]."""
+        """The k entries that get the most attention: logits f64[query, n], beside live f64[query, n_live].
+
+        Sinks take no part.
+        """
         everything = np.concatenate((logits, live), axis=-1)
         attention = np.exp(everything - everything.max(axis=-1, keepdims=True))
         attention /= attention.sum(axis=-1, keepdims=True)
