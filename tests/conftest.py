@@ -14,7 +14,7 @@ for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
 
 import pytest  # noqa: E402
 
-import tests.tiny as tiny  # noqa: E402
+from tests import tiny, tiny_kinds  # noqa: E402
 
 SIZES = ("budget", "evict_every", "seed", "pinned", "shape", "group", "held", "n_value")
 """Parameters that give a test another size of the same case."""
@@ -60,13 +60,13 @@ def smollm2_f32(smollm2, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """tiny_model(n_head_kv=2, ...) -> path of a small random model, written once; arch="gemma3": that one."""
+    """tiny_model(n_head_kv=2, ...) -> path of a small random model, written once; arch="lfm2": that kind."""
     folder = tmp_path_factory.mktemp("tiny")
 
     def make(arch="llama", **shape):
         path = folder / ("-".join([arch, *(f"{k}{v}" for k, v in sorted(shape.items()))]) + ".gguf")
         if not path.exists():
-            getattr(tiny, f"write_{arch}")(path, **shape)
+            tiny_kinds.write(arch, path, **shape)
         return path
 
     return make

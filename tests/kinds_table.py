@@ -2,9 +2,9 @@
 
     python tests/kinds_table.py DIR
 
-DIR has small random models, one an architecture: `make check-archs DIR=...` writes them. Every cell of the table
-is a run: a text three times as long as what the model was trained on, evictions on the way, logits that are
-finite. What cannot run says why.
+DIR has small random models, one an architecture: `make check-archs DIR=...` writes them. Every cell of the
+table is a run: a text three times as long as what the model was trained on, evictions on the way, logits that
+are finite. What cannot run says why.
 """
 
 from __future__ import annotations

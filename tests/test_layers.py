@@ -13,7 +13,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.models.header import read
 from kvtool.models.layers import CACHE_TYPES, PAD, Kind, Layer, Layers
-from tests import tiny
+from tests import tiny, tiny_kinds
 
 ROWS, SLIDING, RECURRENT = Kind
 
@@ -167,7 +167,7 @@ def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
 )
 def test_a_context_takes_the_bytes_that_layers_say(tmp_path, arch, shape, type_k, type_v):
     path = tmp_path / "tiny.gguf"
-    getattr(tiny, f"write_{arch}")(path, **shape)
+    tiny_kinds.write(arch, path, **shape)
     layers = layers_of(path)
     model = Model(path)
     # weights make no difference
@@ -197,7 +197,7 @@ def test_of_a_plain_model_the_header_says_the_same(tmp_path, shape):
 @pytest.mark.engine
 def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
     path = tmp_path / "tiny.gguf"
-    tiny.write_lfm2(path, n_head_kv=(0, 2, 0, 4), n_conv=4)
+    tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0, 4), n_conv=4)
     layers = layers_of(path)
     # the three newest of 128 numbers of 4 bytes
     assert layers.all == (
@@ -248,7 +248,7 @@ def test_layers_of_a_closed_model_are_an_error(tiny_model):
 @pytest.mark.parametrize(("arch", "shape"), [("gemma3", {}), ("lfm2", {})])
 def test_without_the_patch_what_is_not_plain_is_refused(tmp_path, unpatched, arch, shape):
     path = tmp_path / "tiny.gguf"
-    getattr(tiny, f"write_{arch}")(path, **shape)
+    tiny_kinds.write(arch, path, **shape)
     said = (
         "^this llama.cpp was built without kvtool's patch, "
         "which models with sliding or recurrent layers need; build .*make setup"

@@ -30,7 +30,7 @@ from kvtool.models.header import read
 from kvtool.models.resolve import check, resolve
 from kvtool.models.supported import BY_NAME, unsupported
 from kvtool.units import format_bytes, parse_bytes
-from tests import tiny
+from tests import tiny, tiny_kinds
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -717,7 +717,7 @@ def test_show_says_what_slides(tmp_path):
 @pytest.mark.engine
 def test_show_says_what_is_recurrent(tmp_path):
     path = tmp_path / "tiny.gguf"
-    tiny.write_lfm2(path, n_head_kv=(0, 2, 0), head_dim=32)
+    tiny_kinds.write_lfm2(path, n_head_kv=(0, 2, 0))
     shown = show(path)
     assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
     assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)

@@ -35,7 +35,6 @@ def write_llama(
     n_ff=64,
     n_vocab=320,
     n_ctx_train=1024,
-    arch=None,
     rope="norm",
     rope_base=10000.0,
     tied=False,
@@ -43,6 +42,7 @@ def write_llama(
     yarn=None,
     space_prefix=False,
     add_bos=False,
+    arch=None,
     seed=0,
 ):
     """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
@@ -52,7 +52,7 @@ def write_llama(
     n_head_kv: one for each layer with arch="deci", which is llama in all else.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = _start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
+    writer = start(path, arch or ROPE_ARCH[rope], n_ctx_train, *sizes, space_prefix, add_bos)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(rope_base)
     writer.add_rope_dimension_count(head_dim)
@@ -81,7 +81,7 @@ def write_gemma3(
 ):
     """The same of architecture gemma3: every pattern-th layer attends to all, the others slide."""
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
-    writer = _start(path, "gemma3", n_ctx_train, *sizes)
+    writer = start(path, "gemma3", n_ctx_train, *sizes)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -91,31 +91,7 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
-def write_lfm2(
-    path,
-    *,
-    n_head=4,
-    n_head_kv=(0, 2, 0, 2),
-    head_dim=32,
-    n_ff=64,
-    n_vocab=320,
-    n_ctx_train=1024,
-    n_conv=3,
-    seed=0,
-):
-    """The same of architecture lfm2: layers without KV heads are short convolutions, which are recurrent.
-
-    n_conv: tokens that one sees; its state has all but the newest of them.
-    """
-    sizes = (len(n_head_kv), n_head, list(n_head_kv), head_dim, n_ff, n_vocab)
-    writer = _start(path, "lfm2", n_ctx_train, *sizes)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_shortconv_l_cache(n_conv)
-    _add_tensors(writer, *sizes, True, seed, n_conv=n_conv)
-
-
-def _start(
+def start(
     path,
     arch,
     n_ctx_train,
@@ -129,7 +105,7 @@ def _start(
     add_bos=False,
 ):
     """A writer that has what every architecture here has in its header."""
-    if any(n and n_head % n for n in _per_layer(n_head_kv, n_layer)):
+    if any(n and n_head % n for n in np.atleast_1d(n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
@@ -145,70 +121,86 @@ def _start(
     return writer
 
 
-def _per_layer(n_head_kv, n_layer):
-    return n_head_kv if isinstance(n_head_kv, list) else [n_head_kv] * n_layer
+class Tensors:
+    """Random F32 tensors for a writer, which all come from one generator, one after the other."""
+
+    def __init__(self, writer, n_embd, seed):
+        self.writer = writer
+        self.n_embd = n_embd
+        self.rng = np.random.default_rng(seed)
+
+    def matrix(self, n_out, n_in, std=1.0, *, of=()):
+        """[*of, n_out, n_in], which turns entries of size 1 into entries of size std."""
+        return (self.rng.standard_normal((*of, n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
+
+    def norm(self, n=None, size=1.0):
+        return (self.rng.uniform(0.8, 1.2, n or self.n_embd) * size).astype(np.float32)
+
+    def bias(self, *shape, std=0.5):
+        return (self.rng.standard_normal(shape) * std).astype(np.float32)
+
+    def add_ends(self, n_vocab, *, tied=False, output_norm="output_norm"):
+        """What is before and behind the layers."""
+        embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
+        embd[:N_SPECIAL] *= not tied
+        # a tied output row has the size of an embedding: the last norm brings its logits down
+        size = np.float32(LOGIT_STD / np.sqrt(self.n_embd) if tied else 1)
+        self.writer.add_tensor(f"{output_norm}.weight", self.norm() * size)
+        self.writer.add_tensor("token_embd.weight", embd)
+        if not tied:
+            output = self.matrix(n_vocab, self.n_embd, LOGIT_STD)
+            output[:N_SPECIAL] = 0
+            self.writer.add_tensor("output.weight", output)
+
+    def attention(self, n_head, n_head_kv, head_dim):
+        """A layer's own, by name."""
+        return {
+            "attn_norm": self.norm(),
+            "attn_q": self.matrix(n_head * head_dim, self.n_embd, Q_STD),
+            "attn_k": self.matrix(n_head_kv * head_dim, self.n_embd, K_STD),
+            "attn_v": self.matrix(n_head_kv * head_dim, self.n_embd),
+            "attn_output": self.matrix(self.n_embd, n_head * head_dim, O_STD),
+        }
+
+    def feed_forward(self, n_ff):
+        return {
+            "ffn_norm": self.norm(),
+            "ffn_gate": self.matrix(n_ff, self.n_embd),
+            "ffn_up": self.matrix(n_ff, self.n_embd),
+            "ffn_down": self.matrix(self.n_embd, n_ff),
+        }
+
+    def add_layer(self, i, tensors):
+        """Tensors by name; those that end in .bias keep that ending."""
+        for name, tensor in tensors.items():
+            ending = "" if name.endswith(".bias") else ".weight"
+            self.writer.add_tensor(f"blk.{i}.{name}{ending}", tensor)
+
+    def write(self):
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
 
 
-def _add_tensors(
-    writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False, n_conv=0
-):
+def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False):
     n_embd = n_head * head_dim
-    rng = np.random.default_rng(seed)
-
-    def matrix(n_out, n_in, std):
-        """F32 [n_out, n_in] that turns a vector with entries of size 1 into one with entries of size std."""
-        return (rng.standard_normal((n_out, n_in)) * (std / np.sqrt(n_in))).astype(np.float32)
-
-    def norm(n=n_embd, size=1.0):
-        return (rng.uniform(0.8, 1.2, n) * size).astype(np.float32)
-
-    embd = rng.standard_normal((n_vocab, n_embd)).astype(np.float32)
-    embd[:N_SPECIAL] *= not tied
-    # a tied output row has the size of an embedding: the last norm brings its logits down
-    output_norm = norm() * np.float32(LOGIT_STD / np.sqrt(n_embd) if tied else 1)
-    writer.add_tensor("token_embd_norm.weight" if n_conv else "output_norm.weight", output_norm)
-    writer.add_tensor("token_embd.weight", embd)
-    if not tied:
-        output = matrix(n_vocab, n_embd, LOGIT_STD)
-        output[:N_SPECIAL] = 0
-        writer.add_tensor("output.weight", output)
-    for i, n_kv in enumerate(_per_layer(n_head_kv, n_layer)):
-        attention = {
-            "attn_q": lambda: matrix(n_embd, n_embd, Q_STD),
-            "attn_k": lambda n=n_kv: matrix(n * head_dim, n_embd, K_STD),
-            "attn_v": lambda n=n_kv: matrix(n * head_dim, n_embd, 1),
-            "attn_output": lambda: matrix(n_embd, n_embd, O_STD),
-        }
-        convolution = {
-            "shortconv.in_proj": lambda: matrix(3 * n_embd, n_embd, 1),
-            "shortconv.conv": lambda: matrix(n_embd, n_conv, 1),
-            "shortconv.out_proj": lambda: matrix(n_embd, n_embd, O_STD),
-        }
-        for name, tensor in {
-            "attn_norm": norm(),
-            **{name: make() for name, make in (attention if n_kv else convolution).items()},
-            "ffn_norm": norm(),
-            "ffn_gate": matrix(n_ff, n_embd, 1),
-            "ffn_up": matrix(n_ff, n_embd, 1),
-            "ffn_down": matrix(n_embd, n_ff, 1),
-        }.items():
-            writer.add_tensor(f"blk.{i}.{name}.weight", tensor)
-        if n_conv and n_kv:
-            writer.add_tensor(f"blk.{i}.attn_q_norm.weight", norm(head_dim, Q_STD))
-            writer.add_tensor(f"blk.{i}.attn_k_norm.weight", norm(head_dim, K_STD))
+    tensors = Tensors(writer, n_embd, seed)
+    tensors.add_ends(n_vocab, tied=tied)
+    for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
+        tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
             # what leaves the feed-forward is small: llama.cpp looks its GELU up in a table of f16
-            for name, tensor in {
-                "attn_q_norm": norm(head_dim, Q_STD),
-                "attn_k_norm": norm(head_dim, K_STD),
-                "post_attention_norm": norm(size=n_embd**0.5),
-                "post_ffw_norm": norm(size=0.1),
-            }.items():
-                writer.add_tensor(f"blk.{i}.{name}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            tensors.add_layer(
+                i,
+                {
+                    "attn_q_norm": tensors.norm(head_dim, Q_STD),
+                    "attn_k_norm": tensors.norm(head_dim, K_STD),
+                    "post_attention_norm": tensors.norm(size=n_embd**0.5),
+                    "post_ffw_norm": tensors.norm(size=0.1),
+                },
+            )
+    tensors.write()
 
 
 def _add_tokenizer(writer, n_vocab, space_prefix, add_bos):

@@ -19,6 +19,7 @@ from kvtool.llama.log import because, log_tail, no_memory
 from kvtool.llama.model import Model
 from kvtool.llama.threads import Threads
 from kvtool.models.header import read as read_header
+from kvtool.models.layers import Kind
 from kvtool.policy import Merge, Recalls, Request, Signal
 
 CACHE_TYPES = {
@@ -298,10 +299,13 @@ class Context(Decoder):
 
     @cached_property
     def n_head(self) -> np.ndarray:
-        """i32[row]: the query heads that share each row's KV head, by the file's header."""
-        n_head = np.array(read_header(self.model.path).n_head, np.int32)
-        n_head_kv = np.bincount(self.row_layers).astype(np.int32)
-        return n_head[self.row_layers] // n_head_kv[self.row_layers]
+        """i32[row]: the query heads, of all layers that read its cells, that share each row's KV head."""
+        # the number of heads is in the file's header
+        n_head = read_header(self.model.path).n_head
+        n_query = np.zeros(len(n_head), np.int32)
+        for layer in self.model.layers.of(Kind.ROWS):
+            n_query[layer.owner] += n_head[layer.number] // layer.n_head_kv
+        return n_query[self.row_layers]
 
     def see(self, n_seen: int) -> None:
         """The first query of the next decode has seen n_seen tokens before."""

@@ -121,8 +121,7 @@ class Model:
             if n < 0:
                 raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
         all_layers = tuple(
-            Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes)
-            for f in found[:n]
+            Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found[:n]
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
         return Layers(all_layers, n_swa if slides else 0)

@@ -28,7 +28,7 @@ struct llama_kvtool_graph {
     // those that the host adds up; null where the device does
     std::vector<probe> probes;
 
-    // those that later layers, which read the same cells, add to; of the recent signal [n_kv, q, n_head_kv]
+    // those that later layers, which read the same cells, add to; of the recent signal and of squares [n_kv, q, n_head_kv]
     std::vector<probe> shared;
 
     llama_kvtool_input * input = nullptr;
@@ -48,7 +48,8 @@ bool llama_kvtool_store(
         std::initializer_list<ggml_tensor *> unused = {});
 
 // with an archive: fills the layer's last cells with the archived tokens that the queries q attend to most
-void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, float scale, int il);
+void llama_kvtool_recall(
+        const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
 // ragged rows: a mask with each row's own length; else kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);

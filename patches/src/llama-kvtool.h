@@ -30,7 +30,7 @@ extern "C" {
 // Reductions of the attention probabilities A[head, query, cell] over the queries since the last edit; of the recent
 // signal over the last n_query queries, whatever edits lie between: an edit moves the attention of earlier queries along
 // with the cells, and one that hides cells clears it. The query heads of one KV head are its group, which `group` reduces
-// to one value. A cell is important to a query that has seen t tokens, itself included, where A >= 1/t.
+// to one value; where several layers read a row's cells, these values are summed over the layers. A cell is important to a query that has seen t tokens, itself included, where A >= 1/t.
 enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_ATTENTION = 1,  // the sum over the queries
     LLAMA_KVTOOL_SIGNAL_LAST      = 2,  // the last query's

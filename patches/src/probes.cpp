@@ -130,13 +130,9 @@ void llama_kvtool_build(
         return nullptr;
     };
 
-    const auto put = [&](uint32_t signal, ggml_tensor * t) {
+    const auto finish = [&](uint32_t signal, ggml_tensor * t) {
         const int s = index_of(signal);
 
-        t = joined(s, t);
-        if (!t) {
-            return;
-        }
         if (ggml_tensor * sum = kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
             ggml_build_forward_expand(graph.gf, sum);
             return;
@@ -144,6 +140,13 @@ void llama_kvtool_build(
         ggml_set_output(t);
         ggml_build_forward_expand(graph.gf, t);
         probe.t[s] = t;
+    };
+
+    const auto put = [&](uint32_t signal, ggml_tensor * t) {
+        t = joined(index_of(signal), t);
+        if (t) {
+            finish(signal, t);
+        }
     };
 
     const bool summed = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1;
@@ -172,8 +175,11 @@ void llama_kvtool_build(
         }
     }
     if (has(LLAMA_KVTOOL_SIGNAL_SQUARES)) {
-        ggml_tensor * one = summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a;
-        put(LLAMA_KVTOOL_SIGNAL_SQUARES, sum_middle(ctx, ggml_sqr(ctx, one)));
+        // the square of what all layers that read a cell have together: it is joined query by query
+        ggml_tensor * one = joined(index_of(LLAMA_KVTOOL_SIGNAL_SQUARES), summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a);
+        if (one) {
+            finish(LLAMA_KVTOOL_SIGNAL_SQUARES, sum_middle(ctx, ggml_sqr(ctx, one)));
+        }
     }
 
     if (has(LLAMA_KVTOOL_SIGNAL_HITS) || has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {

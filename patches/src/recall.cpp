@@ -136,9 +136,11 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
-// of each query's products with the live cells the highest one, and its probability: both [1, 1, n_tokens*n_head]
+// of each query's products with the live cells the highest one, and its probability beside them and the attention sink: both
+// [1, 1, n_tokens*n_head]
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
-        const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask, float scale) {
+        const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
+        ggml_tensor * sinks, float scale) {
     ggml_context * ctx = graph.ctx0;
 
     auto & input = graph_input(graph);
@@ -155,6 +157,7 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
 
     ggml_tensor * kq = ggml_mul_mat(ctx, k, ggml_permute(ctx, q, 0, 2, 1, 3));
     ggml_tensor * p  = ggml_soft_max_ext(ctx, kq, input.live, scale, 0.0f);
+    ggml_soft_max_add_sinks(p, sinks);
     ggml_tensor * at = ggml_reshape_2d(ctx, ggml_argmax(ctx, ggml_reshape_2d(ctx, p, n_live, n_row)), 1, n_row);
 
     const auto highest = [&](ggml_tensor * t) { return ggml_get_rows(ctx, ggml_reshape_3d(ctx, t, 1, n_live, n_row), at); };
@@ -166,7 +169,8 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
 
 using namespace kvtool;
 
-void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, float scale, int il) {
+void llama_kvtool_recall(
+        const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
     if (!kvtool || kvtool->archive.size() == 0 || !kvtool->find(il)) {
@@ -188,7 +192,7 @@ void llama_kvtool_recall(const llm_graph_context & graph, ggml_tensor * q, ggml_
         input.rot = new_input(ctx, GGML_TYPE_I32, 1, 1, 1);
     }
 
-    const auto live = live_logits(graph, *kvtool, l, q, mask, scale);
+    const auto live = live_logits(graph, *kvtool, l, q, mask, sinks, scale);
 
     auto * layer = const_cast<recalled_layer *>(&kvtool->recalled[i]);
     layer->scale = scale;

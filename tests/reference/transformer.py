@@ -1,16 +1,20 @@
-"""A Llama or Gemma 3 by the definition: rows are lists of the entries they still have; evicting takes out.
+"""A transformer by the definition: rows are lists of the entries they still have; evicting takes out.
 
 There are no cells, and keys are stored as they were before RoPE: they are rotated from there at every
 step, so that nothing drifts. Sliding layers hold what the next token sees, whatever the others evict.
-Weights are F32; all else but the matrix products with them is float64.
+What a model computes between two attentions is in models.py. All but the matrix products with weights, which
+are F32, is float64.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import gguf
 import numpy as np
+
+from .models import Llama
+
+__all__ = ["Llama", "Row", "Stream", "run"]
 
 POSITIONS = ("original", "in-cache", "auto")
 
@@ -18,109 +22,28 @@ half_precision = False
 """Whether several queries at once meet keys in half precision, as in ggml's Vulkan, whatever the cache is."""
 
 
-class Llama:
-    """The F32 weights and the numbers of a GGUF, architecture llama, gemma3 or (without biases) qwen2."""
-
-    def __init__(self, path):
-        reader = gguf.GGUFReader(path)
-        arch = reader.fields["general.architecture"].contents()
-
-        def number(key, default=None):
-            field = reader.fields.get(f"{arch}.{key}")
-            return default if field is None else field.contents()
-
-        if arch not in ("llama", "qwen2", "gemma3"):
-            raise ValueError(f"architecture must be llama, qwen2 or gemma3, got {arch}")
-        if number("rope.scaling.type", "none") != "none":
-            raise ValueError("RoPE scaling is not known here")
-        self.is_gemma = arch == "gemma3"
-        self.pairs_are_halves = arch != "llama"
-        self.n_layer = number("block_count")
-        self.n_head = number("attention.head_count")
-        self.n_head_kv = number("attention.head_count_kv", self.n_head)
-        self.n_ctx_train = number("context_length")
-        self.eps = number("attention.layer_norm_rms_epsilon")
-        self.head_dim = number("attention.key_length", number("embedding_length") // self.n_head)
-        if number("rope.dimension_count", self.head_dim) != self.head_dim:
-            raise ValueError("RoPE over a part of the head is not known here")
-        self.window = number("attention.sliding_window", 0)
-        pattern = number("attention.sliding_window_pattern", 6)
-        self.slides = [bool(self.window) and i % pattern < pattern - 1 for i in range(self.n_layer)]
-        exponent = -np.arange(0, self.head_dim, 2) / self.head_dim
-        # that of sliding layers is its own
-        self.freq = {False: number("rope.freq_base", 10000.0) ** exponent, True: 10000.0**exponent}
-        self._phase = dict.fromkeys(self.freq, np.empty((0, self.head_dim // 2), np.complex128))
-
-        weights = {}
-        for tensor in reader.tensors:
-            if tensor.tensor_type != gguf.GGMLQuantizationType.F32:
-                raise ValueError(f"{tensor.name} must be F32, got {tensor.tensor_type.name}")
-            weights[tensor.name.removesuffix(".weight")] = tensor.data.view(np.ndarray)
-        self.embd = weights.pop("token_embd")
-        self.output_norm = weights.pop("output_norm")
-        self.output = weights.pop("output", self.embd)
-        names = (
-            *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
-            *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
-        )
-        if self.is_gemma:
-            names += ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
-        self.layers = [{name: weights.pop(f"blk.{i}.{name}") for name in names} for i in range(self.n_layer)]
-        if weights:
-            raise ValueError(f"tensors not known here: {', '.join(weights)}")
-
-    def norm(self, x, weight):
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
-
-    def pairs(self, x):
-        """x f64[..., head_dim] -> c128[..., head_dim / 2], so that a rotation is a product."""
-        half = self.head_dim // 2
-        re, im = (x[..., :half], x[..., half:]) if self.pairs_are_halves else (x[..., 0::2], x[..., 1::2])
-        return re + 1j * im
-
-    def feed_forward(self, layer, x):
-        h = self.norm(x, layer["ffn_norm"])
-        gate, up = _linear(h, layer["ffn_gate"]), _linear(h, layer["ffn_up"])
-        if not self.is_gemma:
-            return _linear(gate / (1 + np.exp(-gate)) * up, layer["ffn_down"])
-        # llama.cpp's table has an entry for each f16
-        gate = gate.astype(np.float16).astype(np.float64)
-        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * gate * (1 + 0.044715 * gate * gate)))
-        out = _linear(gelu.astype(np.float16) * up, layer["ffn_down"])
-        return self.norm(out, layer["post_ffw_norm"])
-
-    def rotate(self, pairs, rot, slides):
-        """pairs c128[..., n, head_dim / 2], rot i64[n] -> f64[..., n, head_dim], in the order of the pairs.
-
-        Only products of two such vectors have a meaning; the order of their axes has none.
-        """
-        if len(rot) and rot.max() >= len(self._phase[slides]):
-            self._phase[slides] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[slides]))
-        return (pairs * self._phase[slides][rot]).view(np.float64)
-
-
 class Row:
     """The entries of one (layer, KV head), in the order of the stream.
 
     pos i64[n]: in the stream. rot i64[n]: what the key is rotated by. key c128[n, head_dim / 2]: before
-    RoPE. value f64[n, head_dim]. mass f64[n]: attention sum over all queries so far and the group.
-    last f64[n]: attention of the newest query, summed over the group. seen: for each entry, the attention
-    of each query since it came, as records have it. old, notes: the policy's own, False
-    and empty at first. number: of the row among those of all layers.
+    RoPE. value f64[n, value_dim]. mass f64[n]: attention sum over all queries so far and the group, of all
+    layers that read the row. last f64[n]: that of the newest query. seen: for each entry, the attention of
+    each query since it came, as records have it. old, notes: the policy's own, False and empty at first.
+    number: of the row among those of all layers.
     """
 
-    def __init__(self, number, head_dim):
+    def __init__(self, number, head_dim, value_dim=None):
         self.number = number
         self.pos = np.empty(0, np.int64)
         self.rot = np.empty(0, np.int64)
         self.key = np.empty((0, head_dim // 2), np.complex128)
-        self.value = np.empty((0, head_dim))
+        self.value = np.empty((0, value_dim or head_dim))
         self.mass = np.empty(0)
         self.last = np.empty(0)
         self.seen = []
         self.old = []
         self.notes = []
-        self.archive = Archive(head_dim)
+        self.archive = Archive(head_dim, value_dim or head_dim)
 
     def __len__(self):
         return len(self.pos)
@@ -175,29 +98,32 @@ class Row:
 class Archive:
     """What a row has evicted, in the order of the stream: pos, key and value as a row has them."""
 
-    def __init__(self, head_dim):
+    def __init__(self, head_dim, value_dim):
         self.pos = np.empty(0, np.int64)
         self.key = np.empty((0, head_dim // 2), np.complex128)
-        self.value = np.empty((0, head_dim))
+        self.value = np.empty((0, value_dim))
 
     def append(self, row, gone):
         for name in ("pos", "key", "value"):
             setattr(self, name, np.concatenate((getattr(self, name), getattr(row, name)[gone])))
 
-    def choose(self, logits, live, k):
-        """The k entries that get the most attention: logits f64[query, n], beside live f64[query, n_live]."""
-        everything = np.concatenate((logits, live), axis=-1)
-        attention = np.exp(everything - everything.max(axis=-1, keepdims=True))
-        attention /= attention.sum(axis=-1, keepdims=True)
-        score = attention[:, : len(self.pos)].sum(axis=0)
-        # among equal scores the newer one
+    def choose(self, score, k):
+        """The k entries with the highest scores f64[n]; among equal ones the newer."""
         return np.sort(np.lexsort((-self.pos, -score))[:k])
 
 
-class Stream:
-    """A text being decoded. rows[layer][head]: what is left of it, of layers that do not slide.
+class Batch(NamedTuple):
+    """Tokens being decoded. pos, rot, t i64[n]: as a stream counts them."""
 
-    next: position of the next token. all_rows: those of sliding layers among them.
+    pos: np.ndarray
+    rot: np.ndarray
+    t: np.ndarray
+
+
+class Stream:
+    """A text being decoded. rows[layer][head]: what is left of it, of layers that own it and do not slide.
+
+    next: position of the next token. all_rows: for every layer of the model the rows that it reads.
 
     counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
@@ -233,15 +159,21 @@ class Stream:
         self.n_near = n_near or self.n_ctx_train // 2
         self.far = 0
         self.next = 0
-        self.rows = [
-            [Row(i * model.n_head_kv + j, model.head_dim) for j in range(model.n_head_kv)]
-            for i in range(model.slides.count(False))
-        ]
-        rows = iter(self.rows)
-        self.all_rows = [
-            [Row(-1, model.head_dim) for _ in range(model.n_head_kv)] if slides else next(rows)
-            for slides in model.slides
-        ]
+        self._batch = None
+        self._carried = {}
+        self.rows, self.all_rows = [], []
+        for layer, owner in enumerate(model.owner):
+            if owner != layer:
+                self.all_rows.append([] if owner is None else self.all_rows[owner])
+                continue
+            first = -1 if model.slides[layer] else len(self.rows) * model.n_head_kv
+            rows = [
+                Row(first if first < 0 else first + head, model.head_dim, model.value_dim)
+                for head in range(model.n_head_kv)
+            ]
+            self.all_rows.append(rows)
+            if not model.slides[layer]:
+                self.rows.append(rows)
 
     @property
     def n(self):
@@ -252,19 +184,21 @@ class Stream:
         """Logits f64[n_tokens, n_vocab] of a batch; its attention goes into the rows' mass and last."""
         m = len(tokens)
         self._make_room(m)
-        pos = np.arange(self.next, self.next + m)
-        rot = np.arange(self.counter, self.counter + m)
-        t = 1 + np.arange(m) + (self.next if self.t == "stream" else self.n)
-        x = self.model.embd[np.asarray(tokens)].astype(np.float64)
-        if self.model.is_gemma:
-            x *= np.sqrt(x.shape[1])
-        for layer, rows, slides in zip(self.model.layers, self.all_rows, self.model.slides, strict=True):
-            h = self._attend(layer, rows, self.model.norm(x, layer["attn_norm"]), pos, rot, t, slides)
-            x = x + (self.model.norm(h, layer["post_attention_norm"]) if self.model.is_gemma else h)
-            x = x + self.model.feed_forward(layer, x)
+        self._batch = Batch(
+            np.arange(self.next, self.next + m),
+            np.arange(self.counter, self.counter + m),
+            1 + np.arange(m) + (self.next if self.t == "stream" else self.n),
+        )
+        x = self.model.embed(tokens)
+        for layer in range(self.model.n_layer):
+            x = self.model.block(layer, x, self)
         self.next += m
         self.counter += m
-        return _linear(self.model.norm(x, self.model.output_norm), self.model.output)
+        for rows, slides in zip(self.all_rows, self.model.slides, strict=True):
+            # what a later layer reads goes only now
+            for row in rows if slides else ():
+                row.keep(row.pos[row.pos > self.next - self.model.window])
+        return self.model.logits(x)
 
     def evict(self, keep, *, pinned, budget, slack, **params):
         """Lets `keep` choose, layer by layer, and takes out what does not stay."""
@@ -282,28 +216,27 @@ class Stream:
         if self.in_cache:
             self._close_gaps(self.counter)
 
-    def _attend(self, layer, rows, h, pos, rot, t, slides):
-        """The attention block's output f64[n_tokens, n_embd] for the normed input h."""
-        model, m = self.model, len(pos)
+    def attend(self, layer, query, key=None, value=None):
+        """What the query heads c128[n_head, n_tokens, head_dim / 2] read: f64[n_head, n_tokens, value_dim].
 
-        def heads(name, n_head):
-            """f64[n_head, n_tokens, head_dim]"""
-            x = _linear(h, layer[name]).reshape(m, n_head, model.head_dim).swapaxes(0, 1)
-            return model.norm(x, layer[f"{name}_norm"]) if f"{name}_norm" in layer else x
-
-        query = model.rotate(model.pairs(heads("attn_q", model.n_head)), rot, slides)
-        key = model.pairs(heads("attn_k", model.n_head_kv))
-        value = heads("attn_v", model.n_head_kv)
+        key, value: the batch's own, [n_head_kv, n_tokens, ...], which join the layer's rows; None where an
+        earlier layer's are read. Keys and queries are not yet rotated.
+        """
+        model, (pos, rot, t) = self.model, self._batch
+        slides, sinks = model.slides[layer], model.layers[layer].get("attn_sinks")
+        query = model.rotate(query, rot, layer)
         group = model.n_head // model.n_head_kv
-        out = np.empty((model.n_head, m, model.head_dim))
-        for i, row in enumerate(rows):
-            row.append(pos, rot, key[i], value[i])
+        out = np.empty((model.n_head, len(pos), model.value_dim))
+        for i, row in enumerate(self.all_rows[layer]):
+            if key is not None:
+                row.append(pos, rot, key[i], value[i])
             mine = slice(i * group, (i + 1) * group)
-            asked, keys = query[mine], model.rotate(row.key, row.rot, slides)
-            if half_precision and m > 1:
+            own_sinks = None if sinks is None else sinks[mine]
+            asked, keys = query[mine], model.rotate(row.key, row.rot, layer)
+            if half_precision and len(pos) > 1:
                 # keys of one head alone lie together, and are taken as they are
-                asked, keys = _half(asked), _half(keys) if len(rows) > 1 else keys
-            scores = asked @ keys.T / np.sqrt(model.head_dim)
+                asked, keys = _half(asked), _half(keys) if model.n_head_kv > 1 else keys
+            scores = asked @ keys.T * model.scale
             if self.logn and not slides:
                 scores *= np.log(t)[:, None] / np.log(512)
             scores[:, row.pos > pos[:, None]] = -np.inf
@@ -311,32 +244,45 @@ class Stream:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
             values = row.value
             if len(row.archive.pos) and not slides:
-                recalled, chosen = self._recall(row.archive, asked, scores, pos[0], rot[0])
+                recalled, chosen = self._recall(layer, row.archive, asked, scores, own_sinks)
                 scores = np.concatenate((scores, recalled), axis=-1)
                 values = np.concatenate((values, row.archive.value[chosen]))
                 row.recalled = row.archive.pos[chosen]
-            attn = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            attn /= attn.sum(axis=-1, keepdims=True)
+            attn = _softmax(scores, own_sinks)
             out[mine] = attn @ values
-            attn = attn[..., : len(row)]
-            row.mass += attn.sum(axis=(0, 1))
-            row.last = attn[:, -1].sum(axis=0)
-            if slides:
-                row.keep(row.pos[row.pos > pos[-1] + 1 - model.window])
-                continue
-            for step, n, heads_attn in zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True):
-                for seen, own, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
-                    if at <= step:
-                        seen.append((n, own))
-        return _linear(out.swapaxes(0, 1).reshape(m, -1), layer["attn_output"])
+            self._note(row, attn[..., : len(row)], is_first=key is not None)
+        return out
 
-    def _recall(self, archive, asked, live, first, rot):
-        """Logits of all queries with the chosen entries, and which these are."""
+    def carry(self, layer, x, n):
+        """x f64[n_tokens, size] behind the n of the layer that came before them; zeros before the first."""
+        both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
+        self._carried[layer] = both[len(both) - n :]
+        return both
+
+    def _note(self, row, attn, is_first):
+        """A batch's f64[group, n_tokens, n] goes into a row's signals. is_first: it is the owner's."""
+        row.mass += attn.sum(axis=(0, 1))
+        row.last = attn[:, -1].sum(axis=0) + (0 if is_first else row.last)
+        pos, _, t = self._batch
+        steps = zip(pos.tolist(), t.tolist(), attn.swapaxes(0, 1), strict=True)
+        for step, n, heads_attn in steps if row.number >= 0 else ():
+            for seen, own, at in zip(row.seen, heads_attn.T.tolist(), row.pos.tolist(), strict=True):
+                if at <= step and is_first:
+                    seen.append((n, own))
+                elif at <= step:
+                    seen[step - int(pos[-1]) - 1][1].extend(own)
+
+    def _recall(self, layer, archive, asked, live, sinks):
+        """Logits of all queries with the entries that they attend to most, and which these are.
+
+        live: logits of what the row has itself.
+        """
+        first, rot = self._batch.pos[0], self._batch.rot[0]
         at = np.where(archive.pos < self.far, rot - self.n_near, rot - (first - archive.pos))
-        keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[False]))).view(np.float64)
-        logits = asked @ keys.T / np.sqrt(self.model.head_dim)
-        n_query = logits.shape[0] * logits.shape[1]
-        chosen = archive.choose(logits.reshape(n_query, -1), live.reshape(n_query, -1), self.recalled)
+        keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[layer]))).view(np.float64)
+        logits = asked @ keys.T * self.model.scale
+        attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
+        chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), self.recalled)
         return logits[..., chosen], chosen
 
     def _make_room(self, m):
@@ -432,6 +378,12 @@ def _half(x):
     return x.astype(np.float16).astype(np.float64)
 
 
-def _linear(x, weight):
-    """x f64[n, n_in], weight f32[n_out, n_in] -> f64[n, n_out]"""
-    return (x.astype(np.float32) @ weight.T).astype(np.float64)
+def _softmax(scores, sinks=None):
+    """Over the last axis of f64[head, n_tokens, n]. sinks f32[head]: logits of what has no value."""
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is None:
+        weight = np.exp(scores - top)
+        return weight / weight.sum(axis=-1, keepdims=True)
+    top = np.maximum(top, sinks[:, None, None])
+    weight = np.exp(scores - top)
+    return weight / (weight.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - top))

@@ -1,0 +1,167 @@
+"""Every kind of model that kvtool runs scores like the definition, and goes on bit by bit from a session."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import tests.tiny_kinds as tiny_kinds
+from kvtool import policies
+from kvtool.errors import KvtoolError
+from kvtool.llama.context import Context
+from kvtool.measure import perplexity
+from tests.reference import models, transformer
+from tests.running import LOGITS, TOLERANCE, open_engine, text
+from tests.test_exactness import reference, twin
+
+pytestmark = pytest.mark.engine
+
+N_CTX_TRAIN = 130
+KINDS = {
+    "smollm3": {},
+    "qwen2vl": {},
+    "gpt_oss": {},
+    "lfm2": {},
+    "deepseek2": {},
+    "deepseek2-no-q-rank": {"q_rank": 0},
+    "gemma4": {},
+}
+"""How each is written."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request, tmp_path_factory):
+    name = request.param
+    path = tmp_path_factory.mktemp(name) / f"{name}.gguf"
+    getattr(tiny_kinds, f"write_{name.split('-')[0]}")(path, n_ctx_train=N_CTX_TRAIN, **KINDS[name])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return models.load(path)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
+def test_scores_like_the_definition(path, model, name):
+    # past 130 positions start over, and keys turn
+    tokens = text(120 if name == "full" else 300)
+    policy = policies.fit(name, 128, None) if name == "full" else policies.fit(name, 48, 16)
+    want = reference(model, tokens, policy, name, positions="auto")
+    with open_engine(path, policy, positions="auto") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert (engine.n_evicted > 0) == (engine.n_restart > 0) == (name != "full")
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+OTHERS = [
+    ("weightedkv", []),
+    ("keydiff", []),
+    ("roco", ["keep_std=6", "window=3"]),
+    ("scissorhands", []),
+    ("corm", ["history=8", "window=2", "t=cells"]),
+    ("recall", ["index=keys"]),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
+def test_what_other_policies_read_and_write_is_that_of_the_definition(path, model, name, options):
+    if name == "weightedkv" and path.stem.startswith("deepseek2"):
+        pytest.skip("refused")
+    # no token twice: its keys in the first layer would be alike but for rounding, which then would decide
+    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:160].astype(np.int32)
+    policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
+    want = reference(model, tokens, policy, name, positions="auto")
+    with open_engine(path, policy, positions="auto", archive_type="f32") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_evicted > 0
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["h2o", "weightedkv"])
+def test_edits_on_the_device_score_like_the_definition(monkeypatch, path, model, name):
+    if name == "weightedkv" and path.stem.startswith("deepseek2"):
+        pytest.skip("refused")
+    apply = Context.apply
+
+    def on_the_device(self, *args, **kwargs):
+        apply(self, *args, force_graph=True, **kwargs)
+
+    monkeypatch.setattr(Context, "apply", on_the_device)
+    tokens, policy = np.random.default_rng(1).permutation(np.arange(3, 259))[:160], policies.fit(name, 48, 16)
+    want = reference(model, tokens, policy, name, positions="auto")
+    with open_engine(path, policy, positions="auto") as engine:
+        got = perplexity.stream(engine, tokens.astype(np.int32))
+        assert engine.n_restart > 0
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
+def test_quantized_keys_turn_as_well(path, model):
+    tokens, policy = text(300), policies.fit("streamingllm", 48, 16)
+    want = reference(model, tokens, policy, "streamingllm", positions="auto")
+    settings = {"flash": "on", "type_k": "q8_0", "type_v": "q8_0"}
+    with open_engine(path, policy, positions="auto", **settings) as engine:
+        error = np.abs(perplexity.stream(engine, tokens) - want.nll)
+        assert engine.n_restart > 0
+    # before and behind the place where positions start over the error is that of the type
+    assert 1e-3 < np.median(error[130:]) < 3 * np.median(error[:130])
+
+
+@pytest.mark.parametrize("n", [100, 300])
+def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
+    """The second is beyond the context: three segments, and what is no row goes on from the last."""
+    tokens, policy = text(n + 40), policies.fit("h2o", 48, 16)
+    keep, _ = twin("h2o", {key: getattr(policy, key) for key in policies.params(type(policy))}, N_CTX_TRAIN)
+    streams, want = [], []
+    for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
+        stream = transformer.Stream(model, positions="auto")
+        stream.next = streams[-1].next if streams else 0
+        want = [stream.decode(segment)[-1]]
+        streams.append(stream)
+    if len(streams) > 1:
+        for rows in zip(*(one.rows for one in streams), strict=True):
+            for head, (row, *later) in enumerate(zip(*rows, strict=True)):
+                for part in later:
+                    at = len(row)
+                    row.append(part.pos, part.rot, part.key, part.value)
+                    row.mass[at:], row.last[at:], row.seen[at:] = part.mass, part.last, part.seen
+                rows[-1][head] = row
+        stream.in_cache, stream.counter = True, 48 - 16
+    stream.evict(keep, pinned=0, budget=48, slack=16)
+    # gaps were closed behind the segments; later ones stay
+    stream.in_cache = False
+    for token in tokens[n:]:
+        if stream.n >= 48:
+            stream.evict(keep, pinned=0, budget=48, slack=16)
+        want.append(stream.decode([token])[-1])
+    with open_engine(path, policy, prefill="whole") as engine:
+        assert engine.read(tokens[:n]) == n
+        got = [engine.context.logits()[-1].copy()]
+        for token in tokens[n:]:
+            engine.step(np.array([token]))
+            got.append(engine.context.logits()[-1].copy())
+    assert np.abs(np.array(got) - np.array(want)).max() < LOGITS
+
+
+def test_a_restored_engine_goes_on_bit_by_bit(path):
+    tokens, policy = text(200), policies.fit("h2o", 48, 16)
+    with open_engine(path, policy) as engine:
+        perplexity.stream(engine, tokens[:101])
+        there = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[101:])
+        assert engine.n_restart
+    with open_engine(path, policy) as engine:
+        # something else is in it before
+        perplexity.stream(engine, tokens[20:60])
+        engine.restore(there)
+        np.testing.assert_array_equal(perplexity.stream(engine, tokens[101:]), want)
+
+
+def test_values_that_are_a_part_of_keys_are_not_merged(tmp_path):
+    path = tmp_path / "latent.gguf"
+    tiny_kinds.write_deepseek2(path)
+    with (
+        pytest.raises(KvtoolError, match=r"^[^\n]*\(MLA\)[^\n]*$"),
+        open_engine(path, policies.fit("weightedkv", 48, 16)) as engine,
+    ):
+        engine.read(text(100))

@@ -1,0 +1,205 @@
+"""Small random GGUFs, one of each kind of model: as tests/tiny.py writes plain ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests import tiny
+from tests.tiny import K_STD, O_STD, Q_STD, Tensors, start
+
+N_HEAD, N_HEAD_KV, HEAD_DIM, N_FF, N_VOCAB = 4, 2, 32, 64, 320
+N_EMBD = N_HEAD * HEAD_DIM
+
+
+def write(arch, path, /, **shape):
+    """Writes a model of that architecture, of this file or tests/tiny.py."""
+    name = f"write_{arch}"
+    (globals().get(name) or getattr(tiny, name))(path, **shape)
+
+
+def _start(path, arch, n_ctx_train, n_layer, n_head_kv=N_HEAD_KV, eps=1e-5):
+    writer = start(path, arch, n_ctx_train, n_layer, N_HEAD, n_head_kv, HEAD_DIM, N_FF, N_VOCAB)
+    writer.add_layer_norm_rms_eps(eps)
+    writer.add_rope_freq_base(10000.0)
+    return writer
+
+
+def _write_plain(writer, n_layer, seed):
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    for i in range(n_layer):
+        tensors.add_layer(i, tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | tensors.feed_forward(N_FF))
+    tensors.write()
+
+
+def write_smollm3(path, *, n_layer=5, n_ctx_train=1024, seed=0):
+    """The fourth layer knows no positions."""
+    writer = _start(path, "smollm3", n_ctx_train, n_layer)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    _write_plain(writer, n_layer, seed)
+
+
+def write_qwen2vl(path, *, n_layer=2, n_ctx_train=1024, seed=0):
+    """Four sections of positions, the last of which is 0 in a text; then they begin again. With biases."""
+    # llama.cpp does not read this architecture's
+    writer = _start(path, "qwen2vl", n_ctx_train, n_layer, eps=1e-12)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_dimension_sections([5, 4, 2, 2])
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    for i in range(n_layer):
+        tensors.add_layer(
+            i,
+            tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
+            | tensors.feed_forward(N_FF)
+            | {
+                "attn_q.bias": tensors.bias(N_HEAD * HEAD_DIM),
+                "attn_k.bias": tensors.bias(N_HEAD_KV * HEAD_DIM),
+                "attn_v.bias": tensors.bias(N_HEAD_KV * HEAD_DIM),
+            },
+        )
+    tensors.write()
+
+
+def write_gpt_oss(path, *, n_layer=4, n_expert=2, window=16, n_ctx_train=1024, seed=0):
+    """Every second layer attends to all, the others slide."""
+    writer = _start(path, "gpt-oss", n_ctx_train, n_layer)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_sliding_window(window)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(n_expert)
+    writer.add_expert_feed_forward_length(N_FF)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    for i in range(n_layer):
+        tensors.add_layer(
+            i,
+            tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
+            | {
+                "attn_q.bias": tensors.bias(N_HEAD * HEAD_DIM),
+                "attn_k.bias": tensors.bias(N_HEAD_KV * HEAD_DIM),
+                "attn_v.bias": tensors.bias(N_HEAD_KV * HEAD_DIM),
+                "attn_output.bias": tensors.bias(N_EMBD),
+                "attn_sinks": tensors.bias(N_HEAD, std=4),
+                "post_attention_norm": tensors.norm(),
+                "ffn_gate_inp": tensors.matrix(n_expert, N_EMBD),
+                "ffn_gate_inp.bias": tensors.bias(n_expert),
+                # some are beyond the limit of 7
+                "ffn_gate_exps": tensors.matrix(N_FF, N_EMBD, 4, of=[n_expert]),
+                "ffn_gate_exps.bias": tensors.bias(n_expert, N_FF),
+                "ffn_up_exps": tensors.matrix(N_FF, N_EMBD, 4, of=[n_expert]),
+                "ffn_up_exps.bias": tensors.bias(n_expert, N_FF),
+                "ffn_down_exps": tensors.matrix(N_EMBD, N_FF, 0.2, of=[n_expert]),
+                "ffn_down_exps.bias": tensors.bias(n_expert, N_EMBD),
+            },
+        )
+    tensors.write()
+
+
+def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, seed=0):
+    """Layers without KV heads convolve: each sees n_conv tokens; its state has all but the newest."""
+    n_layer = len(n_head_kv)
+    writer = _start(path, "lfm2", n_ctx_train, n_layer, list(n_head_kv))
+    writer.add_shortconv_l_cache(n_conv)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB, output_norm="token_embd_norm")
+    for i in range(n_layer):
+        if n_head_kv[i]:
+            mix = tensors.attention(N_HEAD, n_head_kv[i], HEAD_DIM) | {
+                "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD),
+                "attn_k_norm": tensors.norm(HEAD_DIM, K_STD),
+            }
+        else:
+            mix = {
+                "attn_norm": tensors.norm(),
+                "shortconv.in_proj": tensors.matrix(3 * N_EMBD, N_EMBD),
+                "shortconv.conv": tensors.matrix(N_EMBD, n_conv),
+                "shortconv.out_proj": tensors.matrix(N_EMBD, N_EMBD),
+            }
+        tensors.add_layer(i, mix | tensors.feed_forward(N_FF))
+    tensors.write()
+
+
+def write_deepseek2(path, *, n_layer=2, q_rank=24, n_latent=64, n_rot=64, n_ctx_train=1024, seed=0):
+    """One row a layer; queries by way of q_rank numbers, or at once with q_rank=0.
+
+    llama.cpp maps quantized keys whose size is a multiple of 64, as it is here, by a Hadamard matrix.
+    """
+    n_nope, n_value = 32, 40
+    writer = _start(path, "deepseek2", n_ctx_train, n_layer, 1)
+    writer.add_key_length(n_latent + n_rot)
+    writer.add_value_length(n_latent)
+    writer.add_key_length_mla(n_nope + n_rot)
+    writer.add_value_length_mla(n_value)
+    writer.add_kv_lora_rank(n_latent)
+    writer.add_q_lora_rank(q_rank)
+    writer.add_rope_dimension_count(n_rot)
+    writer.add_leading_dense_block_count(n_layer)
+    writer.add_expert_feed_forward_length(N_FF)
+    writer.add_expert_shared_count(0)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    n_query = N_HEAD * (n_nope + n_rot)
+    for i in range(n_layer):
+        if q_rank:
+            query = {
+                "attn_q_a": tensors.matrix(q_rank, N_EMBD),
+                "attn_q_a_norm": tensors.norm(q_rank),
+                "attn_q_b": tensors.matrix(n_query, q_rank, Q_STD),
+            }
+        else:
+            query = {"attn_q": tensors.matrix(n_query, N_EMBD, Q_STD)}
+        tensors.add_layer(
+            i,
+            query
+            | {
+                "attn_norm": tensors.norm(),
+                "attn_kv_a_mqa": tensors.matrix(n_latent + n_rot, N_EMBD, K_STD),
+                "attn_kv_a_norm": tensors.norm(n_latent),
+                "attn_k_b": tensors.matrix(n_latent, n_nope, K_STD * (n_nope / n_latent) ** 0.5, of=[N_HEAD]),
+                "attn_v_b": tensors.matrix(n_value, n_latent, of=[N_HEAD]),
+                "attn_output": tensors.matrix(N_EMBD, N_HEAD * n_value, O_STD),
+            }
+            | tensors.feed_forward(N_FF),
+        )
+    tensors.write()
+
+
+def write_gemma4(path, *, window=16, n_ctx_train=1024, seed=0):
+    """Layers 2 and 3 are read by two more each, the first of which slides."""
+    slides = [True, False, True, False, True, False, False, True]
+    n_layer, n_own = len(slides), 4
+    writer = _start(path, "gemma4", n_ctx_train, n_layer, eps=1e-6)
+    for add in (writer.add_key_length, writer.add_value_length):
+        add(HEAD_DIM)
+    for add in (writer.add_key_length_swa, writer.add_value_length_swa):
+        add(HEAD_DIM)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_dimension_count_swa(HEAD_DIM)
+    writer.add_rope_freq_base_swa(1000.0)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(n_layer - n_own)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(20.0)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    # pairs of layers that do not slide: the last quarter hardly turns
+    factors = np.repeat(np.float32([1, 4, 1e30]), [8, 4, 4])
+    writer.add_tensor("rope_freqs.weight", factors)
+    for i in range(n_layer):
+        own = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | {
+            # logits are not scaled
+            "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * HEAD_DIM**-0.25),
+            "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * HEAD_DIM**-0.25),
+        }
+        if i >= n_own:
+            own = {name: own[name] for name in own if name not in ("attn_k", "attn_k_norm", "attn_v")}
+        behind = {
+            "post_attention_norm": tensors.norm(size=0.5 * N_EMBD**0.5),
+            # llama.cpp looks its GELU up in a table of f16
+            "post_ffw_norm": tensors.norm(size=0.1),
+        }
+        tensors.add_layer(i, own | tensors.feed_forward(N_FF) | behind)
+    tensors.write()
