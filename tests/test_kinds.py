@@ -7,8 +7,12 @@ import pytest
 
 import tests.tiny_kinds as tiny_kinds
 from kvtool import policies
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.template import Template
+from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
+from kvtool.llama.sampler import Sampler
 from kvtool.measure import perplexity
 from tests.reference import models, transformer
 from tests.running import LOGITS, TOLERANCE, open_engine, text
@@ -165,3 +169,24 @@ def test_values_that_are_a_part_of_keys_are_not_merged(tmp_path):
         open_engine(path, policies.fit("weightedkv", 48, 16)) as engine,
     ):
         engine.read(text(100))
+
+
+def test_an_undone_turn_leaves_nothing_and_is_answered_alike_again(path):
+    with open_engine(path, policies.fit("h2o", 64, 8), n_batch=32) as engine:
+        template = Template("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", "", "")
+        talk = Conversation(Writer(engine, Sampler(engine.model, seed=1)), template, None)
+        talk.undoable = True
+        try:
+            "".join(talk.reply("one two three", 40))
+            before = {name: array.copy() for name, array in engine.save()}
+            replies = []
+            for _ in range(2):
+                replies.append("".join(talk.reply("four five six", 60)))
+                assert engine.n_evicted
+                assert talk.undo()
+                after = dict(engine.save())
+                for name, array in before.items():
+                    np.testing.assert_array_equal(after[name], array, err_msg=name)
+            assert replies[0] == replies[1]
+        finally:
+            talk.close()
