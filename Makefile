@@ -40,8 +40,9 @@ help:
 	@echo 'make test         set up, then run every check: $(STAGES)'
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
-	@echo 'make check-stock  compare the logits of the two, bit by bit'
-	@echo 'make check-archs  run every architecture of llama.cpp that is not refused, as a small random model; takes minutes'
+	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'
+	@echo 'make check-archs  run every architecture of llama.cpp that is not refused, as a small random model;'
+	@echo '                 takes minutes; DIR=folder keeps the models there'
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
@@ -118,13 +119,13 @@ stock: $(PY)
 
 check-stock: setup
 	@$(call IN_SITE,$(PY) -m kvtool.build --stock) && \
-		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site"
+		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site" $(if $(DIR),--archs "$(DIR)")
 
 # the program that writes the models is one of llama.cpp's own tests
 check-archs: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check cmake ninja >&2
 	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && export PATH="$$PWD/$(VENV)/bin:$$PATH" && \
-		models=$${DIR:-$$tree/models} && mkdir -p "$$models" && \
+		models="$(if $(DIR),$(DIR),$$tree/models)" && mkdir -p "$$models" && \
 		$(PY) patches/sync.py import "$$tree/llama" >&2 && \
 		cmake -S "$$tree/llama" -B "$$tree/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_COMMON=ON \
 			-DLLAMA_BUILD_TESTS=ON $(foreach part,APP TOOLS EXAMPLES SERVER MTMD UI,-DLLAMA_BUILD_$(part)=OFF) \

@@ -1,9 +1,10 @@
 """Whether a patched library with nothing enabled gives the logits of an unpatched one, to the bit.
 
-    python tests/compare_stock.py STOCK_SITE_DIR
+    python tests/compare_stock.py STOCK_SITE_DIR [--archs DIR]
 
 STOCK_SITE_DIR holds an unpatched kvtool_llama package: pip install --target STOCK_SITE_DIR WHEEL. The patched
-one is what this Python imports. Each library runs in a process of its own. Then policies that need no
+one is what this Python imports. Each library runs in a process of its own. DIR has models more, such as
+`make check-archs` writes: those that kvtool refuses by name are left out. Then policies that need no
 patch score a text on both, which must agree but for the order of sums. Prints a line a case; exit status 1
 if any differs.
 """
@@ -31,9 +32,12 @@ FLASH = {"off": 0, "on": 1}
 TYPES = {"f16": 1, "q8_0": 8}
 
 
-def cases():
-    for model, cache, batch in product(MODELS, CACHES, BATCHES):
+def cases(paths):
+    """The number of a model among the paths, and how it runs; those behind the first ones in one way only."""
+    for model, cache, batch in product(range(len(MODELS)), CACHES, BATCHES):
         yield model, *cache, batch
+    for model in range(len(MODELS), len(paths)):
+        yield model, *CACHES[0], BATCHES[-1]
 
 
 def work(out, *paths):
@@ -43,11 +47,13 @@ def work(out, *paths):
 
     (out / "library").write_text(f"{api._lib._name}\n{hasattr(api._lib, 'llama_kvtool_abi')}")
     start_backends()
-    models = {}
-    for name, path in zip(MODELS, paths, strict=True):
-        models[name] = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
-    for number, (name, *case) in enumerate(cases()):
-        np.save(out / f"{number}.npy", logits(api, models[name], *case))
+    at, loaded = -1, None
+    for number, (model, *case) in enumerate(cases(paths)):
+        if model != at:
+            api.llama_model_free(loaded)
+            how = api.llama_model_default_params()
+            at, loaded = model, api.llama_model_load_from_file(os.fsencode(paths[model]), how)
+        np.save(out / f"{number}.npy", logits(api, loaded, *case))
 
 
 def logits(api, model, flash, type_k, type_v, n_batch):
@@ -114,16 +120,21 @@ def score(site, model, text, policy):
     return json.loads(done.stdout)["nll"]
 
 
-def compare(site):
+def compare(site, archs):
     from tiny import write_gemma3, write_llama
 
+    from kvtool.models.header import read
     from kvtool.models.resolve import resolve
+    from kvtool.models.supported import unsupported
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_llama(folder / "tiny.gguf", head_dim=64)
         write_gemma3(folder / "gemma3.gguf", head_dim=64)
-        paths = folder / "tiny.gguf", folder / "gemma3.gguf", resolve("smollm2-135m")
+        paths = [folder / "tiny.gguf", folder / "gemma3.gguf", resolve("smollm2-135m")]
+        if archs:
+            paths += [path for path in sorted(archs.glob("*.gguf")) if not unsupported(read(path))]
+        names = [*MODELS, *(path.stem for path in paths[len(MODELS) :])]
         sides = {}
         for name, where, wanted in (("stock", site, False), ("patched", None, True)):
             path, patched = run(folder / name, where, paths)
@@ -132,12 +143,12 @@ def compare(site):
             print(f"{name}: {path}")
             sides[name] = folder / name
         n_different = 0
-        for number, (model, flash, type_k, type_v, batch) in enumerate(cases()):
+        for number, (model, flash, type_k, type_v, batch) in enumerate(cases(paths)):
             stock, ours = (np.load(side / f"{number}.npy") for side in sides.values())
             same = stock.tobytes() == ours.tobytes()
             n_different += not same
             verdict = "same" if same else f"DIFFERENT, by up to {np.abs(stock - ours).max():.3g}"
-            print(f"{model:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
+            print(f"{names[model]:8} flash {flash:4} K {type_k:5} V {type_v:5} batch {batch:3}  {verdict}")
         # the tiny model's weights are F32
         (folder / "text").write_text("".join(f"{i * i} and more, " for i in range(65)))
         for policy in ("full", "streamingllm", "local"):
@@ -154,7 +165,8 @@ if __name__ == "__main__":
     else:
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
         parser.add_argument("site", type=Path, help="folder with an unpatched kvtool_llama package")
+        parser.add_argument("--archs", type=Path, help="folder of more models")
         arguments = parser.parse_args()
         if not (arguments.site / "kvtool_llama").is_dir():
             parser.error(f"no kvtool_llama in {arguments.site}")
-        sys.exit(compare(arguments.site) > 0)
+        sys.exit(compare(arguments.site, arguments.archs) > 0)
