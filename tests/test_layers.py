@@ -92,9 +92,13 @@ def test_cells_fit_beside_what_is_fixed():
 
 def test_values_that_are_a_part_of_the_keys_take_nothing():
     latent = Layers(tuple(Layer(i, ROWS, i, 1, 576, 0, 0) for i in range(3)))
-    for type_v in CACHE_TYPES:
-        assert latent.cell_bytes("f16", type_v) == 3 * 576 * 2
-    assert latent.cell_bytes("q8_0") == 3 * 576 // 32 * 34
+    assert latent.cell_bytes() == 3 * 576 * 2
+    assert latent.cell_bytes("q8_0", "q8_0") == 3 * 576 // 32 * 34
+    for type_v in set(CACHE_TYPES) - {"q8_0"}:
+        with pytest.raises(
+            UsageError, match=f"^-ctk and -ctv must be the same, not q8_0 and {type_v}: .*MLA"
+        ):
+            latent.cell_bytes("q8_0", type_v)
     assert latent.kinds == ["latent attention (MLA)"]
     assert (latent.n_row, latent.fixed_bytes(256)) == (3, 0)
 

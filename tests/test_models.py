@@ -526,7 +526,7 @@ def test_what_is_no_model(tmp_path):
 )
 def test_what_cannot_run_is_refused_by_name_with_the_reason(tmp_path, arch, keys, says):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch, **keys)
-    with pytest.raises(ModelError, match=f"^kvtool cannot run {arch} models: .*{says}") as error:
+    with pytest.raises(ModelError, match=f"^cannot run {arch} models: .*{says}") as error:
         check(path)
     assert "\n" not in str(error.value)
 
@@ -540,7 +540,7 @@ def test_every_refused_name_is_one_of_llama_cpp_and_has_a_reason(tmp_path):
     info = read(tiny_gguf(tmp_path / "tiny.gguf"))
     for name, reason in BY_NAME.items():
         assert reason
-        assert unsupported(replace(info, architecture=name)) == f"kvtool cannot run {name} models: {reason}"
+        assert unsupported(replace(info, architecture=name)) == f"cannot run {name} models: {reason}"
 
 
 @pytest.mark.engine
@@ -678,7 +678,7 @@ def test_show_as_json(tmp_path):
     for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "state_bytes"):
         assert shown[name] == 0
     # 7 KV heads, 32 + 32 numbers of 2 bytes
-    assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1170)
+    assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1024)
     assert (shown["type_k"], shown["type_v"]) == ("f16", "f16")
     assert show(path, "-ctk", "q8_0")["cell_bytes"] == 7 * (34 + 64)
     text = invoke("show", str(path), "--type-k", "f32").stdout
@@ -688,7 +688,12 @@ def test_show_as_json(tmp_path):
     assert "7 in 3 layers" in text
     # 7 * 32 * (4 + 2) = 1344 bytes
     assert "1.3 KiB of cache (K f32, V f16, all rows)" in text
-    assert "49932 tokens" in text
+    # the whole trained context fits, and no more is allocated
+    assert "64.0 MiB of cache  1024 tokens" in text
+    assert (
+        "too small; the smallest cache takes 336.0 KiB"
+        in invoke("show", str(path), "--type-k", "f32", "--fit", "300KiB").stdout
+    )
     for word in ("SWA", "shared layers", "recurrent"):
         assert word not in text
 
@@ -697,14 +702,15 @@ def test_show_as_json(tmp_path):
 def test_show_says_what_slides(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, n_layer=5, window=300, pattern=3)
-    shown = show(path, "--fit", "1MiB", "-ctk", "q8_0")
+    shown = show(path, "--fit", "750KiB", "-ctk", "q8_0")
     assert (shown["unsupported"], shown["kinds"]) == (None, ["sliding windows"])
     # every third of 5 layers attends to all
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
     # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
     assert (shown["shared_layers"], shown["recurrent_layers"], shown["state_bytes"]) == (0, 0, 0)
-    assert shown["fit_cells"] == (2**20 - 4 * 2 * 98 * 768) // (2 * 98)
+    # 846 would fit: in steps of 256
+    assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
     rows = dict(line.rstrip().split("  ", 1) for line in text.splitlines())
     assert rows["kind"].strip() == "sliding windows"
@@ -723,7 +729,7 @@ def test_show_says_what_is_recurrent(tmp_path):
     assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
     # two layers keep the two newest of 128 numbers of 4 bytes
     assert (shown["cell_bytes"], shown["state_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
-    assert shown["fit_cells"] == (2**26 - 2048) // 256
+    assert show(path, "--fit", "200KiB")["fit_cells"] == (200 * 2**10 - 2048) // 256 // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
     assert "2; states of 2.0 KiB, whatever the budget" in text
 
@@ -739,7 +745,7 @@ NO_LAYERS = ("kinds", "rows", "swa", "cell_bytes", "swa_bytes", "state_bytes", "
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
         ("gemma2", {"attention__sliding_window_pattern": [True]}, "llama.cpp cannot load "),
         ("brand-new", {}, "unknown model architecture: 'brand-new'"),
-        ("bloom", {}, "^kvtool cannot run bloom models: ALiBi"),
+        ("bloom", {}, "^cannot run bloom models: ALiBi"),
     ],
 )
 def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, keys, says):

@@ -165,6 +165,7 @@ def compare(
     from kvtool.llama.log import set_verbose
     from kvtool.measure import records
     from kvtool.measure.results import Results
+    from kvtool.policies import load as load_policy
 
     set_verbose(verbose > 1)
     guard()
@@ -194,7 +195,9 @@ def compare(
         verbose=verbose > 1,
     )
     if not names:
-        names = runnable()
+        # a model whose values are a part of its keys has none to merge
+        kinds = {name: load_policy(name) for name in runnable()}
+        names = [n for n, kind in kinds.items() if text_read.layers.has_values or not kind.may_merge()]
     check_patch([grid.split_policy(name)[0] for name in names])
     names, why_not = _against_full(common, text_read.n_vocab, names)
     runs = grid.runs(

@@ -78,17 +78,18 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
 
 def spare_line(engine: Engine) -> str | None:
     """What is allocated besides the budget's cells, in bytes; None if there is nothing worth saying."""
-    from kvtool.measure.run import budget_bytes
+    from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
     from kvtool.units import format_bytes
 
-    taken = budget_bytes(engine)
-    spare = engine.cache_bytes - taken
+    taken, fixed = budget_bytes(engine), fixed_bytes(engine)
+    spare = engine.cache_bytes - taken - fixed
     if spare <= 0 or engine.policy.ragged:
         return None
     return (
-        f"{format_bytes(taken)} for the budget's cells, {format_bytes(spare)} more for batches (-b) "
-        f"and because llama.cpp allocates {PAD} cells at a time"
+        f"{format_bytes(taken)} for the budget's cells, "
+        + (f"{format_bytes(fixed)} for sliding or recurrent layers, " if fixed else "")
+        + f"{format_bytes(spare)} more for batches (-b) and because llama.cpp allocates {PAD} cells at a time"
     )
 
 

@@ -150,7 +150,8 @@ def show(
             "swa_bytes": layers.swa_bytes(N_BATCH, *types),
             "state_bytes": layers.state_bytes,
             "fit_bytes": n_bytes,
-            "fit_cells": layers.cells_that_fit(n_bytes, N_BATCH, *types),
+            "fit_cells": layers.cache_that_fits(n_bytes, info.n_ctx_train, N_BATCH, *types),
+            "smallest_bytes": layers.smallest_bytes(N_BATCH, *types),
         }
     if as_json:
         _print_json(
@@ -264,7 +265,12 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     return [
         *lines,
         ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],
-        [f"{of['fit_bytes']} of cache", f"{sizes['fit_cells']} tokens"],
+        [
+            f"{of['fit_bytes']} of cache",
+            f"{sizes['fit_cells']} tokens"
+            if sizes["fit_cells"]
+            else f"too small; the smallest cache takes {of['smallest_bytes']}",
+        ],
     ]
 
 

@@ -97,6 +97,7 @@ def restore(engine: Engine, saved: Mapping[str, np.ndarray]) -> None:
         parts = _parts(engine, saved)
     except (KeyError, ValueError, TypeError, AttributeError):
         raise misfit from None
+    _check_beside(engine, parts)
     if not _fits(engine, parts):
         raise misfit
     try:
@@ -124,6 +125,16 @@ def _parts(engine: Engine, saved: Mapping[str, np.ndarray]) -> _Parts:
         archive=saved,
         is_observed="is_observed" in saved,
     )
+
+
+def _check_beside(engine: Engine, parts: _Parts) -> None:
+    """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
+    tables = [table.shape for table in parts.beside[:1]]
+    if tables and tables != engine.context.beside_shapes[:1]:
+        raise SessionError(
+            "what was saved does not fit: its sliding layers have another number of cells; "
+            "give the batch size (-b) that it was made with"
+        )
 
 
 def _history(engine: Engine, signal: Signal, values: np.ndarray) -> np.ndarray:

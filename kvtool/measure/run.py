@@ -181,14 +181,23 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
 
 
 def budget_bytes(engine: Engine) -> int:
-    """Bytes of the keys and values in the budget's cells: the cache without its padding to 256 cells.
+    """Bytes of the keys and values in the budget's cells: of rows alone, without the padding to 256 cells.
 
     Where rows keep different numbers of cells, bytes of the live cells.
     """
-    context = engine.context
-    cell_bytes = [context.cell_bytes(layer) for layer in range(len(context.layer_cells))]
     n = engine.mean_kv if engine.policy.ragged else engine.policy.budget
-    return round(context.cache_bytes + sum(cell_bytes) * n - sum(cell_bytes * context.layer_cells))
+    return round(sum(_cell_bytes(engine)) * n)
+
+
+def fixed_bytes(engine: Engine) -> int:
+    """Bytes of what the model keeps beside its rows, in sliding and recurrent layers."""
+    context = engine.context
+    return context.cache_bytes - int(sum(_cell_bytes(engine) * context.layer_cells))
+
+
+def _cell_bytes(engine: Engine) -> list[int]:
+    context = engine.context
+    return [context.cell_bytes(layer) for layer in range(len(context.layer_cells))]
 
 
 def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:

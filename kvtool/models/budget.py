@@ -61,14 +61,13 @@ def parse(
         return n, False
     if layers is None:
         return n_ctx_train, True
-    n = layers.cells_that_fit(n, n_batch, type_k, type_v) // PAD * PAD
+    n = layers.cache_that_fits(n, n_ctx_train, n_batch, type_k, type_v)
     if n == 0:
-        smallest = PAD * layers.cell_bytes(type_k, type_v) + layers.fixed_bytes(n_batch, type_k, type_v)
+        smallest = format_bytes(layers.smallest_bytes(n_batch, type_k, type_v))
         raise UsageError(
-            f"{text} is too small for this model: "
-            f"its smallest cache ({PAD} tokens) takes {format_bytes(smallest)}"
+            f"{text} is too small for this model: its smallest cache ({PAD} tokens) takes {smallest}"
         )
-    return min(n, n_ctx_train), True
+    return n, True
 
 
 def batch_within(n: int, n_batch: int) -> int:

@@ -139,7 +139,22 @@ class Layers:
         cell_bytes = self.cell_bytes(type_k, type_v)
         return max(rest, 0) // cell_bytes if cell_bytes else 0
 
+    def cache_that_fits(
+        self, n_bytes: int, n_ctx_train: int, n_batch: int, type_k: str = "f16", type_v: str = "f16"
+    ) -> int:
+        """Cells of the largest cache in n_bytes: a multiple of PAD, or n_ctx_train. Raises UsageError."""
+        return min(self.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD, n_ctx_train)
+
+    def smallest_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of the smallest cache, which has PAD cells. Raises UsageError as cell_bytes does."""
+        return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(n_batch, type_k, type_v)
+
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:
+        if type_k != type_v and not self.has_values:
+            raise UsageError(
+                f"-ctk and -ctv must be the same, not {type_k} and {type_v}: "
+                "values of this model are a part of its keys (MLA)"
+            )
         return sum(
             layer.n_head_kv
             * (_head_bytes("K", type_k, layer.head_size_k) + _head_bytes("V", type_v, layer.head_size_v))

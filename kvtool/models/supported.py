@@ -40,7 +40,7 @@ BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.sp
 def unsupported(info: ModelInfo) -> str | None:
     """Why kvtool cannot run this model; None if it can. llama.cpp is asked again once it is loaded."""
     reason = BY_NAME.get(info.architecture) or _by_keys(info)
-    return reason and f"kvtool cannot run {info.architecture} models: {reason}"
+    return reason and f"cannot run {info.architecture} models: {reason}"
 
 
 def _by_keys(info: ModelInfo) -> str | None:

@@ -132,6 +132,11 @@ class Policy:
         return cls.ragged or any(own)
 
     @classmethod
+    def may_merge(cls) -> bool:
+        """Whether there are parameters with which plans merge values."""
+        return cls.merges is not Policy.merges
+
+    @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
         """The policy for a budget. Parameters that are not given take values that suit the budget."""
         return cls(budget, slack, **params)
