@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvtool.llama.bindings import api, load_parts
 
@@ -51,6 +52,17 @@ def set_verbose(on: bool) -> None:
     global _verbose
     _verbose = on
     start_backends()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps llama.cpp's log from stderr in a block; errors still count."""
+    global _verbose
+    before, _verbose = _verbose, False
+    try:
+        yield
+    finally:
+        _verbose = before
 
 
 def is_verbose() -> bool:

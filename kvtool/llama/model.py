@@ -21,7 +21,7 @@ from kvtool.llama.library import (
     is_patched,
     lib,
 )
-from kvtool.llama.log import because, log_tail, no_memory, start_backends
+from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
 from kvtool.models.gguf import MAX_LAYERS
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
@@ -113,8 +113,8 @@ class Model:
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
             return read(self.path).plain_layers
-        # llama.cpp aborts on windows that no layer has, for example
-        with crash_means(damaged(self.path)):
+        # llama.cpp makes a memory of one cell to say it, and aborts on windows that no layer has, for example
+        with quiet(), crash_means(damaged(self.path)):
             # a layer has at most cells and a state
             found = (ModelLayer * (2 * MAX_LAYERS))()
             n = lib.llama_kvtool_layers(self._model, found, len(found))
