@@ -131,6 +131,13 @@ PLANTED = {
         "src.push_back(first->src);",
         ("test_llama.py", "test_exactness.py"),
     ),
+    "patch, kinds of models": Fault(
+        "what turns in a key is always its beginning",
+        "patches/src/rope.cpp",
+        "    first      = walk.first;\n",
+        "    first      = 0;\n",
+        ("test_kinds.py",),
+    ),
     "patch, signals": Fault(
         "the last query's attention is the sum over all queries",
         "patches/src/probes.cpp",
