@@ -109,8 +109,9 @@ def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, policy, t
             monkeypatch.setattr("kvtool.llama.context.default_threads", lambda: 2)
             monkeypatch.setattr("kvtool.llama.context.has_gpu", lambda: False)
             monkeypatch.setattr("kvtool.llama.context.Threads", Alternating)
-        with open_engine(smollm2, policies.fit(policy, 64), n_threads=n_threads, **how) as engine:
-            tokens = engine.model.tokenize(Path(__file__).read_text())[:200]
+        with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
+            tokens = engine.model.tokenize(Path(__file__).read_text())[:80]
             nll.append(perplexity.stream(engine, tokens))
+            assert engine.n_evicted
     assert (nll[0] == nll[1]).all()
     assert (nll[0] == nll[2]).all()
