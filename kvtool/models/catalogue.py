@@ -75,6 +75,7 @@ def registry() -> dict[str, Entry]:
 def parse(text: str) -> dict[str, Entry]:
     """The entries in the text of a models.txt. Raises ModelError with the line and what is wrong there."""
     entries: dict[str, Entry] = {}
+    names: dict[Path, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -82,11 +83,12 @@ def parse(text: str) -> dict[str, Entry]:
             entry = _entry([column.strip() for column in line.split("|")])
             if entry.name in entries:
                 raise ValueError(f"the name {entry.name!r} is taken")
-            if taken := [other.name for other in entries.values() if other.path == entry.path]:
-                raise ValueError(f"the file {entry.file!r} is taken by {taken[0]}")
+            if taken := names.get(entry.path):
+                raise ValueError(f"the file {entry.file!r} is taken by {taken}")
         except ValueError as error:
             raise ModelError(f"models.txt, line {number}: {error}") from None
         entries[entry.name] = entry
+        names[entry.path] = entry.name
     if not entries:
         raise ModelError("models.txt names no model")
     return entries
