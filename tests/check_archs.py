@@ -35,7 +35,7 @@ from kvtool.models.header import read
 from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
 from kvtool.policy import Request, Signal
-from tests.running import open_engine
+from tests.running import open_engine, text
 
 ROUNDING = 1e-4
 """How far apart results may be, as a share of their spread."""
@@ -93,13 +93,6 @@ def _result(check: Callable[[Path], str], path: Path, verbose: bool) -> str:
         return f"FAILS ({type(error).__name__}: {str(error)[:150]})"
 
 
-def _tokens(model: Model, n: int) -> np.ndarray:
-    """Tokens i32[n] with repetitions, so that some matter later."""
-    rng = np.random.default_rng(1)
-    phrases = [rng.integers(3, model.n_vocab, 7) for _ in range(9)]
-    return np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])[:n].astype(np.int32)
-
-
 def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
     """How far the logits or the NLL are apart, as a share of their spread."""
     assert np.isfinite(want).all(), "not finite"
@@ -114,7 +107,7 @@ def _same(got: np.ndarray, want: np.ndarray, tolerance: float = 0.0) -> str:
 
 def full(path: Path) -> str:
     with open_engine(path, policies.fit("full", 200, None)) as engine:
-        tokens = _tokens(engine.model, 100)
+        tokens = text(100, n_vocab=engine.model.n_vocab)
         plain = Decoder(engine.model, 256, 64, n_output=64, **EXACT)
         try:
             for at in range(0, len(tokens), 50):
@@ -130,7 +123,7 @@ def full(path: Path) -> str:
 def alike(path: Path) -> str:
     with open_engine(path, policies.fit("full", 200, None)) as engine:
         layers = engine.model.layers
-        tokens = _tokens(engine.model, 200)
+        tokens = text(200, n_vocab=engine.model.n_vocab)
     if layers.of(Kind.SLIDING) or layers.of(Kind.RECURRENT):
         return "-"
     for name, positions in (("streamingllm", "original"), ("local", "auto")):
@@ -201,7 +194,7 @@ def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **ho
     request = Request(signals=Signal.ATTENTION) if not how else Request()
     context = Context(model, 256, N_BATCH, request, n_output=N_BATCH, **EXACT, **how)
     try:
-        tokens = _tokens(model, n + n_more)
+        tokens = text(n + n_more, n_vocab=model.n_vocab)
         for at in range(0, n, N_BATCH):
             part = tokens[at : min(at + N_BATCH, n)]
             context.decode(part, at, 1)
@@ -219,7 +212,7 @@ def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **ho
 def graph(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
-        tokens = _tokens(engine.model, 320)
+        tokens = text(320, n_vocab=engine.model.n_vocab)
         want = perplexity.stream(engine, tokens)
     with open_engine(path, policy) as engine:
         engine.context.apply = partial(engine.context.apply, force_graph=True)
@@ -231,7 +224,7 @@ def graph(path: Path) -> str:
 def saved(path: Path) -> str:
     policy = policies.fit("h2o", 48, 8)
     with open_engine(path, policy) as engine:
-        tokens = _tokens(engine.model, 150)
+        tokens = text(150, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:100])
         there = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[100:])
@@ -245,7 +238,7 @@ def saved(path: Path) -> str:
 def endless(path: Path) -> str:
     policy = policies.fit("tova", 96, 16)
     with open_engine(path, policy) as engine:
-        tokens = _tokens(engine.model, 3 * engine.model.n_ctx_train)
+        tokens = text(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
         nll = perplexity.stream(engine, tokens)
         assert engine.n_restart > 0, "positions did not start over"
         return "ok" if np.isfinite(nll).all() else "FAILS (not finite)"

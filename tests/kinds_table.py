@@ -18,7 +18,7 @@ import numpy as np
 from kvtool import policies
 from kvtool.errors import KvtoolError
 from kvtool.measure import perplexity
-from tests.running import open_engine
+from tests.running import open_engine, text
 
 KINDS = {
     "plain attention": "llama-dense",
@@ -82,19 +82,13 @@ def _fitted(name: str):
     return policies.fit(name, 96 if name in ("corm", "recall", "buzz") else 64, 8)
 
 
-def _text(engine, n: int) -> np.ndarray:
-    rng = np.random.default_rng(1)
-    phrases = [rng.integers(3, engine.model.n_vocab, 7) for _ in range(9)]
-    return np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])[:n].astype(np.int32)
-
-
 def _run(path: Path, name: str, whole: bool = False, **settings: str) -> str:
     how = {"type_k": "f16", "type_v": "f16", "flash": "auto"} | settings
     if whole:
         how["prefill"] = "whole"
     try:
         with open_engine(path, _fitted(name), **how) as engine:
-            tokens = _text(engine, 3 * engine.model.n_ctx_train)
+            tokens = text(3 * engine.model.n_ctx_train, n_vocab=engine.model.n_vocab)
             if whole:
                 engine.read(tokens[:200])
                 tokens = tokens[200:]
@@ -106,7 +100,7 @@ def _run(path: Path, name: str, whole: bool = False, **settings: str) -> str:
 
 def _session(path: Path) -> str:
     with open_engine(path, _fitted("h2o"), **EXACT) as engine:
-        tokens = _text(engine, 400)
+        tokens = text(400, n_vocab=engine.model.n_vocab)
         perplexity.stream(engine, tokens[:300])
         there = {name: array.copy() for name, array in engine.save()}
         want = perplexity.stream(engine, tokens[300:])

@@ -36,9 +36,9 @@ def open_engine(path, policy, n_gpu_layers=None, **settings):
         model.close()
 
 
-def text(n, seed=1):
+def text(n, seed=1, n_vocab=259):
     """Tokens i32[n] of a tiny model, with repetitions, so that some matter later."""
     rng = np.random.default_rng(seed)
-    phrases = [rng.integers(3, 259, 7) for _ in range(9)]
+    phrases = [rng.integers(3, n_vocab, 7) for _ in range(9)]
     tokens = np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])
     return tokens[:n].astype(np.int32)
