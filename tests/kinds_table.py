@@ -35,6 +35,10 @@ KINDS = {
     "lightning attention": "minimax-01-moe",
     "latent attention (MLA)": "deepseek2-moe",
     "MLA, recurrent layers": "kimi-linear-moe",
+    "MLA, an index": "deepseek32-moe",
+    "blocks, an index": "minimax-m3-moe",
+    "ALiBi": "bloom-dense",
+    "learned positions": "gpt2-dense",
 }
 """One architecture of each kind."""
 
@@ -95,7 +99,7 @@ def _run(path: Path, name: str, whole: bool = False, **settings: str) -> str:
             nll = perplexity.stream(engine, tokens)
             return "yes" if np.isfinite(nll).all() and engine.n_evicted > 0 else "NO"
     except KvtoolError as error:
-        return str(error)
+        return f"no: {error}"
 
 
 def _session(path: Path) -> str:

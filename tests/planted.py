@@ -138,6 +138,13 @@ PLANTED = {
         "    first      = 0;\n",
         ("test_kinds.py",),
     ),
+    "patch, ALiBi": Fault(
+        "a key that moves stays where it stood",
+        "patches/src/edit.cpp",
+        "    kvtool.places.move(layers, edit);\n",
+        "",
+        ("test_kinds.py",),
+    ),
     "patch, signals": Fault(
         "the last query's attention is the sum over all queries",
         "patches/src/probes.cpp",

@@ -28,7 +28,10 @@ KINDS = {
     "lfm2": {},
     "deepseek2": {},
     "deepseek2-no-q-rank": {"q_rank": 0},
+    "deepseek32": {},
     "gemma4": {},
+    "refact": {},
+    "gpt2": {},
 }
 """How each is written."""
 
@@ -58,6 +61,11 @@ def test_scores_like_the_definition(path, model, name):
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+def _no_token_twice(n):
+    """Keys of one token in the first layer may be alike but for rounding, which then would decide."""
+    return np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
+
+
 OTHERS = [
     ("weightedkv", []),
     ("keydiff", []),
@@ -70,10 +78,10 @@ OTHERS = [
 
 @pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
 def test_what_other_policies_read_and_write_is_that_of_the_definition(path, model, name, options):
-    if name == "weightedkv" and path.stem.startswith("deepseek2"):
+    refused = {"weightedkv": "deepseek", "recall": "refact"}
+    if path.stem.startswith(refused.get(name, "none")):
         pytest.skip("refused")
-    # no token twice: its keys in the first layer would be alike but for rounding, which then would decide
-    tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:160].astype(np.int32)
+    tokens = _no_token_twice(160)
     policy = policies.fit(name, 96 if name == "corm" else 48, 16, options)
     want = reference(model, tokens, policy, name, positions="auto")
     with open_engine(path, policy, positions="auto", archive_type="f32") as engine:
@@ -84,7 +92,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
 
 @pytest.mark.parametrize("name", ["h2o", "weightedkv"])
 def test_edits_on_the_device_score_like_the_definition(monkeypatch, path, model, name):
-    if name == "weightedkv" and path.stem.startswith("deepseek2"):
+    if name == "weightedkv" and path.stem.startswith("deepseek"):
         pytest.skip("refused")
     apply = Context.apply
 
@@ -92,10 +100,10 @@ def test_edits_on_the_device_score_like_the_definition(monkeypatch, path, model,
         apply(self, *args, force_graph=True, **kwargs)
 
     monkeypatch.setattr(Context, "apply", on_the_device)
-    tokens, policy = np.random.default_rng(1).permutation(np.arange(3, 259))[:160], policies.fit(name, 48, 16)
+    tokens, policy = _no_token_twice(160), policies.fit(name, 48, 16)
     want = reference(model, tokens, policy, name, positions="auto")
     with open_engine(path, policy, positions="auto") as engine:
-        got = perplexity.stream(engine, tokens.astype(np.int32))
+        got = perplexity.stream(engine, tokens)
         assert engine.n_restart > 0
     assert np.abs(got - want.nll).max() < TOLERANCE
 
@@ -114,11 +122,14 @@ def test_quantized_keys_turn_as_well(path, model):
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     """The second is beyond the context: three segments, and what is no row goes on from the last."""
-    tokens, policy = text(n + 40), policies.fit("h2o", 48, 16)
-    keep, _ = twin("h2o", {key: getattr(policy, key) for key in policies.params(type(policy))}, N_CTX_TRAIN)
+    tokens = text(n + 40) if n > 200 else _no_token_twice(n + 40)
+    policy = policies.fit("h2o", 48, 16)
+    keep, observe = twin(
+        "h2o", {key: getattr(policy, key) for key in policies.params(type(policy))}, N_CTX_TRAIN
+    )
     streams, want = [], []
     for segment in np.array_split(tokens[:n], -(-n // N_CTX_TRAIN)):
-        stream = transformer.Stream(model, positions="auto")
+        stream = transformer.Stream(model, positions="auto", observe=observe)
         stream.next = streams[-1].next if streams else 0
         want = [stream.decode(segment)[-1]]
         streams.append(stream)
@@ -135,9 +146,9 @@ def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     # gaps were closed behind the segments; later ones stay
     stream.in_cache = False
     for token in tokens[n:]:
+        want.append(stream.decode([token])[-1])
         if stream.n >= 48:
             stream.evict(keep, pinned=0, budget=48, slack=16)
-        want.append(stream.decode([token])[-1])
     with open_engine(path, policy, prefill="whole") as engine:
         assert engine.read(tokens[:n]) == n
         got = [engine.context.logits()[-1].copy()]
@@ -169,6 +180,42 @@ def test_values_that_are_a_part_of_keys_are_not_merged(tmp_path):
         open_engine(path, policies.fit("weightedkv", 48, 16)) as engine,
     ):
         engine.read(text(100))
+
+
+def test_where_attention_falls_with_distance_nothing_is_recalled(tmp_path):
+    path = tmp_path / "alibi.gguf"
+    tiny_kinds.write_refact(path)
+    with (
+        pytest.raises(KvtoolError, match=r"^[^\n]*\(ALiBi\)[^\n]*$"),
+        open_engine(path, policies.fit("recall", 48, 16)) as engine,
+    ):
+        engine.read(text(100))
+
+
+def test_there_are_no_more_cells_than_an_index_chooses(tmp_path):
+    path = tmp_path / "index.gguf"
+    tiny_kinds.write_deepseek32(path, top_k=300)
+    with (
+        pytest.raises(KvtoolError, match=r"^[^\n]*chooses 300 cells by an index[^\n]*--budget or -b[^\n]*$"),
+        open_engine(path, policies.fit("h2o", 400, 16)) as engine,
+    ):
+        engine.read(text(100))
+    with open_engine(path, policies.fit("h2o", 200, 16)) as engine:
+        perplexity.stream(engine, text(300))
+        assert engine.n_evicted
+        engine.resize(np.full(2, 512))
+        with pytest.raises(KvtoolError, match=r"300 cells, not 512"):
+            engine.step(text(1))
+
+
+def test_the_keys_of_an_index_are_a_part_of_the_cache(tmp_path):
+    path = tmp_path / "index.gguf"
+    tiny_kinds.write_deepseek32(path, n_index=128)
+    with open_engine(path, policies.fit("full", 256, None), type_k="f16", type_v="f16") as engine:
+        layers = engine.model.layers
+        assert layers.kinds == ["latent attention (MLA)", "an index"]
+        assert layers.cell_bytes() == 2 * 2 * (128 + 128)
+        assert engine.context.cache_bytes == 256 * layers.cell_bytes()
 
 
 def test_an_undone_turn_leaves_nothing_and_is_answered_alike_again(path):

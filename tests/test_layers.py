@@ -15,7 +15,7 @@ from kvtool.models.header import read
 from kvtool.models.layers import CACHE_TYPES, PAD, Kind, Layer, Layers
 from tests import tiny, tiny_kinds
 
-ROWS, SLIDING, RECURRENT = Kind
+ROWS, SLIDING, RECURRENT, _ = Kind
 
 
 def layers_of(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 
 from tests import tiny
@@ -121,13 +122,78 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, s
     tensors.write()
 
 
-def write_deepseek2(path, *, n_layer=2, q_rank=24, n_latent=64, n_rot=64, n_ctx_train=1024, seed=0):
+def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
+    """Attention falls with distance (ALiBi); keys do not turn."""
+    _write_plain(_start(path, "refact", n_ctx_train, n_layer), n_layer, seed)
+
+
+def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
+    """A learned vector for each position is added to what a token begins with. All norms have biases."""
+    writer = _start(path, "gpt2", n_ctx_train, n_layer, N_HEAD)
+    writer.add_layer_norm_eps(1e-5)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    writer.add_tensor("output_norm.bias", tensors.bias(N_EMBD))
+    writer.add_tensor("position_embd.weight", tensors.matrix(n_ctx_train, N_EMBD, 0.5 * N_EMBD**0.5))
+    for i in range(n_layer):
+        own = tensors.attention(N_HEAD, N_HEAD, HEAD_DIM)
+        feed = tensors.feed_forward(N_FF)
+        layer = {
+            "attn_norm": own["attn_norm"],
+            "attn_qkv": np.concatenate([own[name] for name in ("attn_q", "attn_k", "attn_v")]),
+            "attn_output": own["attn_output"],
+            "ffn_norm": feed["ffn_norm"],
+            "ffn_up": feed["ffn_up"],
+            # llama.cpp looks its GELU up in a table of f16
+            "ffn_down": 0.1 * feed["ffn_down"],
+        }
+        biases = {f"{name}.bias": tensors.bias(tensor.shape[0]) for name, tensor in layer.items()}
+        tensors.add_layer(i, layer | biases)
+    tensors.write()
+
+
+def write_deepseek32(path, *, n_index_head=64, n_index=128, top_k=512, **shape):
+    """As write_deepseek2, and an index, which chooses top_k cells for a query."""
+
+    def add_index(writer):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+        writer.add_indexer_head_count(n_index_head)
+        writer.add_indexer_key_length(n_index)
+        writer.add_indexer_top_k(top_k)
+
+    def index_of(tensors, q_rank):
+        return {
+            "indexer.k_norm": tensors.norm(n_index),
+            "indexer.k_norm.bias": tensors.bias(n_index),
+            "indexer.proj": tensors.matrix(n_index_head, N_EMBD),
+            "indexer.attn_k": tensors.matrix(n_index, N_EMBD),
+            "indexer.attn_q_b": tensors.matrix(n_index_head * n_index, q_rank),
+        }
+
+    write_deepseek2(path, arch="deepseek32", add_keys=add_index, more=index_of, **shape)
+
+
+def write_deepseek2(
+    path,
+    *,
+    n_layer=2,
+    q_rank=24,
+    n_latent=64,
+    n_rot=64,
+    n_ctx_train=1024,
+    seed=0,
+    arch="deepseek2",
+    add_keys=lambda writer: None,
+    more=lambda tensors, q_rank: {},
+):
     """One row a layer; queries by way of q_rank numbers, or at once with q_rank=0.
 
     llama.cpp maps quantized keys whose size is a multiple of 64, as it is here, by a Hadamard matrix.
+    add_keys and more: what a kind like this has beside, of the file and of each layer.
     """
     n_nope, n_value = 32, 40
-    writer = _start(path, "deepseek2", n_ctx_train, n_layer, 1)
+    writer = _start(path, arch, n_ctx_train, n_layer, 1)
+    add_keys(writer)
     writer.add_key_length(n_latent + n_rot)
     writer.add_value_length(n_latent)
     writer.add_key_length_mla(n_nope + n_rot)
@@ -161,6 +227,7 @@ def write_deepseek2(path, *, n_layer=2, q_rank=24, n_latent=64, n_rot=64, n_ctx_
                 "attn_v_b": tensors.matrix(n_value, n_latent, of=[N_HEAD]),
                 "attn_output": tensors.matrix(N_EMBD, N_HEAD * n_value, O_STD),
             }
+            | more(tensors, q_rank)
             | tensors.feed_forward(N_FF),
         )
     tensors.write()

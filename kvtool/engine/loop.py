@@ -365,9 +365,23 @@ def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None
             f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "
             "choose another policy"
         )
+    if policy.recall and model.layers.has_alibi:
+        raise UsageError(
+            f"{type(policy).__name__} chooses by keys, but in this model distance counts as well (ALiBi); "
+            "choose another policy"
+        )
     if settings.positions == "in-cache" and policy.recall:
         raise UsageError(
             f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"
+        )
+
+
+def _check_index(model: Model, n_cell: int) -> None:
+    """Raises UsageError for more cells than the model's index chooses."""
+    if n_cell > (n_most := model.layers.most_cells):
+        raise UsageError(
+            f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
+            f"choose a smaller --budget or -b: {n_cell:,} cells are needed"
         )
 
 
@@ -382,7 +396,9 @@ def _prefill(policy: Policy, settings: Settings) -> str:
 def _cache(
     model: Model, policy: Policy, request: Request, settings: Settings, n_cell: int, n_ctx: int
 ) -> Cache:
-    """The cache. Raises LibraryError for what needs the patch if the library is without it."""
+    """The cache. Raises UsageError where it is too long, and LibraryError for what needs the patch."""
+    # ragged rows grow
+    _check_index(model, max(n_cell, prefill.pad(policy.n_live)))
     how: dict[str, Any] = {
         "n_output": settings.n_output,
         "type_k": settings.type_k,

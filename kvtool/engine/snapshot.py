@@ -209,6 +209,7 @@ def _put(engine: Engine, parts: _Parts) -> None:
         context.archive.restore(parts.archive)
         context.archive.rebase(rows.n_past - rows.next_rot)
     eviction.edit(np.empty((0, 4), np.int32), rows.live, rows.next_rot)
+    context.set_places(parts.rot)
     eviction.n_cleared = parts.counters["eviction", "n_cleared"]
     eviction.is_observed = parts.is_observed
     if parts.beside:

@@ -149,6 +149,9 @@ class Cache(Protocol):
     def set_cells(self, layer: int, n: int, data: np.ndarray) -> None:
         """Writes what `cells` returned."""
 
+    def set_places(self, rot: np.ndarray) -> None:
+        """Says where the keys i32[row, n] of each row's first cells stand: with ALiBi they do not."""
+
     def beside(self) -> tuple[np.ndarray, np.ndarray]:
         """What sliding and recurrent layers hold: a table i32[n_beside], where it belongs; u1[bytes]."""
 

@@ -98,7 +98,7 @@ class Decoder:
         params.n_threads = params.n_threads_batch = self._threads.n
         params.type_k = CACHE_TYPES[type_k]
         params.type_v = CACHE_TYPES[type_v]
-        flash = choose_flash(flash, type_v, ragged)
+        flash = choose_flash(flash, type_v, ragged or model.layers.has_alibi)
         params.flash_attn_type = FLASH[flash]
         # flash attention adds up a float cache in parts, one a thread: their number must not change
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
@@ -418,6 +418,11 @@ class Context(Decoder):
         assert data.flags.c_contiguous
         check(lib.llama_kvtool_set_cells(self._context, layer, data.ctypes.data, n))
 
+    def set_places(self, rot: np.ndarray) -> None:
+        """Says where the keys i32[row, n] of each row's first cells stand: with ALiBi they do not."""
+        rot = np.ascontiguousarray(rot, np.int32)
+        check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))
+
     @property
     def n_beside(self) -> int:
         """Entries of the table that `beside` returns; 0 for a model that keeps nothing beside its rows."""
@@ -440,12 +445,17 @@ class Context(Decoder):
         return [(self.n_beside,), (lib.llama_kvtool_get_beside(self._context, None, None),)]
 
 
-def choose_flash(flash: str, type_v: str, ragged: bool) -> str:
-    """What -fa "auto" means for this type of V. Raises UsageError if the two cannot go together."""
-    if ragged:
+def choose_flash(flash: str, type_v: str, own_masks: bool) -> str:
+    """What -fa "auto" means for this type of V. Raises UsageError if the two cannot go together.
+
+    own_masks: each head has a mask of its own, as with ragged rows and with ALiBi.
+    """
+    if own_masks:
         # flash attention takes no mask of each head's own on most devices
         if type_v in _QUANTIZED and has_gpu():
-            raise UsageError(f"a {type_v} V cache does not go with this policy on a GPU; choose -ctv f16")
+            raise UsageError(
+                f"a {type_v} V cache does not go with masks of its heads on a GPU; choose -ctv f16"
+            )
         flash = "off" if flash == "auto" and type_v not in _QUANTIZED else flash
     if flash == "off" and type_v in _QUANTIZED:
         raise UsageError(f"a {type_v} V cache needs flash attention: -fa on, or another -ctv")

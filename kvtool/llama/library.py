@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 9
+ABI = 10
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -84,6 +84,8 @@ def _bind_all() -> None:
     bind("llama_kvtool_error", ctypes.c_char_p)
     bind("llama_kvtool_guard", i32, ctypes.c_char_p, i32, ctypes.c_bool)
     bind("llama_kvtool_layers", i32, pointer, pointer, i32)
+    bind("llama_kvtool_most_cells", i32, pointer)
+    bind("llama_kvtool_has_alibi", ctypes.c_bool, pointer)
     bind("llama_kvtool_arch", ctypes.c_char_p, i32)
     bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(EnableParams))
     bind("llama_kvtool_n_dim", i32, pointer)
@@ -98,6 +100,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
+    bind("llama_kvtool_set_places", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_n_beside", i32, pointer)
     bind("llama_kvtool_get_beside", i64, pointer, pointer, pointer)
     bind("llama_kvtool_set_beside", i64, pointer, pointer, pointer)

@@ -115,16 +115,18 @@ class Model:
             return read(self.path).plain_layers
         # llama.cpp makes a memory of one cell to say it, and aborts on windows that no layer has, for example
         with quiet(), crash_means(damaged(self.path)):
-            # a layer has at most cells and a state
-            found = (ModelLayer * (2 * MAX_LAYERS))()
+            # a layer has at most cells, keys of an index, and a state
+            found = (ModelLayer * (3 * MAX_LAYERS))()
             n = lib.llama_kvtool_layers(self._model, found, len(found))
             if n < 0:
                 raise ModelError(f"{self.path.name} cannot be used: {error_text()}")
+            most_cells = lib.llama_kvtool_most_cells(self._model)
+            has_alibi = lib.llama_kvtool_has_alibi(self._model)
         all_layers = tuple(
             Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found[:n]
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
-        return Layers(all_layers, n_swa if slides else 0)
+        return Layers(all_layers, n_swa if slides else 0, most_cells, has_alibi)
 
     @property
     def n_swa(self) -> int:

@@ -104,6 +104,9 @@ class SequenceContext(Decoder):
         self.set_state(data[8 * n :].tobytes())
         self._at, self._pos_of = table.astype(np.int32)
 
+    def set_places(self, rot: np.ndarray) -> None:
+        """Nothing: llama.cpp has one place for a token in all rows."""
+
 
 def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:
     """Ranges (first, end) of positions that hold cells gone i64[n], of those at i32[cell], and no other."""

@@ -280,7 +280,7 @@ def _run(
     policies.parse_options(policy_type, list(options))
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    choose_flash(common.flash, kind, policy_type.ragged)
+    choose_flash(common.flash, kind, policy_type.ragged or layers.has_alibi)
     n, n_batch, positions = common.n_ctx, common.n_batch, common.positions
     if not policy_type.evicts:
         n, positions = min(n, common.n_tokens), "auto"

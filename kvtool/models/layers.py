@@ -16,6 +16,9 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 """The types that llama.cpp has for cached keys and values."""
 
 
+_NO_BOUND = 2**31 - 1
+
+
 class Kind(IntEnum):
     """What a layer keeps."""
 
@@ -28,9 +31,12 @@ class Kind(IntEnum):
     RECURRENT = 2
     """A state whose size never changes."""
 
+    INDEX = 3
+    """Beside cells for all tokens, keys by which the model chooses some of them."""
+
 
 class Layer(NamedTuple):
-    """A layer of the model, and what it keeps. A layer with both cells and a state is there twice.
+    """A layer of the model, and what it keeps. A layer that keeps two things is there twice.
 
     Attributes
     ----------
@@ -74,10 +80,17 @@ class Layers:
         The layers; those of one kind come in their order in the model.
     n_swa
         Tokens that sliding layers see; 0 if none slide.
+    most_cells
+        The most cells that a row may have: as many as the model's index chooses for a query, so that it has
+        nothing to choose and need not know which tokens went. Without an index there is no bound.
+    has_alibi
+        Whether attention falls with distance (ALiBi).
     """
 
     all: tuple[Layer, ...]
     n_swa: int = 0
+    most_cells: int = _NO_BOUND
+    has_alibi: bool = False
 
     def of(self, kind: Kind) -> list[Layer]:
         """The layers of one kind."""
@@ -111,15 +124,17 @@ class Layers:
             "shared layers": self.n_shared > 0,
             "recurrent layers": bool(self.of(Kind.RECURRENT)),
             "latent attention (MLA)": not self.has_values,
+            "an index": bool(self.of(Kind.INDEX)),
+            "ALiBi": self.has_alibi,
         }
         return [name for name, is_there in found.items() if is_there]
 
     def cell_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of one token's keys and values in all rows.
+        """Bytes of one token's keys and values in all rows, and of its keys in an index.
 
         Raises UsageError for a type that does not fit the model's heads.
         """
-        return self._token_bytes(Kind.ROWS, type_k, type_v)
+        return self._token_bytes(Kind.ROWS, type_k, type_v) + self._token_bytes(Kind.INDEX, type_k, type_v)
 
     def swa_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
         """Bytes of the sliding layers' cache. It does not grow with the cells of the rows.

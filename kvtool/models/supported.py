@@ -13,16 +13,14 @@ if TYPE_CHECKING:
 
 _RECURRENT = "recurrent in all layers: its memory does not grow, and needs no kvtool"
 
-_INDEX = "trained sparse attention, which chooses by an index beside the cache"
-
-_ALIBI = "ALiBi, in which distances come from the cells that all heads share"
+_COMPRESSED = "attention to compressed tokens, several in a cell"
 
 # from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
 _NAMES = {
     _RECURRENT: "arwkv7 mamba mamba2 rwkv6 rwkv6qwen2 rwkv7",
-    _INDEX: "deepseek32 deepseek4 dots3note glm-dsa glm5-next minimax-m3 qwen4exp",
-    _ALIBI: "bloom jais mpt refact",
-    "learned positions, which end with the trained context": "gpt2 gptj starcoder",
+    _COMPRESSED: "deepseek4",
+    "it reads the tokens before one from llama.cpp's own table of cells": "qwen4exp",
+    "llama.cpp has its name alone": "gptj",
     "a router that attends to the cache": "graniteswitch",
     "an encoder, which has no KV cache": (
         "bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert "
@@ -47,11 +45,6 @@ def _by_keys(info: ModelInfo) -> str | None:
     def value(key: str) -> object:
         return info.metadata.get(f"{info.architecture}.{key}")
 
-    # llama.cpp tells the 13B Baichuan, which uses ALiBi, by its number of layers
-    if (info.architecture, info.n_layer) == ("baichuan", 40):
-        return _ALIBI
-    if info.architecture == "hy_v4" and value("attention.indexer.top_k"):
-        return _INDEX
     if value("attention.causal") is False:
         return "attention to later tokens"
     return None

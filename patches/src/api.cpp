@@ -41,22 +41,26 @@ const char * llama_kvtool_arch(int32_t i) {
     return i >= 0 && i < (int32_t) all.size() ? llm_arch_name(all[i]) : nullptr;
 }
 
+// a memory of one cell says what one of any size would
+static std::unique_ptr<llama_memory_i> smallest_memory(const llama_model & model) {
+    llama_memory_params params = { GGML_TYPE_F16, GGML_TYPE_F16, false, LLAMA_CONTEXT_TYPE_DEFAULT, nullptr };
+
+    llama_cparams cparams = {};
+    cparams.n_ctx_seq  = 1;
+    cparams.n_ubatch   = 1;
+    cparams.n_seq_max  = 1;
+    cparams.kv_unified = true;
+    cparams.flash_attn = true;
+
+    return std::unique_ptr<llama_memory_i>(model.create_memory(params, cparams));
+}
+
 int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out, int32_t n) {
     if (!model || (n > 0 && !out)) {
         return fail("model must not be null, nor out where n is more than 0");
     }
     return guarded([&]() -> int32_t {
-        // a memory of one cell says what one of any size would
-        llama_memory_params params = { GGML_TYPE_F16, GGML_TYPE_F16, false, LLAMA_CONTEXT_TYPE_DEFAULT, nullptr };
-
-        llama_cparams cparams = {};
-        cparams.n_ctx_seq  = 1;
-        cparams.n_ubatch   = 1;
-        cparams.n_seq_max  = 1;
-        cparams.kv_unified = true;
-        cparams.flash_attn = true;
-
-        const std::unique_ptr<llama_memory_i> memory(model->create_memory(params, cparams));
+        const auto memory = smallest_memory(*model);
 
         const auto why = llama_kvtool::unsupported(*model, memory.get());
         if (!why.empty()) {
@@ -66,6 +70,17 @@ int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out,
         std::copy_n(all.begin(), std::min<size_t>(std::max(n, 0), all.size()), out);
         return all.size();
     });
+}
+
+int32_t llama_kvtool_most_cells(const llama_model * model) {
+    if (!model) {
+        return fail("model must not be null");
+    }
+    return guarded([&] { return (int32_t) llama_kvtool::most_indexed(*model, smallest_memory(*model).get()); });
+}
+
+bool llama_kvtool_has_alibi(const llama_model * model) {
+    return model && model->hparams.use_alibi;
 }
 
 int32_t llama_kvtool_enable(llama_context * ctx, const llama_kvtool_params * params) {
@@ -145,6 +160,26 @@ int64_t llama_kvtool_get_cells(llama_context * ctx, int32_t layer, uint8_t * out
 
 int64_t llama_kvtool_set_cells(llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell) {
     return copy_cells(ctx, layer, nullptr, in, n_cell);
+}
+
+int32_t llama_kvtool_set_places(llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!pos || n_row != kvtool->n_row || n_cell < 0 || n_cell > kvtool->most_cells()) {
+        return fail(format("pos must not be null, n_row must be %d and n_cell in 0..%d, got %d and %d",
+                kvtool->n_row, kvtool->most_cells(), n_row, n_cell));
+    }
+    for (size_t i = 0; kvtool->places.is_on() && i < kvtool->layers.size(); ++i) {
+        const auto & l = kvtool->layers[i];
+        for (int head = 0; head < l.n_head; ++head) {
+            for (int c = 0; c < std::min(n_cell, l.n_cell); ++c) {
+                kvtool->places.put(i, head, c, pos[(size_t) (l.row_0 + head)*n_cell + c]);
+            }
+        }
+    }
+    return 0;
 }
 
 int32_t llama_kvtool_n_beside(const llama_context * ctx) {

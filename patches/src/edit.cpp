@@ -211,12 +211,15 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
 
     edit_host(kvtool, edits, k_host, host);
 
+    kvtool.places.move(layers, edit);
+    kvtool.n_own = edit.n_keep;
+
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
         // llama.cpp's table holds the newest token alone: rows have masks of their own
-        llama_kvtool::fill_table(*kv, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
+        llama_kvtool::fill_tables(lctx, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
     } else {
-        llama_kvtool::fill_table(*kv, edit.n_keep, edit.pos_0, edit.n_hidden);
+        llama_kvtool::fill_tables(lctx, edit.n_keep, edit.pos_0, edit.n_hidden);
         kvtool.fill_recalled(*kv);
     }
 

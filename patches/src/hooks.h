@@ -51,11 +51,15 @@ bool llama_kvtool_store(
 void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il);
 
-// ragged rows: a mask with each row's own length; else kq_mask
+// ragged rows: a mask with each row's own length; ALiBi: with each row's own distances; else kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
 
 // log n: the queries scaled by log_512(t); else q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);
+
+// Whether a model's index has nothing to choose, as it may choose all cells that there are: with kvtool there are no more. So
+// its keys need not follow when cells move
+bool llama_kvtool_dense(const llm_graph_context & graph);
 
 // adds one layer's signals to the graph; p: the probabilities [n_kv, n_tokens, n_head], null with flash attention
 void llama_kvtool_build(

@@ -35,6 +35,28 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         ggml_backend_tensor_set(rot, ubatch->pos, 0, ggml_nbytes(rot));
     }
 
+    for (const auto & d : biased) {
+        const auto & l = kvtool.layers[d.i];
+
+        const int64_t n_kv = d.keys->ne[0];
+
+        f.assign(n_kv*l.n_head, 0.0f);
+        for (int head = 0; head < l.n_head; ++head) {
+            const int n = kvtool.params.ragged ? kvtool.live[l.row_0 + head] : kvtool.n_own;
+            for (int64_t t = 0; t < n_tokens; ++t) {
+                kvtool.places.put(d.i, head, n + t, ubatch->pos[t]);
+            }
+            for (int c = 0; c < n + n_tokens; ++c) {
+                f[head*n_kv + c] = kvtool.places.get(d.i, head, c);
+            }
+        }
+        ggml_backend_tensor_set(d.keys, f.data(), 0, ggml_nbytes(d.keys));
+    }
+    if (queries && queries->buffer) {
+        f.assign(ubatch->pos, ubatch->pos + n_tokens);
+        ggml_backend_tensor_set(queries, f.data(), 0, ggml_nbytes(queries));
+    }
+
     for (const auto & r : ragged) {
         const auto & l = kvtool.layers[r.i];
 

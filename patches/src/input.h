@@ -10,7 +10,7 @@
 
 class llama_kvtool_input : public llm_graph_input_i {
 public:
-    llama_kvtool_input(const llama_kvtool & kvtool) : kvtool(kvtool) {}
+    llama_kvtool_input(llama_kvtool & kvtool) : kvtool(kvtool) {}
 
     // of one layer, where rows are ragged
     struct rows {
@@ -21,6 +21,13 @@ public:
         ggml_tensor * limit; // F32 [1, n_tokens, n_head]: the last cell that a query sees
     };
 
+    // of one layer, with ALiBi
+    struct distances {
+        int i;
+
+        ggml_tensor * keys; // F32 [n_kv, 1, n_head]: where they stand
+    };
+
     void set_input(const llama_ubatch * ubatch) override;
 
     // a batch or a cache of another size makes llama.cpp build the graph anew
@@ -28,7 +35,7 @@ public:
         return true;
     }
 
-    const llama_kvtool & kvtool;
+    llama_kvtool & kvtool;
 
     ggml_tensor * seen  = nullptr; // F32 [1, n_tokens]: the tokens that each query has seen, itself included
     ggml_tensor * scale = nullptr; // F32 [1, 1, n_tokens]: log_512 of the same
@@ -39,6 +46,10 @@ public:
     ggml_tensor * live = nullptr; // [n_live, n_tokens]: the mask of the live cells, which is made of llama.cpp's
 
     std::vector<rows> ragged;
+
+    std::vector<distances> biased;
+
+    ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: where they stand, with ALiBi
 };
 
 namespace kvtool {

@@ -18,7 +18,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 9
+#define LLAMA_KVTOOL_ABI 10
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -128,6 +128,7 @@ enum llama_kvtool_layer_kind {
     LLAMA_KVTOOL_LAYER_ROWS      = 0, // cells for all tokens
     LLAMA_KVTOOL_LAYER_SLIDING   = 1, // cells for those in a sliding window
     LLAMA_KVTOOL_LAYER_RECURRENT = 2, // a state, whose size never changes
+    LLAMA_KVTOOL_LAYER_INDEX     = 3, // beside cells for all tokens, keys by which the model chooses some of them
 };
 
 struct llama_kvtool_layer {
@@ -146,6 +147,12 @@ struct llama_kvtool_layer {
 // What each layer of a model keeps: out[n], a layer with both cells and a state twice, one without either not at all. Returns
 // how many there are, whatever n is; negative: contexts of this model cannot be enabled
 LLAMA_API int32_t llama_kvtool_layers(const struct llama_model * model, struct llama_kvtool_layer * out, int32_t n);
+
+// the most cells that this model may have: its index chooses no more for a query; INT32_MAX without an index
+LLAMA_API int32_t llama_kvtool_most_cells(const struct llama_model * model);
+
+// whether the model biases attention by distance (ALiBi)
+LLAMA_API bool llama_kvtool_has_alibi(const struct llama_model * model);
 
 // start anew with these parameters, on an empty cache; returns the number of rows
 LLAMA_API int32_t llama_kvtool_enable(struct llama_context * ctx, const struct llama_kvtool_params * params);
@@ -182,6 +189,9 @@ LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const fl
 // buffer that has room for them. Both return how many bytes these are; with a null buffer they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_cells(struct llama_context * ctx, int32_t layer, uint8_t * out, int32_t n_cell);
 LLAMA_API int64_t llama_kvtool_set_cells(struct llama_context * ctx, int32_t layer, const uint8_t * in, int32_t n_cell);
+
+// where the keys of each row's first n_cell cells stand: pos[n_row][n_cell]. With ALiBi these are not in the keys
+LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int32_t * pos, int32_t n_row, int32_t n_cell);
 
 // The same for what a model keeps beside its rows: all cells of the layers with a sliding window, then all recurrent states.
 // table[n_beside]: with sliding layers, where their next token goes, and each cell's position, -1 if it is empty; with

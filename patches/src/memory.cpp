@@ -4,7 +4,10 @@
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsa-iswa.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
@@ -22,22 +25,46 @@ static llama_kv_cache_iswa * sliding_pair(llama_memory_i * memory) {
     return dynamic_cast<llama_kv_cache_iswa *>(memory);
 }
 
-llama_kv_cache * llama_kvtool::cache(llama_memory_i * memory) {
-    if (dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
-        return nullptr;
+static llama_kv_cache_dsa * indexed_pair(llama_memory_i * memory) {
+    if (auto * both = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+        return both->get_dsa();
     }
+    return dynamic_cast<llama_kv_cache_dsa *>(memory);
+}
+
+llama_kv_cache * llama_kvtool::cache(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn();
     }
     if (auto * both = sliding_pair(memory)) {
         return both->get_base();
     }
+    if (auto * both = indexed_pair(memory)) {
+        return both->get_mla();
+    }
+    if (auto * both = dynamic_cast<llama_kv_cache_msa *>(memory)) {
+        return both->get_base();
+    }
     return dynamic_cast<llama_kv_cache *>(memory);
 }
 
 llama_kv_cache * llama_kvtool::sliding_cache(llama_memory_i * memory) {
+    if (auto * both = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
+        return both->get_swa();
+    }
     auto * both = sliding_pair(memory);
     return both ? both->get_swa() : nullptr;
+}
+
+llama_kv_cache * llama_kvtool::index_cache(llama_memory_i * memory) {
+    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
+        return hybrid->get_mem_idx();
+    }
+    if (auto * both = dynamic_cast<llama_kv_cache_msa *>(memory)) {
+        return both->get_idx();
+    }
+    auto * both = indexed_pair(memory);
+    return both ? both->get_lid() : nullptr;
 }
 
 llama_memory_recurrent * llama_kvtool::recurrent(llama_memory_i * memory) {
@@ -52,6 +79,7 @@ llama_memory_recurrent * llama_kvtool::recurrent(llama_memory_i * memory) {
 
 llama_kv_cache         * llama_kvtool::cache        (const llama_context & lctx) { return cache        (lctx.memory.get()); }
 llama_kv_cache         * llama_kvtool::sliding_cache(const llama_context & lctx) { return sliding_cache(lctx.memory.get()); }
+llama_kv_cache         * llama_kvtool::index_cache  (const llama_context & lctx) { return index_cache  (lctx.memory.get()); }
 llama_memory_recurrent * llama_kvtool::recurrent    (const llama_context & lctx) { return recurrent    (lctx.memory.get()); }
 
 std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i * memory) {
@@ -66,7 +94,10 @@ std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i 
         return "all layers of this model are recurrent: its memory does not grow, and needs no kvtool";
     }
     if (!kv) {
-        return "this model chooses what it attends to by an index beside its cache";
+        return "this model attends to compressed tokens, several in a cell";
+    }
+    if (hparams.ple_ngram_size > 0) {
+        return "this model reads the tokens before one from llama.cpp's own table of cells";
     }
     if (kv->layers.empty()) {
         return "all layers of this model attend through a sliding window: its cache does not grow, and needs no kvtool";
@@ -74,19 +105,25 @@ std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i 
     if (!hparams.causal_attn) {
         return "this model attends to later tokens";
     }
-    if (hparams.use_alibi) {
-        return "this model biases attention by position (ALiBi), which the cells of all heads share";
-    }
     if (llama_model_has_encoder(&model)) {
         return "this model has an encoder";
-    }
-    if (model.pos_embd) {
-        return "this model has learned positions, which end with the trained context";
     }
     if (hparams.router_layer >= 0) {
         return "a layer of this model routes by what is in its cache";
     }
     return {};
+}
+
+int llama_kvtool::most_indexed(const llama_model & model, llama_memory_i * memory) {
+    const auto & hparams = model.hparams;
+
+    if (!index_cache(memory)) {
+        return INT32_MAX;
+    }
+    // blocks of tokens, or tokens
+    const bool is_blocks = dynamic_cast<llama_kv_cache_msa *>(memory) != nullptr;
+
+    return std::min<int64_t>((int64_t) hparams.indexer_top_k*(is_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
 }
 
 std::vector<llama_kvtool_layer> llama_kvtool::describe(const llama_model & model, llama_memory_i * memory) {
@@ -110,6 +147,13 @@ std::vector<llama_kvtool_layer> llama_kvtool::describe(const llama_model & model
 
     add_cache(cache(memory),         LLAMA_KVTOOL_LAYER_ROWS);
     add_cache(sliding_cache(memory), LLAMA_KVTOOL_LAYER_SLIDING);
+
+    if (const auto * kv = index_cache(memory)) {
+        for (const auto & from : kv->layers) {
+            const int n_v = from.v ? (int) from.v->ne[0] : 0;
+            res.push_back({ (int) from.il, LLAMA_KVTOOL_LAYER_INDEX, (int) from.il, 1, (int) from.k->ne[0], n_v, 0 });
+        }
+    }
 
     if (const auto * mem = recurrent(memory)) {
         for (int il = 0; il < (int) hparams.n_layer_all; ++il) {
@@ -171,6 +215,14 @@ void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n
         cells.seq_add(i, i < n_hidden);
     }
     kv.v_heads[0] = n;
+}
+
+void llama_kvtool::fill_tables(llama_context & lctx, int n, llama_pos pos_0, int n_hidden) {
+    fill_table(*cache(lctx), n, pos_0, n_hidden);
+
+    if (auto * kv = index_cache(lctx)) {
+        fill_table(*kv, n, pos_0, n_hidden);
+    }
 }
 
 int llama_kvtool::n_used(const llama_kv_cache & kv) const {

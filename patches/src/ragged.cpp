@@ -98,32 +98,73 @@ bool llama_kvtool_store(
     return true;
 }
 
+// of ragged rows: 0 where a query sees a cell, and else less than any logit [n_cell, n_tokens, n_head]
+static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & l, int i) {
+    ggml_context * ctx = graph.ctx0;
+
+    const auto * rows = find_rows(graph, i);
+    GGML_ASSERT(rows);
+
+    // made on the device: the host would have to fill and send a mask for every head and layer
+    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, rows->limit->ne[1], l.n_head, 1);
+    return ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows->limit)), -1e30f);
+}
+
+// the same of llama.cpp's mask, which has its own distances [n_kv, n_tokens]
+static ggml_tensor * plain_mask(ggml_context * ctx, ggml_tensor * kq_mask) {
+    ggml_tensor * x = kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask;
+    return ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, x, 1.0f, 1e9f)), 1e30f, -1e30f);
+}
+
+// ALiBi: minus the distance of each cell's key from each query [n_kv, n_tokens, n_head]
+static ggml_tensor * distances(const llm_graph_context & graph, const layer & l, int i, int64_t n_kv, int64_t n_tokens) {
+    ggml_context * ctx = graph.ctx0;
+
+    auto & input = graph_input(graph);
+    if (!input.queries) {
+        input.queries = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, 1);
+    }
+
+    ggml_tensor * keys = new_input(ctx, GGML_TYPE_F32, n_kv, 1, l.n_head);
+    input.biased.push_back({ i, keys });
+
+    ggml_tensor * x = ggml_sub(ctx, ggml_repeat_4d(ctx, keys, n_kv, n_tokens, l.n_head, 1), input.queries);
+    return ggml_neg(ctx, ggml_abs(ctx, x));
+}
+
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || !kvtool->params.ragged || !kvtool->find(il)) {
+    if (!kvtool || (!kvtool->params.ragged && !kvtool->places.is_on()) || !kvtool->find(il)) {
         return kq_mask;
     }
 
     ggml_context * ctx = graph.ctx0;
 
-    const auto & l    = *kvtool->find(il);
-    const auto * rows = find_rows(graph, &l - kvtool->layers.data());
-    GGML_ASSERT(rows);
+    const auto & l = *kvtool->find(il);
 
-    const int64_t n_tokens = rows->limit->ne[1];
+    const int i = &l - kvtool->layers.data();
+
+    ggml_tensor * x = kvtool->params.ragged ? ragged_mask(graph, l, i) : plain_mask(ctx, kq_mask);
+    if (kvtool->places.is_on()) {
+        x = ggml_add(ctx, distances(graph, l, i, x->ne[0], x->ne[1]), x);
+    }
+
+    const int64_t n_kv     = x->ne[0];
+    const int64_t n_tokens = x->ne[1];
     const int64_t n_gqa    = graph.hparams.n_head(il)/l.n_head;
 
-    // made on the device: the host would have to fill and send a mask for every head and layer
-    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, n_tokens, l.n_head, 1);
-    x = ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows->limit)), -1e30f);
     if (n_gqa > 1) {
-        x = ggml_reshape_4d(ctx, x, l.n_cell, n_tokens, 1, l.n_head);
-        x = ggml_repeat_4d(ctx, x, l.n_cell, n_tokens, n_gqa, l.n_head);
-        x = ggml_reshape_3d(ctx, x, l.n_cell, n_tokens, n_gqa*l.n_head);
+        x = ggml_reshape_4d(ctx, x, n_kv, n_tokens, 1, l.n_head);
+        x = ggml_repeat_4d(ctx, x, n_kv, n_tokens, n_gqa, l.n_head);
+        x = ggml_reshape_3d(ctx, x, n_kv, n_tokens, n_gqa*l.n_head);
     }
 
     return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;
+}
+
+bool llama_kvtool_dense(const llm_graph_context & graph) {
+    return graph.cparams.kvtool != nullptr;
 }
 
 bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
@@ -135,6 +176,10 @@ bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
     }
     if (!kvtool) {
         return true;
+    }
+    if (kvtool->most_cells() > kvtool->n_most) {
+        LLAMA_LOG_ERROR("the index of this model chooses %d cells, not %d\n", kvtool->n_most, kvtool->most_cells());
+        return false;
     }
     if (kvtool->params.n_recall > 0) {
         const int n_own = kvtool->n_used(*llama_kvtool::cache(lctx));

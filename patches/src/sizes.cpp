@@ -20,6 +20,8 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 
     lctx.synchronize();
 
+    auto * idx = index_cache(lctx);
+
     const int n_own = n_used(*kv);
 
     for (size_t i = 0; i < layers.size(); ++i) {
@@ -47,7 +49,11 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     const auto resize_all = [&](const int * wanted) {
         bool ok = true;
         for (size_t i = 0; ok && i < layers.size(); ++i) {
-            ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, i, wanted[i]);
+            ok = wanted[i] == layers[i].n_cell || resize(lctx, *kv, layers, i, wanted[i]);
+        }
+        // of ragged rows the table has the newest tokens alone, and so has an index
+        for (size_t i = 0; ok && !params.ragged && i < index.size(); ++i) {
+            ok = wanted[0] == index[i].n_cell || resize(lctx, *idx, index, i, wanted[0]);
         }
         return ok;
     };
@@ -65,17 +71,23 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     }
 
     if (ok && !params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
-        auto & cells = kv->v_cells[0];
+        const auto old = kv->v_cells[0];
 
-        const auto old = cells;
-        cells.resize(n_cell[0]);
-        for (int i = 0; i < n_own; ++i) {
-            cells.pos_set(i, old.pos_get(i));
-            cells.seq_add(i, !old.seq_has(i, 0));
+        for (auto * one : { kv, idx }) {
+            if (!one) {
+                continue;
+            }
+            auto & cells = one->v_cells[0];
+
+            cells.resize(n_cell[0]);
+            for (int i = 0; i < n_own; ++i) {
+                cells.pos_set(i, old.pos_get(i));
+                cells.seq_add(i, !old.seq_has(i, 0));
+            }
+            one->v_heads[0] = n_own;
         }
         // the recalled cells are the last ones
         fill_recalled(*kv);
-        kv->v_heads[0] = n_own;
     }
 
 #if defined(__GLIBC__)
@@ -94,9 +106,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }
 
-// gives layer i of the cache n cells; false, with that layer as it was: there is no memory, or a device has failed
-bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n) {
-    auto & l = layers[i];
+// gives layer i of some in a cache n cells; false, with that layer as it was: there is no memory, or a device has failed
+bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector<layer> & some, size_t i, int n) {
+    auto & l = some[i];
 
     ggml_context_ptr ctx { ggml_init({ 4*ggml_tensor_overhead(), nullptr, true }) };
 
@@ -139,13 +151,16 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, i
         }
         return nullptr;
     };
-    if (!graphs.compute(lctx, kv, layers, { { i }, nullptr }, 64, {}, build)) {
+    if (!graphs.compute(lctx, kv, some, { { i }, nullptr }, 64, {}, build)) {
         return false;
     }
 
     l.k = k;
     l.v = v;
     l.n_cell = n;
+    if (&some == &layers) {
+        places.resize(i, n);
+    }
 
     graphs.clear();
 
@@ -160,7 +175,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, size_t i, i
 
     bufs.emplace_back(std::move(ctx), std::move(buf));
     bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
-        return std::none_of(layers.begin(), layers.end(), [&](const layer & l) {
+        return std::none_of(some.begin(), some.end(), [&](const layer & l) {
             return l.k->buffer == b.second.get() || (l.v && l.v->buffer == b.second.get());
         });
     }), bufs.end());

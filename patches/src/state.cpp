@@ -61,6 +61,9 @@ std::string llama_kvtool::unsupported(const llama_context & lctx) {
 
 // why these parameters' archive cannot be of this cache; empty: it can
 std::string llama_kvtool::no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params) {
+    if (hparams.use_alibi) {
+        return "tokens cannot be recalled by their keys where attention falls with distance (ALiBi)";
+    }
     if (params.n_near < 1 || (uint32_t) params.n_near > hparams.n_ctx_train) {
         return format("n_near must be in 1..%u, got %d", hparams.n_ctx_train, params.n_near);
     }
@@ -113,6 +116,13 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
             return fail("the layers have different numbers of cells, which is for ragged rows only");
         }
     }
+    if (const auto * idx = index_cache(lctx)) {
+        for (const auto & layer : idx->layers) {
+            if (!params.ragged && (uint32_t) layer.k->ne[1] != n_cell) {
+                return fail("the index has another number of cells than the layers, which is for ragged rows only");
+            }
+        }
+    }
 
     if (params.n_recall > 0) {
         const auto why = no_archive(hparams, *kv, params);
@@ -124,10 +134,14 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     auto res = std::make_shared<llama_kvtool>(params);
 
     res->v_trans = kv->v_trans;
+    res->n_most  = most_indexed(lctx.model, lctx.memory.get());
 
     res->add_layers(lctx);
     res->live.resize(res->n_row);
     res->signals.resize();
+    if (hparams.use_alibi) {
+        res->places.make(res->layers);
+    }
 
     recent::rings rings;
     if (!res->recent.make(rings, res->layer_cells().data())) {
@@ -141,6 +155,9 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     if (!params.ragged && kv->v_cells[0].size() != n_cell) {
         // the table does not know the sizes that ragged rows had
         kv->v_cells[0].resize(n_cell);
+        if (auto * idx = index_cache(lctx)) {
+            idx->v_cells[0].resize(n_cell);
+        }
     }
 
     lctx.kvtool         = res;
@@ -209,6 +226,12 @@ void llama_kvtool::add_layers(const llama_context & lctx) {
             if (hparams.n_head_kv(from.il) > 0) {
                 sliding.push_back(as_layer(from, 0));
             }
+        }
+    }
+    if (const auto * idx = index_cache(lctx)) {
+        for (const auto & from : idx->layers) {
+            const int n_v = from.v ? (int) from.v->ne[0] : 0;
+            index.push_back({ (int) from.il, 1, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0], n_v, (int) from.il });
         }
     }
     if (const auto * mem = recurrent(lctx)) {
@@ -301,7 +324,7 @@ std::vector<int> llama_kvtool::row_cells() const {
 
 int64_t llama_kvtool::n_bytes() const {
     int64_t res = 0;
-    for (const auto * some : { &layers, &sliding }) {
+    for (const auto * some : { &layers, &sliding, &index }) {
         for (const auto & l : *some) {
             res += ggml_nbytes(l.k) + (l.v ? ggml_nbytes(l.v) : 0);
         }
@@ -333,5 +356,6 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
             n += n_tokens;
         }
     }
+    n_own  += n_tokens;
     n_seen += n_tokens;
 }

@@ -7,6 +7,7 @@
 #include "graphs.h"
 #include "layer.h"
 #include "llama-kvtool.h"
+#include "places.h"
 #include "recent.h"
 #include "signals.h"
 
@@ -41,13 +42,18 @@ struct llama_kvtool {
     std::vector<kvtool::layer> layers;  // those with rows
     std::vector<kvtool::layer> sliding; // those with a sliding window: llama.cpp keeps their cache, and they have no rows
 
+    std::vector<kvtool::layer> index; // keys of an index, by which a model chooses among its cells; see llama_kvtool_dense
+
     std::vector<ggml_tensor *> states; // of recurrent layers, which llama.cpp keeps as well
 
     std::vector<int> layer_of_row;
     std::vector<int> index_of_il; // in layers: whose cells a layer of the model reads; -1: it has none of them
 
+    int  n_most  = INT32_MAX; // cells that a layer may have when tokens are decoded
     int  n_row   = 0;
     bool v_trans = false; // V is stored transposed
+
+    int n_own = 0; // cells of each row that are in use, unless rows are ragged
 
     int64_t n_seen = 0; // tokens that the next query has seen before itself
 
@@ -59,6 +65,7 @@ struct llama_kvtool {
     kvtool::recent  recent  { layers, params };
     kvtool::graphs  graphs;
     kvtool::archive archive;
+    kvtool::places  places; // with ALiBi alone
 
     std::vector<kvtool::recalled_layer> recalled; // one a layer
     kvtool::choice_work                 work;
@@ -130,13 +137,20 @@ struct llama_kvtool {
     // the cache of the sliding layers, null if there are none
     static llama_kv_cache * sliding_cache(const llama_context & lctx);
 
+    // the keys of an index, null if there is none
+    static llama_kv_cache * index_cache(const llama_context & lctx);
+
     // the states of recurrent layers, null if there are none
     static llama_memory_recurrent * recurrent(const llama_context & lctx);
 
     // the same of a memory that no context has yet
     static llama_kv_cache         * cache        (llama_memory_i * memory);
     static llama_kv_cache         * sliding_cache(llama_memory_i * memory);
+    static llama_kv_cache         * index_cache  (llama_memory_i * memory);
     static llama_memory_recurrent * recurrent    (llama_memory_i * memory);
+
+    // the most cells that a model's index chooses for a query
+    static int most_indexed(const llama_model & model, llama_memory_i * memory);
 
     // what each layer of a model with this memory keeps
     static std::vector<llama_kvtool_layer> describe(const llama_model & model, llama_memory_i * memory);
@@ -156,6 +170,9 @@ struct llama_kvtool {
     // sets the table of cells: n in use, the last at position pos_0 + n - 1 and the others before it; the first n_hidden
     // of them belong to a sequence without queries
     static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0);
+
+    // the same of the rows' cache and of its index
+    static void fill_tables(llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
 
     // cells that hold the context's own tokens: the table's first ones, but for those of ragged rows
     int n_used(const llama_kv_cache & kv) const;
@@ -184,5 +201,5 @@ private:
     std::string unseen() const;
     static std::string no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params);
 
-    bool resize(llama_context & lctx, llama_kv_cache & kv, size_t i, int n);
+    bool resize(llama_context & lctx, llama_kv_cache & kv, std::vector<kvtool::layer> & some, size_t i, int n);
 };

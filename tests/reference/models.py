@@ -17,12 +17,14 @@ class Llama:
 
     slides: for each layer, whether a window slides. owner: the layer whose rows each layer reads; None if it
     has none. freq: for each layer f64[head_dim / 2], how far a pair of a key turns from one position to the
-    next. scale: what attention logits are multiplied by. head_dim, value_dim: of a key and a value in a row.
+    next. scale: what attention logits are multiplied by. slopes: f64[n_head], by how much these fall from one
+    position to the one before; None without ALiBi. head_dim, value_dim: of a key and a value in a row.
     """
 
     archs = ("llama", "qwen2", "gemma3")
     pairs_are_halves = True
     output_norm_name = "output_norm"
+    slopes = None
 
     def __init__(self, path):
         reader = gguf.GGUFReader(path)
@@ -109,15 +111,13 @@ class Llama:
         gate, up = linear(layer, "ffn_gate", h), linear(layer, "ffn_up", h)
         if not self.is_gemma:
             return linear(layer, "ffn_down", gate * _sigmoid(gate) * up)
-        # llama.cpp's table has an entry for each f16
-        gate = gate.astype(np.float16).astype(np.float64)
-        gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * gate * (1 + 0.044715 * gate * gate)))
-        out = linear(layer, "ffn_down", gelu.astype(np.float16) * up)
+        out = linear(layer, "ffn_down", _gelu(gate).astype(np.float16) * up)
         return self.norm(out, layer["post_ffw_norm"])
 
     # what they share
 
-    def embed(self, tokens):
+    def embed(self, tokens, rot):
+        """f64[n_tokens, n_embd]; rot i64[n_tokens]: where the tokens stand."""
         x = self.embd[np.asarray(tokens)].astype(np.float64)
         return x * np.sqrt(x.shape[1]) if self.is_gemma else x
 
@@ -164,6 +164,59 @@ class SmolLM3(Llama):
 
     def frequencies(self, number, weights):
         return [freq * ((i + 1) % 4 > 0) for i, freq in enumerate(super().frequencies(number, weights))]
+
+
+class Refact(Llama):
+    """Keys do not turn: attention falls with distance (ALiBi), in each head at a slope of its own."""
+
+    archs = ("refact",)
+
+    def configure(self, number):
+        # of as many heads as a power of 2
+        self.slopes = 2.0 ** (-8 / self.n_head * np.arange(1, self.n_head + 1))
+
+    def frequencies(self, number, weights):
+        return [0 * freq for freq in super().frequencies(number, weights)]
+
+
+class GPT2(Llama):
+    """A learned vector for each position is added to what a token begins with; keys do not turn."""
+
+    archs = ("gpt2",)
+
+    def __init__(self, path):
+        self.parts = {}
+        super().__init__(path)
+
+    def configure(self, number):
+        self.eps = number("attention.layer_norm_epsilon")
+
+    def frequencies(self, number, weights):
+        self.parts = {name: weights.pop(name) for name in ("position_embd", "output_norm.bias")}
+        return [0 * freq for freq in super().frequencies(number, weights)]
+
+    def names(self, i):
+        return "attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"
+
+    def embed(self, tokens, rot):
+        return super().embed(tokens, rot) + self.parts["position_embd"][rot]
+
+    def block(self, i, x, stream):
+        layer = self.layers[i]
+        h = linear(layer, "attn_qkv", self._norm(layer, "attn_norm", x))
+        q, k, v = h.reshape(len(h), 3, self.n_head, self.head_dim).transpose(1, 2, 0, 3)
+        x = x + linear(layer, "attn_output", _side_by_side(stream.attend(i, *map(self.pairs, (q, k)), v)))
+        up = linear(layer, "ffn_up", self._norm(layer, "ffn_norm", x))
+        return x + linear(layer, "ffn_down", _gelu(up).astype(np.float16).astype(np.float64))
+
+    def logits(self, x):
+        return _product(
+            self._norm({"": self.output_norm, ".bias": self.parts["output_norm.bias"]}, "", x), self.output
+        )
+
+    def _norm(self, layer, name, x):
+        x = x - x.mean(axis=-1, keepdims=True)
+        return self.norm(x, layer[name]) + layer[f"{name}.bias"]
 
 
 class Qwen2VL(Llama):
@@ -283,6 +336,16 @@ class DeepSeek2(Llama):
         return linear(layer, "attn_output", _side_by_side(out @ layer["attn_v_b"].mT))
 
 
+class DeepSeek32(DeepSeek2):
+    """The same with an index, which chooses for each query no fewer cells than there are."""
+
+    archs = ("deepseek32",)
+
+    def names(self, i):
+        index = ("k_norm", "proj", "attn_k", "attn_q_b")
+        return super().names(i) + tuple(f"indexer.{name}" for name in index)
+
+
 class Gemma4(Llama):
     """The last layers read the rows of an earlier one: the newest that slides, or does not, as they do."""
 
@@ -315,7 +378,9 @@ class Gemma4(Llama):
 
 
 KINDS = {
-    arch: kind for kind in (Llama, SmolLM3, Qwen2VL, GptOss, LFM2, DeepSeek2, Gemma4) for arch in kind.archs
+    arch: kind
+    for kind in (Llama, SmolLM3, Refact, GPT2, Qwen2VL, GptOss, LFM2, DeepSeek2, DeepSeek32, Gemma4)
+    for arch in kind.archs
 }
 
 
@@ -342,6 +407,12 @@ def _weights(reader):
             raise ValueError(f"{tensor.name} must be F32, got {tensor.tensor_type.name}")
         weights[tensor.name.removesuffix(".weight")] = tensor.data.view(np.ndarray)
     return weights
+
+
+def _gelu(x):
+    # llama.cpp's table has an entry for each f16
+    x = x.astype(np.float16).astype(np.float64)
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x * x)))
 
 
 def _side_by_side(heads):

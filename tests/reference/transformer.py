@@ -189,7 +189,7 @@ class Stream:
             np.arange(self.counter, self.counter + m),
             1 + np.arange(m) + (self.next if self.t == "stream" else self.n),
         )
-        x = self.model.embed(tokens)
+        x = self.model.embed(tokens, self._batch.rot)
         for layer in range(self.model.n_layer):
             x = self.model.block(layer, x, self)
         self.next += m
@@ -239,6 +239,8 @@ class Stream:
             scores = asked @ keys.T * model.scale
             if self.logn and not slides:
                 scores *= np.log(t)[:, None] / np.log(512)
+            if model.slopes is not None:
+                scores += model.slopes[mine, None, None] * (row.rot - rot[:, None])
             scores[:, row.pos > pos[:, None]] = -np.inf
             if slides:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf

@@ -1,0 +1,53 @@
+#include "places.h"
+
+#include <algorithm>
+
+namespace kvtool {
+
+void places::make(const std::vector<layer> & layers) {
+    of_layer.clear();
+    for (const auto & l : layers) {
+        of_layer.push_back({ l.n_cell, std::vector<int32_t>((size_t) l.n_head*l.n_cell) });
+    }
+}
+
+void places::resize(size_t i, int n_cell) {
+    if (!is_on()) {
+        return;
+    }
+    auto & old = of_layer[i];
+
+    const int n_head = old.pos.size()/old.n_cell;
+
+    table res = { n_cell, std::vector<int32_t>((size_t) n_head*n_cell) };
+    for (int head = 0; head < n_head; ++head) {
+        std::copy_n(&old.at(head, 0), std::min(n_cell, old.n_cell), &res.at(head, 0));
+    }
+    old = std::move(res);
+}
+
+void places::move(const std::vector<layer> & layers, const llama_kvtool_edit & edit) {
+    if (!is_on()) {
+        return;
+    }
+
+    const auto i_layer = [&](int row) {
+        const auto after = std::upper_bound(layers.begin(), layers.end(), row, [](int r, const layer & l) { return r < l.row_0; });
+        return after - layers.begin() - 1;
+    };
+
+    // a move may read what another one writes
+    std::vector<int32_t> res;
+    for (int i = 0; i < edit.n_move; ++i) {
+        const auto & m  = edit.moves[i];
+        const auto   at = i_layer(m.row);
+        res.push_back(get(at, m.row - layers[at].row_0, m.src) + m.delta);
+    }
+    for (int i = 0; i < edit.n_move; ++i) {
+        const auto & m  = edit.moves[i];
+        const auto   at = i_layer(m.row);
+        put(at, m.row - layers[at].row_0, m.dst, res[i]);
+    }
+}
+
+} // namespace kvtool
