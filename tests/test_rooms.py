@@ -28,6 +28,8 @@ ALONE = {
     "gguf": "models",
     "huggingface_hub": "models",
     "jinja2": "chats",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 """Packages that one room alone imports."""
 

@@ -50,6 +50,8 @@ class Conversation:
         Whether `reply` copies the chat first, so that `undo` can take the turn back.
     copies
         Those copies.
+    n_held
+        Tokens of the reply header, which are held in the cache.
     kept
         Opens the files that hold the chat as it is now, or returns None. It saves writing a copy.
     """
@@ -66,7 +68,7 @@ class Conversation:
         self._store = Store()
         self.n_reply = self.version = 0
         model = writer.engine.model
-        self._n_held = len(model.tokenize(template.reply_start(), special=True))
+        self.n_held = len(model.tokenize(template.reply_start(), special=True))
         # tokens of the reply header that open a thought; they are left out with it
         self._n_opening = 0
         if template.drops_thoughts and template.opens_thought:
@@ -122,18 +124,25 @@ class Conversation:
         """Reads a turn of the user; returns False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        # what opens a thought is read by `answer`
-        self._opening = tokens[len(tokens) - self._n_opening :]
         self.remember(f'the turn "{_brief(text)}"', text)
         self.version += 1
         self.messages.append({"role": "user", "content": text})
         is_read = False
         try:
-            is_read = self.writer.read(tokens[: len(tokens) - self._n_opening])
+            is_read = self.take(tokens)
         finally:
             if not is_read:
                 self.messages.append({"role": "assistant", "content": ""})
         return is_read
+
+    def take(self, tokens: np.ndarray) -> bool:
+        """Reads i32[n] tokens that end with the reply header; returns False if stopped before their end.
+
+        What opens a thought is read by `answer`.
+        """
+        n = len(tokens) - self._n_opening
+        self._opening = tokens[n:]
+        return self.writer.read(tokens[:n])
 
     def answer(self, n_max: int | None = None) -> Iterator[str]:
         """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
@@ -274,7 +283,7 @@ class Conversation:
         engine = self.writer.engine
         tokens, n = self._first(text)
         engine.pin(n)
-        engine.hold(self._n_held)
+        engine.hold(self.n_held)
         return tokens
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:

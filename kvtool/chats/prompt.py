@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +36,20 @@ def wants_bos(model: Model, text: str) -> bool:
     return not (bos and text.startswith(bos))
 
 
-def system_prefix(template: Template, system: str) -> str | None:
+def system_prefix(template: Template, system: str, tools: list[Any] | None = None) -> str | None:
     """How every chat under this system prompt starts, up to the prompt's last character.
 
-    The prefix is found by rendering chats that differ in one place. None if there is no such prefix: the
-    template leaves the prompt out, cuts it short, or places it after what the user says. Raises ModelError.
+    With tools: up to where the user's text begins, as templates put them behind the prompt. The prefix is
+    found by rendering chats that differ in one place. None if there is no such prefix: the template leaves
+    the prompt out, cuts it short, or places it after what the user says. Raises ModelError.
     """
 
     def chat(system: str, user: str) -> str:
-        return template.render([{"role": "system", "content": system}, {"role": "user", "content": user}])
+        first = [{"role": "system", "content": system}] if system else []
+        return template.render([*first, {"role": "user", "content": user}], tools=tools)
 
+    if tools:
+        return _common_text(*(chat(system, mark) for mark in _MARKS)) or None
     shown = chat(system, _MARKS[0])
     end = end_of(shown, system, lambda text: chat(text, _MARKS[0]))
     return shown[:end] if 0 < end <= _common(shown, chat(system, _MARKS[1])) else None
@@ -75,7 +80,11 @@ def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
 
 
 def _common(*texts: str) -> int:
-    return len(os.path.commonprefix(texts))
+    return len(_common_text(*texts))
+
+
+def _common_text(*texts: str) -> str:
+    return os.path.commonprefix(texts)
 
 
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -68,10 +70,15 @@ class Template:
             # for example one nested too deeply for Python's compiler
             raise _failed(error) from error
 
-    def render(self, messages: list[Message], *, reply: bool = True) -> str:
-        """The text of a whole chat. reply: ends with the header after which the model answers."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True, tools: list[Any] | None = None
+    ) -> str:
+        """The text of a whole chat. reply: ends with the header after which the model answers.
+
+        tools: what the model may call, in OpenAI's form.
+        """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=reply, tools=None)
+            return self._template.render(messages=messages, add_generation_prompt=reply, tools=tools)
         except Exception as error:
             # a template is a program from a stranger: it may raise anything
             raise _failed(error) from error
@@ -81,11 +88,23 @@ class Template:
 
         It starts with the end of that reply. before: the chat up to the reply, without it.
         """
+        return self.following(before, [{"role": "user", "content": user}])
+
+    def following(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[Any] | None = None,
+    ) -> str:
+        """The text of these messages behind the model's last reply, from the end of that reply on.
+
+        before: the chat up to the reply, without it.
+        """
         stand_in = _STAND_IN
-        while stand_in in user:
+        while any(stand_in in str(message) for message in messages):
             stand_in += "."
-        chat = [*before, {"role": "assistant", "content": stand_in}, {"role": "user", "content": user}]
-        _, found, text = self.render(chat).rpartition(stand_in)
+        chat = [*before, {"role": "assistant", "content": stand_in}, *messages]
+        _, found, text = self.render(chat, tools=tools).rpartition(stand_in)
         if not found:
             raise ModelError(f"the model's chat template leaves replies out; {RAW}")
         return text

@@ -23,6 +23,7 @@ _HANGUP, _PIPE = 128 + 1, 128 + 13
 COMMANDS = {
     "chat": ("chat", "Start a chat: memory and speed stay constant however long it gets."),
     "generate": ("generate", "Answer a prompt, a text on stdin, or both."),
+    "serve": ("serve", "Answer programs that speak the OpenAI API, from caches that never fill."),
     "perplexity": (
         "perplexity",
         "Stream a text through the cache and print its perplexity; lower is better.",

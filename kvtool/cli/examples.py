@@ -13,6 +13,10 @@ EXAMPLES = {
         'kvtool generate "Why is the sky blue?" -n 200',
         'cat report.txt | kvtool generate "Summarize:" --budget 10% --explain > summary.txt',
     ),
+    "serve": (
+        "kvtool serve -m smollm2-135m --port 8080",
+        "kvtool serve --policy recall --budget 1024 --sessions ~/chats --api-key-file key.txt",
+    ),
     "perplexity": (
         "kvtool perplexity book.txt --policy weightedkv --budget 256",
         "kvtool perplexity book.txt --policy full --windows 512",

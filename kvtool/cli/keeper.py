@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.segments import Store
     from kvtool.chats.session import Arrays, Meta
+    from kvtool.engine.loop import Engine
 
 _SAVED = (
     *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
@@ -272,28 +273,32 @@ class Keeper:
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
-        """What must be the same to continue a chat. Found when needed: hashing a large model takes time."""
-        from dataclasses import asdict
+        # found when needed: hashing a large model takes time
+        return fixed_of(self.chat.writer.engine, self.context.params["policy"])
 
-        from kvtool import policies
-        from kvtool.llama.devices import library_info
-        from kvtool.models.download import sha256
 
-        engine, policy = self.chat.writer.engine, self.context.params["policy"]
-        path, settings = engine.model.path, engine.settings
-        with bytes_progress(f"hashing {path.name}", piped=False) as progress:
-            digest = sha256(path, progress)
-        return {
-            "model_sha256": digest,
-            "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
-            "policy_package": policies.package(policy),
-            "parameters": asdict(engine.policy),
-            "positions": settings.positions,
-            "context": engine.n_ctx,
-            "key_type": settings.type_k,
-            "value_type": settings.type_v,
-            "llama_cpp": library_info()["version"],
-        } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
+def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
+    """What must be the same to continue a chat. policy: as it was typed."""
+    from dataclasses import asdict
+
+    from kvtool import policies
+    from kvtool.llama.devices import library_info
+    from kvtool.models.download import sha256
+
+    path, settings = engine.model.path, engine.settings
+    with bytes_progress(f"hashing {path.name}", piped=False) as progress:
+        digest = sha256(path, progress)
+    return {
+        "model_sha256": digest,
+        "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
+        "policy_package": policies.package(policy),
+        "parameters": asdict(engine.policy),
+        "positions": settings.positions,
+        "context": engine.n_ctx,
+        "key_type": settings.type_k,
+        "value_type": settings.type_v,
+        "llama_cpp": library_info()["version"],
+    } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
 
 
 def open_transcript(path: Path) -> Log:

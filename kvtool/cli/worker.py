@@ -63,7 +63,7 @@ def worker(
     """
     address = endpoints.address(host)
     n_bytes = _bytes(mem)
-    _check_free(address, port)
+    check_free(address, port)
 
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
@@ -113,8 +113,8 @@ def _bytes(mem: str | None) -> int | None:
     return n_bytes
 
 
-def _check_free(address: str, port: int) -> None:
-    """Raise UsageError if nobody can listen there: ggml would not say why."""
+def check_free(address: str, port: int) -> None:
+    """Raise UsageError if nobody can listen there: who listens then would not say why."""
     with socket.socket() as probe:
         if os.name == "posix":
             # as ggml does: the port of a process that has just ended counts as free
@@ -125,7 +125,7 @@ def _check_free(address: str, port: int) -> None:
         except OSError as error:
             why = error.strerror or error
             if error.errno == errno.EADDRINUSE:
-                why = "the port is in use, maybe by another worker; choose another --port"
+                why = "the port is in use, maybe by another kvtool; choose another --port"
             elif error.errno == errno.EADDRNOTAVAIL:
                 why = "this machine has no such address; choose another --host (0.0.0.0 means all)"
             raise UsageError(f"cannot listen on {address}:{port}: {why}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -43,7 +44,13 @@ def raises() -> None:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed."""
+    """Inside, Ctrl-C raises KeyboardInterrupt, so that unfinished work is removed.
+
+    Nothing changes in other threads than the main one, which is where Ctrl-C comes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.getsignal(signal.SIGINT)
     raises()
     try:

@@ -1,0 +1,403 @@
+"""The HTTP side: routes, keys, limits, streams. It never waits for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvtool.chats.thinking import Splitter, Tags
+from kvtool.serve import requests
+from kvtool.serve.bodies import Bodies, Body
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields
+from kvtool.serve.jobs import Job, Waiting
+from kvtool.serve.requests import ChatRequest, Defaults, Request
+
+_T = TypeVar("_T")
+
+_LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of web pages that may ask."""
+
+PING_S = 5.0
+"""Seconds without a word after which a stream says that it lives."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """What a client may do.
+
+    Attributes
+    ----------
+    keys
+        API keys, one of which each request must have; none are needed without.
+    most_bytes
+        Of a body.
+    read_timeout
+        Seconds that a body may take to come.
+    """
+
+    keys: tuple[str, ...] = ()
+    most_bytes: int = 64 * 2**20
+    read_timeout: float = 30.0
+
+
+@dataclass(slots=True)
+class Site:
+    """What the routes share.
+
+    Attributes
+    ----------
+    model, policy
+        Their names.
+    waiting
+        The engine's queue.
+    props
+        What is known of the engine once it is ready; None before.
+    tags, is_open
+        What thoughts of the model stand between, and whether a reply begins inside of one.
+    """
+
+    model: str
+    policy: str
+    waiting: Waiting
+    defaults: Defaults = field(default_factory=Defaults)
+    limits: Limits = field(default_factory=Limits)
+    props: dict[str, Any] | None = None
+    tags: Tags | None = None
+    is_open: bool = False
+    tokenize: Callable[[str, bool], list[int]] | None = None
+    detokenize: Callable[[list[int]], str] | None = None
+
+
+def make(site: Site) -> Starlette:
+    """The application."""
+
+    def route(path: str, handler: Callable[[Site, HttpRequest], Awaitable[Response]], method: str) -> Route:
+        async def endpoint(request: HttpRequest) -> Response:
+            try:
+                _check_key(site, request)
+                return await handler(site, request)
+            except ApiError as error:
+                return _failed(error)
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return Route(path, endpoint, methods=[method])
+
+    own = [
+        route("/v1/chat/completions", _chat, "POST"),
+        route("/v1/completions", _text, "POST"),
+        route("/v1/models", _models, "GET"),
+        route("/v1/models/{name:path}", _model, "GET"),
+        route("/props", _props, "GET"),
+        route("/tokenize", _tokenize, "POST"),
+        route("/detokenize", _detokenize, "POST"),
+        Route("/health", lambda request: _health(site)),
+    ]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origin_regex=_LOCAL,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
+    return Starlette(routes=own, middleware=[cors], exception_handlers={404: _no_route, 405: _no_route})
+
+
+# answers
+
+
+async def _chat(site: Site, http: HttpRequest) -> Response:
+    _check_ready(site)
+    name = http.headers.get("x-session-id")
+    body = await _body(site, http)
+    request = requests.chat(body, site.defaults, site.model, name)
+    return await _answer(site, http, request, "chat")
+
+
+async def _text(site: Site, http: HttpRequest) -> Response:
+    _check_ready(site)
+    request = requests.text(await _body(site, http), site.defaults, site.model)
+    return await _answer(site, http, request, "text")
+
+
+async def _answer(site: Site, http: HttpRequest, request: Request, kind: str) -> Response:
+    job = Job(request, _client(http))
+    site.waiting.put(job)
+    bodies = Bodies(kind, site.model, site.policy)
+    try:
+        if request.stream:
+            # an error that comes soon has a status of its own
+            first = await _unless_gone(http, job, _soon(job))
+            if first and first["kind"] == "error":
+                raise first["error"]
+            lines = _stream(site, job, request, bodies, first)
+            return StreamingResponse(lines, media_type="text/event-stream", headers=_NO_BUFFER)
+        return await _unless_gone(http, job, _whole(site, job, request, bodies))
+    except BaseException:
+        job.cancel()
+        raise
+
+
+async def _soon(job: Job) -> Body | None:
+    """The first event, or None if it takes longer than a client should wait without a word."""
+    waited = asyncio.ensure_future(job.next_but("reading"))
+    done, _ = await asyncio.wait({waited}, timeout=PING_S)
+    if done:
+        return waited.result()
+    waited.cancel()
+    return None
+
+
+_NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def _whole(site: Site, job: Job, request: Request, bodies: Bodies) -> Response:
+    reply = _Reply(site, request)
+    listed: list[Body] = []
+    while True:
+        event = await job.next_but("reading")
+        if event["kind"] == "error":
+            raise event["error"]
+        listed += event.get("listed", [])
+        if event["kind"] == "piece":
+            reply.feed(event["text"])
+        elif event["kind"] == "end":
+            reply.end()
+            shown = None if request.logprobs is None else listed
+            return JSONResponse(bodies.whole(reply.message, shown, event, reply.finish(event)))
+
+
+async def _stream(
+    site: Site, job: Job, request: Request, bodies: Bodies, first: Body | None
+) -> AsyncIterator[str]:
+    reply = _Reply(site, request)
+    try:
+        if isinstance(request, ChatRequest):
+            yield _line(bodies.piece({"role": "assistant", "content": ""}))
+        event = first or {"kind": "reading"}
+        while True:
+            shown = None if request.logprobs is None else event.get("listed", [])
+            if event["kind"] == "error":
+                yield _line(event["error"].body)
+                break
+            deltas = reply.feed(event["text"]) if event["kind"] == "piece" else []
+            if event["kind"] == "end":
+                deltas = reply.end()
+            for delta in deltas:
+                yield _line(bodies.piece(delta, shown))
+                shown = None if shown is None else []
+            if event["kind"] == "end":
+                last = bodies.piece({}, shown or None, reply.finish(event))
+                # llama-server's clients look for these in the last piece
+                counts = bodies.counts(event)
+                yield _line(last | {name: counts[name] for name in ("timings", "kvtool")})
+                if request.with_usage:
+                    yield _line(bodies.usage(event))
+                break
+            async for ping in _pings(job):
+                if isinstance(ping, str):
+                    yield ping
+                else:
+                    event = ping
+        yield "data: [DONE]\n\n"
+    finally:
+        job.cancel()
+
+
+async def _pings(job: Job) -> AsyncIterator[str | Body]:
+    """The next event, and a comment before it whenever it takes long."""
+    waited = asyncio.ensure_future(job.next())
+    try:
+        while True:
+            done, _ = await asyncio.wait({waited}, timeout=PING_S)
+            if not done:
+                yield ": ping\n\n"
+                continue
+            event = waited.result()
+            if event["kind"] in ("reading", "read"):
+                waited = asyncio.ensure_future(job.next())
+                continue
+            yield event
+            return
+    finally:
+        waited.cancel()
+
+
+class _Reply:
+    """A reply as it comes: what is thought, what is said."""
+
+    def __init__(self, site: Site, request: Request) -> None:
+        is_chat = isinstance(request, ChatRequest) and site.tags
+        self._splitter = Splitter(site.tags, is_open=site.is_open) if is_chat and site.tags else None
+        self._after_thought = False
+        self.message: Body = {"role": "assistant", "content": ""}
+
+    def feed(self, piece: str) -> list[Body]:
+        """What a stream says of it."""
+        parts = self._splitter.feed(piece) if self._splitter else [(False, piece)]
+        return [delta for is_thought, text in parts if (delta := self._take(is_thought, text))]
+
+    def end(self) -> list[Body]:
+        """What has waited."""
+        parts = self._splitter.end() if self._splitter else []
+        return [delta for is_thought, text in parts if (delta := self._take(is_thought, text))]
+
+    def _take(self, is_thought: bool, text: str) -> Body | None:
+        if not is_thought and self._splitter and self._splitter.had_thought and not self.message["content"]:
+            text = text.lstrip("\n")
+        if not text:
+            return None
+        name = "reasoning_content" if is_thought else "content"
+        self.message[name] = self.message.get(name, "") + text
+        return {name: text}
+
+    def finish(self, end: Body) -> str:
+        """Why it ended."""
+        return "length" if end["is_cut"] else "stop"
+
+
+# the rest
+
+
+async def _models(site: Site, http: HttpRequest) -> Response:
+    return JSONResponse({"object": "list", "data": [_model_body(site)]})
+
+
+async def _model(site: Site, http: HttpRequest) -> Response:
+    if http.path_params["name"] != site.model:
+        raise ApiError(
+            f"there is no model of that name; {site.model} runs", status=404, code="model_not_found"
+        )
+    return JSONResponse(_model_body(site))
+
+
+def _model_body(site: Site) -> Body:
+    meta = {"meta": site.props["model_meta"]} if site.props else {}
+    return {"id": site.model, "object": "model", "created": 0, "owned_by": "kvtool", **meta}
+
+
+async def _props(site: Site, http: HttpRequest) -> Response:
+    return JSONResponse(_check_ready(site))
+
+
+async def _health(site: Site) -> Response:
+    if site.props is None:
+        return _failed(_loading())
+    return JSONResponse({"status": "ok"})
+
+
+async def _tokenize(site: Site, http: HttpRequest) -> Response:
+    _check_ready(site)
+    fields = Fields(await _body(site, http))
+    content = fields.text("content") or ""
+    assert site.tokenize
+    return JSONResponse({"tokens": site.tokenize(content, fields.flag("add_special"))})
+
+
+async def _detokenize(site: Site, http: HttpRequest) -> Response:
+    _check_ready(site)
+    tokens = Fields(await _body(site, http)).any("tokens")
+    if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+        raise ApiError("tokens must be a list of whole numbers", param="tokens")
+    assert site.detokenize
+    return JSONResponse({"content": site.detokenize(tokens)})
+
+
+def _check_ready(site: Site) -> dict[str, Any]:
+    if site.props is None:
+        raise _loading()
+    return site.props
+
+
+def _loading() -> ApiError:
+    return ApiError("the model is being loaded", status=503, kind="unavailable_error", code="loading")
+
+
+def _check_key(site: Site, http: HttpRequest) -> None:
+    if not site.limits.keys:
+        return
+    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+    given = key.encode("utf-8", "surrogatepass")
+    # all are compared, so that the time tells nothing
+    if not sum(hmac.compare_digest(given, own.encode()) for own in site.limits.keys):
+        raise ApiError(
+            "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
+        )
+
+
+def _client(http: HttpRequest) -> str:
+    """Who asks, for a fair queue."""
+    own = http.headers.get("authorization") or http.headers.get("x-session-id")
+    return own or (http.client.host if http.client else "")
+
+
+async def _body(site: Site, http: HttpRequest) -> Any:
+    """The JSON of a request. Raises ApiError."""
+    try:
+        data = await asyncio.wait_for(_bytes(site, http), site.limits.read_timeout)
+    except asyncio.TimeoutError:
+        raise ApiError("the body took too long to come", status=408, code="timeout") from None
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ApiError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+
+
+async def _bytes(site: Site, http: HttpRequest) -> bytes:
+    most = site.limits.most_bytes
+    parts, n = [], 0
+    async for part in http.stream():
+        n += len(part)
+        if n > most:
+            raise ApiError(f"the body has more than {most} bytes", status=413, code="body_too_large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _unless_gone(http: HttpRequest, job: Job, wanted: Awaitable[_T]) -> _T:
+    """What is awaited, or ClientDisconnect as soon as the client has gone."""
+    waited = asyncio.ensure_future(wanted)
+    gone = asyncio.ensure_future(_gone(http))
+    try:
+        await asyncio.wait({waited, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if waited.done():
+            return waited.result()
+        job.cancel()
+        raise ClientDisconnect
+    finally:
+        waited.cancel()
+        gone.cancel()
+
+
+async def _gone(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _line(body: Body) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _failed(error: ApiError) -> Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _no_route(http: HttpRequest, error: Any) -> Response:
+    what = "no such address" if error.status_code == 404 else f"{http.method} is not for this address"
+    return _failed(ApiError(f"{what}: {http.url.path}", status=error.status_code, code="not_found"))

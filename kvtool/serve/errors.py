@@ -1,0 +1,49 @@
+"""What a client gets instead of an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """A request that cannot be answered, in the words of OpenAI's error bodies.
+
+    Attributes
+    ----------
+    message
+        One line: what is wrong, and what to do about it.
+    param
+        The field of the request that is wrong, such as "messages[2].role".
+    code
+        What programs look at, such as "exceed_context_size_error".
+    status
+        The HTTP status.
+    kind
+        OpenAI's `type`, such as "invalid_request_error".
+    more
+        Further fields of the body's error.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        more: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+        self.kind = kind
+        self.more = more or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client gets."""
+        own = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": own | self.more}

@@ -1,0 +1,118 @@
+"""Fields of a JSON object, each checked for its type and range as it is taken out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from kvtool.serve.errors import ApiError
+
+
+class Fields:
+    """A request's JSON object. Each method takes a field out; null counts as missing.
+
+    Raises ApiError, which names the field, for a value that does not fit.
+    """
+
+    def __init__(self, body: object) -> None:
+        if not isinstance(body, dict):
+            raise ApiError(f"the body must be a JSON object, got {kind_of(body)}")
+        self._left = {name: value for name, value in body.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def any(self, name: str) -> Any:
+        """The value as it is; None if there is none."""
+        return self._left.pop(name, None)
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.any(name)
+        if value is not None and not isinstance(value, str):
+            raise wrong(name, "a string", value)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.any(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise wrong(name, "true or false", value)
+        return value
+
+    def whole(self, name: str, low: int, high: int) -> int | None:
+        """A whole number in low..high."""
+        value = self.any(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong(name, "a whole number", value)
+        if not low <= value <= high:
+            raise ApiError(f"{name} must be in {low}..{high}, got {shown(value)}", param=name)
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A finite number."""
+        value = self.any(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong(name, "a number", value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise ApiError(f"{name} must be a finite number", param=name)
+        return value
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A string, or a list of at most so many."""
+        value = self.any(name)
+        if value is None:
+            return ()
+        found = [value] if isinstance(value, str) else value
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise wrong(name, "a string or a list of strings", value)
+        if len(found) > most:
+            raise ApiError(f"{name} takes at most {most} strings, got {len(found)}", param=name)
+        return tuple(found)
+
+    def refuse(self, names: Iterable[str], why: str = "is not there in kvtool; leave it out") -> None:
+        """Raises ApiError if one of these fields is given, but for what asks for nothing."""
+        for name in names:
+            if self.any(name) not in (None, False, 0, "", [], {}):
+                raise ApiError(f"{name} {why}", param=name, code="unsupported_parameter")
+
+
+def wrong(name: str, needed: str, value: object) -> ApiError:
+    """The error for a value of another type."""
+    return ApiError(f"{name} must be {needed}, got {kind_of(value)}", param=name, code="invalid_type")
+
+
+def kind_of(value: object) -> str:
+    """The JSON type of a value, in words."""
+    kinds: dict[type, str] = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
+    return kinds.get(type(value), "null")
+
+
+def shown(value: object) -> str:
+    """A value from a stranger, cut to what fits on a line."""
+    try:
+        text = str(value)
+    except ValueError:
+        # Python refuses to print numbers of thousands of digits
+        return "a huge number"
+    return text if len(text) <= 40 else f"{text[:39]}\u2026"

@@ -1,0 +1,125 @@
+"""The engine's thread, and the requests that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+from kvtool.serve.errors import ApiError
+
+Event = dict[str, Any]
+"""What the engine says of a request: "kind" is "read", "piece", "end" or "error"."""
+
+
+class Job:
+    """A request on its way through the engine.
+
+    Parameters
+    ----------
+    request
+        What is asked for.
+    client
+        Who asks: clients take turns.
+
+    Attributes
+    ----------
+    is_cancelled
+        Whether nobody waits for the answer any more; the engine looks at it before each step.
+    """
+
+    def __init__(self, request: Any, client: str) -> None:
+        self.request = request
+        self.client = client
+        self.is_cancelled = False
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def next(self) -> Event:
+        """The next event; the last is of kind "end" or "error"."""
+        return await self._events.get()
+
+    async def next_but(self, *kinds: str) -> Event:
+        """The next event that is of none of these kinds."""
+        while True:
+            event = await self.next()
+            if event["kind"] not in kinds:
+                return event
+
+    def emit(self, kind: str, **what: Any) -> None:
+        """Hands an event over; called by the engine's thread."""
+        if not self.is_cancelled:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **what})
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self.is_cancelled = True
+
+
+class Waiting:
+    """Jobs that wait: clients take turns, and each client's own go in their order.
+
+    Parameters
+    ----------
+    most
+        How many may wait.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._of: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self.n_running = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def put(self, job: Job) -> None:
+        """Lets a job wait. Raises ApiError where too many wait already."""
+        with self._changed:
+            if len(self) >= self.most:
+                raise ApiError(
+                    f"{len(self)} requests are waiting already; try again later",
+                    status=429,
+                    kind="rate_limit_error",
+                    code="too_many_requests",
+                )
+            self._of.setdefault(job.client, deque()).append(job)
+            self._changed.notify()
+
+    def take(self) -> Job | None:
+        """The next job that somebody still waits for, once there is one; None once the queue is closed."""
+        with self._changed:
+            self.n_running = 0
+            while not self._is_closed:
+                if self._of:
+                    client, jobs = next(iter(self._of.items()))
+                    job = jobs.popleft()
+                    # the client's others go behind those of all clients
+                    del self._of[client]
+                    if jobs:
+                        self._of[client] = jobs
+                    if not job.is_cancelled:
+                        self.n_running = 1
+                        return job
+                else:
+                    self._changed.wait()
+        return None
+
+    def close(self) -> None:
+        """Ends `take`: those that wait get no answer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+
+def run(waiting: Waiting, answer: Callable[[Job], None]) -> None:
+    """Answers one job after another until the queue is closed; a failure ends its job alone."""
+    while job := waiting.take():
+        try:
+            answer(job)
+        except ApiError as error:
+            job.emit("error", error=error)

@@ -1,0 +1,148 @@
+"""Messages of a request: checked, and compared with those of stored chats."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import kind_of, shown, wrong
+
+Message = dict[str, Any]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+MOST = 100_000
+"""The most messages of a request."""
+
+
+def check(value: object) -> list[Message]:
+    """The messages of a request as templates take them. Raises ApiError.
+
+    Texts in parts become one; "developer" is "system". What is said in pictures or sound is refused by name.
+    """
+    if not isinstance(value, list):
+        raise wrong("messages", "a list", value)
+    if not value:
+        raise ApiError("messages must have at least one message", param="messages")
+    if len(value) > MOST:
+        raise ApiError(f"messages has {len(value):,} messages; the most are {MOST:,}", param="messages")
+    return [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise wrong(where, "an object", value)
+    role = value.get("role")
+    if role not in _ROLES:
+        right = ", ".join(_ROLES)
+        raise ApiError(f"{where}.role must be one of {right}, got {shown(role)}", param=f"{where}.role")
+    found: Message = {"role": "system" if role == "developer" else role}
+    found["content"] = _content(value.get("content"), f"{where}.content")
+    if role == "assistant" and value.get("tool_calls"):
+        found["tool_calls"] = _calls(value["tool_calls"], f"{where}.tool_calls")
+    elif value.get("content") is None and role != "assistant":
+        raise ApiError(f"{where}.content is missing", param=f"{where}.content")
+    if role == "tool":
+        found["tool_call_id"] = _text(value, "tool_call_id", where)
+    if isinstance(value.get("name"), str):
+        found["name"] = value["name"]
+    return found
+
+
+def _content(value: object, where: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return _clean(value)
+    if not isinstance(value, list):
+        raise wrong(where, "a string or a list of parts", value)
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise ApiError(
+                f"{where}[{i}] is of type {shown(kind)}; kvtool reads texts only",
+                param=f"{where}[{i}]",
+                code="unsupported_content",
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise wrong(f"{where}[{i}].text", "a string", text)
+        texts.append(_clean(text))
+    return "".join(texts)
+
+
+def _calls(value: object, where: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise wrong(where, "a list", value)
+    found = []
+    for i, each in enumerate(value):
+        function = each.get("function") if isinstance(each, dict) else None
+        if not isinstance(function, dict):
+            raise wrong(f"{where}[{i}].function", "an object", function)
+        own = {name: _text(function, name, f"{where}[{i}].function") for name in ("name", "arguments")}
+        found.append({"id": _text(each, "id", f"{where}[{i}]"), "type": "function", "function": own})
+    return found
+
+
+def _text(value: Message, name: str, where: str) -> str:
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise wrong(f"{where}.{name}", "a string", text)
+    return _clean(text)
+
+
+def _clean(text: str) -> str:
+    """JSON can name halves of characters, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class History:
+    """Digests of a chat's beginnings: equal ones began with the same tools and the same messages.
+
+    Parameters
+    ----------
+    name
+        Of the chat, if its client names chats: those of other names are other chats.
+    tools
+        What templates get as tools.
+    """
+
+    def __init__(self, name: str | None, tools: list[Any] | None, messages: list[Message]) -> None:
+        self.digests = [_digest(b"", [name, tools or []])]
+        for message in messages:
+            self.add(message)
+
+    def add(self, message: Message) -> None:
+        """One message more."""
+        self.digests.append(_digest(self.digests[-1], _compared(message)))
+
+    @property
+    def now(self) -> bytes:
+        """Of all messages."""
+        return self.digests[-1]
+
+
+def _compared(message: Message) -> Message:
+    """A message without what clients change on the way: blanks at the ends of a reply, ids of calls."""
+    own: Message = {name: message[name] for name in ("role", "content", "name") if name in message}
+    if message["role"] == "assistant":
+        own["content"] = own["content"].strip()
+    if "tool_calls" in message:
+        functions = [call["function"] for call in message["tool_calls"]]
+        own["tool_calls"] = [[each["name"], _arguments(each["arguments"])] for each in functions]
+    return own
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _digest(before: bytes, what: object) -> bytes:
+    text = json.dumps(what, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(before + text.encode("utf-8", "surrogatepass")).digest()

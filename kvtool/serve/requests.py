@@ -1,0 +1,284 @@
+"""What a request asks for: its fields, checked, over the defaults that the server was started with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from kvtool.errors import UsageError
+from kvtool.llama.sampling import Sampling
+from kvtool.serve import messages
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields, shown, wrong
+from kvtool.serve.messages import Message
+from kvtool.serve.tools import Choice, check_choice, check_tools
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+
+_NUMBERS = {
+    "temperature": "temp",
+    **{name: name for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")},
+    "typical_p": "typical",
+    **{name: name for name in ("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base")},
+    "mirostat_tau": "mirostat_ent",
+    "mirostat_eta": "mirostat_lr",
+}
+"""Fields of OpenAI and llama-server, and what `Sampling` calls them."""
+
+_WHOLE = ("top_k", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "mirostat")
+
+_REFUSED = (
+    *("audio", "modalities", "prediction", "web_search_options", "functions", "function_call", "suffix"),
+    *("n_probs", "image_data", "lora", "dynatemp_range", "samplers", "n_keep", "id_slot", "thinking_budget"),
+)
+"""Fields that would change the answer, and that kvtool has nothing for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a request says nothing.
+
+    Attributes
+    ----------
+    sampling
+        How tokens are drawn.
+    n_max
+        The most tokens of an answer.
+    seed
+        What draws depend on; None draws another one for each answer.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    n_max: int = 2048
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What chats and plain completions have in common.
+
+    Attributes
+    ----------
+    sampling
+        How tokens are drawn. Its grammar is None where `schema` is to become one.
+    n_max
+        The most tokens of the answer.
+    seed
+        None: drawn.
+    schema
+        A JSON schema that the answer must fit.
+    logprobs
+        How many of the likeliest tokens to list beside each; None lists no log-probabilities.
+    stream
+        Whether the answer comes piece by piece.
+    with_usage
+        Whether a stream ends with the usage.
+    """
+
+    sampling: Sampling
+    n_max: int
+    seed: int | None
+    schema: str | None
+    logprobs: int | None
+    stream: bool
+    with_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest(Request):
+    """A chat's next answer.
+
+    Attributes
+    ----------
+    messages
+        All of the chat, as templates take them.
+    name
+        Of the chat, where the client names its chats.
+    tools, choice
+        What the model may call, and whether it must.
+    """
+
+    messages: list[Message]
+    name: str | None
+    tools: list[dict[str, Any]]
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest(Request):
+    """The continuation of a text.
+
+    Attributes
+    ----------
+    prompt
+        The text, or tokens.
+    echo
+        Whether the answer begins with the text.
+    """
+
+    prompt: str | list[int]
+    echo: bool
+
+
+def chat(body: object, defaults: Defaults, model: str, name: str | None = None) -> ChatRequest:
+    """Checks the body of /v1/chat/completions. model: the one that runs. Raises ApiError."""
+    fields = Fields(body)
+    found = messages.check(fields.any("messages"))
+    tools = check_tools(fields.any("tools"))
+    choice = check_choice(fields.any("tool_choice"), tools)
+    listed = fields.flag("logprobs")
+    top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    if top is not None and not listed:
+        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    key = fields.text("prompt_cache_key")
+    return ChatRequest(
+        messages=found,
+        name=name or key,
+        tools=tools,
+        choice=choice,
+        logprobs=(top or 0) if listed else None,
+        **_common(fields, defaults, model, "max_completion_tokens"),
+    )
+
+
+def text(body: object, defaults: Defaults, model: str) -> TextRequest:
+    """Checks the body of /v1/completions. Raises ApiError."""
+    fields = Fields(body)
+    prompt = _prompt(fields.any("prompt"))
+    return TextRequest(
+        prompt=prompt,
+        echo=fields.flag("echo"),
+        logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
+        **_common(fields, defaults, model, "n_predict"),
+    )
+
+
+def _prompt(value: object) -> str | list[int]:
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
+        value = value[0]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list) and all(type(each) is int for each in value):
+        return value
+    if isinstance(value, list):
+        raise ApiError("prompt must be one text: kvtool answers one a request", param="prompt")
+    raise wrong("prompt", "a string", value)
+
+
+def _common(fields: Fields, defaults: Defaults, model: str, n_name: str) -> dict[str, Any]:
+    """What `Request` has but log-probabilities, of the fields that are left. Raises ApiError."""
+    fields.refuse(_REFUSED)
+    for one in ("n", "best_of"):
+        if (fields.whole(one, 1, 2**31 - 1) or 1) > 1:
+            raise ApiError(f"{one} must be 1: kvtool writes one answer a request", param=one)
+    # other names than that of the file are common, as clients insist on one
+    asked = fields.text("model")
+    if asked and asked not in (model, "default", "kvtool"):
+        raise ApiError(
+            f"the model {shown(asked)} does not run here; {model} does",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+    n_max = [fields.whole(name, 0, 2**31 - 1) for name in (n_name, "max_completion_tokens", "max_tokens")]
+    options = fields.any("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise wrong("stream_options", "an object", options)
+    stream = fields.flag("stream")
+    schema, shape = _shape(fields)
+    return {
+        "sampling": _sampling(fields, defaults.sampling, shape, schema),
+        "n_max": next((n for n in n_max if n is not None), defaults.n_max),
+        "seed": _seed(fields, defaults.seed),
+        "schema": schema,
+        "stream": stream,
+        "with_usage": stream and bool((options or {}).get("include_usage")),
+    }
+
+
+def _seed(fields: Fields, default: int | None) -> int | None:
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    # llama-server's -1 is a drawn one
+    return default if seed is None or seed == -1 else seed % 2**31
+
+
+def _shape(fields: Fields) -> tuple[str | None, str | None]:
+    """The JSON schema and the grammar that the answer must fit; at most one of them."""
+    given = fields.any("response_format")
+    grammar = fields.text("grammar")
+    schema = fields.any("json_schema")
+    if given is not None:
+        if not isinstance(given, dict):
+            raise wrong("response_format", "an object", given)
+        kind = given.get("type")
+        if kind == "json_object":
+            schema = given.get("schema") or {"type": "object"}
+        elif kind == "json_schema":
+            own = given.get("json_schema")
+            schema = own.get("schema") if isinstance(own, dict) else None
+            if not isinstance(schema, dict):
+                raise wrong("response_format.json_schema.schema", "an object", schema)
+        elif kind != "text":
+            raise ApiError(
+                f"response_format.type must be text, json_object or json_schema, got {shown(kind)}",
+                param="response_format.type",
+            )
+    if schema is not None and not isinstance(schema, dict):
+        raise wrong("json_schema", "an object", schema)
+    if schema is not None and grammar:
+        raise ApiError("grammar and a JSON schema say the same; leave out one", param="grammar")
+    return (None if schema is None else json.dumps(schema)), grammar or None
+
+
+def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: str | None) -> Sampling:
+    own: dict[str, Any] = {}
+    for name, its in _NUMBERS.items():
+        value = fields.number(name)
+        if value is not None:
+            own[its] = value
+    for name in _WHOLE:
+        number = fields.whole(name, -(2**31), 2**31 - 1)
+        if number is not None:
+            # llama-server's -1 looks back at the whole context
+            own[name] = number
+    stops = tuple(each for each in fields.texts("stop", MOST_STOPS) if each)
+    if stops:
+        own["stop"] = stops
+    if bias := _bias(fields.any("logit_bias")):
+        own["logit_bias"] = bias
+    if grammar or schema:
+        own["grammar"] = grammar
+    try:
+        return replace(default, **own)
+    except UsageError as error:
+        raise of_usage(error) from None
+
+
+def of_usage(error: UsageError) -> ApiError:
+    """What a command says of its options, said of fields."""
+    said = str(error)
+    for name, its in _NUMBERS.items():
+        said = said.replace(f"--{its.replace('_', '-')} ", f"{name} ")
+    return ApiError(said.replace("--logit-bias", "logit_bias").replace("--", ""))
+
+
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object of tokens, or llama-server's list of pairs, in which false bans a token."""
+    if value is None:
+        return ()
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list):
+        raise wrong("logit_bias", "an object or a list of pairs", value)
+    found = []
+    for pair in pairs:
+        try:
+            token, bias = pair
+            found.append((int(token), -inf if bias is False else float(bias)))
+        except (TypeError, ValueError, OverflowError):
+            raise ApiError(
+                f"logit_bias must have pairs of a token and a number, got {shown(pair)}", param="logit_bias"
+            ) from None
+    return tuple(found)
