@@ -680,7 +680,9 @@ def test_show_as_json(tmp_path):
     # 7 KV heads, 32 + 32 numbers of 2 bytes
     assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1024)
     assert (shown["type_k"], shown["type_v"]) == ("f16", "f16")
-    assert show(path, "-ctk", "q8_0")["cell_bytes"] == 7 * (34 + 64)
+    for kind in ("q8_0", "Q8_0"):
+        shown = show(path, "-ctk", kind)
+        assert (shown["cell_bytes"], shown["type_k"]) == (7 * (34 + 64), "q8_0")
     text = invoke("show", str(path), "--type-k", "f32").stdout
     assert str(path) in text
     assert "1 2 4 (one per layer)" in text

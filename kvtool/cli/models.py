@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import completion
+from kvtool.cli import flags as opt
 from kvtool.cli.console import plain_console
 from kvtool.cli.locate import locate
 from kvtool.cli.utf8 import json_text, shown
@@ -123,21 +124,34 @@ def show(
     ] = "64MiB",
     type_k: Annotated[
         str,
-        typer.Option("-ctk", "--cache-type-k", "--type-k", metavar="TYPE", help="Type of the cached keys."),
+        typer.Option(
+            "-ctk",
+            "--cache-type-k",
+            "--type-k",
+            metavar="TYPE",
+            help="Type of the cached keys.",
+            callback=opt.lower,
+        ),
     ] = "f16",
     type_v: Annotated[
         str,
-        typer.Option("-ctv", "--cache-type-v", "--type-v", metavar="TYPE", help="Type of the cached values."),
+        typer.Option(
+            "-ctv",
+            "--cache-type-v",
+            "--type-v",
+            metavar="TYPE",
+            help="Type of the cached values.",
+            callback=opt.lower,
+        ),
     ] = "f16",
     as_json: Json = False,
 ) -> None:
     """Show a model's header, and how many of its tokens fit into memory."""
-    from kvtool.cli.flags import N_BATCH, check_cache_types
     from kvtool.models.download import sha256
     from kvtool.models.header import read
 
     n_bytes = parse_bytes(fit)
-    check_cache_types(type_k, type_v)
+    opt.check_cache_types(type_k, type_v)
     path = locate(name_or_path)
     info = read(path)
     digest = sha256(path)
@@ -147,11 +161,11 @@ def show(
         types = type_k, type_v
         sizes = {
             "cell_bytes": layers.cell_bytes(*types),
-            "swa_bytes": layers.swa_bytes(N_BATCH, *types),
+            "swa_bytes": layers.swa_bytes(opt.N_BATCH, *types),
             "state_bytes": layers.state_bytes,
             "fit_bytes": n_bytes,
-            "fit_cells": layers.cache_that_fits(n_bytes, info.n_ctx_train, N_BATCH, *types),
-            "smallest_bytes": layers.smallest_bytes(N_BATCH, *types),
+            "fit_cells": layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, *types),
+            "smallest_bytes": layers.smallest_bytes(opt.N_BATCH, *types),
         }
     if as_json:
         _print_json(
@@ -243,7 +257,6 @@ def _counts(layers: Layers | None) -> dict[str, object]:
 
 def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     """The lines that say what the model keeps for a token, and beside its rows."""
-    from kvtool.cli.flags import N_BATCH
     from kvtool.models.layers import Kind
 
     of = {name: format_bytes(size) for name, size in sizes.items() if name != "fit_cells"}
@@ -256,7 +269,7 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     if n_slide:
         lines += [
             ["sliding-window (SWA) layers", f"{n_slide}; each sees the newest {layers.n_swa} tokens"],
-            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {N_BATCH})"],
+            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {opt.N_BATCH})"],
         ]
     if layers.n_shared:
         lines.append(["shared layers", f"{layers.n_shared}; each reads an earlier layer's cells"])
