@@ -81,7 +81,7 @@ def test_sliding_layers_hold_their_window_and_a_batch_in_steps_of_256_cells(n_ba
 
 def test_cells_fit_beside_what_is_fixed():
     fixed, cell = MIXED.fixed_bytes(256), MIXED.cell_bytes()
-    assert MIXED.state_bytes == 1001
+    assert MIXED.recurrent_bytes == 1001
     for n in (0, 1, 7):
         assert MIXED.cells_that_fit(fixed + n * cell, 256) == n
         assert MIXED.cells_that_fit(fixed + n * cell + cell - 1, 256) == n
@@ -152,7 +152,7 @@ def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
         assert [layer.number for layer in layers.of(kind)] == [i for i in range(6) if slides[i] == which]
     assert layers.n_swa == 100
     assert all(layer[2:] == (layer.number, 1, 32, 32, 0) for layer in layers.all)
-    assert (layers.n_row, layers.n_shared, layers.state_bytes) == (slides.count("0"), 0, 0)
+    assert (layers.n_row, layers.n_shared, layers.recurrent_bytes) == (slides.count("0"), 0, 0)
 
 
 @pytest.mark.engine

@@ -675,7 +675,7 @@ def test_show_as_json(tmp_path):
     assert shown["kv_heads"] == [1, 2, 4]
     assert (shown["unsupported"], shown["kinds"]) == (None, [])
     assert (shown["rows"], shown["row_layers"]) == (7, 3)
-    for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "state_bytes"):
+    for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "recurrent_bytes"):
         assert shown[name] == 0
     # 7 KV heads, 32 + 32 numbers of 2 bytes
     assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1024)
@@ -710,7 +710,7 @@ def test_show_says_what_slides(tmp_path):
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
     # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
-    assert (shown["shared_layers"], shown["recurrent_layers"], shown["state_bytes"]) == (0, 0, 0)
+    assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
     # 846 would fit: in steps of 256
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
@@ -730,13 +730,13 @@ def test_show_says_what_is_recurrent(tmp_path):
     assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
     assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
     # two layers keep the two newest of 128 numbers of 4 bytes
-    assert (shown["cell_bytes"], shown["state_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
+    assert (shown["cell_bytes"], shown["recurrent_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
     assert show(path, "--fit", "200KiB")["fit_cells"] == (200 * 2**10 - 2048) // 256 // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
     assert "2; states of 2.0 KiB, whatever the budget" in text
 
 
-NO_LAYERS = ("kinds", "rows", "swa", "cell_bytes", "swa_bytes", "state_bytes", "fit_cells")
+NO_LAYERS = ("kinds", "rows", "swa", "cell_bytes", "swa_bytes", "recurrent_bytes", "fit_cells")
 
 
 @pytest.mark.engine

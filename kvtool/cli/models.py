@@ -162,7 +162,7 @@ def show(
         sizes = {
             "cell_bytes": layers.cell_bytes(*types),
             "swa_bytes": layers.swa_bytes(opt.N_BATCH, *types),
-            "state_bytes": layers.state_bytes,
+            "recurrent_bytes": layers.recurrent_bytes,
             "fit_bytes": n_bytes,
             "fit_cells": layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, *types),
             "smallest_bytes": layers.smallest_bytes(opt.N_BATCH, *types),
@@ -274,7 +274,9 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     if layers.n_shared:
         lines.append(["shared layers", f"{layers.n_shared}; each reads an earlier layer's cells"])
     if n_state:
-        lines.append(["recurrent layers", f"{n_state}; states of {of['state_bytes']}, whatever the budget"])
+        lines.append(
+            ["recurrent layers", f"{n_state}; states of {of['recurrent_bytes']}, whatever the budget"]
+        )
     return [
         *lines,
         ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],

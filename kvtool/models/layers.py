@@ -52,8 +52,8 @@ class Layer(NamedTuple):
         Numbers in one key of one head.
     head_size_v
         Numbers in one value of one head; 0 where values are a part of the keys (MLA).
-    state_bytes
-        Bytes of a state.
+    recurrent_bytes
+        Bytes of its state, if it is recurrent.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
     n_head_kv: int
     head_size_k: int
     head_size_v: int
-    state_bytes: int
+    recurrent_bytes: int
 
     @property
     def is_owner(self) -> bool:
@@ -112,9 +112,9 @@ class Layers:
         return sum(not layer.is_owner for layer in self.all)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of all states, whatever the budget."""
-        return sum(layer.state_bytes for layer in self.all)
+    def recurrent_bytes(self) -> int:
+        """Bytes of all recurrent layers' states, whatever the budget. A policy's are not among them."""
+        return sum(layer.recurrent_bytes for layer in self.all)
 
     @property
     def kinds(self) -> list[str]:
@@ -146,7 +146,7 @@ class Layers:
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
         """Bytes of what a model keeps beside its rows. Raises UsageError for a type that does not fit."""
-        return self.swa_bytes(n_batch, type_k, type_v) + self.state_bytes
+        return self.swa_bytes(n_batch, type_k, type_v) + self.recurrent_bytes
 
     def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
         """How many cells fit into n_bytes beside what is not rows. Raises UsageError as cell_bytes does."""
