@@ -190,6 +190,11 @@ def test_policies_lists_all_with_their_parameters():
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
+    # the same in a table, where nothing is cut in a pipe: a line a policy
+    table = kvtool("policies").stdout
+    assert len(table.splitlines()) == 1 + len(listed)
+    for policy in listed.values():
+        assert f" {policy['paper']} " in table
 
 
 def test_a_policy_shows_what_a_budget_gives():
@@ -208,7 +213,7 @@ def test_a_policy_shows_what_is_given_by_hand():
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
     }
-    table = kvtool("policies", "buzz", *given, env={**os.environ, "COLUMNS": "200"}).stdout
+    table = kvtool("policies", "buzz", *given).stdout
     lines = [line.split() for line in table.splitlines()]
     assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
     # a line for each, with its value and what it does

@@ -148,7 +148,7 @@ def _print(rows: list[Row]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvtool.cli.console import plain_console
+    from kvtool.cli.console import table_console
 
     table = Table(box=None, pad_edge=False)
     for column in ("command", "option", "value", "set by"):
@@ -157,7 +157,4 @@ def _print(rows: list[Row]) -> None:
         value = row.get("default") or row["value"]
         shown = "" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
         table.add_row(*map(Text, (row["command"], row["option"], shown, row["source"])))
-    console = plain_console()
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
+    table_console().print(table)

@@ -16,3 +16,11 @@ def plain_console(**how: Any) -> Console:
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **how)
+
+
+def table_console(**how: Any) -> Console:
+    """The same for a table. In a pipe or a file no cell is cut or wrapped: another program reads it."""
+    console = plain_console(**how)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console

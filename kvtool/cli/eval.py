@@ -15,7 +15,7 @@ from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
 from kvtool.cli.archive import archive_of
 from kvtool.cli.command import KEEPS
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import table_console
 from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.utf8 import json_text
@@ -292,7 +292,7 @@ def _list() -> None:
         table.add_row(
             name, what, "\n".join(f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
         )
-    plain_console().print(table)
+    table_console().print(table)
 
 
 def _shown(value: object) -> str:
@@ -337,7 +337,7 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
 def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
     from rich.table import Table
 
-    console = plain_console(width=None if sys.stdout.isatty() else 110)
+    console = table_console()
     about = results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""

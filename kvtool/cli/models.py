@@ -8,7 +8,7 @@ import typer
 
 from kvtool.cli import completion
 from kvtool.cli import flags as opt
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import table_console
 from kvtool.cli.locate import locate
 from kvtool.cli.utf8 import json_text, shown
 from kvtool.errors import KvtoolError
@@ -331,8 +331,4 @@ def _print_table(columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         # Text: a path may contain what rich takes for markup
         table.add_row(*(Text(cell) for cell in row))
-    console = plain_console()
-    if not console.is_terminal:
-        # no wrapping in a pipe: a sha256 stays in one piece
-        console.width = 10_000
-    console.print(table)
+    table_console().print(table)
