@@ -8,7 +8,7 @@ import typer
 
 from kvtool.cli import completion
 from kvtool.cli import flags as opt
-from kvtool.cli.console import table_console
+from kvtool.cli.console import print_table
 from kvtool.cli.locate import locate
 from kvtool.cli.utf8 import json_text, shown
 from kvtool.errors import KvtoolError
@@ -58,11 +58,11 @@ def list_(as_json: Json = False) -> None:
         name = entry.name + (" (default)" if entry is known[0] else "")
         size_text = format_bytes(size) if size else "-"
         table.append([name, size_text, _state(found), entry.licence, entry.note])
-    _print_table(["name", "size", "downloaded", "licence", "note"], table)
+    print_table(["name", "size", "downloaded", "licence", "note"], table)
     if others:
         typer.echo()
         table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]
-        _print_table(["repository or URL", "size", "downloaded"], table)
+        print_table(["repository or URL", "size", "downloaded"], table)
     downloaded = [
         found for entry, found in zip(known, here, strict=True) if found and stored.is_download(entry)
     ]
@@ -193,7 +193,7 @@ def show(
             }
         )
         return
-    _print_table(
+    print_table(
         [],
         [
             ["path", str(path)],
@@ -319,16 +319,3 @@ def _per_layer(numbers: tuple[int, ...]) -> str:
 
 def _print_json(value: object) -> None:
     typer.echo(json_text(value, indent=2))
-
-
-def _print_table(columns: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=bool(columns), pad_edge=False)
-    for column in columns or ["what", "value"]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        # Text: a path may contain what rich takes for markup
-        table.add_row(*(Text(cell) for cell in row))
-    table_console().print(table)
