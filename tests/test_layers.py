@@ -238,6 +238,19 @@ def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
 
 
 @pytest.mark.engine
+def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    # for Gemma 3, as for most, 0 says that nothing slides
+    tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=0)
+    layers = layers_of(path)
+    assert (len(layers.of(ROWS)), layers.kinds, layers.n_swa) == (6, [], 0)
+    tiny_kinds.write_gpt_oss(path, window=0)
+    with pytest.raises(ModelError) as error:
+        layers_of(path)
+    assert str(error.value) == f"{path} is damaged: its sliding layers see 0 tokens; download it again"
+
+
+@pytest.mark.engine
 def test_layers_of_a_closed_model_are_an_error(tiny_model):
     model = Model(tiny_model(), no_weights=True)
     model.close()

@@ -462,6 +462,14 @@ def test_damage_is_never_a_traceback(tmp_path):
     assert refused > 100
 
 
+def test_a_context_of_no_tokens_is_damage(tmp_path):
+    path = tiny_gguf(tmp_path / "tiny.gguf", context_length=0)
+    with pytest.raises(ModelError) as error:
+        read(path)
+    said = "is damaged: its header says llama.context_length = 0; download it again"
+    assert str(error.value) == f"{path} {said}"
+
+
 def test_what_is_no_model(tmp_path):
     path = tmp_path / "x.gguf"
     with pytest.raises(ModelError, match="cannot read .*No such file"):

@@ -126,6 +126,9 @@ class Model:
             Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found[:n]
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
+        if slides and not n_swa:
+            # llama.cpp hides every token from them; for most architectures 0 means that no layer slides
+            raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         return Layers(all_layers, n_swa if slides else 0, most_cells, has_alibi)
 
     @property
