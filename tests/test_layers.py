@@ -115,6 +115,8 @@ def test_a_model_is_named_by_what_is_not_plain_in_it():
     for kinds, layer in found.items():
         assert Layers((plain, layer)).kinds == list(kinds)
     assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
+    turned = replace(MIXED, rope="interleaved M-RoPE")
+    assert turned.kinds == [*MIXED.kinds, "interleaved M-RoPE"]
     # a state has no values, and needs none
     assert "latent" not in str(Layers((plain, found["recurrent layers",])).kinds)
 
@@ -211,6 +213,16 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
         Layer(2, RECURRENT, 2, 0, 0, 0, 3 * 128 * 4),
     )
     assert (layers.kinds, layers.n_swa) == (["recurrent layers"], 0)
+
+
+@pytest.mark.engine
+def test_llama_cpp_says_that_a_token_has_several_positions(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    tiny_kinds.write_qwen2vl(path)
+    assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
+    # as any llama.cpp says it
+    monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
+    assert layers_of(path).rope == "M-RoPE"
 
 
 @pytest.mark.engine

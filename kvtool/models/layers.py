@@ -85,12 +85,15 @@ class Layers:
         nothing to choose and need not know which tokens went. Without an index there is no bound.
     has_alibi
         Whether attention falls with distance (ALiBi).
+    rope
+        "M-RoPE" or "interleaved M-RoPE" where a token has several positions; "" where it has one.
     """
 
     all: tuple[Layer, ...]
     n_swa: int = 0
     most_cells: int = _NO_BOUND
     has_alibi: bool = False
+    rope: str = ""
 
     def of(self, kind: Kind) -> list[Layer]:
         """The layers of one kind."""
@@ -126,6 +129,7 @@ class Layers:
             "latent attention (MLA)": not self.has_values,
             "an index": bool(self.of(Kind.INDEX)),
             "ALiBi": self.has_alibi,
+            self.rope: bool(self.rope),
         }
         return [name for name, is_there in found.items() if is_there]
 
