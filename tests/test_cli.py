@@ -167,6 +167,19 @@ def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_
         assert json.loads(done.stdout)["budget"] == 256
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "generate"])
+def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command):
+    own = ["-m", tiny_model(arch="gemma3"), "-t", 1, "--policy", "h2o", "--budget", "256KiB", "--json"]
+    own += [text_file, "--max-tokens", 200] if command == "perplexity" else ["-n", 300, "--raw", "-p", "hi"]
+    done = kvtool(command, *own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["kv_bytes"] <= 256 * 2**10
+    asked = kvtool(command, *own, "-b", 256)
+    assert asked.stderr == "-b 256 does not fit into 256KiB; it runs with 64\n"
+    assert kvtool(command, *own, "-b", 64).stderr == ""
+
+
 @pytest.mark.parametrize("data", [b"\x00\x01binary", b"caf\xe9 latin"])
 def test_what_is_no_text_is_refused(tmp_path, data):
     path = tmp_path / "data"

@@ -719,8 +719,11 @@ def test_show_says_what_slides(tmp_path):
     # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
     assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
-    # 846 would fit: in steps of 256
+    # 846 would fit: in steps of 256; a batch takes a quarter of them
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
+    assert shown["fit_batch"] == 192
+    few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
+    assert "750.0 KiB of cache           768 tokens, in batches of 192" in few
     text = invoke("show", str(path)).stdout
     rows = dict(line.rstrip().split("  ", 1) for line in text.splitlines())
     assert rows["kind"].strip() == "sliding windows"

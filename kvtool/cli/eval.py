@@ -16,7 +16,15 @@ from kvtool.cli import flags as opt
 from kvtool.cli.archive import archive_of
 from kvtool.cli.command import KEEPS
 from kvtool.cli.console import table_console
-from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
+from kvtool.cli.opening import (
+    EngineOptions,
+    checked_model,
+    fitted,
+    loaded,
+    n_ctx_of,
+    say_n_batch,
+    settings_of,
+)
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.utf8 import json_text
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -202,8 +210,10 @@ def _policy_for(
         return _full_for(wanted, info, wanted.policy, wanted.options), n_batch
     share = "20%" if wanted.budget is None else wanted.budget.strip()
     if not share.endswith("%"):
-        policy, n_batch = fitted(wanted, info, layers, share, n_batch, over_budget=True)
-        return lambda n, n_answer: policy, n_batch
+        found = fitted(wanted, info, layers, share, n_batch, over_budget=True)
+        if layers:
+            say_n_batch(wanted, share, found.n_batch)
+        return lambda n, n_answer: found.policy, found.n_batch
     percent, most = budget.percent(share), n_ctx_of(wanted.n_ctx, info)
     least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
 

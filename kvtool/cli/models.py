@@ -159,13 +159,15 @@ def show(
     sizes: dict[str, int] = {}
     if layers:
         types = type_k, type_v
+        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, *types)
         sizes = {
             "cell_bytes": layers.cell_bytes(*types),
             "swa_bytes": layers.swa_bytes(opt.N_BATCH, *types),
             "recurrent_bytes": layers.recurrent_bytes,
             "fit_bytes": n_bytes,
-            "fit_cells": layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, *types),
-            "smallest_bytes": layers.smallest_bytes(opt.N_BATCH, *types),
+            "fit_cells": fit_cells,
+            "fit_batch": fit_batch,
+            "smallest_bytes": layers.smallest_bytes(*types),
         }
     if as_json:
         _print_json(
@@ -259,7 +261,7 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     """The lines that say what the model keeps for a token, and beside its rows."""
     from kvtool.models.layers import Kind
 
-    of = {name: format_bytes(size) for name, size in sizes.items() if name != "fit_cells"}
+    of = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     n_slide, n_state = len(layers.of(Kind.SLIDING)), len(layers.of(Kind.RECURRENT))
     n_layer = sum(layer.is_owner for layer in layers.of(Kind.ROWS))
     lines = [
@@ -277,15 +279,15 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
         lines.append(
             ["recurrent layers", f"{n_state}; states of {of['recurrent_bytes']}, whatever the budget"]
         )
+    fit = f"{sizes['fit_cells']} tokens"
+    if not sizes["fit_cells"]:
+        fit = f"too small; the smallest cache takes {of['smallest_bytes']}"
+    elif n_slide and sizes["fit_batch"] < opt.N_BATCH:
+        fit += f", in batches of {sizes['fit_batch']}"
     return [
         *lines,
         ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],
-        [
-            f"{of['fit_bytes']} of cache",
-            f"{sizes['fit_cells']} tokens"
-            if sizes["fit_cells"]
-            else f"too small; the smallest cache takes {of['smallest_bytes']}",
-        ],
+        [f"{of['fit_bytes']} of cache", fit],
     ]
 
 

@@ -160,13 +160,29 @@ class Layers:
 
     def cache_that_fits(
         self, n_bytes: int, n_ctx_train: int, n_batch: int, type_k: str = "f16", type_v: str = "f16"
-    ) -> int:
-        """Cells of the largest cache in n_bytes: a multiple of PAD, or n_ctx_train. Raises UsageError."""
-        return min(self.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD, n_ctx_train)
+    ) -> tuple[int, int]:
+        """Cells of the largest cache in n_bytes, a multiple of PAD or n_ctx_train, and the batch beside it.
 
-    def smallest_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of the smallest cache, which has PAD cells. Raises UsageError as cell_bytes does."""
-        return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(n_batch, type_k, type_v)
+        n_batch: the largest batch wanted; it takes room in sliding layers. 0 cells if even a batch of one
+        token leaves too little. Raises UsageError as cell_bytes does.
+        """
+        most = -(-n_ctx_train // PAD) * PAD
+        most = min(self.cells_that_fit(n_bytes, 1, type_k, type_v) // PAD * PAD, most)
+        for n in range(most, 0, -PAD):
+            n_cell = min(n, n_ctx_train)
+            batch = batch_within(n_cell, n_batch)
+            if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= n:
+                return n_cell, batch
+        # rather a slow prompt than none
+        n_cell = min(PAD, n_ctx_train)
+        for batch in range(batch_within(n_cell, n_batch) if most else 0, 0, -1):
+            if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= PAD:
+                return n_cell, batch
+        return 0, 1
+
+    def smallest_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of the smallest cache: PAD cells, batches of one token. Raises UsageError."""
+        return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(1, type_k, type_v)
 
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:
         if type_k != type_v and not self.has_values:
@@ -180,6 +196,11 @@ class Layers:
             for layer in self.of(kind)
             if layer.is_owner
         )
+
+
+def batch_within(n: int, n_batch: int) -> int:
+    """The largest batch for a cache of n cells that is bounded in bytes: the batch needs room in it too."""
+    return max(1, min(n_batch, n // 4))
 
 
 def _head_bytes(which: str, cache_type: str, head_size: int) -> int:
