@@ -157,17 +157,17 @@ def show(
     digest = sha256(path)
     layers, reason = _layers(info)
     sizes: dict[str, int] = {}
+    types = {"type_k": type_k, "type_v": type_v}
     if layers:
-        types = type_k, type_v
-        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, *types)
+        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, **types)
         sizes = {
-            "cell_bytes": layers.cell_bytes(*types),
-            "swa_bytes": layers.swa_bytes(opt.N_BATCH, *types),
+            "cell_bytes": layers.cell_bytes(**types),
+            "swa_bytes": layers.swa_bytes(opt.N_BATCH, **types),
             "recurrent_bytes": layers.recurrent_bytes,
             "fit_bytes": n_bytes,
             "fit_cells": fit_cells,
             "fit_batch": fit_batch,
-            "smallest_bytes": layers.smallest_bytes(*types),
+            "smallest_bytes": layers.smallest_bytes(**types),
         }
     if as_json:
         _print_json(
@@ -189,8 +189,7 @@ def show(
                 "chat_template": info.chat_template,
                 "unsupported": reason,
                 **_counts(layers),
-                "type_k": type_k,
-                "type_v": type_v,
+                **(types if layers else {}),
                 **sizes,
             }
         )
