@@ -167,7 +167,7 @@ def test_a_policys_parameters_are_those_of_the_command_line():
         (lambda: load_policy("h3o", 64), "unknown policy 'h3o'. Did you mean h2o"),
         (lambda: load_policy("h2o", 64, window="many"), "window must be a whole number, got 'many'"),
         (lambda: load_policy("h2o", 2, evict_every=8), "--evict-every must be less than the budget"),
-        (lambda: load_policy("roco", 3), "the smallest budget that works"),
+        (lambda: load_policy("roco", 3), "a budget of 3 is too small for roco; use at least 6"),
         (lambda: Settings(type_k="q9_0"), "type_k must be one of f32, f16, .*, got 'q9_0'"),
         (lambda: Settings(type_v="int8"), "type_v must be one of f32, f16, .*, got 'int8'"),
         (lambda: Settings(flash="yes"), "flash must be on, off or auto, got 'yes'"),

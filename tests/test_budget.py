@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -37,12 +38,12 @@ def parse(text, layers=PLAIN, n_batch=64, **types):
 def test_a_budget_is_tokens_or_a_share_rounded_down(text, n):
     # of what the model keeps it needs to know nothing
     for layers in (PLAIN, HYBRID, None):
-        assert parse(text, layers) == (n, False)
+        assert parse(text, layers) == (n, None)
 
 
 @pytest.mark.parametrize("text", ["32.3%", "64.1%", "64.6%", "65.1%"])
 def test_a_share_is_exact_where_binary_fractions_are_not(text):
-    assert parse(text) == (int(text.replace(".", "").rstrip("%")), False)
+    assert parse(text) == (int(text.replace(".", "").rstrip("%")), None)
 
 
 def test_a_share_of_a_prompt_never_exceeds_it():
@@ -51,41 +52,77 @@ def test_a_share_of_a_prompt_never_exceeds_it():
 
 def test_bytes_give_whole_steps_of_256_cells_and_at_most_the_trained_context():
     assert PLAIN.cell_bytes() == 512
-    assert parse("255KiB") == (256, True)
-    assert parse(f"{2 * 256 * 512 - 1}B") == (256, True)
-    assert parse(f"{2 * 256 * 512}B") == (512, True)
-    assert parse("1GiB") == (1000, True)
+    assert parse("255KiB") == (256, 64)
+    assert parse(f"{2 * 256 * 512 - 1}B") == (256, 64)
+    assert parse(f"{2 * 256 * 512}B") == (512, 64)
+    assert parse("1GiB") == (1000, 64)
+    # a batch takes at most a quarter of it
+    assert [parse(text, n_batch=256) for text in ("255KiB", "256KiB", "1GiB")] == [
+        (256, 64),
+        (512, 128),
+        (1000, 250),
+    ]
 
 
 def test_bytes_hold_what_the_model_keeps_beside_its_rows():
     # 200 + 64 tokens in steps of 256 cells; 200 + 30 in one of them
     for n_batch, n_cell in ((64, 512), (30, 256)):
         beside = n_cell * 256 + 12345
-        assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, True)
-        assert parse(f"{beside + 512 * 512 - 1}B", HYBRID, n_batch) == (256, True)
+        assert parse(f"{beside + 512 * 512}B", HYBRID, n_batch) == (512, n_batch)
+        assert parse(f"{beside + 512 * 512 - 1}B", HYBRID, n_batch) == (256, n_batch)
+
+
+def test_a_batch_too_large_for_the_window_of_a_small_budget_gets_smaller():
+    # with 256 tokens a batch the window's cells would be 768 of 256 bytes, with 100 they are 512
+    small = replace(HYBRID, n_swa=400)
+    beside = 512 * 256 + 12345
+    assert small.swa_bytes(256) == 768 * 256
+    assert parse(f"{beside + 256 * 512}B", small, 256) == (256, 64)
+    assert parse(f"{beside + 512 * 512 - 1}B", small, 256) == (256, 64)
+    # where even a quarter of the cache is too large, as large a batch as fits
+    tight = replace(HYBRID, n_swa=500)
+    assert parse(f"{beside + 256 * 512}B", tight, 256) == (256, 12)
+    assert parse(f"{beside + 256 * 512}B", tight, 8) == (256, 8)
+    with pytest.raises(UsageError, match=r"its smallest cache \(256 tokens\) takes 268.1 KiB$"):
+        parse(f"{beside + 256 * 512 - 1}B", tight, 256)
+
+
+def test_more_bytes_never_give_fewer_cells():
+    for n_swa in (100, 255, 256, 400, 500):
+        for n_batch in (1, 64, 256, 512):
+            layers = replace(HYBRID, n_swa=n_swa)
+            last = 0
+            for n_bytes in range(layers.smallest_bytes(), 2**20, 999):
+                n, batch = layers.cache_that_fits(n_bytes, N_CTX_TRAIN, n_batch)
+                assert last <= n <= N_CTX_TRAIN
+                assert 1 <= batch <= min(n_batch, n // 4)
+                assert n * 512 + layers.fixed_bytes(batch) <= n_bytes
+                last = n
+            assert last == N_CTX_TRAIN
 
 
 def test_bytes_are_of_the_cache_types():
     # q8_0: 34 bytes for 32 numbers; f32: 128
-    assert parse(f"{512 * 4 * 2 * 34}B", type_k="q8_0", type_v="q8_0") == (512, True)
-    assert parse(f"{512 * 4 * 2 * 34 - 1}B", type_k="q8_0", type_v="q8_0") == (256, True)
-    assert parse(f"{512 * 4 * (128 + 34)}B", type_k="f32", type_v="q8_0") == (512, True)
+    assert parse(f"{512 * 4 * 2 * 34}B", type_k="q8_0", type_v="q8_0") == (512, 64)
+    assert parse(f"{512 * 4 * 2 * 34 - 1}B", type_k="q8_0", type_v="q8_0") == (256, 64)
+    assert parse(f"{512 * 4 * (128 + 34)}B", type_k="f32", type_v="q8_0") == (512, 64)
     with pytest.raises(UsageError, match="unknown cache type 'q9' for V"):
         parse("64MiB", type_v="q9")
 
 
 def test_bytes_stand_for_the_trained_context_until_the_layers_are_known():
     for text in ("1KiB", "64MiB"):
-        assert parse(text, None) == (N_CTX_TRAIN, True)
+        assert parse(text, None) == (N_CTX_TRAIN, 64)
 
 
 def test_the_smallest_cache_has_everything_in_it():
-    smallest = 256 * 512 + 512 * 256 + 12345
-    assert parse(f"{smallest}B", HYBRID) == (256, True)
+    # a batch of 56 fits beside the window of 200 in 256 cells
+    smallest = 256 * 512 + 256 * 256 + 12345
+    assert parse(f"{smallest}B", HYBRID) == (256, 56)
     with pytest.raises(UsageError) as error:
         parse(f"{smallest - 1}B", HYBRID)
     assert str(error.value) == (
-        f"{smallest - 1}B is too small for this model: its smallest cache (256 tokens) takes 268.1 KiB"
+        f"{smallest - 1}B is too small for this model: its smallest cache (256 tokens) takes 204.1 KiB"
     )
 
 

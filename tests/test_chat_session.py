@@ -190,10 +190,32 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     done = session_command("show", path)
     assert done.returncode == 9
     # what can be read is shown all the same
-    assert re.search(rb"^turns +2$", done.stdout, re.M), done.stdout
+    assert re.search(rb"^turns +2 *$", done.stdout, re.M), done.stdout
     line = f"kvtool: {path} {words} and its chat cannot continue; "
     assert done.stderr.decode().startswith(line)
     assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.engine
+def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
+    talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
+    path = tmp_path / "chat.kvs"
+    kept = json.loads(of_session("show", "--json", path))
+    assert list(kept) == [
+        *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
+        *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
+    ]
+    said = of_session("show", path).decode()
+    names = re.findall(r"^(\S+(?: \S+)*)  ", said, re.M)
+    assert names == [
+        *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
+        *("tokens so far", "cells", "cache", "system prompt"),
+    ]
+    assert "[b]brief[/b]." in said
+    assert re.search(rf"^cells +{kept['cells']:.0f} of 96 per row *$", said, re.M)
+    assert re.search(r"^eviction +every 12 tokens *$", said, re.M)
+    # budget and eviction have lines of their own
+    assert re.search(r"^policy +h2o window=\d+ sinks=0 ", said, re.M)
 
 
 @pytest.mark.engine

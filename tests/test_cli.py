@@ -112,7 +112,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["perplexity", "/dev/null"], 5, "empty"),
         (["perplexity", "TEXT", "--policy", "nope"], 2, "unknown policy 'nope'"),
         (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
-        (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "smallest budget that works"),
+        (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "use at least 8"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "window must be a whole number"),
         (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m "),
@@ -167,6 +167,19 @@ def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_
         assert json.loads(done.stdout)["budget"] == 256
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("command", ["perplexity", "generate"])
+def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command):
+    own = ["-m", tiny_model(arch="gemma3"), "-t", 1, "--policy", "h2o", "--budget", "256KiB", "--json"]
+    own += [text_file, "--max-tokens", 200] if command == "perplexity" else ["-n", 300, "--raw", "-p", "hi"]
+    done = kvtool(command, *own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["kv_bytes"] <= 256 * 2**10
+    asked = kvtool(command, *own, "-b", 256)
+    assert asked.stderr == "-b 256 does not fit into 256KiB; it runs with 64\n"
+    assert kvtool(command, *own, "-b", 64).stderr == ""
+
+
 @pytest.mark.parametrize("data", [b"\x00\x01binary", b"caf\xe9 latin"])
 def test_what_is_no_text_is_refused(tmp_path, data):
     path = tmp_path / "data"
@@ -190,6 +203,11 @@ def test_policies_lists_all_with_their_parameters():
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
+    # the same in a table, where nothing is cut in a pipe: a line a policy
+    table = kvtool("policies").stdout
+    assert len(table.splitlines()) == 1 + len(listed)
+    for policy in listed.values():
+        assert f" {policy['paper']} " in table
 
 
 def test_a_policy_shows_what_a_budget_gives():
@@ -208,7 +226,7 @@ def test_a_policy_shows_what_is_given_by_hand():
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
     }
-    table = kvtool("policies", "buzz", *given, env={**os.environ, "COLUMNS": "200"}).stdout
+    table = kvtool("policies", "buzz", *given).stdout
     lines = [line.split() for line in table.splitlines()]
     assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
     # a line for each, with its value and what it does
@@ -234,7 +252,7 @@ def test_policies_explains_every_parameter():
         (["h2o", "-o", "window=3"], "need a --budget"),
         (["h2o", "--evict-every", "3"], "need a --budget"),
         (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: bumblebee, buzz, "),
-        (["buzz", "--budget", "3"], "the smallest budget that works with these parameters is 8"),
+        (["buzz", "--budget", "3"], "a budget of 3 is too small for buzz; use at least 8"),
         (["buzz", "--budget", "512", "-o", "stride=x"], "stride must be a whole number"),
         (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
     ],

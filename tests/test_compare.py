@@ -391,6 +391,15 @@ def test_the_table_fits_its_terminal(width):
     assert ("budget: bytes of the budget's cells" in out) == (width == 120)
 
 
+def test_no_name_is_cut_in_a_pipe():
+    label = "h2o:decay=0.999:window=16:sinks=4:score=mean:per=layer:group=max:decay_beyond=0.98"
+    out = shown([*ROWS, row(label, "64", kind="q8_0"), (run(f"x{label}", "64"), {"error": "no"})])
+    assert line_of(out, f"{label} q8_0 ").split()[-1] == "100"
+    assert line_of(out, f"x{label}").split()[1:] == ["-"] * 9
+    # a line a run
+    assert len(out.splitlines()) == len(shown().splitlines()) + 2
+
+
 def test_the_picture_has_a_line_a_policy(monkeypatch):
     from matplotlib.axes import Axes
 

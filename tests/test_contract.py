@@ -183,12 +183,57 @@ def test_its_parameters_are_listed_explained_and_settable(name):
 @every_evicting_policy
 def test_refuses_a_budget_that_is_too_small_with_the_smallest_that_works(name):
     fit = partial(policies.fit, name)
-    with pytest.raises(UsageError, match="the smallest budget that works") as refused:
+    with pytest.raises(UsageError) as refused:
         fit(1)
-    smallest = int(re.search(r"is (\d+)$", str(refused.value))[1])
-    with pytest.raises(UsageError):
+    said = re.fullmatch(rf"a budget of 1 is too small for {name}; use at least (\d+)", str(refused.value))
+    smallest = int(said[1])
+    # it does not name a window that nobody asked for
+    with pytest.raises(
+        UsageError, match=f"^a budget of .* is too small for {name}; use at least {smallest}$"
+    ):
         fit(smallest - 1)
     assert fit(smallest).budget == smallest
+
+
+@pytest.mark.parametrize(
+    ("policy", "how", "said"),
+    [
+        (("keydiff", 5), (), "a budget of 5 is too small for keydiff; use at least 6"),
+        (
+            ("h2o", 64),
+            (None, ["window=63"]),
+            "h2o: window must be in 0..56 (the budget of 64 less 8 slack and 0 sinks), got 63; "
+            "with these parameters use a budget of at least 71",
+        ),
+        (
+            ("h2o", 64),
+            (None, ["sinks=60"]),
+            "h2o: a budget of 64 is too small for 60 sinks and 8 slack; "
+            "with these parameters use a budget of at least 135",
+        ),
+        (
+            ("streamingllm", 64),
+            (None, ["sinks=60"]),
+            "streamingllm: a budget of 64 is too small for 60 sinks, a window of 1 and 8 slack; "
+            "with these parameters use a budget of at least 69",
+        ),
+        (
+            ("streamingllm", 64),
+            (63,),
+            "a budget of 64 is too small for streamingllm with --evict-every 63; use at least 68",
+        ),
+        # no budget helps
+        (
+            ("corm", 64),
+            (None, ["window=0"]),
+            "corm: window must be in 1..56 (the budget of 64 less 8 slack and 0 sinks), got 0",
+        ),
+    ],
+)
+def test_a_budget_that_does_not_fit_is_told_in_the_words_of_who_typed_it(policy, how, said):
+    with pytest.raises(UsageError) as refused:
+        policies.fit(*policy, *how)
+    assert str(refused.value) == said
 
 
 @every_evicting_policy

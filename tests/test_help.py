@@ -175,6 +175,18 @@ def test_what_is_typed_in_two_places_is_one_line(words, said):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {said}\n")
 
 
+def test_cache_types_are_taken_in_any_case():
+    found = set()
+    for words, command in all_commands():
+        context = command.make_context("x", [], resilient_parsing=True)
+        for option in command.params:
+            if option.name in ("type_k", "type_v", "types", "archive_type"):
+                assert option.process_value(context, "Q8_0,BF16") == "q8_0,bf16", (words, option.name)
+                found.add((" ".join(words), option.name))
+    wanted = {("models show", "type_k"), ("eval", "type_v"), ("compare", "types"), ("chat", "archive_type")}
+    assert wanted < found
+
+
 @pytest.mark.engine
 def test_a_prompt_comes_in_any_way(smollm2, tmp_path):
     (tmp_path / "prompt.txt").write_text("Say hello.\n")

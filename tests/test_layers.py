@@ -81,7 +81,7 @@ def test_sliding_layers_hold_their_window_and_a_batch_in_steps_of_256_cells(n_ba
 
 def test_cells_fit_beside_what_is_fixed():
     fixed, cell = MIXED.fixed_bytes(256), MIXED.cell_bytes()
-    assert MIXED.state_bytes == 1001
+    assert MIXED.recurrent_bytes == 1001
     for n in (0, 1, 7):
         assert MIXED.cells_that_fit(fixed + n * cell, 256) == n
         assert MIXED.cells_that_fit(fixed + n * cell + cell - 1, 256) == n
@@ -115,6 +115,8 @@ def test_a_model_is_named_by_what_is_not_plain_in_it():
     for kinds, layer in found.items():
         assert Layers((plain, layer)).kinds == list(kinds)
     assert MIXED.kinds == ["sliding windows", "shared layers", "recurrent layers"]
+    turned = replace(MIXED, rope="interleaved M-RoPE")
+    assert turned.kinds == [*MIXED.kinds, "interleaved M-RoPE"]
     # a state has no values, and needs none
     assert "latent" not in str(Layers((plain, found["recurrent layers",])).kinds)
 
@@ -152,7 +154,7 @@ def test_llama_cpp_says_which_layers_slide(tmp_path, pattern, slides):
         assert [layer.number for layer in layers.of(kind)] == [i for i in range(6) if slides[i] == which]
     assert layers.n_swa == 100
     assert all(layer[2:] == (layer.number, 1, 32, 32, 0) for layer in layers.all)
-    assert (layers.n_row, layers.n_shared, layers.state_bytes) == (slides.count("0"), 0, 0)
+    assert (layers.n_row, layers.n_shared, layers.recurrent_bytes) == (slides.count("0"), 0, 0)
 
 
 @pytest.mark.engine
@@ -214,6 +216,16 @@ def test_recurrent_layers_have_a_state_and_the_others_rows(tmp_path):
 
 
 @pytest.mark.engine
+def test_llama_cpp_says_that_a_token_has_several_positions(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    tiny_kinds.write_qwen2vl(path)
+    assert (layers_of(path).rope, layers_of(path).kinds) == ("M-RoPE", ["M-RoPE"])
+    # as any llama.cpp says it
+    monkeypatch.setattr("kvtool.llama.model.is_patched", lambda: False)
+    assert layers_of(path).rope == "M-RoPE"
+
+
+@pytest.mark.engine
 def test_a_model_that_cannot_be_used_says_why(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=0)
@@ -235,6 +247,19 @@ def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
+
+
+@pytest.mark.engine
+def test_a_window_of_no_tokens_is_damage_where_llama_cpp_lets_layers_slide(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    # for Gemma 3, as for most, 0 says that nothing slides
+    tiny.write_gemma3(path, n_layer=6, n_head_kv=1, window=0)
+    layers = layers_of(path)
+    assert (len(layers.of(ROWS)), layers.kinds, layers.n_swa) == (6, [], 0)
+    tiny_kinds.write_gpt_oss(path, window=0)
+    with pytest.raises(ModelError) as error:
+        layers_of(path)
+    assert str(error.value) == f"{path} is damaged: its sliding layers see 0 tokens; download it again"
 
 
 @pytest.mark.engine

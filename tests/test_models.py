@@ -462,6 +462,14 @@ def test_damage_is_never_a_traceback(tmp_path):
     assert refused > 100
 
 
+def test_a_context_of_no_tokens_is_damage(tmp_path):
+    path = tiny_gguf(tmp_path / "tiny.gguf", context_length=0)
+    with pytest.raises(ModelError) as error:
+        read(path)
+    said = "is damaged: its header says llama.context_length = 0; download it again"
+    assert str(error.value) == f"{path} {said}"
+
+
 def test_what_is_no_model(tmp_path):
     path = tmp_path / "x.gguf"
     with pytest.raises(ModelError, match="cannot read .*No such file"):
@@ -675,12 +683,14 @@ def test_show_as_json(tmp_path):
     assert shown["kv_heads"] == [1, 2, 4]
     assert (shown["unsupported"], shown["kinds"]) == (None, [])
     assert (shown["rows"], shown["row_layers"]) == (7, 3)
-    for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "state_bytes"):
+    for name in ("swa", "swa_layers", "swa_bytes", "shared_layers", "recurrent_layers", "recurrent_bytes"):
         assert shown[name] == 0
     # 7 KV heads, 32 + 32 numbers of 2 bytes
     assert (shown["cell_bytes"], shown["fit_bytes"], shown["fit_cells"]) == (896, 1048576, 1024)
     assert (shown["type_k"], shown["type_v"]) == ("f16", "f16")
-    assert show(path, "-ctk", "q8_0")["cell_bytes"] == 7 * (34 + 64)
+    for kind in ("q8_0", "Q8_0"):
+        shown = show(path, "-ctk", kind)
+        assert (shown["cell_bytes"], shown["type_k"]) == (7 * (34 + 64), "q8_0")
     text = invoke("show", str(path), "--type-k", "f32").stdout
     assert str(path) in text
     assert "1 2 4 (one per layer)" in text
@@ -708,9 +718,12 @@ def test_show_says_what_slides(tmp_path):
     assert (shown["rows"], shown["row_layers"], shown["swa"], shown["swa_layers"]) == (2, 1, 300, 4)
     # 2 KV heads, keys of 34 bytes and values of 64; 300 and a batch of 256 tokens in steps of 256 cells
     assert (shown["cell_bytes"], shown["swa_bytes"]) == (2 * 98, 4 * 2 * 98 * 768)
-    assert (shown["shared_layers"], shown["recurrent_layers"], shown["state_bytes"]) == (0, 0, 0)
-    # 846 would fit: in steps of 256
+    assert (shown["shared_layers"], shown["recurrent_layers"], shown["recurrent_bytes"]) == (0, 0, 0)
+    # 846 would fit: in steps of 256; a batch takes a quarter of them
     assert shown["fit_cells"] == (750 * 2**10 - 4 * 2 * 98 * 768) // (2 * 98) // 256 * 256 == 768
+    assert shown["fit_batch"] == 192
+    few = invoke("show", str(path), "--fit", "750KiB", "-ctk", "q8_0").stdout
+    assert "750.0 KiB of cache           768 tokens, in batches of 192" in few
     text = invoke("show", str(path)).stdout
     rows = dict(line.rstrip().split("  ", 1) for line in text.splitlines())
     assert rows["kind"].strip() == "sliding windows"
@@ -728,13 +741,16 @@ def test_show_says_what_is_recurrent(tmp_path):
     assert (shown["unsupported"], shown["kinds"]) == (None, ["recurrent layers"])
     assert (shown["rows"], shown["row_layers"], shown["recurrent_layers"]) == (2, 1, 2)
     # two layers keep the two newest of 128 numbers of 4 bytes
-    assert (shown["cell_bytes"], shown["state_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
+    assert (shown["cell_bytes"], shown["recurrent_bytes"], shown["swa_bytes"]) == (256, 2 * 2 * 128 * 4, 0)
     assert show(path, "--fit", "200KiB")["fit_cells"] == (200 * 2**10 - 2048) // 256 // 256 * 256 == 768
     text = invoke("show", str(path)).stdout
     assert "2; states of 2.0 KiB, whatever the budget" in text
 
 
-NO_LAYERS = ("kinds", "rows", "swa", "cell_bytes", "swa_bytes", "state_bytes", "fit_cells")
+NO_LAYERS = (
+    *("kinds", "rows", "swa", "cell_bytes", "swa_bytes", "recurrent_bytes", "fit_cells", "fit_batch"),
+    *("fit_bytes", "smallest_bytes", "type_k", "type_v"),
+)
 
 
 @pytest.mark.engine
@@ -760,7 +776,7 @@ def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, k
     rows = dict(line.rstrip().split("  ", 1) for line in result.stdout.splitlines())
     assert rows["architecture"].strip() == arch
     assert rows["supported"].strip() == shown["unsupported"]
-    assert not {"kind", "rows", "one token"} & set(rows)
+    assert list(rows)[-3:] == ["tokenizer", "chat template", "supported"]
 
 
 @pytest.mark.engine

@@ -153,12 +153,12 @@ def test_what_recall_cannot_do_is_one_line(tiny_model, settings):
 
 WRONG = [
     ({"recalled": 0}, r"recalled must be in 1..27 \(the budget of 48 less 16 slack, 4 sinks and the newest"),
-    ({"recalled": 9999}, "recalled must be in 1..27 .*, got 9999; the smallest budget .* is 10020$"),
+    ({"recalled": 9999}, "recalled must be in 1..27 .*, got 9999; with .* at least 10020$"),
     (
         {"sinks": 99},
         "budget of 48 is too small for 99 sinks, the newest token, a recalled one and 16 slack; .* 117$",
     ),
-    ({"budget": 1, "evict_every": None}, "a budget of 1 is too small for 4 sinks.* and 1 slack; .* is 7$"),
+    ({"budget": 1, "evict_every": None}, "a budget of 1 is too small for recall; use at least 7$"),
     ({"sinks": -1}, "sinks must not be negative, got -1"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"index": "q2"}, "index must be one of keys, q8, q4, got q2"),
@@ -174,7 +174,7 @@ def test_parameters_that_cannot_work_are_one_line_in_the_numbers_of_a_user(param
 def test_the_smallest_budget_that_is_named_works():
     smallest = policies.smallest_budget("recall")
     assert fit(smallest, None).split()["recalled"] == 1
-    with pytest.raises(UsageError, match=f"is {smallest}$"):
+    with pytest.raises(UsageError, match=f"use at least {smallest}$"):
         fit(smallest - 1, None)
 
 

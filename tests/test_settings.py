@@ -134,7 +134,7 @@ def test_no_option_has_the_name_of_another_variable_of_ours():
 def test_what_is_typed_beats_all_and_what_is_read_runs(file, monkeypatch):
     file('[policies]\nbudget = 3\njson = true\noption = ["stride=4"]')
     # 3 is below buzz's least
-    assert "the smallest budget that works" in kvtool("policies", "buzz").stderr
+    assert "with these parameters use a budget of at least 8" in kvtool("policies", "buzz").stderr
     done = kvtool("policies", "buzz", "--budget", 512)
     (buzz,) = json.loads(done.stdout)
     assert buzz["params"]["stride"] == 4

@@ -11,6 +11,7 @@ import pytest
 from kvtool import policies
 from kvtool.errors import PlanError, UsageError
 from tests.running import open_engine, text
+from tests.test_cli import kvtool
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "writing-a-policy.md"
 
@@ -55,7 +56,9 @@ def test_the_documents_policy_keeps_the_highest_average(written):
 
 
 def test_the_smallest_budget_is_named_for_it_too(written):
-    with pytest.raises(UsageError, match="the smallest budget that works with these parameters is 38"):
+    with pytest.raises(
+        UsageError, match=r"a budget of 20 is too small for .*\.py with --evict-every 2; use at least 38$"
+    ):
         policies.fit(str(written), 20, 2)
 
 
@@ -245,3 +248,23 @@ def refused(tiny_model, written, old, new, complaint):
     with pytest.raises(PlanError, match=complaint) as error, open_engine(tiny_model(), policy) as engine:
         fill_and_evict(engine)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("budget", "n"), [("48", 1), ("10%", 1), ("4MiB", 2)])
+def test_a_policy_is_fitted_again_only_where_the_budget_depends_on_the_loaded_model(
+    tiny_model, tmp_path, budget, n
+):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from kvtool.policies.local import Local\n\n\n"
+        "class POLICY(Local):\n"
+        "    @classmethod\n"
+        "    def fit(cls, budget, slack, **params):\n"
+        "        print('fitted', budget)\n"
+        "        return cls(budget, slack, **params)\n"
+    )
+    own = ["-m", tiny_model(), "--policy", path, "--budget", budget]
+    done = kvtool("generate", "hi", "--raw", "-n", 2, *own)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fitted") == n

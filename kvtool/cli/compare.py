@@ -73,6 +73,7 @@ def compare(
             help="Cache types, separated by commas: `full` runs with each, other policies with the first.",
             rich_help_panel=KEEPS,
             autocompletion=completion.cache_type_list,
+            callback=opt.lower,
         ),
     ] = "f16,q8_0,q5_1,q4_0",
     combine: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import table_console
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps o
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
-    """Print a line per run, budget by budget. In a pipe or a file the table has 120 columns."""
+    """Print a line per run, budget by budget. In a pipe or a file all columns are there, and uncut."""
     from rich.table import Table
     from rich.text import Text
 
     if not console.is_terminal:
-        console = plain_console(file=console.file, width=WIDEST, color_system=None)
+        console = table_console(file=console.file, color_system=None)
     wide, widest = console.width >= WIDE, console.width >= WIDEST
     mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)

@@ -145,19 +145,11 @@ def _plain(value: Any) -> Any:
 
 
 def _print(rows: list[Row]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+    from kvtool.cli.console import print_table
 
-    from kvtool.cli.console import plain_console
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("command", "option", "value", "set by"):
-        table.add_column(column, overflow="fold")
+    table = []
     for row in rows:
         value = row.get("default") or row["value"]
         shown = "" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        table.add_row(*map(Text, (row["command"], row["option"], shown, row["source"])))
-    console = plain_console()
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
+        table.append([row["command"], row["option"], shown, row["source"]])
+    print_table(["command", "option", "value", "set by"], table)

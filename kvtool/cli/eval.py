@@ -15,8 +15,16 @@ from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
 from kvtool.cli.archive import archive_of
 from kvtool.cli.command import KEEPS
-from kvtool.cli.console import plain_console
-from kvtool.cli.opening import EngineOptions, checked_model, fitted, loaded, n_ctx_of, settings_of
+from kvtool.cli.console import table_console
+from kvtool.cli.opening import (
+    EngineOptions,
+    checked_model,
+    fitted,
+    loaded,
+    n_ctx_of,
+    say_n_batch,
+    settings_of,
+)
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.utf8 import json_text
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -202,8 +210,10 @@ def _policy_for(
         return _full_for(wanted, info, wanted.policy, wanted.options), n_batch
     share = "20%" if wanted.budget is None else wanted.budget.strip()
     if not share.endswith("%"):
-        policy, n_batch = fitted(wanted, info, layers, share, n_batch, over_budget=True)
-        return lambda n, n_answer: policy, n_batch
+        found = fitted(wanted, info, layers, share, n_batch, over_budget=True)
+        if layers:
+            say_n_batch(wanted, share, found.n_batch)
+        return lambda n, n_answer: found.policy, found.n_batch
     percent, most = budget.percent(share), n_ctx_of(wanted.n_ctx, info)
     least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
 
@@ -292,7 +302,7 @@ def _list() -> None:
         table.add_row(
             name, what, "\n".join(f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
         )
-    plain_console().print(table)
+    table_console().print(table)
 
 
 def _shown(value: object) -> str:
@@ -337,7 +347,7 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
 def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
     from rich.table import Table
 
-    console = plain_console(width=None if sys.stdout.isatty() else 110)
+    console = table_console()
     about = results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""

@@ -37,6 +37,11 @@ def _no_limit(value: int | None) -> int | None:
     return None if value == -1 else value
 
 
+def lower(value: str) -> str:
+    """A cache type as llama.cpp spells it: model files and its documents have both Q8_0 and q8_0."""
+    return value.lower()
+
+
 def _all_for(wanted: int) -> Callable[[int | None], int | None]:
     """The number that stands for the default, as in llama.cpp."""
     return lambda value: None if value == wanted else value
@@ -215,6 +220,7 @@ TypeK = Annotated[
         help="Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
         rich_help_panel=KEEPS,
         autocompletion=of.cache_types,
+        callback=lower,
     ),
 ]
 
@@ -227,6 +233,7 @@ TypeV = Annotated[
         help="Type of the cached values, as for keys.",
         rich_help_panel=KEEPS,
         autocompletion=of.cache_types,
+        callback=lower,
     ),
 ]
 
@@ -261,6 +268,7 @@ ArchiveType = Annotated[
         help="With --policy recall: type of the archived keys and values, as for -ctk.",
         rich_help_panel=ARCHIVES,
         autocompletion=of.cache_types,
+        callback=lower,
     ),
 ]
 

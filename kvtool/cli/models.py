@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli import completion
-from kvtool.cli.console import plain_console
+from kvtool.cli import flags as opt
+from kvtool.cli.console import print_table
 from kvtool.cli.locate import locate
 from kvtool.cli.utf8 import json_text, shown
 from kvtool.errors import KvtoolError
@@ -57,11 +58,11 @@ def list_(as_json: Json = False) -> None:
         name = entry.name + (" (default)" if entry is known[0] else "")
         size_text = format_bytes(size) if size else "-"
         table.append([name, size_text, _state(found), entry.licence, entry.note])
-    _print_table(["name", "size", "downloaded", "licence", "note"], table)
+    print_table(["name", "size", "downloaded", "licence", "note"], table)
     if others:
         typer.echo()
         table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]
-        _print_table(["repository or URL", "size", "downloaded"], table)
+        print_table(["repository or URL", "size", "downloaded"], table)
     downloaded = [
         found for entry, found in zip(known, here, strict=True) if found and stored.is_download(entry)
     ]
@@ -123,35 +124,50 @@ def show(
     ] = "64MiB",
     type_k: Annotated[
         str,
-        typer.Option("-ctk", "--cache-type-k", "--type-k", metavar="TYPE", help="Type of the cached keys."),
+        typer.Option(
+            "-ctk",
+            "--cache-type-k",
+            "--type-k",
+            metavar="TYPE",
+            help="Type of the cached keys.",
+            callback=opt.lower,
+        ),
     ] = "f16",
     type_v: Annotated[
         str,
-        typer.Option("-ctv", "--cache-type-v", "--type-v", metavar="TYPE", help="Type of the cached values."),
+        typer.Option(
+            "-ctv",
+            "--cache-type-v",
+            "--type-v",
+            metavar="TYPE",
+            help="Type of the cached values.",
+            callback=opt.lower,
+        ),
     ] = "f16",
     as_json: Json = False,
 ) -> None:
     """Show a model's header, and how many of its tokens fit into memory."""
-    from kvtool.cli.flags import N_BATCH, check_cache_types
     from kvtool.models.download import sha256
     from kvtool.models.header import read
 
     n_bytes = parse_bytes(fit)
-    check_cache_types(type_k, type_v)
+    opt.check_cache_types(type_k, type_v)
     path = locate(name_or_path)
     info = read(path)
     digest = sha256(path)
     layers, reason = _layers(info)
     sizes: dict[str, int] = {}
+    types = {"type_k": type_k, "type_v": type_v}
     if layers:
-        types = type_k, type_v
+        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, **types)
         sizes = {
-            "cell_bytes": layers.cell_bytes(*types),
-            "swa_bytes": layers.swa_bytes(N_BATCH, *types),
-            "state_bytes": layers.state_bytes,
+            "cell_bytes": layers.cell_bytes(**types),
+            "swa_bytes": layers.swa_bytes(opt.N_BATCH, **types),
+            "recurrent_bytes": layers.recurrent_bytes,
             "fit_bytes": n_bytes,
-            "fit_cells": layers.cache_that_fits(n_bytes, info.n_ctx_train, N_BATCH, *types),
-            "smallest_bytes": layers.smallest_bytes(N_BATCH, *types),
+            "fit_cells": fit_cells,
+            "fit_batch": fit_batch,
+            "smallest_bytes": layers.smallest_bytes(**types),
         }
     if as_json:
         _print_json(
@@ -173,13 +189,12 @@ def show(
                 "chat_template": info.chat_template,
                 "unsupported": reason,
                 **_counts(layers),
-                "type_k": type_k,
-                "type_v": type_v,
+                **(types if layers else {}),
                 **sizes,
             }
         )
         return
-    _print_table(
+    print_table(
         [],
         [
             ["path", str(path)],
@@ -243,10 +258,9 @@ def _counts(layers: Layers | None) -> dict[str, object]:
 
 def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     """The lines that say what the model keeps for a token, and beside its rows."""
-    from kvtool.cli.flags import N_BATCH
     from kvtool.models.layers import Kind
 
-    of = {name: format_bytes(size) for name, size in sizes.items() if name != "fit_cells"}
+    of = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     n_slide, n_state = len(layers.of(Kind.SLIDING)), len(layers.of(Kind.RECURRENT))
     n_layer = sum(layer.is_owner for layer in layers.of(Kind.ROWS))
     lines = [
@@ -256,21 +270,23 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     if n_slide:
         lines += [
             ["sliding-window (SWA) layers", f"{n_slide}; each sees the newest {layers.n_swa} tokens"],
-            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {N_BATCH})"],
+            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {opt.N_BATCH})"],
         ]
     if layers.n_shared:
         lines.append(["shared layers", f"{layers.n_shared}; each reads an earlier layer's cells"])
     if n_state:
-        lines.append(["recurrent layers", f"{n_state}; states of {of['state_bytes']}, whatever the budget"])
+        lines.append(
+            ["recurrent layers", f"{n_state}; states of {of['recurrent_bytes']}, whatever the budget"]
+        )
+    fit = f"{sizes['fit_cells']} tokens"
+    if not sizes["fit_cells"]:
+        fit = f"too small; the smallest cache takes {of['smallest_bytes']}"
+    elif n_slide and sizes["fit_batch"] < opt.N_BATCH:
+        fit += f", in batches of {sizes['fit_batch']}"
     return [
         *lines,
         ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],
-        [
-            f"{of['fit_bytes']} of cache",
-            f"{sizes['fit_cells']} tokens"
-            if sizes["fit_cells"]
-            else f"too small; the smallest cache takes {of['smallest_bytes']}",
-        ],
+        [f"{of['fit_bytes']} of cache", fit],
     ]
 
 
@@ -304,20 +320,3 @@ def _per_layer(numbers: tuple[int, ...]) -> str:
 
 def _print_json(value: object) -> None:
     typer.echo(json_text(value, indent=2))
-
-
-def _print_table(columns: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=bool(columns), pad_edge=False)
-    for column in columns or ["what", "value"]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        # Text: a path may contain what rich takes for markup
-        table.add_row(*(Text(cell) for cell in row))
-    console = plain_console()
-    if not console.is_terminal:
-        # no wrapping in a pipe: a sha256 stays in one piece
-        console.width = 10_000
-    console.print(table)

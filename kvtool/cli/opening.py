@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -76,6 +76,24 @@ class Opened:
     info: ModelInfo
 
 
+class Fitted(NamedTuple):
+    """What `fitted` gives.
+
+    Attributes
+    ----------
+    policy
+        The policy for the budget.
+    n_batch
+        The most tokens of a batch.
+    in_bytes
+        Whether the budget was typed in bytes, so that it depends on the model's layers.
+    """
+
+    policy: FittedPolicy
+    n_batch: int
+    in_bytes: bool
+
+
 # the whole way
 
 
@@ -104,14 +122,16 @@ def open_engine(
     text = wanted.budget
     if text is None:
         text = str(n_ctx if kind.ragged else min(default_budget, n_ctx))
-    if kind.evicts:
-        # what is wrong with it is said before the model is loaded
-        fitted(wanted, info, None, text, n_batch, over_budget=not scoring)
+    # what is wrong with it is said before the model is loaded
+    found = fitted(wanted, info, None, text, n_batch, over_budget=not scoring) if kind.evicts else None
 
     with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx
-        if kind.evicts:
-            policy, n_batch = fitted(wanted, info, model.layers, text, n_batch, over_budget=not scoring)
+        if found and found.in_bytes:
+            found = fitted(wanted, info, model.layers, text, n_batch, over_budget=not scoring)
+        if found:
+            policy, n_batch = found.policy, found.n_batch
+            say_n_batch(wanted, text, n_batch)
         else:
             policy = policies.fit(wanted.policy, min(n_ctx, n_tokens), None, wanted.options)
         settings = settings_of(wanted, n_ctx, n_batch, n_batch if scoring else 1, over_budget=not scoring)
@@ -298,7 +318,7 @@ def fitted(
     n_batch: int,
     *,
     over_budget: bool,
-) -> tuple[FittedPolicy, int]:
+) -> Fitted:
     """The policy for a budget as it was typed, and the batch size that goes with it. Raises UsageError.
 
     layers: of the loaded model; None before that. over_budget: whether a batch may go over the budget; a
@@ -307,12 +327,18 @@ def fitted(
     from kvtool import policies
     from kvtool.models import budget
 
-    n, is_bound = budget.parse(budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v)
+    n, batch = budget.parse(budget_text, info.n_ctx_train, layers, n_batch, wanted.type_k, wanted.type_v)
     slack = wanted.evict_every or policies.default_slack(n)
-    if is_bound:
-        n_batch = budget.batch_within(n, n_batch)
-        n -= max(n_batch - slack, 0) if over_budget else 0
-    return policies.fit(wanted.policy, n, wanted.evict_every, wanted.options), n_batch
+    if batch:
+        n -= max(batch - slack, 0) if over_budget else 0
+    policy = policies.fit(wanted.policy, n, wanted.evict_every, wanted.options)
+    return Fitted(policy, batch or n_batch, batch is not None)
+
+
+def say_n_batch(wanted: EngineOptions, budget_text: str, n_batch: int) -> None:
+    """Say on stderr that batches of a size that was asked for do not fit into a budget in bytes."""
+    if wanted.n_batch and wanted.n_batch > n_batch:
+        sys.stderr.write(f"-b {wanted.n_batch:,} does not fit into {budget_text}; it runs with {n_batch:,}\n")
 
 
 def settings_of(

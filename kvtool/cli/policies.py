@@ -9,7 +9,7 @@ import typer
 
 from kvtool import parameters
 from kvtool.cli.completion import policies as complete
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import table_console
 from kvtool.cli.flags import EvictEvery, Json, Options
 from kvtool.cli.utf8 import json_text
 from kvtool.errors import UsageError
@@ -77,7 +77,7 @@ def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
     from rich.table import Table
 
     (policy,) = listed
-    console = plain_console()
+    console = table_console()
     console.print(policy["what"])
     paper = f"paper: {policy['paper']}" if policy["paper"] else ""
     if about := ", ".join(filter(None, [paper, policy["package"] and f"from {policy['package']}"])):
@@ -97,7 +97,7 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("policy", style="bold")
     table.add_column(f"parameters at budget {budget}" if budget else "parameters (-o name=value)")
-    table.add_column("paper")
+    table.add_column("paper", overflow="fold")
     table.add_column("what it keeps")
     if has_package := any(policy["package"] for policy in listed):
         table.add_column("package")
@@ -107,4 +107,4 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
         )
         package = [policy["package"] or ""] if has_package else []
         table.add_row(policy["name"], params, policy["paper"], policy["what"], *package)
-    plain_console().print(table)
+    table_console().print(table)

@@ -11,7 +11,7 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli.completion import sessions
-from kvtool.cli.utf8 import json_text
+from kvtool.cli.utf8 import json_text, shown
 from kvtool.errors import SessionError
 
 app = typer.Typer(help="Look into session files.", no_args_is_help=True, rich_markup_mode=None)
@@ -33,7 +33,7 @@ def show(file: File, as_json: opt.Json = False) -> None:
     except SessionError as error:
         problem = error
     fixed, options = meta["fixed"], meta["options"]
-    shown = {
+    found = {
         "file": str(file),
         "size": size(file),
         "saved": meta["saved"],
@@ -54,26 +54,39 @@ def show(file: File, as_json: opt.Json = False) -> None:
         "problem": str(problem) if problem else None,
     }
     if as_json:
-        sys.stdout.write(json_text(shown) + "\n")
+        sys.stdout.write(json_text(found) + "\n")
     else:
-        _print(shown, has_archive="archive_type" in fixed)
+        _print(found, has_archive="archive_type" in fixed)
     if problem:
         raise problem
 
 
-def _print(shown: dict[str, Any], has_archive: bool) -> None:
+def _print(found: dict[str, Any], has_archive: bool) -> None:
+    """The same for people, but for the problem: that is an error, and the last line."""
+    from kvtool.cli.console import print_table
     from kvtool.units import format_bytes
 
-    # the error is a line of its own, and the last
-    del shown["problem"]
-    for name in ("size", "kv_bytes", "archive_bytes"):
-        shown[name] = format_bytes(shown[name])
-    if not has_archive:
-        del shown["archived"], shown["archive_bytes"]
-    shown["parameters"] = " ".join(f"{name}={value}" for name, value in shown["parameters"].items())
-    width = max(map(len, shown))
-    for name, value in shown.items():
-        sys.stdout.write(f"{name:{width}}  {value}\n")
+    own = dict(found["parameters"])
+    budget, slack = own.pop("budget"), own.pop("slack")
+    rows = {
+        "file": shown(found["file"]),
+        "size": format_bytes(found["size"]),
+        "saved": found["saved"],
+        "kvtool": found["kvtool"],
+        "llama.cpp": found["llama_cpp"],
+        "model": shown(found["model"]),
+        "sha256": found["model_sha256"],
+        "policy": " ".join([shown(found["policy"]), *(f"{name}={value}" for name, value in own.items())]),
+        "eviction": f"every {slack:,} tokens" if slack else "never",
+        "turns": f"{found['turns']:,}",
+        "tokens so far": f"{found['tokens']:,}",
+        "cells": f"{found['cells']:,.0f} of {budget:,} per row",
+        "cache": format_bytes(found["kv_bytes"]),
+    }
+    if has_archive:
+        rows["archive"] = f"{found['archived']:,} tokens, {format_bytes(found['archive_bytes'])}"
+    rows["system prompt"] = found["system"] or "none"
+    print_table([], list(rows.items()))
 
 
 @app.command()

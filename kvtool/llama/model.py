@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
 from kvtool.models.gguf import MAX_LAYERS
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
+
+_ROPES = {api.LLAMA_ROPE_TYPE_MROPE: "M-RoPE", api.LLAMA_ROPE_TYPE_IMROPE: "interleaved M-RoPE"}
 
 
 class Model:
@@ -112,7 +115,7 @@ class Model:
                 raise LibraryError(
                     f"{UNPATCHED}, which models with sliding or recurrent layers need; {HOW_TO_BUILD}"
                 )
-            return read(self.path).plain_layers
+            return replace(read(self.path).plain_layers, rope=self._rope)
         # llama.cpp makes a memory of one cell to say it, and aborts on windows that no layer has, for example
         with quiet(), crash_means(damaged(self.path)):
             # a layer has at most cells, keys of an index, and a state
@@ -126,7 +129,14 @@ class Model:
             Layer(f.il, Kind(f.kind), f.owner, f.n_head, f.n_embd_k, f.n_embd_v, f.n_bytes) for f in found[:n]
         )
         slides = any(layer.kind is Kind.SLIDING for layer in all_layers)
-        return Layers(all_layers, n_swa if slides else 0, most_cells, has_alibi)
+        if slides and not n_swa:
+            # llama.cpp hides every token from them; for most architectures 0 means that no layer slides
+            raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
+        return Layers(all_layers, n_swa if slides else 0, most_cells, has_alibi, self._rope)
+
+    @property
+    def _rope(self) -> str:
+        return _ROPES.get(api.llama_model_rope_type(self._model), "")
 
     @property
     def n_swa(self) -> int:

@@ -290,9 +290,8 @@ def _run(
             "choose --positions auto, or --types q8_0"
         )
     elif asked is not None:
-        n, is_bound = budget.parse(asked, n_ctx_train, layers, n_batch, kind, kind)
-        if is_bound:
-            n_batch = budget.batch_within(n, n_batch)
+        n, batch = budget.parse(asked, n_ctx_train, layers, n_batch, kind, kind)
+        n_batch = batch or n_batch
     if n > common.n_ctx:
         raise UsageError(f"a budget of {n} tokens is more than the context of {common.n_ctx}; choose less")
     policy = policies.fit(name, n, evict_every, list(options))

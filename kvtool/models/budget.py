@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
-from kvtool.models.layers import PAD, Layers
+from kvtool.models.layers import PAD, Layers, batch_within
 from kvtool.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ def parse(
     n_batch: int,
     type_k: str = "f16",
     type_v: str = "f16",
-) -> tuple[int, bool]:
-    """The cells that "512", "10%" or "64MiB" stand for, and whether they bound the whole cache.
+) -> tuple[int, int | None]:
+    """The cells that "512", "10%" or "64MiB" stand for; for bytes the largest batch beside them, else None.
 
     A share is of the trained context, see `share`. Bytes give the largest cache that fits into them, in steps
     of 256 cells, beside what the model keeps in sliding and recurrent layers. Only bytes bound the whole
-    cache, padding included.
+    cache, padding and batches included.
 
     layers: None where they are not known yet; bytes then stand for the trained context. n_batch: the most
     tokens of a batch. Raises UsageError.
@@ -47,7 +47,7 @@ def parse(
                 f"{text} of the trained context ({n_ctx_train} tokens) is less than 1 token; "
                 "choose a larger share"
             )
-        return n, False
+        return n, None
     try:
         n, is_bytes = parse_count(text)
     except UsageError:
@@ -58,21 +58,16 @@ def parse(
     if not is_bytes:
         if n < 1:
             raise UsageError(f"a budget of {n} is too small; use at least 2 tokens")
-        return n, False
+        return n, None
     if layers is None:
-        return n_ctx_train, True
-    n = layers.cache_that_fits(n, n_ctx_train, n_batch, type_k, type_v)
+        return n_ctx_train, batch_within(n_ctx_train, n_batch)
+    n, n_batch = layers.cache_that_fits(n, n_ctx_train, n_batch, type_k, type_v)
     if n == 0:
-        smallest = format_bytes(layers.smallest_bytes(n_batch, type_k, type_v))
+        smallest = format_bytes(layers.smallest_bytes(type_k, type_v))
         raise UsageError(
             f"{text} is too small for this model: its smallest cache ({PAD} tokens) takes {smallest}"
         )
-    return n, True
-
-
-def batch_within(n: int, n_batch: int) -> int:
-    """The largest batch for a cache of n cells that is bounded in bytes: the batch needs room in it too."""
-    return max(1, min(n_batch, n // 4))
+    return n, n_batch
 
 
 def percent(text: str) -> Decimal:

@@ -167,12 +167,12 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> Model
     if not isinstance(arch, str):
         raise ModelError(f"{path} is not a language model: no architecture in its header")
 
-    def number(key: str, default: int | None = None) -> int:
+    def number(key: str, default: int | None = None, least: int = 0) -> int:
         value = metadata.get(f"{arch}.{key}", default)
         if not isinstance(value, int):
             raise ModelError(f"{path} is not a language model: no {arch}.{key} in its header")
         # llama.cpp stores it in 32 bits
-        if not 0 <= value < 2**31:
+        if not least <= value < 2**31:
             raise ModelError(f"{path} is damaged: its header says {arch}.{key} = {value}; download it again")
         return value
 
@@ -209,7 +209,7 @@ def _info(path: Path, n_part: int, size: int, metadata: dict[str, Any]) -> Model
         n_head_kv=per_layer("attention.head_count_kv", metadata.get(f"{arch}.attention.head_count", 0)),
         head_size_k=number("attention.key_length", head_size),
         head_size_v=number("attention.value_length", head_size),
-        n_ctx_train=number("context_length"),
+        n_ctx_train=number("context_length", least=1),
         tokenizer="tokenizer.ggml.model" in metadata,
         chat_template="tokenizer.chat_template" in metadata,
         metadata=metadata,

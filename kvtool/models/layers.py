@@ -52,8 +52,8 @@ class Layer(NamedTuple):
         Numbers in one key of one head.
     head_size_v
         Numbers in one value of one head; 0 where values are a part of the keys (MLA).
-    state_bytes
-        Bytes of a state.
+    recurrent_bytes
+        Bytes of its state, if it is recurrent.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
     n_head_kv: int
     head_size_k: int
     head_size_v: int
-    state_bytes: int
+    recurrent_bytes: int
 
     @property
     def is_owner(self) -> bool:
@@ -85,12 +85,15 @@ class Layers:
         nothing to choose and need not know which tokens went. Without an index there is no bound.
     has_alibi
         Whether attention falls with distance (ALiBi).
+    rope
+        "M-RoPE" or "interleaved M-RoPE" where a token has several positions; "" where it has one.
     """
 
     all: tuple[Layer, ...]
     n_swa: int = 0
     most_cells: int = _NO_BOUND
     has_alibi: bool = False
+    rope: str = ""
 
     def of(self, kind: Kind) -> list[Layer]:
         """The layers of one kind."""
@@ -112,9 +115,9 @@ class Layers:
         return sum(not layer.is_owner for layer in self.all)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of all states, whatever the budget."""
-        return sum(layer.state_bytes for layer in self.all)
+    def recurrent_bytes(self) -> int:
+        """Bytes of all recurrent layers' states, whatever the budget. A policy's are not among them."""
+        return sum(layer.recurrent_bytes for layer in self.all)
 
     @property
     def kinds(self) -> list[str]:
@@ -126,6 +129,7 @@ class Layers:
             "latent attention (MLA)": not self.has_values,
             "an index": bool(self.of(Kind.INDEX)),
             "ALiBi": self.has_alibi,
+            self.rope: bool(self.rope),
         }
         return [name for name, is_there in found.items() if is_there]
 
@@ -146,7 +150,7 @@ class Layers:
 
     def fixed_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
         """Bytes of what a model keeps beside its rows. Raises UsageError for a type that does not fit."""
-        return self.swa_bytes(n_batch, type_k, type_v) + self.state_bytes
+        return self.swa_bytes(n_batch, type_k, type_v) + self.recurrent_bytes
 
     def cells_that_fit(self, n_bytes: int, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
         """How many cells fit into n_bytes beside what is not rows. Raises UsageError as cell_bytes does."""
@@ -156,13 +160,29 @@ class Layers:
 
     def cache_that_fits(
         self, n_bytes: int, n_ctx_train: int, n_batch: int, type_k: str = "f16", type_v: str = "f16"
-    ) -> int:
-        """Cells of the largest cache in n_bytes: a multiple of PAD, or n_ctx_train. Raises UsageError."""
-        return min(self.cells_that_fit(n_bytes, n_batch, type_k, type_v) // PAD * PAD, n_ctx_train)
+    ) -> tuple[int, int]:
+        """Cells of the largest cache in n_bytes, a multiple of PAD or n_ctx_train, and the batch beside it.
 
-    def smallest_bytes(self, n_batch: int, type_k: str = "f16", type_v: str = "f16") -> int:
-        """Bytes of the smallest cache, which has PAD cells. Raises UsageError as cell_bytes does."""
-        return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(n_batch, type_k, type_v)
+        n_batch: the largest batch wanted; it takes room in sliding layers. 0 cells if even a batch of one
+        token leaves too little. Raises UsageError as cell_bytes does.
+        """
+        most = -(-n_ctx_train // PAD) * PAD
+        most = min(self.cells_that_fit(n_bytes, 1, type_k, type_v) // PAD * PAD, most)
+        for n in range(most, 0, -PAD):
+            n_cell = min(n, n_ctx_train)
+            batch = batch_within(n_cell, n_batch)
+            if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= n:
+                return n_cell, batch
+        # rather a slow prompt than none
+        n_cell = min(PAD, n_ctx_train)
+        for batch in range(batch_within(n_cell, n_batch) if most else 0, 0, -1):
+            if self.cells_that_fit(n_bytes, batch, type_k, type_v) >= PAD:
+                return n_cell, batch
+        return 0, 1
+
+    def smallest_bytes(self, type_k: str = "f16", type_v: str = "f16") -> int:
+        """Bytes of the smallest cache: PAD cells, batches of one token. Raises UsageError."""
+        return PAD * self.cell_bytes(type_k, type_v) + self.fixed_bytes(1, type_k, type_v)
 
     def _token_bytes(self, kind: Kind, type_k: str, type_v: str) -> int:
         if type_k != type_v and not self.has_values:
@@ -176,6 +196,11 @@ class Layers:
             for layer in self.of(kind)
             if layer.is_owner
         )
+
+
+def batch_within(n: int, n_batch: int) -> int:
+    """The largest batch for a cache of n cells that is bounded in bytes: the batch needs room in it too."""
+    return max(1, min(n_batch, n // 4))
 
 
 def _head_bytes(which: str, cache_type: str, head_size: int) -> int:

@@ -159,9 +159,13 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
         smallest = _smallest_budget(policy, budget, evict_every, given)
         if smallest is None:
             raise UsageError(f"{name}: {error}") from None
-        raise UsageError(
-            f"{name}: {error}; the smallest budget that works with these parameters is {smallest}"
-        ) from None
+        if given:
+            said = f"{name}: {error}; with these parameters use a budget of at least {smallest}"
+        else:
+            # what the error names then was chosen for the budget, and not by the user
+            often = f" with --evict-every {evict_every}" if evict_every else ""
+            said = f"a budget of {budget} is too small for {name}{often}; use at least {smallest}"
+        raise UsageError(said) from None
     except Exception as error:
         raise UsageError(f"{name}: {where(error)}") from error
 

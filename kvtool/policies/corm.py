@@ -23,7 +23,7 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.selection import nth_lowest
-from kvtool.policy import Plan, Policy, Signal, State, View, check_choice
+from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept
 
 _HISTORY = 256
 
@@ -56,18 +56,10 @@ class CORM(Policy):
     ragged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.slack < 1:
-            raise ValueError(f"slack must be 1 or more, got {self.slack}")
         if self.history < 1:
             raise ValueError(f"history must be 1 or more, got {self.history}")
-        if self.sinks < 0:
-            raise ValueError(f"sinks must not be negative, got {self.sinks}")
         check_choice("t", self.t, ("stream", "cells"))
-        if not 1 <= self.window <= (most := self.n_keep - self.sinks):
-            raise ValueError(
-                f"window must be in 1..{max(most, 0)} (the budget of {self.budget} less {self.slack} slack "
-                f"and {self.sinks} sinks), got {self.window}"
-            )
+        check_kept(self.budget, self.slack, self.sinks, self.window, least=1)
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> CORM:

@@ -34,7 +34,7 @@ class StreamingLLM(Ranked):
 
     def __post_init__(self) -> None:
         # at least the newest token stays beside the sinks
-        check_kept(self.budget, self.slack, self.sinks, window=1)
+        check_kept(self.budget, self.slack, self.sinks, window=1, least=1)
 
     def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays

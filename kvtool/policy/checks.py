@@ -22,9 +22,12 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
     if sinks < 0:
         raise ValueError(f"sinks must not be negative, got {sinks}")
     most = budget - slack - sinks
+    if most < least:
+        newest = f"{sinks} sinks, a window of {least}" if least else f"{sinks} sinks"
+        raise ValueError(f"a budget of {budget} is too small for {newest} and {slack} slack")
     if not least <= window <= most:
         raise ValueError(
-            f"window must be in {least}..{max(most, least)} (the budget of {budget} less "
+            f"window must be in {least}..{most} (the budget of {budget} less "
             f"{slack} slack and {sinks} sinks), got {window}"
         )
 
