@@ -206,7 +206,7 @@ def _then(path: Path, n: int, n_more: int, edit: Callable[[Context], None], **ho
         tokens = text(n + n_more, n_vocab=model.n_vocab)
         for at in range(0, n, N_BATCH):
             part = tokens[at : min(at + N_BATCH, n)]
-            context.decode(part, at, 1)
+            context.decode(part, at, 0)
         edit(context)
         parts = []
         for at in range(n, n + n_more, 5):
