@@ -121,7 +121,7 @@ check-stock: setup
 	@$(call IN_SITE,$(PY) -m kvtool.build --stock) && \
 		$(ONE_THREAD) $(PY) tests/compare_stock.py "$$site" $(if $(DIR),--archs "$(DIR)")
 
-# the program that writes the models is one of llama.cpp's own tests
+# the program that writes most of the models is one of llama.cpp's own tests
 check-archs: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check cmake ninja >&2
 	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && export PATH="$$PWD/$(VENV)/bin:$$PATH" && \
@@ -132,6 +132,7 @@ check-archs: setup
 			-DLLAMA_OPENSSL=OFF >/dev/null && \
 		cmake --build "$$tree/build" --target test-llama-archs >/dev/null && \
 		"$$tree/build/bin/test-llama-archs" -s 1 -o "$$models" >/dev/null && \
+		$(PY) -m tests.tiny_archs "$$models" && \
 		$(ONE_THREAD) $(PY) -m tests.check_archs "$$models"
 
 check-cuda: setup

@@ -104,15 +104,18 @@ def start(
     space_prefix=False,
     add_bos=False,
 ):
-    """A writer that has what every architecture here has in its header."""
-    if any(n and n_head % n for n in np.atleast_1d(n_head_kv)):
+    """A writer that has what every architecture here has in its header.
+
+    n_head, n_head_kv: one, or one for each layer. An embedding is as long as the fewest query heads.
+    """
+    if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_block_count(n_layer)
     writer.add_context_length(n_ctx_train)
-    writer.add_embedding_length(n_head * head_dim)
+    writer.add_embedding_length(np.min(n_head).item() * head_dim)
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)

@@ -1,0 +1,251 @@
+"""Small random GGUFs of architectures of which llama.cpp's own test-llama-archs writes none that runs.
+
+    python -m tests.tiny_archs DIR
+
+Writes NAME.gguf for each into the folder DIR, with the trained context of llama.cpp's own. Chameleon is left
+out: there llama.cpp aborts on a batch that asks for no logits, as all but the last batch of a prompt do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from tests.tiny import K_STD, O_STD, Q_STD, Tensors, start
+from tests.tiny_kinds import HEAD_DIM, N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_VOCAB, write_gemma4, write_lfm2
+
+N_CTX_TRAIN = 256
+N_EXPERT = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    for name, write in ARCHS.items():
+        write(folder / f"{name}.gguf", n_ctx_train=N_CTX_TRAIN)
+
+
+def _start(path, arch, n_ctx_train, n_layer, n_head=N_HEAD, n_head_kv=N_HEAD_KV):
+    writer = start(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, HEAD_DIM, N_FF, N_VOCAB)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    return writer
+
+
+def _qk_norms(tensors, size=1.0):
+    """Of queries and keys: these give them the size that their matrices give where there are none."""
+    return {
+        "attn_q_norm": tensors.norm(HEAD_DIM, Q_STD * size),
+        "attn_k_norm": tensors.norm(HEAD_DIM, K_STD * size),
+    }
+
+
+def _experts(tensors):
+    """A feed-forward network of several experts, and one that all tokens use."""
+    return {
+        "ffn_norm": tensors.norm(),
+        "ffn_gate_inp": tensors.matrix(N_EXPERT, N_EMBD),
+        "ffn_gate_exps": tensors.matrix(N_FF, N_EMBD, of=[N_EXPERT]),
+        "ffn_up_exps": tensors.matrix(N_FF, N_EMBD, of=[N_EXPERT]),
+        "ffn_down_exps": tensors.matrix(N_EMBD, N_FF, of=[N_EXPERT]),
+        "ffn_gate_shexp": tensors.matrix(N_FF, N_EMBD),
+        "ffn_up_shexp": tensors.matrix(N_FF, N_EMBD),
+        "ffn_down_shexp": tensors.matrix(N_EMBD, N_FF),
+    }
+
+
+def _feed_forward_without_gate(tensors):
+    layer = tensors.feed_forward(N_FF)
+    del layer["ffn_gate"]
+    return layer
+
+
+def _add_expert_sizes(writer, n_dense):
+    writer.add_leading_dense_block_count(n_dense)
+    writer.add_expert_count(N_EXPERT)
+    writer.add_expert_used_count(2)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_feed_forward_length(N_FF)
+    writer.add_expert_shared_feed_forward_length(N_FF)
+
+
+def write_apertus(path, *, n_layer=2, n_ctx_train=1024, seed=0):
+    """RoPE with factors. No gate in the feed-forward network, but xIELU, with numbers of each layer's own."""
+    writer = _start(path, "apertus", n_ctx_train, n_layer)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_xielu_alpha_n([0.9, 0.6])
+    writer.add_xielu_alpha_p([0.7, 1.1])
+    writer.add_xielu_beta([0.5, 0.5])
+    writer.add_xielu_eps([-1e-6, -1e-6])
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 2, 8]), [8, 4, 4]))
+    for i in range(n_layer):
+        tensors.add_layer(
+            i,
+            tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
+            | _qk_norms(tensors)
+            | _feed_forward_without_gate(tensors),
+        )
+    tensors.write()
+
+
+def write_bitnet(path, *, n_layer=2, n_ctx_train=1024, seed=0):
+    """A norm before the last matrix of attention and feed-forward; a factor a matrix; tied embeddings."""
+    writer = _start(path, "bitnet", n_ctx_train, n_layer)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB, tied=True)
+    for i in range(n_layer):
+        layer = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | tensors.feed_forward(N_FF)
+        for name in [name for name in layer if not name.endswith("norm")]:
+            writer.add_tensor(f"blk.{i}.{name}.scale", tensors.norm(1))
+        tensors.add_layer(i, layer | {"attn_sub_norm": tensors.norm(), "ffn_sub_norm": tensors.norm(N_FF)})
+    tensors.write()
+
+
+def write_deepseek2_ocr(path, *, n_layer=3, n_ctx_train=1024, seed=0):
+    """Plain attention with a KV head for each query head; experts behind the first layer."""
+    writer = _start(path, "deepseek2-ocr", n_ctx_train, n_layer, n_head_kv=N_HEAD)
+    _add_expert_sizes(writer, 1)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    for i in range(n_layer):
+        feed = _experts(tensors) if i else tensors.feed_forward(N_FF)
+        tensors.add_layer(i, tensors.attention(N_HEAD, N_HEAD, HEAD_DIM) | feed)
+    tensors.write()
+
+
+def write_gemma3n(path, *, window=16, n_ctx_train=1024, seed=0):
+    """Every fifth of 20 layers attends to all. Two more read layers 18 and 19, the first of which slides."""
+    # not in the file: layers with cells of their own; states of a token (AltUp); what a layer reads of each
+    # token beside them; the rank of what goes past attention (LAuReL)
+    n_own, n_state, n_input, rank = 20, 4, 256, 64
+    slides = [i % 5 < 4 for i in range(n_own)] + [True, False]
+    n_layer = len(slides)
+    writer = _start(path, "gemma3n", n_ctx_train, n_layer)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_rope_freq_base_swa(1000.0)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_final_logit_softcapping(20.0)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    for name in ("altup_proj", "altup_unembd_proj"):
+        writer.add_tensor(f"{name}.weight", tensors.matrix(N_EMBD, N_EMBD, of=[n_state - 1]))
+    writer.add_tensor("per_layer_token_embd.weight", tensors.bias(N_VOCAB, n_input * n_layer, std=0.06))
+    writer.add_tensor("per_layer_model_proj.weight", tensors.matrix(n_input * n_layer, N_EMBD))
+    writer.add_tensor("per_layer_proj_norm.weight", tensors.norm(n_input))
+    for i in range(n_layer):
+        tensors.add_layer(
+            i,
+            tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM)
+            # logits are not scaled
+            | _qk_norms(tensors, HEAD_DIM**-0.25)
+            | tensors.feed_forward(N_FF)
+            | {
+                "post_attention_norm": tensors.norm(size=2.0),
+                "laurel_l": tensors.matrix(rank, N_EMBD),
+                "laurel_r": tensors.matrix(N_EMBD, rank),
+                "laurel_post_norm": tensors.norm(),
+                "altup_router_norm": tensors.norm(),
+                # what it multiplies was divided by this
+                "altup_router": tensors.matrix(n_state, N_EMBD, N_EMBD),
+                "altup_predict_coef": tensors.matrix(n_state**2, n_state, 0.1),
+                "altup_correct_coef": tensors.matrix(n_state, n_state, 0.1),
+                "altup_correct_scale": tensors.norm(),
+                "inp_gate": tensors.matrix(n_input, N_EMBD),
+                "proj": tensors.matrix(N_EMBD, n_input),
+                # llama.cpp looks its GELU up in a table of f16
+                "post_ffw_norm": tensors.norm(size=0.1),
+                "post_norm": tensors.norm(size=0.1),
+            },
+        )
+    tensors.write()
+
+
+def write_plm(path, *, n_layer=2, n_latent=48, n_ctx_train=1024, seed=0):
+    """Values and half of each key come from a latent. The other half is the same in all heads, and turns."""
+    n_nope = n_rot = n_value = HEAD_DIM
+    writer = _start(path, "plm", n_ctx_train, n_layer, n_head_kv=N_HEAD)
+    writer.add_key_length(n_nope + n_rot)
+    writer.add_value_length(n_value)
+    writer.add_kv_lora_rank(n_latent)
+    writer.add_rope_dimension_count(n_rot)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB, tied=True)
+    for i in range(n_layer):
+        heads = [
+            part
+            for _ in range(N_HEAD)
+            for part in (tensors.matrix(n_nope, n_latent, K_STD), tensors.matrix(n_value, n_latent))
+        ]
+        tensors.add_layer(
+            i,
+            {
+                "attn_norm": tensors.norm(),
+                "attn_q": tensors.matrix(N_HEAD * (n_nope + n_rot), N_EMBD, Q_STD),
+                "attn_kv_a_mqa": tensors.matrix(n_latent + n_rot, N_EMBD, K_STD),
+                "attn_kv_a_norm": tensors.norm(n_latent),
+                "attn_kv_b": np.concatenate(heads),
+                "attn_output": tensors.matrix(N_EMBD, N_HEAD * n_value, O_STD),
+            }
+            | _feed_forward_without_gate(tensors),
+        )
+    tensors.write()
+
+
+def write_step35(path, *, window=16, n_ctx_train=1024, seed=0):
+    """Sliding layers have more query heads and turn whole keys; the others turn half a key, with factors."""
+    slides = [False, True, True, False, True]
+    n_layer, n_dense = len(slides), 1
+    n_head = [6 if is_sliding else N_HEAD for is_sliding in slides]
+    writer = _start(path, "step35", n_ctx_train, n_layer, n_head)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base_swa(1000.0)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(slides)
+    _add_expert_sizes(writer, n_dense)
+    writer.add_expert_weights_scale(1.5)
+    writer.add_expert_weights_norm(True)
+    # 0 is no limit
+    writer.add_swiglu_clamp_exp([0.0, 0.0, 1.0, 0.0, 1.0])
+    writer.add_swiglu_clamp_shexp([0.0, 0.0, 0.0, 1.5, 1.5])
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    # as many as a whole key would need: half are never read
+    writer.add_tensor("rope_freqs.weight", np.repeat(np.float32([1, 8, 100]), [4, 4, 8]))
+    for i in range(n_layer):
+        tensors.add_layer(
+            i,
+            tensors.attention(n_head[i], N_HEAD_KV, HEAD_DIM)
+            | _qk_norms(tensors)
+            | {"attn_gate": tensors.matrix(n_head[i], N_EMBD)}
+            | (
+                tensors.feed_forward(N_FF)
+                if i < n_dense
+                else _experts(tensors) | {"exp_probs_b.bias": tensors.bias(N_EXPERT)}
+            ),
+        )
+    tensors.write()
+
+
+ARCHS = {
+    "apertus": write_apertus,
+    "bitnet": write_bitnet,
+    "deepseek2-ocr": write_deepseek2_ocr,
+    "gemma3n": write_gemma3n,
+    "gemma4": write_gemma4,
+    "lfm2": write_lfm2,
+    "plm": write_plm,
+    "step35": write_step35,
+}
+"""How each is written."""
+
+if __name__ == "__main__":
+    main()
