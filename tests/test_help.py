@@ -106,7 +106,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
             ["chat", "--budgett", "3"],
             "No such option: --budgett (Possible options: --budget); `kvtool chat -h` ",
         ),
-        (["serve"], "kvtool has no command 'serve'; it serves no requests"),
+        (["server"], "kvtool has no command 'server'; use `kvtool serve`"),
         (["ps"], "kvtool has no command 'ps'; nothing of it runs in the background"),
         (["Why is the sky blue?"], 'kvtool takes a command first; use `kvtool generate "PROMPT"`'),
     ],

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.engine
 N_CTX_TRAIN = 130
 KINDS = {
     "smollm3": {},
+    "maincoder": {},
     "qwen2vl": {},
     "gpt_oss": {},
     "lfm2": {},

@@ -519,11 +519,9 @@ def test_what_is_no_model(tmp_path):
     [
         ("mamba", {"attention__head_count": 0, "n_head_kv": None}, "recurrent in all layers"),
         ("rwkv7", {}, "does not grow, and needs no kvtool"),
-        ("deepseek32", {}, "an index beside the cache"),
-        ("hy_v4", {"attention__indexer__top_k": 64}, "an index beside the cache"),
-        ("bloom", {}, "ALiBi"),
-        ("baichuan", {"block_count": 40}, "ALiBi"),
-        ("gpt2", {}, "learned positions"),
+        ("deepseek4", {}, "attention to compressed tokens"),
+        ("qwen4exp", {}, "reads the tokens before one from llama.cpp's own table"),
+        ("gptj", {}, "its name alone"),
         ("graniteswitch", {}, "a router"),
         ("bert", {}, "an encoder, which has no KV cache"),
         ("llada", {}, "diffusion, which does not write token by token"),
@@ -571,8 +569,10 @@ def test_the_names_of_architectures_end_and_none_is_before_the_first():
         ("qwen2vl", {"rope__dimension_sections": [8, 12, 12, 0]}),
         ("falcon-h1", {"ssm__state_size": 16}),
         ("deci", {"n_head_kv": [2, 0, 2]}),
-        ("hy_v4", {}),
-        ("baichuan", {"block_count": 32}),
+        ("hy_v4", {"attention__indexer__top_k": 64}),
+        ("baichuan", {"block_count": 40}),
+        ("bloom", {}),
+        ("gpt2", {}),
         ("jais2", {"attention__causal": True}),
         ("brand-new", {"attention__sliding_window": [0, 512], "ssm__state_size": 16}),
     ],
@@ -761,7 +761,7 @@ NO_LAYERS = (
         ("llama", {}, "llama.cpp cannot load .*tiny.gguf: .*layer_norm_rms_epsilon"),
         ("gemma2", {"attention__sliding_window_pattern": [True]}, "llama.cpp cannot load "),
         ("brand-new", {}, "unknown model architecture: 'brand-new'"),
-        ("bloom", {}, "^cannot run bloom models: ALiBi"),
+        ("deepseek4", {}, "^cannot run deepseek4 models: attention to compressed"),
     ],
 )
 def test_show_has_the_header_and_the_reason_of_what_cannot_run(tmp_path, arch, keys, says):
@@ -813,7 +813,7 @@ def test_show_needs_no_llama_cpp_for_the_header(tmp_path):
     assert shown["unsupported"].startswith("llama.cpp does not load (")
 
 
-@pytest.mark.parametrize("arch", ["llama", "bloom"])
+@pytest.mark.parametrize("arch", ["llama", "deepseek4"])
 def test_show_refuses_a_type_that_is_none_of_whatever_model(tmp_path, arch):
     path = tiny_gguf(tmp_path / "tiny.gguf", arch)
     for flag in ("-ctk", "-ctv"):

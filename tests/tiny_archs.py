@@ -3,7 +3,7 @@
     python -m tests.tiny_archs DIR
 
 Writes NAME.gguf for each into the folder DIR, with the trained context of llama.cpp's own. Chameleon is left
-out: there llama.cpp aborts on a batch that asks for no logits, as all but the last batch of a prompt do.
+out: of several tokens' logits, llama.cpp hides its image tokens in the first one's alone.
 """
 
 from __future__ import annotations

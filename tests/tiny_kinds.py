@@ -122,6 +122,19 @@ def write_lfm2(path, *, n_head_kv=(0, 2, 0, 2, 0), n_conv=3, n_ctx_train=1024, s
     tensors.write()
 
 
+def write_maincoder(path, *, n_layer=2, n_ctx_train=1024, seed=0):
+    """The weights of the norm of queries and keys come behind their rotation."""
+    writer = _start(path, "maincoder", n_ctx_train, n_layer)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB)
+    for i in range(n_layer):
+        norms = {f"attn_{n}_norm": tensors.rng.uniform(0.9, 2.7, HEAD_DIM).astype(np.float32) for n in "qk"}
+        own = tensors.attention(N_HEAD, N_HEAD_KV, HEAD_DIM) | norms
+        tensors.add_layer(i, own | tensors.feed_forward(N_FF))
+    tensors.write()
+
+
 def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """Attention falls with distance (ALiBi); keys do not turn."""
     _write_plain(_start(path, "refact", n_ctx_train, n_layer), n_layer, seed)

@@ -12,6 +12,8 @@ INSTEAD = {
         "prompt": "generate",
         "complete": "generate",
         "cli": "chat",
+        "server": "serve",
+        "api": "serve",
         "list": "models list",
         "ls": "models list",
         "pull": "models pull",
@@ -46,8 +48,6 @@ INSTEAD = {
 """The words that call it here, by the group that was asked."""
 
 NOT_HERE = {
-    "serve": "it serves no requests: `kvtool chat` and `kvtool generate` load the model themselves",
-    "server": "it serves no requests: `kvtool chat` and `kvtool generate` load the model themselves",
     "ps": "nothing of it runs in the background; each command loads its model and frees it at its end",
     "stop": "nothing of it runs in the background; Ctrl-C stops a command",
     "quantize": "it runs GGUF files as they are; llama.cpp's llama-quantize makes smaller ones",

@@ -152,8 +152,10 @@ class Decoder:
         self._batch.n_tokens = n
         self._tokens[:n] = tokens
         self._pos[:n] = self._order[:n] + pos_0
-        self._wants[: n - n_output] = False
-        self._wants[n - n_output : n] = True
+        # one at least: llama.cpp aborts without in one architecture, and it takes no time that counts
+        first = n - max(n_output, 1)
+        self._wants[:first] = False
+        self._wants[first:n] = True
         log_tail.clear()
         n_threads, start = self._threads.n, time.perf_counter()
         # a damaged file shows in the first decode

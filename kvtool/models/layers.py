@@ -166,6 +166,7 @@ class Layers:
         n_batch: the largest batch wanted; it takes room in sliding layers. 0 cells if even a batch of one
         token leaves too little. Raises UsageError as cell_bytes does.
         """
+        n_ctx_train = min(n_ctx_train, self.most_cells // PAD * PAD or self.most_cells)
         most = -(-n_ctx_train // PAD) * PAD
         most = min(self.cells_that_fit(n_bytes, 1, type_k, type_v) // PAD * PAD, most)
         for n in range(most, 0, -PAD):

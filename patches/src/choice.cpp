@@ -69,7 +69,7 @@ void choice::turn(const std::vector<float> & queries) {
         s.queries = queries;
         s.small.resize(l.n_bit > 0 ? n_query : 0);
         for (int q = 0; q < n_query; ++q) {
-            rope.turn(s.queries.data() + q*l.n_embd_k, s.delta);
+            rope.turn_query(s.queries.data() + q*l.n_embd_k, s.delta);
             if (l.n_bit > 0) {
                 s.small[q].set(s.queries.data() + q*l.n_embd_k, l.n_embd_k);
             }

@@ -25,9 +25,39 @@ struct rope_walk {
 
     int first = 0; // in a key, where what was found begins
 
+    ggml_tensor * scale = nullptr; // behind it
+
     bool is_mapped = false;
 
     std::string why; // the walk cannot go on
+
+    static bool is_weight(const ggml_tensor * t) {
+        return t->op == GGML_OP_NONE && !(t->flags & GGML_TENSOR_FLAG_INPUT);
+    }
+
+    // a product with a model's weights, which may come behind the rotation
+    void visit_scaled(const ggml_tensor * t, ggml_tensor * weights, int offset) {
+        const auto * before = found;
+        visit(t, offset);
+
+        if (found == before || weights->ne[0] == 1) {
+            return;
+        }
+        if (scale || first > 0 || ggml_nelements(weights) != weights->ne[0] || weights->type != GGML_TYPE_F32) {
+            why = "they are scaled in an unknown way behind their rotation";
+        }
+        scale = weights;
+    }
+
+    // what is no rotation, nor goes through one
+    void visit_plain(const ggml_tensor * t, int offset, const char * what) {
+        const auto * before = found;
+        visit(t, offset);
+
+        if (found != before) {
+            why = format("%s comes behind their rotation", what);
+        }
+    }
 
     // offset: where t begins in a key
     void visit(const ggml_tensor * t, int offset) {
@@ -53,12 +83,27 @@ struct rope_walk {
             case GGML_OP_MUL_MAT_ID:
             case GGML_OP_GET_ROWS:
                 return;
-            case GGML_OP_ADD:
-            case GGML_OP_SUB:
             case GGML_OP_MUL:
+                if (is_weight(t->src[1])) {
+                    visit_scaled(t->src[0], t->src[1], offset);
+                } else {
+                    visit(t->src[0], offset);
+                    visit(t->src[1], offset);
+                }
+                return;
+            case GGML_OP_ADD:
+                if (is_weight(t->src[1])) {
+                    visit_plain(t->src[0], offset, "a sum");
+                    return;
+                }
+                [[fallthrough]];
+            case GGML_OP_SUB:
             case GGML_OP_DIV:
                 visit(t->src[0], offset);
                 visit(t->src[1], offset);
+                return;
+            case GGML_OP_NORM:
+                visit_plain(t->src[0], offset, "a norm with a mean");
                 return;
             case GGML_OP_VIEW:
             case GGML_OP_RESHAPE:
@@ -70,7 +115,6 @@ struct rope_walk {
             case GGML_OP_REPEAT:
             case GGML_OP_SCALE:
             case GGML_OP_CLAMP:
-            case GGML_OP_NORM:
             case GGML_OP_RMS_NORM:
             case GGML_OP_L2_NORM:
             case GGML_OP_UNARY:
@@ -121,6 +165,7 @@ std::string rope::read(const ggml_tensor * keys) {
     beta_fast  = as_float(9);
     beta_slow  = as_float(10);
     factors    = t->src[2];
+    scale      = walk.scale;
     memcpy(sections, &t->op_params[11], sizeof(sections));
 
     return {};
@@ -130,6 +175,9 @@ ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * 
     const int64_t n_embd = keys->ne[0];
     const int64_t n      = keys->ne[1];
 
+    if (scale) {
+        keys = ggml_div(ctx, keys, scale);
+    }
     ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, 1, n, keys->nb[1], keys->nb[1], first*sizeof(float));
 
     // YaRN scaled the key at its first rotation, and must not scale it again
@@ -150,7 +198,7 @@ ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * 
         x = ggml_concat(ctx, ggml_view_2d(ctx, keys, first, n, keys->nb[1], 0), x, 0);
     }
 
-    return x;
+    return scale ? ggml_mul(ctx, x, scale) : x;
 }
 
 } // namespace kvtool

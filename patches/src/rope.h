@@ -28,6 +28,7 @@ struct rope {
     int sections[GGML_MROPE_SECTIONS] = {};
 
     ggml_tensor * factors = nullptr; // of the model: one a pair, by which its angle is divided
+    ggml_tensor * scale   = nullptr; // of the model: what each number of a rotated key is multiplied by; a norm's weights
 
     bool is_rotary() const { return n_dims > 0; }
 

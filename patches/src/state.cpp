@@ -264,6 +264,13 @@ std::string llama_kvtool::unseen() const {
             if (!l.rope.is_known) {
                 return format("layer %d has a cache, but this model does not attend to it", l.il);
             }
+            if (l.rope.scale) {
+                std::vector<float> scale(l.rope.scale->ne[0]);
+                ggml_backend_tensor_get(l.rope.scale, scale.data(), 0, scale.size()*sizeof(float));
+                if ((int) scale.size() != l.n_embd_k || std::find(scale.begin(), scale.end(), 0.0f) != scale.end()) {
+                    return format("layer %d: its keys are scaled behind their rotation in a way that cannot be undone", l.il);
+                }
+            }
         }
     }
     return {};

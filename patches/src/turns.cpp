@@ -25,6 +25,14 @@ turns::turns(const layer & l, int n_map, int n_most) : n_map(n_map), n_embd(l.n_
         ggml_backend_tensor_get(rope.factors, factors.data(), 0, n_pair*sizeof(float));
     }
 
+    if (rope.scale) {
+        scale.resize(n_embd);
+        ggml_backend_tensor_get(rope.scale, scale.data(), 0, n_embd*sizeof(float));
+        for (const float x : scale) {
+            unscale.push_back(1.0f/x);
+        }
+    }
+
     float range[2];
     ggml_rope_yarn_corr_dims(2*n_pair, rope.n_ctx_orig, rope.freq_base, rope.beta_fast, rope.beta_slow, range);
 
@@ -88,7 +96,13 @@ static inline void turn_pair(const float * a, const float * b, int n_pair, float
     *u = turned;
 }
 
-void turns::turn(float * x, int64_t delta) const {
+static void multiply(float * x, const std::vector<float> & by) {
+    for (size_t i = 0; i < by.size(); ++i) {
+        x[i] *= by[i];
+    }
+}
+
+void turns::turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const {
     if (n_pair == 0 || delta == 0) {
         return;
     }
@@ -107,6 +121,8 @@ void turns::turn(float * x, int64_t delta) const {
     if (n_map > 0) {
         map(x);
     }
+    multiply(x, before);
+
     float * y = x + first;
     // the two numbers of a pair lie side by side, or half of the pairs apart
     if (is_neox) {
@@ -118,6 +134,8 @@ void turns::turn(float * x, int64_t delta) const {
             turn_pair(a + i, b + i, n_pair, y + 2*i, y + 2*i + 1);
         }
     }
+
+    multiply(x, after);
     if (n_map > 0) {
         map(x);
     }

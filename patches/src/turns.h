@@ -17,8 +17,11 @@ public:
     // quantized keys are stored under, 0 without one
     turns(const layer & l, int n_map, int n_most);
 
-    // rotates a key or a query by delta positions
-    void turn(float * x, int64_t delta) const;
+    // rotates a key by delta positions
+    void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
+
+    // rotates a query, so that its product with a key becomes that with a key rotated the other way
+    void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
 private:
     bool is_neox = false;
@@ -33,6 +36,13 @@ private:
 
     // adds the row of a turn by delta positions to a table
     void add_row(std::vector<float> & table, int64_t delta) const;
+
+    // what each number of a key is multiplied by behind its rotation, and what undoes that; none: by nothing
+    std::vector<float> scale;
+    std::vector<float> unscale;
+
+    // before, after: what undoes a scale, and what does it again
+    void turn(float * x, int64_t delta, const std::vector<float> & after, const std::vector<float> & before) const;
 
     std::vector<double> omega; // [n_pair], radians a position
 

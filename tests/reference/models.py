@@ -147,7 +147,15 @@ class Llama:
         """
         if len(rot) and rot.max() >= len(self._phase[i]):
             self._phase[i] = np.exp(1j * np.outer(np.arange(2 * rot.max() + 2), self.freq[i]))
-        return (pairs * self._phase[i][rot]).view(np.float64)
+        return self.scaled((pairs * self._phase[i][rot]).view(np.float64), i)
+
+    def scaled(self, keys, i):
+        """What is done with keys f64[..., head_dim] behind their rotation, in the order of the pairs."""
+        return keys
+
+    def rotate_query(self, pairs, rot, i):
+        """The same of queries."""
+        return self.rotate(pairs, rot, i)
 
     def _take(self, weights, i):
         """A layer's tensors by name, a bias as NAME.bias."""
@@ -164,6 +172,36 @@ class SmolLM3(Llama):
 
     def frequencies(self, number, weights):
         return [freq * ((i + 1) % 4 > 0) for i, freq in enumerate(super().frequencies(number, weights))]
+
+
+class Maincoder(Llama):
+    """The weights of the norm of queries and keys come behind their rotation."""
+
+    archs = ("maincoder",)
+    pairs_are_halves = False
+
+    def names(self, i):
+        return (*super().names(i), "attn_q_norm", "attn_k_norm")
+
+    def mix(self, i, h, stream):
+        layer = self.layers[i]
+
+        def heads(name, n_head):
+            return linear(layer, name, h).reshape(len(h), n_head, self.head_dim).swapaxes(0, 1)
+
+        own = [
+            self.pairs(self.norm(heads(*each)))
+            for each in (("attn_q", self.n_head), ("attn_k", self.n_head_kv))
+        ]
+        out = stream.attend(i, *own, heads("attn_v", self.n_head_kv))
+        return linear(layer, "attn_output", _side_by_side(out))
+
+    def scaled(self, keys, i):
+        return keys * self.layers[i]["attn_k_norm"].astype(np.float64)
+
+    def rotate_query(self, pairs, rot, i):
+        layer = self.layers[i]
+        return super().rotate(pairs, rot, i) / layer["attn_k_norm"] * layer["attn_q_norm"]
 
 
 class Refact(Llama):
@@ -379,7 +417,19 @@ class Gemma4(Llama):
 
 KINDS = {
     arch: kind
-    for kind in (Llama, SmolLM3, Refact, GPT2, Qwen2VL, GptOss, LFM2, DeepSeek2, DeepSeek32, Gemma4)
+    for kind in (
+        Llama,
+        SmolLM3,
+        Maincoder,
+        Refact,
+        GPT2,
+        Qwen2VL,
+        GptOss,
+        LFM2,
+        DeepSeek2,
+        DeepSeek32,
+        Gemma4,
+    )
     for arch in kind.archs
 }
 

@@ -8,6 +8,7 @@ are F32, is float64.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -60,9 +61,10 @@ class Row:
         self.old += [False] * len(pos)
         self.notes += [{} for _ in pos]
 
-    def records(self):
+    def records(self, scaled=lambda keys: keys):
+        """scaled: what is done with f64[n, head_dim] keys behind their rotation."""
         names = ("pos", "mass", "last", "seen", "key", "old", "notes")
-        keys = self.key.view(np.float64).tolist()
+        keys = scaled(self.key.view(np.float64)).tolist()
         own = (self.old, self.notes)
         columns = (self.pos.tolist(), self.mass.tolist(), self.last.tolist(), self.seen, keys, *own)
         return [
@@ -121,7 +123,7 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """A text being decoded. rows[layer][head]: what is left of it, of layers that own it and do not slide.
+    """A text being decoded. rows[i][head]: what is left of it in layers[i], which owns it and does not slide.
 
     next: position of the next token. all_rows: for every layer of the model the rows that it reads.
 
@@ -161,7 +163,7 @@ class Stream:
         self.next = 0
         self._batch = None
         self._carried = {}
-        self.rows, self.all_rows = [], []
+        self.rows, self.all_rows, self.layers = [], [], []
         for layer, owner in enumerate(model.owner):
             if owner != layer:
                 self.all_rows.append([] if owner is None else self.all_rows[owner])
@@ -174,6 +176,7 @@ class Stream:
             self.all_rows.append(rows)
             if not model.slides[layer]:
                 self.rows.append(rows)
+                self.layers.append(layer)
 
     @property
     def n(self):
@@ -202,8 +205,8 @@ class Stream:
 
     def evict(self, keep, *, pinned, budget, slack, **params):
         """Lets `keep` choose, layer by layer, and takes out what does not stay."""
-        for rows in self.rows:
-            records = [row.records() for row in rows]
+        for layer, rows in zip(self.layers, self.rows, strict=True):
+            records = [row.records(partial(self.model.scaled, i=layer)) for row in rows]
             answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
             kept, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
             for row, own, positions, terms in zip(rows, records, kept, merges, strict=True):
@@ -224,7 +227,7 @@ class Stream:
         """
         model, (pos, rot, t) = self.model, self._batch
         slides, sinks = model.slides[layer], model.layers[layer].get("attn_sinks")
-        query = model.rotate(query, rot, layer)
+        query = model.rotate_query(query, rot, layer)
         group = model.n_head // model.n_head_kv
         out = np.empty((model.n_head, len(pos), model.value_dim))
         for i, row in enumerate(self.all_rows[layer]):
@@ -282,6 +285,7 @@ class Stream:
         first, rot = self._batch.pos[0], self._batch.rot[0]
         at = np.where(archive.pos < self.far, rot - self.n_near, rot - (first - archive.pos))
         keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[layer]))).view(np.float64)
+        keys = self.model.scaled(keys, layer)
         logits = asked @ keys.T * self.model.scale
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), self.recalled)
