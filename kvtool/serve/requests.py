@@ -76,6 +76,8 @@ class Request:
         Whether the answer comes piece by piece.
     with_usage
         Whether a stream ends with the usage.
+    n_share
+        Of how many of the last tokens to say which share of the rows holds them.
     """
 
     sampling: Sampling
@@ -85,6 +87,7 @@ class Request:
     logprobs: int | None
     stream: bool
     with_usage: bool
+    n_share: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,7 @@ def _common(fields: Fields, defaults: Defaults, model: str, n_name: str) -> dict
         "schema": schema,
         "stream": stream,
         "with_usage": stream and bool((options or {}).get("include_usage")),
+        "n_share": Fields(fields.any("kvtool") or {}).whole("share", 0, 2**31 - 1) or 0,
     }
 
 

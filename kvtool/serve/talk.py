@@ -20,6 +20,7 @@ from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.sampler import Sampler
+from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
 from kvtool.serve.errors import ApiError
 from kvtool.serve.jobs import Job
@@ -115,7 +116,7 @@ class Talk:
         talk.messages[-1] = reply
         history.add(reply)
         snapshot = self._keep(before, history.now)
-        job.emit("end", is_cut=self.writer.is_cut, listed=self._take_listed(), **counts, **self._held())
+        self._end(job, counts, request.n_share)
         return snapshot
 
     def _begin(
@@ -230,7 +231,7 @@ class Talk:
         for piece in self.writer.write(request.n_max):
             job.emit("piece", text=piece, listed=self._take_listed())
         counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
-        job.emit("end", is_cut=self.writer.is_cut, listed=self._take_listed(), **counts, **self._held())
+        self._end(job, counts, request.n_share)
 
     def _tokens(self, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
@@ -286,20 +287,29 @@ class Talk:
             more={"n_prompt_tokens": n, "n_ctx": self.engine.n_ctx},
         )
 
-    def _held(self) -> dict[str, Any]:
-        """What is left of the stream, for the client."""
+    def _end(self, job: Job, counts: dict[str, Any], n_share: int) -> None:
+        """Tells a client that its answer is over, and what is left of the stream."""
         engine = self.engine
-        return {
-            "held": {
-                "tokens": engine.n_past,
-                "held": round(engine.mean_kv, 1),
-                "archived": engine.n_archived,
-                "forgotten": n_forgotten(engine),
-                "cache_bytes": engine.cache_bytes,
-                "archive_bytes": engine.archive_bytes,
-                "budget": engine.policy.budget,
-            }
+        held: dict[str, Any] = {
+            "tokens": engine.n_past,
+            "held": round(engine.mean_kv, 1),
+            "archived": engine.n_archived,
+            "forgotten": n_forgotten(engine),
+            "cache_bytes": engine.cache_bytes,
+            "archive_bytes": engine.archive_bytes,
+            "budget": engine.policy.budget,
         }
+        if self.unsaved:
+            held["unsaved"] = self.unsaved
+        if n_share:
+            tokens = self.writer.tokens[-n_share:]
+            first = engine.n_past - len(tokens)
+            held["share"] = {
+                "text": holdings.texts(self.model, tokens),
+                "held": engine.cells().share()[first:].round(3).tolist(),
+                "archived": holdings.is_archived(engine)[first:].tolist(),
+            }
+        job.emit("end", is_cut=self.writer.is_cut, listed=self._take_listed(), held=held, **counts)
 
 
 class _Clock:
