@@ -25,9 +25,10 @@ DRAWS = "How tokens are drawn"
 RUNS = "How it runs"
 ARCHIVES = "The archive of --policy recall"
 SHOWS = "What is printed"
+SERVES = "How it serves"
 """Groups of options in the help: the rich_help_panel of an option."""
 
-_ORDER = ("Arguments", "Options", KEEPS, DRAWS, RUNS, ARCHIVES, SHOWS, "Help")
+_ORDER = ("Arguments", "Options", KEEPS, DRAWS, SERVES, RUNS, ARCHIVES, SHOWS, "Help")
 """All groups. "Options" has those that only one command has."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")

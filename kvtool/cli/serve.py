@@ -12,18 +12,17 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import sampling as draw
+from kvtool.cli.command import SERVES
 from kvtool.cli.completion import models
 from kvtool.cli.keeper import fixed_of
 from kvtool.cli.opening import EngineOptions, checked_model, open_engine, take_positional
 from kvtool.cli.texts import read_text
-from kvtool.cli.worker import check_free
+from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.serve.app import Site
     from kvtool.serve.talk import Talk
-
-SERVES = "How it serves"
 
 
 def serve(
@@ -86,6 +85,10 @@ def serve(
             "--read-timeout", min=0.1, help="Seconds that a request's body may take.", rich_help_panel=SERVES
         ),
     ] = 30.0,
+    metrics: Annotated[
+        bool,
+        typer.Option("--metrics", help="Tell Prometheus at /metrics what was done.", rich_help_panel=SERVES),
+    ] = False,
     n: Annotated[
         int, typer.Option("-n", "--predict", min=1, help="The most tokens of an answer, unless it says so.")
     ] = 2048,
@@ -146,7 +149,8 @@ def serve(
     keys = _keys(api_key_file)
     settings = draw.settings(context)
     wanted = EngineOptions.of(context)
-    check_free(address, port)
+    listening = listener(address, port)
+    port = listening.getsockname()[1]
     # downloads come before anybody can ask
     checked_model(wanted)
     name = Path(wanted.model).stem if wanted.model else _default_model()
@@ -156,6 +160,7 @@ def serve(
         Waiting(queue),
         Defaults(settings, n, seed),
         Limits(keys, read_timeout=read_timeout),
+        has_metrics=metrics,
     )
 
     def ready(talk: Talk) -> None:
@@ -168,7 +173,8 @@ def serve(
     def opened() -> Any:
         return _opened(wanted, sessions, most_bytes, overflow)
 
-    run(site, opened, address, port, ready)
+    with listening:
+        run(site, opened, listening, ready)
 
 
 @contextmanager
@@ -211,6 +217,7 @@ def _tell(site: Site, talk: Talk) -> None:
         return b"".join(model.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
     site.tokenize, site.detokenize = tokenize, detokenize
+    site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)
     site.props = {
         "model_path": str(model.path),
         "model_alias": site.model,

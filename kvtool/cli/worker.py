@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Annotated, TextIO
 
 import typer
@@ -115,13 +115,20 @@ def _bytes(mem: str | None) -> int | None:
 
 def check_free(address: str, port: int) -> None:
     """Raise UsageError if nobody can listen there: who listens then would not say why."""
-    with socket.socket() as probe:
+    listener(address, port).close()
+
+
+def listener(address: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises UsageError."""
+    with ExitStack() as stack:
+        probe = stack.enter_context(socket.socket())
         if os.name == "posix":
             # as ggml does: the port of a process that has just ended counts as free
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
-            probe.listen(1)
+            probe.listen()
+            stack.pop_all()
         except OSError as error:
             why = error.strerror or error
             if error.errno == errno.EADDRINUSE:
@@ -129,6 +136,7 @@ def check_free(address: str, port: int) -> None:
             elif error.errno == errno.EADDRNOTAVAIL:
                 why = "this machine has no such address; choose another --host (0.0.0.0 means all)"
             raise UsageError(f"cannot listen on {address}:{port}: {why}") from None
+    return probe
 
 
 def _listens(thread: threading.Thread, address: str, port: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,14 +19,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtool.chats.thinking import Splitter, Tags
-from kvtool.serve import requests
+from kvtool.serve import metrics, requests
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields
 from kvtool.serve.jobs import Job, Waiting
+from kvtool.serve.metrics import Counts
 from kvtool.serve.requests import ChatRequest, Defaults, Request
 
 _T = TypeVar("_T")
+
+Handler = Callable[["Site", HttpRequest], Awaitable[Response]]
 
 _LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of web pages that may ask."""
@@ -67,6 +71,10 @@ class Site:
         What is known of the engine once it is ready; None before.
     tags, is_open
         What thoughts of the model stand between, and whether a reply begins inside of one.
+    has_metrics, counts
+        Whether /metrics is there, and what it tells.
+    stored
+        Gives the number of stored chats, and their bytes.
     """
 
     model: str
@@ -79,17 +87,22 @@ class Site:
     is_open: bool = False
     tokenize: Callable[[str, bool], list[int]] | None = None
     detokenize: Callable[[list[int]], str] | None = None
+    has_metrics: bool = False
+    counts: Counts = field(default_factory=Counts)
+    stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
 def make(site: Site) -> Starlette:
     """The application."""
 
-    def route(path: str, handler: Callable[[Site, HttpRequest], Awaitable[Response]], method: str) -> Route:
+    def route(path: str, handler: Handler, method: str = "GET", is_open: bool = False) -> Route:
         async def endpoint(request: HttpRequest) -> Response:
             try:
-                _check_key(site, request)
+                if not is_open:
+                    _check_key(site, request)
                 return await handler(site, request)
             except ApiError as error:
+                site.counts.refused += 1
                 return _failed(error)
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -99,20 +112,24 @@ def make(site: Site) -> Starlette:
     own = [
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
-        route("/v1/models", _models, "GET"),
-        route("/v1/models/{name:path}", _model, "GET"),
-        route("/props", _props, "GET"),
+        route("/v1/models", _models),
+        route("/v1/models/{name:path}", _model),
+        route("/props", _props),
         route("/tokenize", _tokenize, "POST"),
         route("/detokenize", _detokenize, "POST"),
-        Route("/health", lambda request: _health(site)),
+        # who looks whether a server lives has no key
+        route("/health", _health, is_open=True),
     ]
+    if site.has_metrics:
+        own.append(route("/metrics", _metrics))
     cors = Middleware(
         CORSMiddleware,
         allow_origin_regex=_LOCAL,
         allow_methods=["*"],
         allow_headers=["*"],
     )
-    return Starlette(routes=own, middleware=[cors], exception_handlers={404: _no_route, 405: _no_route})
+    handlers = {404: _no_route, 405: _no_route, Exception: _bug}
+    return Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
 
 
 # answers
@@ -174,6 +191,7 @@ async def _whole(site: Site, job: Job, request: Request, bodies: Bodies) -> Resp
         if event["kind"] == "piece":
             reply.feed(event["text"])
         elif event["kind"] == "end":
+            site.counts.add(event)
             reply.end()
             shown = None if request.logprobs is None else listed
             return JSONResponse(bodies.whole(reply.message, shown, event, reply.finish(event)))
@@ -199,6 +217,7 @@ async def _stream(
                 yield _line(bodies.piece(delta, shown))
                 shown = None if shown is None else []
             if event["kind"] == "end":
+                site.counts.add(event)
                 last = bodies.piece({}, shown or None, reply.finish(event))
                 # llama-server's clients look for these in the last piece
                 counts = bodies.counts(event)
@@ -292,7 +311,11 @@ async def _props(site: Site, http: HttpRequest) -> Response:
     return JSONResponse(_check_ready(site))
 
 
-async def _health(site: Site) -> Response:
+async def _metrics(site: Site, http: HttpRequest) -> Response:
+    return Response(metrics.text(site), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _health(site: Site, http: HttpRequest) -> Response:
     if site.props is None:
         return _failed(_loading())
     return JSONResponse({"status": "ok"})
@@ -396,6 +419,12 @@ def _line(body: Body) -> str:
 def _failed(error: ApiError) -> Response:
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body, error.status, headers)
+
+
+async def _bug(http: HttpRequest, error: Exception) -> Response:
+    # uvicorn's own log is off
+    traceback.print_exception(error)
+    return _failed(ApiError("kvtool has failed; its log says more", status=500, kind="server_error"))
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:

@@ -65,6 +65,11 @@ class Waiting:
     ----------
     most
         How many may wait.
+
+    Attributes
+    ----------
+    running
+        The job that was taken last, until the next one is asked for.
     """
 
     def __init__(self, most: int) -> None:
@@ -72,7 +77,7 @@ class Waiting:
         self._of: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._is_closed = False
-        self.n_running = 0
+        self.running: Job | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
@@ -93,7 +98,7 @@ class Waiting:
     def take(self) -> Job | None:
         """The next job that somebody still waits for, once there is one; None once the queue is closed."""
         with self._changed:
-            self.n_running = 0
+            self.running = None
             while not self._is_closed:
                 if self._of:
                     client, jobs = next(iter(self._of.items()))
@@ -103,16 +108,18 @@ class Waiting:
                     if jobs:
                         self._of[client] = jobs
                     if not job.is_cancelled:
-                        self.n_running = 1
+                        self.running = job
                         return job
                 else:
                     self._changed.wait()
         return None
 
     def close(self) -> None:
-        """Ends `take`: those that wait get no answer."""
+        """Ends `take`, and the running job after its step: those that wait get no answer."""
         with self._changed:
             self._is_closed = True
+            if self.running:
+                self.running.cancel()
             self._changed.notify()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,21 +24,20 @@ _GRACE_S = 2
 def serve(
     site: Site,
     opened: Callable[[], AbstractContextManager[Talk]],
-    host: str,
-    port: int,
+    listening: socket.socket,
     ready: Callable[[Talk], None],
 ) -> None:
     """Serves until it is stopped. Raises the KvtoolError with which the engine could not be opened.
 
-    opened: loads the model, in the engine's thread. ready: called there once it is loaded.
+    opened: loads the model, in the engine's thread. listening: a socket that is bound. ready: called in the
+    engine's thread once the model is loaded.
     """
     config = uvicorn.Config(
         make(site),
-        host=host,
-        port=port,
         log_config=None,
         access_log=False,
         lifespan="off",
+        server_header=False,
         h11_max_incomplete_event_size=_HEADERS,
         timeout_graceful_shutdown=_GRACE_S,
     )
@@ -58,7 +58,7 @@ def serve(
     engine = threading.Thread(target=work, name="engine")
     engine.start()
     try:
-        server.run()
+        server.run(sockets=[listening])
     finally:
         site.waiting.close()
         engine.join()

@@ -1,0 +1,58 @@
+"""What a server has done so far, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtool.serve.app import Site
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over all answers since the start. Tokens and seconds of reading, and of writing."""
+
+    answered: int = 0
+    refused: int = 0
+    cached: int = 0
+    read: int = 0
+    written: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+    def add(self, end: dict[str, Any]) -> None:
+        """Counts an answer by its last event."""
+        self.answered += 1
+        self.cached += end["n_cached"]
+        self.read += end["n_prompt"] - end["n_cached"]
+        self.written += end["n_written"]
+        self.read_s += end["read_s"]
+        self.write_s += end["write_s"]
+
+
+def text(site: Site) -> str:
+    """Prometheus's text format."""
+    counts, (n_stored, stored_bytes) = site.counts, site.stored()
+    rows: list[tuple[str, str, str, float]] = [
+        ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),
+        ("requests_refused_total", "counter", "Requests that got an error.", counts.refused),
+        ("cached_tokens_total", "counter", "Tokens of prompts that were in the cache.", counts.cached),
+        ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counts.read),
+        ("prompt_seconds_total", "counter", "Seconds of reading.", counts.read_s),
+        ("predicted_tokens_total", "counter", "Tokens that were written.", counts.written),
+        ("predicted_seconds_total", "counter", "Seconds of writing.", counts.write_s),
+        ("requests_running", "gauge", "Requests that are being answered.", bool(site.waiting.running)),
+        ("requests_waiting", "gauge", "Requests that wait.", len(site.waiting)),
+        ("stored_chats", "gauge", "Chats that are stored.", n_stored),
+        ("stored_bytes", "gauge", "Bytes of stored chats.", stored_bytes),
+        ("cache_bytes", "gauge", "Bytes of the cache.", (site.props or {}).get("cache_bytes", 0)),
+    ]
+    lines = []
+    for name, kind, what, value in rows:
+        lines += [
+            f"# HELP kvtool_{name} {what}",
+            f"# TYPE kvtool_{name} {kind}",
+            f"kvtool_{name} {value:.10g}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,336 @@
+"""kvtool serve, by the official client of the OpenAI API over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from tests.serving import serving
+
+pytestmark = pytest.mark.engine
+
+MODEL = "smollm2-135m"
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    with serving(MODEL, "--budget", "256", "--temp", "0", "--sessions", str(folder), "--metrics") as server:
+        server.folder = folder
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model=MODEL, messages=messages, **{"max_tokens": 6} | more)
+
+
+def test_a_chat_is_answered_with_its_usage(client):
+    answer = ask(client, [SYSTEM, said("user", "Name a colour.")])
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    usage = answer.usage
+    assert usage.completion_tokens == 6
+    assert usage.total_tokens == usage.prompt_tokens + 6
+    own = answer.model_extra
+    assert own["timings"]["predicted_n"] == 6
+    assert own["kvtool"]["policy"] == "h2o"
+    assert own["kvtool"]["tokens"] == usage.total_tokens
+    assert own["kvtool"]["budget"] == 256
+
+
+def test_a_stream_says_the_same(client):
+    messages = [SYSTEM, said("user", "Name an animal.")]
+    whole = ask(client, messages, stop=["zebra"])
+    pieces, usage = [], None
+    for piece in ask(client, messages, stream=True, stream_options={"include_usage": True}):
+        if piece.choices:
+            pieces.append(piece.choices[0])
+        usage = piece.usage or usage
+    assert pieces[0].delta.role == "assistant"
+    assert len([each for each in pieces if each.delta.content]) > 3
+    assert "".join(each.delta.content or "" for each in pieces) == whole.choices[0].message.content
+    assert pieces[-1].finish_reason == "length"
+    assert (usage.completion_tokens, usage.total_tokens) == (6, whole.usage.total_tokens)
+
+
+def test_only_new_messages_are_read(client):
+    messages = [SYSTEM, said("user", "Count to three.")]
+    n_all = 0
+    for i in range(4):
+        answer = ask(client, messages)
+        usage = answer.usage
+        n_read = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+        # everything that the chat had before is in the cache
+        assert usage.prompt_tokens_details.cached_tokens == n_all
+        assert i == 0 or n_read < 20
+        n_all = usage.total_tokens
+        messages += [said("assistant", answer.choices[0].message.content), said("user", f"And on {i}.")]
+
+
+def test_a_retry_and_an_edit_go_back(client):
+    start = [SYSTEM, said("user", "What is a stone?")]
+    first = ask(client, start)
+    after = [*start, said("assistant", first.choices[0].message.content)]
+    one, again = (ask(client, [*after, said("user", "Where is it?")]) for _ in range(2))
+    # the same question at the same place
+    assert one.choices[0].message.content == again.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    other = ask(client, [*after, said("user", "Who made it?")])
+    assert other.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    # nothing of the other questions is in the cache
+    assert other.usage.prompt_tokens == other.usage.prompt_tokens_details.cached_tokens + (
+        one.usage.prompt_tokens - first.usage.total_tokens
+    )
+    edited = ask(client, [SYSTEM, said("user", "What is a tree?")])
+    assert edited.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_named_chats_are_kept_apart(client):
+    messages = [SYSTEM, said("user", "What is a river?")]
+    answer = ask(client, messages, extra_headers={"X-Session-Id": "one"})
+    after = [*messages, said("assistant", answer.choices[0].message.content), said("user", "Is it wet?")]
+    for how, n_cached in (
+        ({"extra_headers": {"X-Session-Id": "two"}}, 0),
+        ({"prompt_cache_key": "two"}, 0),
+        ({"extra_headers": {"X-Session-Id": "one"}}, answer.usage.total_tokens),
+    ):
+        again = ask(client, after, **how)
+        own = 0 if how.get("prompt_cache_key") is None and n_cached == 0 else n_cached
+        assert again.usage.prompt_tokens_details.cached_tokens >= own
+        if n_cached:
+            assert again.usage.prompt_tokens_details.cached_tokens == n_cached
+
+
+def test_a_long_chat_stays_in_its_cells_and_says_what_it_forgot(client):
+    messages, cells, forgotten = [SYSTEM], set(), []
+    for i in range(6):
+        messages.append(said("user", f"{i}: " + "The river is long and the boat is slow. " * 6))
+        answer = ask(client, messages)
+        messages.append(said("assistant", answer.choices[0].message.content))
+        own = answer.model_extra["kvtool"]
+        cells.add(own["cache_bytes"])
+        forgotten.append(own["forgotten"])
+        assert own["held"] <= 256
+    assert len(cells) == 1
+    assert 0 == forgotten[0] < forgotten[-1]
+    assert answer.usage.total_tokens > 256 + 128
+
+
+def test_sampling_stops_and_log_probabilities(server, client):
+    messages = [said("user", "Say something.")]
+    one, two = (ask(client, messages, temperature=1.5, seed=7).choices[0].message.content for _ in range(2))
+    other = ask(client, messages, temperature=1.5, seed=8).choices[0].message.content
+    assert one == two != other
+    whole = ask(client, messages).choices[0].message.content
+    stop = whole.split()[2]
+    cut = ask(client, messages, stop=stop).choices[0]
+    assert cut.message.content == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    listed = ask(client, messages, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    assert len(listed) == 6
+    assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in listed)
+    assert "".join(each.token for each in listed).startswith(whole[:10])
+    first = httpx.post(f"{server.url}/tokenize", json={"content": listed[0].token}).json()["tokens"][0]
+    other = ask(client, messages, logit_bias={str(first): -100}, logprobs=True)
+    assert other.choices[0].logprobs.content[0].token != listed[0].token
+
+
+def test_json_by_a_schema(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[said("user", "Describe Ann.")], response_format=shape, max_tokens=80
+    )
+    found = json.loads(answer.choices[0].message.content)
+    assert sorted(found) == ["age", "name"]
+    assert isinstance(found["age"], int)
+
+
+def test_texts_are_continued(client):
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=3, logprobs=1
+    )
+    assert "Paris" in answer.choices[0].text
+    assert len(answer.choices[0].logprobs.tokens) == 3
+    assert answer.usage.prompt_tokens > 3
+    pieces = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=3, stream=True
+    )
+    assert "".join(each.choices[0].text for each in pieces) == answer.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "param"),
+    [
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content"),
+        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"temperature": "hot"}, openai.BadRequestError, "temperature"),
+        ({"top_p": 7}, openai.BadRequestError, None),
+        ({"audio": {"voice": "x", "format": "wav"}}, openai.BadRequestError, "audio"),
+        ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format.type"),
+        ({"top_logprobs": 3}, openai.BadRequestError, "top_logprobs"),
+        ({"model": "gpt-9"}, openai.NotFoundError, "model"),
+        ({"grammar": "root ::= ("}, openai.BadRequestError, None),
+        ({"logit_bias": {"999999999": 1}}, openai.BadRequestError, None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            openai.BadRequestError,
+            "messages[0].content[0]",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_one_line(client, changes, error, param):
+    body = {"model": MODEL, "messages": [said("user", "x")]} | changes
+    with pytest.raises(error) as raised:
+        client.post("/chat/completions", body=body, cast_to=object)
+    own = raised.value.body
+    assert own["message"]
+    assert "\n" not in own["message"]
+    assert own["param"] == param
+
+
+def test_a_client_that_goes_stops_its_answer_alone(server, client):
+    long = client.chat.completions.create(
+        model=MODEL, messages=[said("user", "Tell me a long story.")], max_tokens=2000, stream=True
+    )
+    for _ in range(3):
+        next(long)
+    start = time.monotonic()
+    found = []
+    other = threading.Thread(target=lambda: found.append(ask(client, [said("user", "Hello.")])))
+    other.start()
+    long.close()
+    other.join(60)
+    # 2,000 tokens take 15 s and more
+    assert found
+    assert time.monotonic() - start < 8
+
+
+def test_many_at_once_get_their_own_answers(client):
+    topics = ["bread", "iron", "rain", "music", "maps", "cats", "salt", "wool"]
+    alone = [ask(client, [said("user", f"What is {topic}?")]).choices[0].message.content for topic in topics]
+    found = {}
+
+    def work(i):
+        found[i] = ask(client, [said("user", f"What is {topics[i]}?")]).choices[0].message.content
+
+    threads = [threading.Thread(target=work, args=[i]) for i in range(len(topics))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(len(topics))] == alone
+
+
+def test_models_props_and_tokens(server, client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/props").json()["budget"] == 256
+        tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
+        assert http.post("/detokenize", json={"tokens": tokens}).json() == {"content": "a river"}
+        assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+        assert http.get("/nowhere").json()["error"]["message"] == "no such address: /nowhere"
+        assert http.get("/v1/chat/completions").status_code == 405
+        told = http.get("/metrics").text
+        assert re.search(r"^kvtool_requests_answered_total \d+$", told, re.M)
+        assert float(re.search(r"^kvtool_stored_bytes (\S+)$", told, re.M)[1]) > 1e5
+
+
+def test_after_a_kill_every_finished_turn_is_there(smollm2, tmp_path):
+    messages = [SYSTEM, said("user", "What is a lamp?")]
+    options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
+    with serving(MODEL, *options) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        first = ask(client, messages)
+        server.stop(signal.SIGKILL)
+    messages += [said("assistant", first.choices[0].message.content), said("user", "And a candle?")]
+    with serving(MODEL, *options) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        second = ask(client, messages)
+        assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+        # the folder is this server's alone
+        with (
+            pytest.raises(AssertionError, match="is in use by another server; name another folder"),
+            serving(MODEL, *options),
+        ):
+            pass
+        assert server.stop() == (130, "kvtool: stopped\n")
+
+
+def test_keys_limits_and_overflow(smollm2, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("first\nsecond\n")
+    options = ("--budget", "256", "-c", "512", "--overflow", "error", "--api-key-file", str(keys))
+    with serving(MODEL, *options, "--read-timeout", "0.5") as server:
+        url = f"{server.url}/v1"
+        for key in ("first", "second"):
+            assert list(openai.OpenAI(base_url=url, api_key=key, max_retries=0).models.list())
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=url, api_key="third", max_retries=0).models.list()
+        client = openai.OpenAI(base_url=url, api_key="first", max_retries=0)
+        with pytest.raises(openai.BadRequestError) as raised:
+            ask(client, [said("user", "word " * 600)])
+        assert raised.value.body["type"] == "exceed_context_size_error"
+        assert raised.value.body["n_prompt_tokens"] > raised.value.body["n_ctx"] == 512
+        head = {"Authorization": "Bearer first"}
+        with httpx.Client(base_url=server.url, headers=head) as http:
+            assert (
+                http.post("/v1/completions", content=b"{" * 10)
+                .json()["error"]["message"]
+                .startswith("the body is not JSON")
+            )
+            deep = b"[" * 100_000 + b"]" * 100_000
+            assert http.post("/v1/completions", content=deep).status_code == 400
+
+            def slow():
+                yield b'{"prompt": '
+                time.sleep(2)
+                yield b'"x"}'
+
+            assert http.post("/v1/completions", content=slow()).status_code == 408
+
+
+def test_without_its_packages_it_says_which_to_install(tmp_path):
+    import subprocess
+    import sys
+
+    (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtool", "serve"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert done.stderr == "kvtool: starlette is missing; install it: pip install 'kvtool[serve]'\n"
