@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +15,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from tests.serving import serving
+from tests.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine
 
@@ -321,9 +323,6 @@ def test_keys_limits_and_overflow(smollm2, tmp_path):
 
 
 def test_without_its_packages_it_says_which_to_install(tmp_path):
-    import subprocess
-    import sys
-
     (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", "serve"],
@@ -334,3 +333,29 @@ def test_without_its_packages_it_says_which_to_install(tmp_path):
     )
     assert done.returncode == 4
     assert done.stderr == "kvtool: starlette is missing; install it: pip install 'kvtool[serve]'\n"
+
+
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_a_chat_says_what_kvtool_chat_says(smollm2, policy):
+    turns = [f"{i}: " + "The river is long and the boat is slow. " * 5 + "What is slow?" for i in range(6)]
+    options = ("--policy", policy, "--budget", "128", "--temp", "0")
+    system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
+    command = [sys.executable, "-m", "kvtool", "chat", "-m", MODEL, *options, *system]
+    done = subprocess.run(
+        command,
+        input="\n".join(turns),
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | ONE_THREAD,
+    )
+    messages, replies = [SYSTEM], []
+    with serving(MODEL, *options) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for turn in turns:
+            messages.append(said("user", turn))
+            answer = ask(client, messages, max_tokens=10)
+            replies.append(answer.choices[0].message.content)
+            messages.append(said("assistant", replies[-1]))
+    assert answer.usage.total_tokens > 3 * 128
+    assert "".join(f"{reply}\n" for reply in replies) == done.stdout

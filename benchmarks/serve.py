@@ -1,0 +1,142 @@
+"""A chat of many turns over the OpenAI API: time to the first token, speed and memory, turn by turn.
+
+    python benchmarks/serve.py BOOK --turns 100 -- kvtool serve --budget 512 --port 8123 -t 1
+    python benchmarks/serve.py BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
+
+Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and the
+whole chat is sent every time, as programs do. Stops at the first error, which it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from common import machine, note, write_json
+from rich.console import Console
+from rich.table import Table
+
+URL = "http://127.0.0.1:8123"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("file", type=Path, help="a book")
+    parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--words", type=int, default=190, help="of the book, in each turn")
+    parser.add_argument("-n", type=int, default=16, help="tokens of each reply")
+    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("command", nargs="+", help="starts the server")
+    args = parser.parse_args()
+    words = args.file.read_text(encoding="utf-8").split()
+    server = subprocess.Popen(args.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait(server)
+        rows = _chat(server.pid, words, args)
+    finally:
+        server.kill()
+        server.wait()
+    table = Table(title=" ".join(args.command))
+    for column in ("turn", "tokens", "read", "first token, ms", "tokens/s", "resident MiB", "forgotten"):
+        table.add_column(column, justify="right")
+    shown = {2, 5, 10, 20, 50, args.turns}
+    for row in rows:
+        if row["turn"] in shown or row is rows[-1]:
+            table.add_row(*(_cell(row.get(name)) for name in _COLUMNS))
+    Console(width=110).print(table)
+    late = [row["first_ms"] for row in rows[len(rows) // 2 :]]
+    print(f"{len(rows)} turns; first token in the second half: median {statistics.median(late):.0f} ms")
+    if args.json:
+        write_json(args.json, {"machine": machine(), "command": args.command, "rows": rows})
+
+
+_COLUMNS = ("turn", "tokens", "read", "first_ms", "per_s", "rss", "forgotten")
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:,.0f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _wait(server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        if server.poll() is not None:
+            sys.exit("the server has ended")
+        try:
+            urllib.request.urlopen(f"{URL}/v1/models", timeout=5).close()
+        except OSError:
+            time.sleep(0.2)
+        else:
+            try:
+                urllib.request.urlopen(f"{URL}/health", timeout=5).close()
+            except urllib.error.HTTPError as error:
+                # loading, or it has no such address
+                if error.code == 503:
+                    time.sleep(0.2)
+                    continue
+            return
+    sys.exit("the server does not answer")
+
+
+def _chat(pid: int, words: list[str], args: argparse.Namespace) -> list[dict[str, object]]:
+    messages = [{"role": "system", "content": "You read a book with its reader."}]
+    rows: list[dict[str, object]] = []
+    for turn in range(1, args.turns + 1):
+        part = words[(turn - 1) * args.words : turn * args.words]
+        messages.append({"role": "user", "content": " ".join(part)})
+        try:
+            row, reply = _turn(messages, args.n)
+        except urllib.error.HTTPError as error:
+            note(f"turn {turn}: {error.code} {error.read().decode()[:300]}")
+            break
+        messages.append({"role": "assistant", "content": reply})
+        rows.append({"turn": turn, **row, "rss": _rss(pid)})
+        note(f"turn {turn}: {row['first_ms']:.0f} ms")
+    return rows
+
+
+def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:
+    body = {"messages": messages, "max_tokens": n, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    request = urllib.request.Request(
+        f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    start, first, reply, n_piece, last = time.perf_counter(), 0.0, "", 0, {}
+    with urllib.request.urlopen(request, timeout=3600) as stream:
+        for line in stream:
+            if not line.startswith(b"data: {"):
+                continue
+            piece = json.loads(line[6:])
+            last |= {name: piece[name] for name in ("usage", "kvtool", "timings") if piece.get(name)}
+            text = piece["choices"][0]["delta"].get("content") if piece["choices"] else None
+            if text:
+                first = first or time.perf_counter()
+                reply += text
+                n_piece += 1
+    end = time.perf_counter()
+    usage = last.get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return {
+        "tokens": usage.get("total_tokens"),
+        "read": usage.get("prompt_tokens", 0) - cached if cached is not None else None,
+        "first_ms": 1e3 * ((first or end) - start),
+        "per_s": (n_piece - 1) / (end - first) if n_piece > 1 else None,
+        "forgotten": (last.get("kvtool") or {}).get("forgotten"),
+    }, reply
+
+
+def _rss(pid: int) -> float:
+    """MiB."""
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+    return int(found[1]) / 1024 if found else 0.0
+
+
+if __name__ == "__main__":
+    main()
