@@ -3,8 +3,8 @@
     python benchmarks/serve.py BOOK --turns 100 -- kvtool serve --budget 512 --port 8123 -t 1
     python benchmarks/serve.py BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
 
-Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and the
-whole chat is sent every time, as programs do. Stops at the first error, which it prints.
+Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and
+the whole chat is sent every time, as programs do. Stops at the first error, which it prints.
 """
 
 from __future__ import annotations

@@ -252,6 +252,7 @@ def _counts(layers: Layers | None) -> dict[str, object]:
         "swa": layers.n_swa,
         "swa_layers": len(layers.of(Kind.SLIDING)),
         "shared_layers": layers.n_shared,
+        "index_cells": layers.most_cells if layers.has_index else None,
         "recurrent_layers": len(layers.of(Kind.RECURRENT)),
     }
 
@@ -272,6 +273,8 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
             ["sliding-window (SWA) layers", f"{n_slide}; each sees the newest {layers.n_swa} tokens"],
             ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {opt.N_BATCH})"],
         ]
+    if layers.has_index:
+        lines.append(["index", f"chooses {layers.most_cells:,} cells: a budget cannot be larger"])
     if layers.n_shared:
         lines.append(["shared layers", f"{layers.n_shared}; each reads an earlier layer's cells"])
     if n_state:

@@ -110,6 +110,11 @@ class Layers:
         return all(layer.head_size_v > 0 for layer in self.of(Kind.ROWS))
 
     @property
+    def has_index(self) -> bool:
+        """Whether the model chooses among its cells by an index."""
+        return bool(self.of(Kind.INDEX))
+
+    @property
     def n_shared(self) -> int:
         """Layers that read an earlier layer's cells."""
         return sum(not layer.is_owner for layer in self.all)
@@ -127,7 +132,7 @@ class Layers:
             "shared layers": self.n_shared > 0,
             "recurrent layers": bool(self.of(Kind.RECURRENT)),
             "latent attention (MLA)": not self.has_values,
-            "an index": bool(self.of(Kind.INDEX)),
+            "an index": self.has_index,
             "ALiBi": self.has_alibi,
             self.rope: bool(self.rope),
         }
