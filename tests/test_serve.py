@@ -359,3 +359,36 @@ def test_a_chat_says_what_kvtool_chat_says(smollm2, policy):
             messages.append(said("assistant", replies[-1]))
     assert answer.usage.total_tokens > 3 * 128
     assert "".join(f"{reply}\n" for reply in replies) == done.stdout
+
+
+def test_responses_are_chats_in_another_form(client):
+    whole = client.responses.create(
+        model=MODEL, instructions=SYSTEM["content"], input="Name an animal.", max_output_tokens=20
+    )
+    same = ask(client, [SYSTEM, said("user", "Name an animal.")], max_tokens=20)
+    assert whole.output_text == same.choices[0].message.content
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (
+        same.usage.prompt_tokens,
+        same.usage.completion_tokens,
+    )
+    items = [
+        said("user", "Name an animal."),
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": whole.output_text}],
+        },
+        said("user", "And another."),
+    ]
+    kinds, text = [], ""
+    for event in client.responses.create(
+        model=MODEL, instructions=SYSTEM["content"], input=items, max_output_tokens=5, stream=True
+    ):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.incomplete"
+    assert event.response.output_text == text
+    assert event.response.usage.input_tokens_details.cached_tokens == same.usage.total_tokens
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not there"):
+        client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")

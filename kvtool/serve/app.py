@@ -19,13 +19,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtool.chats.thinking import Splitter, Tags
-from kvtool.serve import metrics, requests
+from kvtool.serve import metrics, requests, responses
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields
 from kvtool.serve.jobs import Job, Waiting
 from kvtool.serve.metrics import Counts
 from kvtool.serve.requests import ChatRequest, Defaults, Request
+from kvtool.serve.responses import ResponseBodies
 
 _T = TypeVar("_T")
 
@@ -112,6 +113,7 @@ def make(site: Site) -> Starlette:
     own = [
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
+        route("/v1/responses", _response, "POST"),
         route("/v1/models", _models),
         route("/v1/models/{name:path}", _model),
         route("/props", _props),
@@ -137,22 +139,34 @@ def make(site: Site) -> Starlette:
 
 async def _chat(site: Site, http: HttpRequest) -> Response:
     _check_ready(site)
-    name = http.headers.get("x-session-id")
-    body = await _body(site, http)
-    request = requests.chat(body, site.defaults, site.model, name)
-    return await _answer(site, http, request, "chat")
+    request = _chat_request(site, http, await _body(site, http))
+    bodies = Bodies("chat", site.model, site.policy, with_usage=request.with_usage)
+    return await _answer(site, http, request, bodies)
 
 
 async def _text(site: Site, http: HttpRequest) -> Response:
     _check_ready(site)
     request = requests.text(await _body(site, http), site.defaults, site.model)
-    return await _answer(site, http, request, "text")
+    bodies = Bodies("text", site.model, site.policy, with_usage=request.with_usage)
+    return await _answer(site, http, request, bodies)
 
 
-async def _answer(site: Site, http: HttpRequest, request: Request, kind: str) -> Response:
+async def _response(site: Site, http: HttpRequest) -> Response:
+    _check_ready(site)
+    body = await _body(site, http)
+    request = _chat_request(site, http, responses.as_chat(body))
+    return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
+
+
+def _chat_request(site: Site, http: HttpRequest, body: object) -> ChatRequest:
+    return requests.chat(body, site.defaults, site.model, http.headers.get("x-session-id"))
+
+
+async def _answer(
+    site: Site, http: HttpRequest, request: Request, bodies: Bodies | ResponseBodies
+) -> Response:
     job = Job(request, _client(http))
     site.waiting.put(job)
-    bodies = Bodies(kind, site.model, site.policy)
     try:
         if request.stream:
             # an error that comes soon has a status of its own
@@ -180,7 +194,7 @@ async def _soon(job: Job) -> Body | None:
 _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _whole(site: Site, job: Job, request: Request, bodies: Bodies) -> Response:
+async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies) -> Response:
     reply = _Reply(site, request)
     listed: list[Body] = []
     while True:
@@ -198,39 +212,34 @@ async def _whole(site: Site, job: Job, request: Request, bodies: Bodies) -> Resp
 
 
 async def _stream(
-    site: Site, job: Job, request: Request, bodies: Bodies, first: Body | None
+    site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies, first: Body | None
 ) -> AsyncIterator[str]:
     reply = _Reply(site, request)
+    lines = bodies.first()
+    event = first or {"kind": "reading"}
     try:
-        if isinstance(request, ChatRequest):
-            yield _line(bodies.piece({"role": "assistant", "content": ""}))
-        event = first or {"kind": "reading"}
         while True:
             shown = None if request.logprobs is None else event.get("listed", [])
             if event["kind"] == "error":
-                yield _line(event["error"].body)
-                break
-            deltas = reply.feed(event["text"]) if event["kind"] == "piece" else []
-            if event["kind"] == "end":
-                deltas = reply.end()
+                lines += bodies.failed(event["error"])
+            is_end = event["kind"] == "end"
+            deltas = reply.feed(event["text"]) if event["kind"] == "piece" else reply.end() if is_end else []
             for delta in deltas:
-                yield _line(bodies.piece(delta, shown))
+                lines += bodies.piece(delta, shown)
                 shown = None if shown is None else []
-            if event["kind"] == "end":
+            if is_end:
                 site.counts.add(event)
-                last = bodies.piece({}, shown or None, reply.finish(event))
-                # llama-server's clients look for these in the last piece
-                counts = bodies.counts(event)
-                yield _line(last | {name: counts[name] for name in ("timings", "kvtool")})
-                if request.with_usage:
-                    yield _line(bodies.usage(event))
-                break
+                lines += bodies.last(reply.message, shown, event, reply.finish(event))
+            for line in lines:
+                yield line
+            if event["kind"] in ("end", "error"):
+                return
+            lines = []
             async for ping in _pings(job):
                 if isinstance(ping, str):
                     yield ping
                 else:
                     event = ping
-        yield "data: [DONE]\n\n"
     finally:
         job.cancel()
 
@@ -410,10 +419,6 @@ async def _unless_gone(http: HttpRequest, job: Job, wanted: Awaitable[_T]) -> _T
 async def _gone(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-def _line(body: Body) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 def _failed(error: ApiError) -> Response:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from typing import Any
+
+from kvtool.serve.errors import ApiError
+
+DONE = "data: [DONE]\n\n"
 
 Body = dict[str, Any]
 
@@ -20,11 +25,14 @@ class Bodies:
         The model's name.
     policy
         The policy's.
+    with_usage
+        Whether a stream ends with its usage.
     """
 
-    def __init__(self, kind: str, model: str, policy: str) -> None:
+    def __init__(self, kind: str, model: str, policy: str, *, with_usage: bool = False) -> None:
         self._is_chat = kind == "chat"
         self._policy = policy
+        self._with_usage = with_usage
         self._common = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -42,16 +50,39 @@ class Bodies:
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._common | {"object": kind, "choices": [choice]} | self.counts(end)
 
-    def piece(self, delta: Body, logprobs: list[Body] | None = None, finish: str | None = None) -> Body:
-        """A piece of a stream. delta: {"content": ...} and the like."""
-        shown = logprobs if logprobs is None else self._logprobs(logprobs)
+    def first(self) -> list[str]:
+        """What a stream begins with."""
+        return [self._piece({"role": "assistant", "content": ""})] if self._is_chat else []
+
+    def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
+        """What a stream says of a piece. delta: {"content": ...} and the like."""
+        return [self._piece(delta, listed)]
+
+    def last(self, message: Body, listed: list[Body] | None, end: Body, finish: str) -> list[str]:
+        """What a stream ends with."""
+        counts = self.counts(end)
+        # llama-server's clients look for these in the last piece
+        more = {name: counts[name] for name in ("timings", "kvtool")}
+        lines = [self._piece({}, listed or None, finish, more)]
+        if self._with_usage:
+            lines.append(_line(self._head() | {"choices": []} | counts))
+        return [*lines, DONE]
+
+    def failed(self, error: ApiError) -> list[str]:
+        """What a stream says of an error."""
+        return [_line(error.body), DONE]
+
+    def _piece(
+        self,
+        delta: Body,
+        listed: list[Body] | None = None,
+        finish: str | None = None,
+        more: Body | None = None,
+    ) -> str:
+        shown = listed if listed is None else self._logprobs(listed)
         choice: Body = {"index": 0, "finish_reason": finish, "logprobs": shown}
         choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        return self._head() | {"choices": [choice]}
-
-    def usage(self, end: Body) -> Body:
-        """The last piece of a stream that ends with its usage."""
-        return self._head() | {"choices": []} | self.counts(end)
+        return _line(self._head() | {"choices": [choice]} | (more or {}))
 
     def counts(self, end: Body) -> Body:
         """What the answer took, and what is left of its chat."""
@@ -95,3 +126,7 @@ def _timings(name: str, n: int, seconds: float) -> Body:
         f"{name}_per_token_ms": round(ms / n, 3) if n else None,
         f"{name}_per_second": round(n / seconds, 3) if n and seconds else None,
     }
+
+
+def _line(body: Body) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

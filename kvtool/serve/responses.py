@@ -1,0 +1,265 @@
+"""OpenAI's /v1/responses, as far as it maps onto chats: its requests as a chat's, a chat's answer as its."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any
+
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields, shown, wrong
+
+Body = dict[str, Any]
+
+_REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max_tool_calls")
+"""Fields that need what a server without a memory of responses does not have."""
+
+_SAME = (
+    *("model", "temperature", "top_p", "top_logprobs", "stream", "prompt_cache_key", "kvtool"),
+    *("seed", "stop", "top_k", "min_p"),
+)
+"""Fields that mean the same in a chat."""
+
+
+def as_chat(body: object) -> Body:
+    """The body of /v1/chat/completions that asks for the same. Raises ApiError."""
+    fields = Fields(body)
+    fields.refuse(_REFUSED)
+    asked = fields.any("input")
+    instructions = fields.text("instructions")
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(asked, str):
+        messages.append({"role": "user", "content": asked})
+    elif isinstance(asked, list):
+        for i, item in enumerate(asked):
+            _add(messages, item, f"input[{i}]")
+    else:
+        raise wrong("input", "a string or a list", asked)
+    chat: Body = {"messages": messages}
+    chat |= {name: value for name in _SAME if (value := fields.any(name)) is not None}
+    if (n := fields.any("max_output_tokens")) is not None:
+        chat["max_completion_tokens"] = n
+    if tools := fields.any("tools"):
+        chat["tools"] = _tools(tools)
+    if (choice := fields.any("tool_choice")) is not None:
+        is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
+        named = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
+        chat["tool_choice"] = named
+    if shape := _shape(fields.any("text")):
+        chat["response_format"] = shape
+    return chat
+
+
+def _add(messages: list[Body], item: object, where: str) -> None:
+    """Adds an item of the input to the messages."""
+    if not isinstance(item, dict):
+        raise wrong(where, "an object", item)
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({name: item[name] for name in ("role", "content") if name in item})
+    elif kind == "function_call":
+        function = {name: item.get(name) for name in ("name", "arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":
+            # text and calls of one reply are items of their own here
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output = item.get("output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind != "reasoning":
+        raise ApiError(
+            f"{where} is of type {shown(kind)}, which is not there in kvtool",
+            param=f"{where}.type",
+            code="unsupported_content",
+        )
+
+
+def _tools(value: object) -> object:
+    """Chats have a function's fields one level deeper."""
+    if not isinstance(value, list):
+        return value
+    names = ("name", "description", "parameters", "strict")
+    return [
+        {"type": "function", "function": {name: each[name] for name in names if name in each}}
+        if isinstance(each, dict) and each.get("type") == "function"
+        else each
+        for each in value
+    ]
+
+
+def _shape(text: object) -> Body | None:
+    if text is None:
+        return None
+    if not isinstance(text, dict):
+        raise wrong("text", "an object", text)
+    form = text.get("format")
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": form}
+
+
+class ResponseBodies:
+    """The bodies of one response.
+
+    Parameters
+    ----------
+    model, policy
+        Their names.
+    asked
+        The request's body, parts of which a response repeats.
+    """
+
+    def __init__(self, model: str, policy: str, asked: Body) -> None:
+        self._policy = policy
+        self._n = 0
+        self._text = ""
+        self._item: Body | None = None
+        self._output: list[Body] = []
+        self._begun: dict[int, Body] = {}
+        names = ("instructions", "temperature", "top_p", "max_output_tokens", "metadata", "text")
+        self._common: Body = {
+            "id": _id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "parallel_tool_calls": True,
+            "tools": asked.get("tools") or [],
+            "tool_choice": asked.get("tool_choice") or "auto",
+            **{name: asked.get(name) for name in names},
+        }
+
+    def first(self) -> list[str]:
+        """What a stream begins with."""
+        own = self._common | {"status": "in_progress", "output": [], "usage": None}
+        return [self._event(f"response.{name}", response=own) for name in ("created", "in_progress")]
+
+    def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
+        """What a stream says of a piece."""
+        lines = []
+        if text := delta.get("content"):
+            if not self._item:
+                lines += self._open()
+            assert self._item
+            self._text += text
+            place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
+            more = {"logprobs": listed or []}
+            lines.append(self._event("response.output_text.delta", delta=text, **place, **more))
+        for call in delta.get("tool_calls", []):
+            lines += self._call(call)
+        return lines
+
+    def last(self, message: Body, listed: list[Body] | None, end: Body, finish: str) -> list[str]:
+        """What a stream ends with."""
+        lines = self._close()
+        lines += [line for call in self._calls() for line in self._called(call)]
+        name = "incomplete" if finish == "length" else "completed"
+        return [*lines, self._event(f"response.{name}", response=self._done(end, finish))]
+
+    def failed(self, error: ApiError) -> list[str]:
+        """What a stream says of an error."""
+        own = {"code": error.code, "message": error.message}
+        return [self._event("error", **own, param=error.param)]
+
+    def whole(self, message: Body, listed: list[Body] | None, end: Body, finish: str) -> Body:
+        """A response that is not streamed."""
+        if message["content"] or not message.get("tool_calls"):
+            item = _message(_id("msg"), "completed")
+            item["content"] = [_part(message["content"])]
+            self._output.append(item)
+        for call in message.get("tool_calls", []):
+            self._output.append(_call_item(call))
+        return self._done(end, finish)
+
+    # parts
+
+    def _open(self) -> list[str]:
+        self._item = _message(_id("msg"), "in_progress")
+        place = {"output_index": len(self._output)}
+        part = {"item_id": self._item["id"], "content_index": 0, "part": _part("")}
+        return [
+            self._event("response.output_item.added", item=self._item, **place),
+            self._event("response.content_part.added", **part, **place),
+        ]
+
+    def _close(self) -> list[str]:
+        if not self._item:
+            return []
+        item, place = self._item, {"output_index": len(self._output)}
+        own = {"item_id": item["id"], "content_index": 0}
+        item |= {"status": "completed", "content": [_part(self._text)]}
+        self._item = None
+        self._output.append(item)
+        return [
+            self._event("response.output_text.done", text=self._text, logprobs=[], **own, **place),
+            self._event("response.content_part.done", part=_part(self._text), **own, **place),
+            self._event("response.output_item.done", item=item, **place),
+        ]
+
+    def _call(self, call: Body) -> list[str]:
+        """A call's beginning or more of its arguments, as a chat's stream has them."""
+        found = self._begun.setdefault(call["index"], {"id": "", "function": {"name": "", "arguments": ""}})
+        function = call.get("function", {})
+        found["id"] = call.get("id") or found["id"]
+        found["function"]["name"] += function.get("name") or ""
+        found["function"]["arguments"] += function.get("arguments") or ""
+        return []
+
+    def _calls(self) -> list[Body]:
+        return list(self._begun.values())
+
+    def _called(self, call: Body) -> list[str]:
+        item, place = _call_item(call), {"output_index": len(self._output)}
+        self._output.append(item)
+        begun = item | {"arguments": "", "status": "in_progress"}
+        own = {"item_id": item["id"], **place}
+        return [
+            self._event("response.output_item.added", item=begun, **place),
+            self._event("response.function_call_arguments.delta", delta=item["arguments"], **own),
+            self._event("response.function_call_arguments.done", arguments=item["arguments"], **own),
+            self._event("response.output_item.done", item=item, **place),
+        ]
+
+    def _done(self, end: Body, finish: str) -> Body:
+        is_cut = finish == "length"
+        n_prompt, n = end["n_prompt"], end["n_written"]
+        return self._common | {
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._output,
+            "usage": {
+                "input_tokens": n_prompt,
+                "input_tokens_details": {"cached_tokens": end["n_cached"]},
+                "output_tokens": n,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": n_prompt + n,
+            },
+            "kvtool": {"policy": self._policy, **end["held"]},
+        }
+
+    def _event(self, kind: str, **what: Any) -> str:
+        own = {"type": kind, "sequence_number": self._n, **what}
+        self._n += 1
+        return f"event: {kind}\ndata: {json.dumps(own, ensure_ascii=False)}\n\n"
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+def _message(name: str, status: str) -> Body:
+    return {"id": name, "type": "message", "status": status, "role": "assistant", "content": []}
+
+
+def _part(text: str) -> Body:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call_item(call: Body) -> Body:
+    function = call["function"]
+    own = {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
+    return {"id": _id("fc"), "type": "function_call", "status": "completed", **own}
