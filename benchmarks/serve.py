@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from common import machine, note, write_json
+from common import machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:8123"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = make_parser(__doc__)
     parser.add_argument("file", type=Path, help="a book")
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--words", type=int, default=190, help="of the book, in each turn")
