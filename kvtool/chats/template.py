@@ -10,6 +10,9 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvtool.chats.thinking import tags_in
@@ -43,6 +46,17 @@ _THOUGHT = "kvtool stands in for the thought"
 """Texts that mark places in a rendered chat."""
 
 
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what a model wrote, for its training. Here it has no effect."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """What stands between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class Template:
     """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError.
 
@@ -58,7 +72,7 @@ class Template:
         self.source = source
         self.tags = tags_in(source)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.globals.update(
             bos_token=bos,
@@ -83,8 +97,9 @@ class Template:
     ) -> str:
         """The text of a whole chat.
 
-        reply: ends with the header after which the model answers. tools: what the model may call, as
-        {"type": "function", "function": {"name", "description", "parameters"}}; a template may leave them out.
+        reply: ends with the header after which the model answers.
+        tools: what the model may call, as {"type": "function", "function": {"name", "description",
+        "parameters"}}; a template may leave them out.
         """
         try:
             return self._template.render(
@@ -178,7 +193,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` that templates are written for."""
+    """The filter "tojson" that templates are written for."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
