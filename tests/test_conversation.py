@@ -81,6 +81,11 @@ def test_a_gemma_without_a_template_talks_as_gemmas_do():
     )
 
 
+def test_a_template_may_mark_what_the_model_wrote():
+    source = "{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}"
+    assert Template(source, "", "").render([{"role": "assistant", "content": "x"}] * 2) == "<x><x>"
+
+
 @pytest.mark.parametrize(
     "source",
     [

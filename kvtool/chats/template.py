@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvtool.chats.thinking import tags_in
@@ -41,6 +46,17 @@ _THOUGHT = "kvtool stands in for the thought"
 """Texts that mark places in a rendered chat."""
 
 
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what a model wrote, for its training. Here it has no effect."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """What stands between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class Template:
     """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError.
 
@@ -56,7 +72,7 @@ class Template:
         self.source = source
         self.tags = tags_in(source)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.globals.update(
             bos_token=bos,
@@ -64,6 +80,8 @@ class Template:
             raise_exception=_raise,
             strftime_now=lambda form: datetime.now().strftime(form),
         )
+        # Jinja's own escapes HTML and sorts keys; models were trained without
+        environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
         except Exception as error:
@@ -71,14 +89,22 @@ class Template:
             raise _failed(error) from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True, tools: list[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a whole chat. reply: ends with the header after which the model answers.
+        """The text of a whole chat.
 
-        tools: what the model may call, in OpenAI's form.
+        reply: ends with the header after which the model answers.
+        tools: what the model may call, as {"type": "function", "function": {"name", "description",
+        "parameters"}}; a template may leave them out.
         """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=reply, tools=tools)
+            return self._template.render(
+                messages=messages, add_generation_prompt=reply, tools=list(tools) if tools else None
+            )
         except Exception as error:
             # a template is a program from a stranger: it may raise anything
             raise _failed(error) from error
@@ -94,7 +120,7 @@ class Template:
         self,
         before: Sequence[Mapping[str, Any]],
         messages: Sequence[Mapping[str, Any]],
-        tools: list[Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of these messages behind the model's last reply, from the end of that reply on.
 
@@ -137,6 +163,52 @@ class Template:
         except ModelError:
             return False
         return _STAND_IN in text and _THOUGHT not in text
+
+    @cached_property
+    def has_tools(self) -> bool:
+        """Whether the template shows the model the tools that it may call."""
+        tool = _made_up_tool()
+        return tool["function"]["name"] in self._rendered([_USER], [tool])
+
+    @cached_property
+    def has_calls(self) -> bool:
+        """Whether the template shows the calls of tools that earlier replies made."""
+        name = _made_up_tool()["function"]["name"]
+        # some templates want an id of nine characters
+        call = {"id": "a12345678", "type": "function", "function": {"name": name, "arguments": {}}}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "."}
+        return name in self._rendered([_USER, reply, result], [_made_up_tool()])
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """The text of a chat; "" where the template fails."""
+        try:
+            return self.render(messages, tools=tools)
+        except ModelError:
+            return ""
+
+
+_USER: dict[str, Any] = {"role": "user", "content": "."}
+
+
+def _made_up_tool() -> dict[str, Any]:
+    """A tool under a name that is in no template."""
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": f"tool_{secrets.token_hex(8)}", "description": ".", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter "tojson" that templates are written for."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

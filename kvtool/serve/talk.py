@@ -92,7 +92,7 @@ class Talk:
         if not self._conversation:
             raise ApiError("the model has no chat template; use /v1/completions", code="no_chat_template")
         talk = self._conversation
-        tools = request.tools if request.choice.mode != "none" else []
+        tools = request.tools if request.choice.kind != "none" else []
         history = History(request.name, tools, request.messages)
         self._draw(job, request)
         clock = _Clock()

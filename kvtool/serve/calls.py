@@ -1,0 +1,364 @@
+"""Calls of tools in what a model writes, told from its text piece by piece."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.serve import formats
+from kvtool.serve.formats import Format
+from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, typed
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The schema of each tool's parameters, by the tool's name."""
+
+Calls = list[tuple[str, str]]
+"""Each call's name, and its arguments as the JSON text of an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What the model says."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins. index: counts the calls of a reply from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A part of a call's arguments; the parts joined are the JSON text of an object."""
+
+    index: int
+    text: str
+
+
+Event = Text | CallStart | CallArguments
+
+
+def calls_of(events: Iterable[Event]) -> tuple[str, list[dict[str, Any]]]:
+    """A whole reply: what it says, and its calls as the API's tool_calls."""
+    said: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, Text):
+            said.append(event.text)
+        elif isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            calls.append({"id": event.id, "type": "function", "function": function})
+        else:
+            calls[event.index]["function"]["arguments"] += event.text
+    return "".join(said), calls
+
+
+class Parser:
+    """Tells the calls of a reply from its text, however the reply is cut into pieces.
+
+    The reply without its calls is its text: where there is no call, the texts joined are the reply, character
+    by character. A call takes its tags and the white space on both sides with it. What only looks like a call
+    is text: one that is broken, is cut off before its end, or names a tool that is not there. The search
+    goes on right behind its tag. A list of calls is one thing: if one of them is no call, all are text.
+
+    Every format's parser also reads Hermes's tags, since a model may be forced to write them. Feed it what
+    follows a thought, as `Splitter` tells it. It needs the text of the format's control tokens: see
+    `shown_tokens`.
+
+    Parameters
+    ----------
+    tools
+        What the model may call, as `check_tools` returns them.
+    """
+
+    def __init__(self, format: Format, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tools: Tools = {
+            tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
+        }
+        self._readers: dict[str, _Reader] = {"<tool_call>": _tagged, **_READERS.get(format.name, {})}
+        self._takes_bare = format is formats.LLAMA
+        self._rest = ""
+        # white space before a tag: it goes with a call, and is text otherwise
+        self._space = ""
+        self._source: _Source | None = None
+        self._n = 0
+        # where a reply may be a call without a tag
+        self._is_start = True
+        self._follows_call = False
+
+    def feed(self, piece: str) -> Iterator[Event]:
+        """Yields what this piece makes certain. What may be the start of a call waits for the next one."""
+        if self._source:
+            self._source.text += piece
+        else:
+            self._rest += piece
+        yield from self._go(False)
+
+    def end(self) -> Iterator[Event]:
+        """Yields what has waited: the reply is over."""
+        yield from self._go(True)
+
+    def _go(self, ended: bool) -> Iterator[Event]:
+        while True:
+            if not self._source:
+                yield from self._plain(ended)
+                if not self._source:
+                    return
+            source = self._source
+            source.ended = ended
+            try:
+                next(self._reading)
+                return
+            except StopIteration as done:
+                yield from self._made(done.value)
+                self._rest = source.text[source.at :]
+                self._follows_call = self._is_start = True
+            except Broken:
+                yield Text(self._space + self._tag)
+                self._rest = source.text[len(self._tag) :]
+                self._follows_call = self._is_start = False
+            self._source, self._space = None, ""
+
+    def _plain(self, ended: bool) -> Iterator[Event]:
+        """Yields the text up to what may be a call, and begins to read that."""
+        text = self._rest
+        if self._follows_call:
+            text = text.lstrip()
+        bare = text.lstrip()
+        if self._is_start and bare:
+            if self._takes_bare and bare[0] in ("{;" if self._follows_call else "{"):
+                self._begin(text, len(text) - len(bare), bare[0], _bare)
+                return
+            self._is_start = False
+        if bare:
+            self._follows_call = False
+        places = {at: tag for tag in self._readers if (at := text.find(tag)) >= 0}
+        if places:
+            at = min(places)
+            said = text[:at].rstrip()
+            self._begin(text[len(said) :], at - len(said), places[at], self._readers[places[at]])
+        else:
+            n = max(_n_begun(text, tag) for tag in self._readers)
+            said = text if ended else text[: len(text) - n].rstrip()
+            self._rest = text[len(said) :]
+        if said:
+            yield Text(said)
+
+    def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
+        self._rest = ""
+        self._space, self._tag = text[:at], tag
+        self._source = _Source(text[at:])
+        self._reading = reader(self._source, self._tools)
+
+    def _made(self, calls: Calls) -> Iterator[Event]:
+        for name, arguments in calls:
+            yield CallStart(self._n, f"call_{secrets.token_hex(12)}", name)
+            yield CallArguments(self._n, arguments)
+            self._n += 1
+
+
+class _Source:
+    """A text that grows, read from its front.
+
+    The methods are generators: they yield where only more text, or its end, can tell how to go on. So what
+    they decide does not depend on how the text is cut. They raise Broken.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.ended = False
+
+    def take(self, *options: str) -> Generator[None, None, str]:
+        """Passes the option that comes next; "" if none does. No option may begin another."""
+        while True:
+            for option in options:
+                if self.text.startswith(option, self.at):
+                    self.at += len(option)
+                    return option
+            rest = self.text[self.at : self.at + max(map(len, options))]
+            if self.ended or not any(option.startswith(rest) for option in options):
+                return ""
+            yield
+
+    def need(self, *options: str) -> Generator[None, None, str]:
+        """Passes the option that comes next; there must be one."""
+        return (yield from self.take(*options)) or _broken()
+
+    def space(self) -> Generator[None, None, str]:
+        """Passes white space. Returns the character after it, or "" at the end."""
+        while True:
+            while self.text[self.at : self.at + 1].isspace():
+                self.at += 1
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            yield
+
+    def name(self, tools: Tools) -> Generator[None, None, str]:
+        """Passes the name of a tool."""
+        while True:
+            after = _AFTER_NAME.search(self.text, self.at)
+            if after or self.ended:
+                end = after.start() if after else len(self.text)
+                name, self.at = self.text[self.at : end], end
+                return name if name in tools else _broken()
+            yield
+
+    def until(self, tag: str) -> Generator[None, None, str]:
+        """Passes the text up to a tag, and the tag; all there is if it never comes. Returns the text."""
+        start = looked = self.at
+        while (found := self.text.find(tag, looked)) < 0:
+            if self.ended:
+                self.at = len(self.text)
+                return self.text[start:]
+            looked = max(start, len(self.text) - len(tag) + 1)
+            yield
+        self.at = found + len(tag)
+        return self.text[start:found]
+
+    def json(self) -> Generator[None, None, str]:
+        """Passes a JSON object or list, and the white space before it. Returns its text."""
+        if (yield from self.space()) not in ("{", "["):
+            _broken()
+        start = at = self.at
+        depth, in_string = 0, False
+        while depth or at == start:
+            found = (_IN_STRING if in_string else _OUTSIDE).search(self.text, at)
+            # an escaped character counts as seen before it is there
+            at = found.end() if found else max(at, len(self.text))
+            if not found:
+                if self.ended:
+                    _broken()
+                yield
+            elif found[0] == "\\":
+                at += 1
+            elif found[0] == '"':
+                in_string = not in_string
+            else:
+                depth += 1 if found[0] in "{[" else -1
+        self.at = at
+        return self.text[start:at]
+
+
+_Reader = Callable[[_Source, Tools], Generator[None, None, Calls]]
+
+_AFTER_NAME = re.compile(r"[^a-zA-Z0-9_-]")
+_OUTSIDE = re.compile(r'[\[\]{}"]')
+_IN_STRING = re.compile(r'["\\]')
+
+
+def _broken() -> Any:
+    raise Broken
+
+
+def _n_begun(text: str, tag: str) -> int:
+    """The most characters at the end of a text that the tag begins with, and more follow."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def _json(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    return calls_in_json((yield from source.json()), tools)
+
+
+def _tagged(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    """Between <tool_call> and </tool_call>: JSON, <function=...>, or a name and GLM's tags."""
+    yield from source.need("<tool_call>")
+    after = yield from source.space()
+    if after in ("{", "["):
+        calls = yield from _json(source, tools)
+    elif after == "<":
+        return (yield from _function(source, tools))
+    else:
+        return (yield from _glm(source, tools))
+    # models end without it
+    yield from source.space()
+    yield from source.take("</tool_call>")
+    return calls
+
+
+def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("<function=")
+    name = yield from source.name(tools)
+    yield from source.need(">")
+    arguments: dict[str, object] = {}
+    while True:
+        yield from source.space()
+        if (yield from source.need("<parameter=", "</function>")) == "</function>":
+            break
+        key = yield from source.until(">")
+        value = yield from source.until("</parameter>")
+        value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = typed(value, key, tools[name])
+    yield from source.space()
+    yield from source.take("</tool_call>")
+    return [(name, dumped(arguments))]
+
+
+def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    name = yield from source.name(tools)
+    arguments: dict[str, object] = {}
+    while True:
+        yield from source.space()
+        if (yield from source.need("<arg_key>", "</tool_call>")) == "</tool_call>":
+            return [(name, dumped(arguments))]
+        key = yield from source.until("</arg_key>")
+        yield from source.space()
+        yield from source.need("<arg_value>")
+        value = yield from source.until("</arg_value>")
+        arguments[key] = typed(value, key, tools[name])
+
+
+def _mistral(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("[TOOL_CALLS]")
+    if (yield from source.space()) in ("[", "{"):
+        return (yield from _json(source, tools))
+    name = yield from source.name(tools)
+    if (yield from source.need("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
+        yield from source.until("[ARGS]")
+    return calls_in_json(f'{{"name": "{name}", "arguments": {(yield from source.json())}}}', tools)
+
+
+def _list(tag: str, close: str = "") -> _Reader:
+    """Reads JSON after a tag. close: a tag that may follow."""
+
+    def read(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+        yield from source.need(tag)
+        calls = yield from _json(source, tools)
+        if close:
+            yield from source.space()
+            yield from source.take(close)
+        return calls
+
+    return read
+
+
+def _bare(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.take(";")
+    return (yield from _json(source, tools))
+
+
+def _python(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("<|tool_call_start|>")
+    if (yield from source.space()) != "[":
+        _broken()
+    return calls_in_python((yield from source.until("<|tool_call_end|>")), tools)
+
+
+_READERS: dict[str, dict[str, _Reader]] = {
+    formats.XML.name: {"<function=": _function},
+    formats.MISTRAL.name: {"[TOOL_CALLS]": _mistral},
+    formats.MISTRAL_ARGS.name: {"[TOOL_CALLS]": _mistral},
+    formats.GRANITE.name: {"<|tool_call|>": _list("<|tool_call|>")},
+    formats.NEMOTRON.name: {"<TOOLCALL>": _list("<TOOLCALL>", "</TOOLCALL>")},
+    formats.LLAMA.name: {"<|python_tag|>": _list("<|python_tag|>")},
+    formats.LFM2.name: {"<|tool_call_start|>": _python},
+}
+"""What may open a call besides <tool_call>, by the format's name."""

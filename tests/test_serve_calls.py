@@ -1,0 +1,462 @@
+"""Calls of tools told from a reply's text, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from kvtool.chats.thinking import THINK, Splitter
+from kvtool.serve import formats
+from kvtool.serve.calls import CallArguments, CallStart, Parser, Text, calls_of
+from kvtool.serve.formats import FORMATS, HERMES, LLAMA
+from tests.test_serve_tools import TOOLS, tool
+
+ZURICH = ("weather", {"city": "Zurich", "unit": "C"})
+TRICKY = (
+    "weather",
+    {"city": 'it\'s "Zürich" <b>, {[(\\n)]}\n\\ 雪\U0001f600', "unit": "F", "hours": [1, 23]},
+)
+NOW = ("now", {})
+
+# as models write them
+WRITTEN = {
+    "hermes": {
+        "one": (
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}\n</tool_call>',
+            [ZURICH],
+        ),
+        "two": (
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {}, "name": "now"}</tool_call>',
+            [ZURICH, NOW],
+        ),
+        "without the last tag": ('<tool_call>{"name": "now"} ', [NOW]),
+        "arguments in a string": (
+            r'<tool_call>{"name": "weather", "arguments": "{\"city\": \"Zurich\", \"unit\": \"C\"}"}'
+            "</tool_call>",
+            [ZURICH],
+        ),
+        "no arguments": ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [NOW]),
+        "a list": (
+            '<tool_call>[{"name": "now", "parameters": {}}, {"function": "now"}]</tool_call>',
+            [NOW, NOW],
+        ),
+        "a tag in a text": (
+            '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>}{"}}</tool_call>',
+            [("weather", {"city": "</tool_call>}{"})],
+        ),
+        "an escaped quote": (
+            r'<tool_call>{"name": "weather", "arguments": {"city": "\"}\\"}}</tool_call>',
+            [("weather", {"city": '"}\\'})],
+        ),
+        "a line break in a text": (
+            '<tool_call>{"name": "weather", "arguments": {"city": "a\n\tb"}}</tool_call>',
+            [("weather", {"city": "a\n\tb"})],
+        ),
+    },
+    "xml": {
+        "one": (
+            "<tool_call>\n<function=weather>\n<parameter=city>\nZurich\n</parameter>\n"
+            "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>",
+            [ZURICH],
+        ),
+        "two": (
+            "<tool_call>\n<function=weather>\n<parameter=city>\nZurich\n</parameter>\n<parameter=unit>C</parameter>"
+            "\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            [ZURICH, NOW],
+        ),
+        "without <tool_call>": ("<function=now></function>\n</tool_call>", [NOW]),
+        "types": (
+            "<tool_call><function=make-note><parameter=city>True</parameter><parameter=from>12</parameter>"
+            "<parameter=other>[1, null]</parameter></function></tool_call>",
+            [("make-note", {"city": True, "from": "12", "other": [1, None]})],
+        ),
+        "null or a text": (
+            "<tool_call><function=make-note><parameter=city>no</parameter><parameter=from>null</parameter>"
+            "<parameter=other>NaN</parameter></function></tool_call>",
+            [("make-note", {"city": "no", "from": None, "other": "NaN"})],
+        ),
+        "lines": (
+            "<function=weather>\n<parameter=city>\n\n  a </function> b\n\n</parameter>\n</function>",
+            [("weather", {"city": "\n  a </function> b\n"})],
+        ),
+    },
+    "glm": {
+        "one": (
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zurich</arg_value>\n<arg_key>unit</arg_key>\n"
+            "<arg_value>C</arg_value>\n</tool_call>",
+            [ZURICH],
+        ),
+        "two": (
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>Zurich</arg_value><arg_key>unit</arg_key>"
+            "<arg_value>C</arg_value></tool_call><tool_call>now</tool_call>",
+            [ZURICH, NOW],
+        ),
+        "types": (
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>12</arg_value>\n</tool_call>",
+            [("weather", {"city": "12", "days": 12})],
+        ),
+    },
+    "mistral": {
+        "one": ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}]', [ZURICH]),
+        "two": (
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}, "id": "a2345678"'
+            '}, {"name": "now", "arguments": {}}]',
+            [ZURICH, NOW],
+        ),
+    },
+    "mistral-args": {
+        "one": ('[TOOL_CALLS]weather[ARGS]{"city": "Zurich", "unit": "C"}', [ZURICH]),
+        "two": (
+            '[TOOL_CALLS]weather[CALL_ID]a23456789[ARGS]{"city": "Zurich", "unit": "C"}'
+            "[TOOL_CALLS]now[ARGS]{}",
+            [ZURICH, NOW],
+        ),
+    },
+    "granite": {
+        "one": ('<|tool_call|>[{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}]', [ZURICH]),
+        "two": (
+            '<|tool_call|> [{"arguments": {"city": "Zurich", "unit": "C"}, "name": "weather"},\n'
+            ' {"name": "now"}]',
+            [ZURICH, NOW],
+        ),
+    },
+    "nemotron": {
+        "one": (
+            '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}]</TOOLCALL>',
+            [ZURICH],
+        ),
+        "two": (
+            '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}, {"name": "now"}]'
+            " </TOOLCALL>",
+            [ZURICH, NOW],
+        ),
+    },
+    "llama": {
+        "one": ('{"name": "weather", "parameters": {"city": "Zurich", "unit": "C"}}', [ZURICH]),
+        "two": (
+            '{"name": "weather", "parameters": {"city": "Zurich", "unit": "C"}}; '
+            '{"name": "now", "parameters": {}}',
+            [ZURICH, NOW],
+        ),
+        "after its tag": (
+            '<|python_tag|>{"type": "function", "name": "weather", '
+            '"parameters": {"city": "Zurich", "unit": "C"}}\n'
+            '<|python_tag|>{"type": "function", "function": "now"}',
+            [ZURICH, NOW],
+        ),
+    },
+    "lfm2": {
+        "one": ('<|tool_call_start|>[weather(city="Zurich", unit="C")]<|tool_call_end|>', [ZURICH]),
+        "two": (
+            "<|tool_call_start|>[weather(city='Zurich',unit='C'), now()]<|tool_call_end|>",
+            [ZURICH, NOW],
+        ),
+        "without the last tag": ("<|tool_call_start|>[now()]", [NOW]),
+        "values": (
+            "<|tool_call_start|>[make-note(city=True, from='it's, so', a=-1.5e3, b=[1, (None, null)], "
+            r"""c={"k": 'v\'\x41\u00e9\d', 'e': {}}, )]<|tool_call_end|>""",
+            [
+                (
+                    "make-note",
+                    {
+                        **{"city": True, "from": "it's, so", "a": -1500.0, "b": [1, [None, None]]},
+                        "c": {"k": "v'A\u00e9\\d", "e": {}},
+                    },
+                )
+            ],
+        ),
+    },
+}
+# what opens a call of each format, for calls that are none
+OPENS = {
+    **{
+        "hermes": "<tool_call>",
+        "xml": "<tool_call><function=",
+        "glm": "<tool_call>",
+        "mistral": "[TOOL_CALLS]",
+    },
+    **{"mistral-args": "[TOOL_CALLS]", "granite": "<|tool_call|>", "nemotron": "<TOOLCALL>"},
+    **{"llama": "<|python_tag|>", "lfm2": "<|tool_call_start|>"},
+}
+BROKEN = [
+    *(
+        "",
+        "\n",
+        "{",
+        '{"name": "now", ',
+        '{"name": now}',
+        "[]",
+        "[now(]",
+        "[now(x=)]",
+        '{"arguments": {}}',
+        " {]",
+    ),
+    *(
+        '[{"name": "now"}, {"name": "no"}]',
+        '{"name": "now", "arguments": [1]}',
+        '[{"name": "now"',
+        "[now(), no()]",
+    ),
+    *('{"name": "now", "arguments": {"x": NaN}}', '{"name": "now", "arguments": "x"}', '{"name": ["now"]}'),
+    *(
+        "weather x",
+        "now>",
+        "now>\n<parameter=x>1</function>",
+        "weather\n<arg_key>city</arg_key>",
+        "no[ARGS]{}",
+    ),
+    *("now[ARGS]x", "now[CALL_ID]1", '{"name": "no", "arguments": {}}', "no>\n</function>", "no</tool_call>"),
+    *(
+        "[no()]<|tool_call_end|>",
+        "[now()",
+        "[now() x]",
+        "[now()] x<|tool_call_end|>",
+        "[now(x=1e999)]",
+        '"now"',
+    ),
+    *("now x", '{"name": "now", "parameters": {"x": 1e999}}', "[now(x={1: 2})]", '{"name": "now", "x" 1}'),
+    '{"name": "now", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+    "[now(x=" + "[" * 3000 + "]" * 3000 + ")]",
+]
+CASES = [(format, what, *case) for format in FORMATS for what, case in WRITTEN[format.name].items()] + [
+    (format, "tricky", format.written([TRICKY, NOW]), [TRICKY, NOW]) for format in FORMATS
+]
+each_case = pytest.mark.parametrize(
+    ("format", "text", "calls"),
+    [case[:1] + case[2:] for case in CASES],
+    ids=[f"{c[0].name}, {c[1]}" for c in CASES],
+)
+each_format = pytest.mark.parametrize("format", FORMATS, ids=[format.name for format in FORMATS])
+
+
+def parsed(format, pieces, tools=TOOLS):
+    """What a parser tells: texts, and calls as (name, arguments)."""
+    parser = Parser(format, tools)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return joined([*events, *parser.end()])
+
+
+def joined(events):
+    found = []
+    starts = [event for event in events if isinstance(event, CallStart)]
+    assert [start.index for start in starts] == list(range(len(starts)))
+    assert len({start.id for start in starts}) == len(starts)
+    for event in events:
+        if isinstance(event, Text):
+            assert event.text
+            if found and isinstance(found[-1], str):
+                found[-1] += event.text
+            else:
+                found.append(event.text)
+        elif isinstance(event, CallStart):
+            assert re.fullmatch("call_[0-9a-f]{24}", event.id)
+            found.append((event.name, ""))
+        else:
+            assert isinstance(event, CallArguments)
+            # right behind its call
+            assert event.index == sum(isinstance(part, tuple) for part in found) - 1
+            found[-1] = (found[-1][0], found[-1][1] + event.text)
+    return [part if isinstance(part, str) else (part[0], json.loads(part[1])) for part in found]
+
+
+def check_cuts(format, text, expected):
+    """That a text is told in the same way whole, in two pieces, and in characters."""
+    assert parsed(format, [text]) == expected
+    assert parsed(format, text) == expected
+    for at in range(1, len(text)):
+        assert parsed(format, [text[:at], text[at:]]) == expected, text[:at]
+
+
+@each_case
+def test_calls_are_told_from_text_however_it_is_cut(format, text, calls):
+    check_cuts(format, text, calls)
+    check_cuts(format, f"\n\n{text}\n", calls)
+
+
+@each_format
+def test_calls_are_written_as_models_write_them(format):
+    text, calls = WRITTEN[format.name]["one"]
+    assert format.written(calls) == text
+
+
+@each_case
+def test_text_before_a_call_stays_without_the_white_space_between(format, text, calls):
+    if format is LLAMA and text[0] == "{":
+        # without a tag only a reply that starts with it is a call
+        for before in ("So: ", "; "):
+            check_cuts(format, before + text, [before + text])
+    else:
+        check_cuts(format, f" Hm <tool {text[:5]}\n\n{text}", [f" Hm <tool {text[:5]}", *calls])
+
+
+@each_case
+def test_text_after_a_call_stays_without_the_white_space_between(format, text, calls):
+    # there only its tag or the end of the reply ends a call
+    if format is not formats.LFM2 or "<|tool_call_end|>" in text:
+        check_cuts(format, f"{text} \n a\n", [*calls, "a\n"])
+
+
+@each_case
+def test_a_call_after_a_thought(format, text, calls):
+    splitter, parser = Splitter(THINK), Parser(format, TOOLS)
+    thought, events = "", []
+    for character in f"<think>\nI call it: {text}\n</think>\n\n{text}":
+        for is_thought, part in splitter.feed(character):
+            thought += part if is_thought else ""
+            events += [] if is_thought else parser.feed(part)
+    assert joined([*events, *parser.end()]) == calls
+    assert thought == f"\nI call it: {text}\n"
+
+
+@each_format
+@pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_call_and_one_of_an_unknown_tool_are_text(format, inside):
+    texts = [OPENS[format.name] + inside, f"a\n{OPENS[format.name]}{inside}\n</tool_call> b \n"]
+    if format is LLAMA and inside[:1] == "{":
+        texts += [inside, f" {inside}; x"]
+    for text in texts:
+        if len(text) < 200:
+            check_cuts(format, text, [text])
+        assert parsed(format, [text]) == parsed(format, text) == [text]
+
+
+@each_case
+def test_a_call_that_is_cut_off_is_text(format, text, calls):
+    first = parsed(format, [text])[0]
+    for n in range(1, len(text)):
+        found = parsed(format, [text[:n]])
+        # once the first call is whole, the rest may be text
+        assert found[0] == first or found == [text[:n]], text[:n]
+
+
+@each_format
+def test_the_search_goes_on_behind_a_tag_that_opens_no_call(format):
+    text, calls = WRITTEN[format.name]["one"]
+    if format is LLAMA:
+        text = f"<|python_tag|>{text}"
+    opens = OPENS[format.name]
+    for before in (opens, f"{opens} x", f"{opens}{opens}", f"{opens}\n{{", f'{opens}[{{"name": "', "{"):
+        check_cuts(format, f"{before}\n{text}", [before, *calls])
+
+
+@each_format
+def test_every_format_reads_hermes(format):
+    text, calls = WRITTEN["hermes"]["two"]
+    check_cuts(format, f"a {text}", ["a", *calls])
+
+
+@each_format
+def test_texts_and_calls_in_any_order(format):
+    parts = [
+        "a < b ",
+        "<tool",
+        "</tool_call>x",
+        "[TOOL",
+        "{ ",
+        "; ",
+        "\n\nb",
+        f"{OPENS[format.name]} ! ",
+        "<|",
+        "<funct",
+    ]
+    draw = random.Random(5)
+    for _ in range(60):
+        reply, expected, follows = "", [], True
+        for _ in range(draw.randrange(1, 7)):
+            if draw.random() < 0.6:
+                # a letter first: a tag and what follows a call are not what this is about
+                text = "x" + draw.choice(parts)
+                if expected and isinstance(expected[-1], str):
+                    expected[-1] += text
+                else:
+                    expected.append(text)
+                reply, follows = reply + text, False
+            else:
+                text, calls = WRITTEN[format.name]["one"]
+                if format is LLAMA and not follows:
+                    text = f"<|python_tag|>{text}"
+                space = draw.choice(["", " ", "\n\n"])
+                if expected and isinstance(expected[-1], str):
+                    expected[-1] = expected[-1].rstrip()
+                expected += calls
+                reply += space + text + draw.choice(["", "\n"])
+                follows = True
+        expected = [part for part in expected if part]
+        assert parsed(format, [reply]) == expected, reply
+        assert parsed(format, reply) == expected, reply
+        cuts = sorted(draw.sample(range(len(reply) + 1), min(4, len(reply))))
+        pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, len(reply)], strict=True)]
+        assert parsed(format, pieces) == expected, pieces
+
+
+def test_text_waits_no_longer_than_it_may_be_a_call():
+    def told(format, pieces):
+        parser = Parser(format, TOOLS)
+        return ["".join(event.text for event in parser.feed(piece)) for piece in pieces]
+
+    assert told(HERMES, ["Hi", " ", "there <", "b> <tool_call", ">{", "x"]) == [
+        "Hi",
+        "",
+        " there",
+        " <b>",
+        "",
+        "",
+    ]
+    assert told(HERMES, ["<tool_call>", "\n", "is a tag"]) == ["", "", "<tool_call>\nis a tag"]
+    assert told(formats.XML, ["<function=", "no", ">"]) == ["", "", "<function=no>"]
+    assert told(formats.GLM, ["<tool_call>no", "\nx"]) == ["", "<tool_call>no\nx"]
+    assert told(formats.MISTRAL_ARGS, ["[TOOL_CALLS]no", "["]) == ["", "[TOOL_CALLS]no"]
+    assert told(formats.LFM2, ["<|tool_call_start|>", "no"]) == ["", "<|tool_call_start|>no"]
+
+
+def test_a_call_is_told_at_its_end():
+    parser = Parser(formats.MISTRAL, TOOLS)
+    assert [*parser.feed('[TOOL_CALLS][{"name": "now"}')] == []
+    start, arguments = parser.feed("]")
+    assert (start.name, arguments.text) == ("now", "{}")
+    parser = Parser(HERMES, TOOLS)
+    assert [*parser.feed('<tool_call>{"name": "now"}\n</tool_call')] == []
+    assert len([*parser.feed(">")]) == 2
+
+
+def test_arguments_in_json_stay_as_they_are_written():
+    written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
+    text, calls = calls_of(
+        Parser(HERMES, TOOLS).feed(f'a<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>')
+    )
+    assert text == "a"
+    assert calls == [
+        {"id": calls[0]["id"], "type": "function", "function": {"name": "weather", "arguments": written}}
+    ]
+    # a lone half of a pair can be sent, too
+    for format, text in (
+        (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'),
+        (formats.LFM2, r"<|tool_call_start|>[now(x='\ud800')]<|tool_call_end|>"),
+    ):
+        (call,) = calls_of(Parser(format, TOOLS).feed(text))[1]
+        assert call["function"]["arguments"].encode() == b'{"x": "\\ud800"}'
+
+
+def test_types_are_found_through_definitions():
+    schema = {
+        "properties": {
+            "size": {"$ref": "#/$defs/size"},
+            "loop": {"$ref": "#/$defs/loop"},
+            "list": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+            "code": {"enum": ["1", "2"]},
+            "no": {"$ref": "#/$defs/no/such"},
+        },
+        "$defs": {
+            "size": {"type": "string", "enum": ["1", "2"]},
+            "loop": {"anyOf": [{"$ref": "#/$defs/loop"}]},
+        },
+    }
+    values = {"size": "1", "loop": "1", "list": "[1]", "code": "2", "no": "1"}
+    text = formats.XML.written([("f", values)])
+    found = {"size": "1", "loop": 1, "list": [1], "code": "2", "no": 1}
+    assert parsed(formats.XML, [text], [tool("f", schema)]) == [("f", found)]

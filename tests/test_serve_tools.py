@@ -1,0 +1,292 @@
+"""What a request may say of tools, and how a model is told of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtool.chats.template import Template
+from kvtool.serve import formats
+from kvtool.serve.errors import ApiError
+from kvtool.serve.formats import HERMES, Format, shown_tokens
+from kvtool.serve.tools import Choice, check_choice, check_tools, for_template, tools_text
+
+
+def tool(name, parameters=None, **more):
+    function = {"name": name, "description": "It does.", "parameters": parameters, **more}
+    return {"type": "function", "function": function}
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F"]},
+        "hours": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["city", "unit"],
+}
+NOTE = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "boolean"},
+        "from": {"type": ["string", "null"]},
+        "unit": {"enum": ["K"]},
+    },
+    "required": ["city"],
+}
+TOOLS = check_tools([tool("weather", WEATHER), tool("make-note", NOTE), tool("now")])
+
+
+def test_tools_come_out_with_what_templates_expect():
+    given = [
+        tool("a", {"properties": {"x": True}}, strict=True, more=1),
+        {"type": "function", "function": {"name": "b"}},
+    ]
+    found = check_tools(given)
+    schema = {"type": "object", "properties": {"x": True}}
+    assert found[0]["function"] == {
+        "name": "a",
+        "description": "It does.",
+        "parameters": schema,
+        "strict": True,
+    }
+    assert found[1]["function"] == {"name": "b", "parameters": {"type": "object", "properties": {}}}
+    assert check_tools(None) == check_tools([]) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "words"),
+    [
+        ({}, "tools", "must be a list"),
+        ([1], "tools[0]", "must be an object"),
+        (
+            [tool("a"), {"type": "custom"}],
+            "tools[1].type",
+            "must be 'function', got 'custom'; other kinds of",
+        ),
+        ([{}], "tools[0].type", "must be 'function'; other kinds"),
+        ([{"type": "function"}], "tools[0].function", "must be an object"),
+        (
+            [tool("a"), tool("b c")],
+            "tools[1].function.name",
+            "must be 1 to 64 letters, digits, '_' or '-', got 'b c'",
+        ),
+        ([tool("a" * 65)], "tools[0].function.name", "must be 1 to 64 letters"),
+        ([tool("a\n")], "tools[0].function.name", "must be 1 to 64 letters"),
+        ([tool(None)], "tools[0].function.name", "must be 1 to 64 letters, digits, '_' or '-'"),
+        (
+            [tool("a"), tool("b"), tool("a")],
+            "tools[2].function.name",
+            "must be unique; there are two tools 'a'",
+        ),
+        ([tool("a", description=1)], "tools[0].function.description", "must be a text"),
+        ([tool("a", strict="yes")], "tools[0].function.strict", "must be true or false"),
+        ([tool("a", [])], "tools[0].function.parameters", "must be a JSON schema, which is an object"),
+        (
+            [tool("a", {"type": "array"})],
+            "tools[0].function.parameters.type",
+            "must be 'object', got 'array'",
+        ),
+        ([tool("a", {"properties": []})], "tools[0].function.parameters.properties", "must be an object"),
+        (
+            [tool("a", {"properties": {"x": 1}})],
+            "tools[0].function.parameters.properties.x",
+            "must be a JSON schema",
+        ),
+        ([tool("a", {"required": "x"})], "tools[0].function.parameters.required", "must be a list of names"),
+        ([tool("a", {"required": [1]})], "tools[0].function.parameters.required", "must be a list of names"),
+    ],
+)
+def test_wrong_tools_are_named_by_their_field(value, param, words):
+    with pytest.raises(ApiError) as caught:
+        check_tools(value)
+    error = caught.value
+    assert error.param == param
+    assert error.message.startswith(f"{param} {words}")
+    assert (error.status, error.kind, error.code) == (400, "invalid_request_error", None)
+    assert "\n" not in error.message
+
+
+def test_choices():
+    named = {"type": "function", "function": {"name": "now"}}
+    assert check_choice(None, TOOLS) == check_choice("auto", TOOLS) == Choice("auto")
+    assert check_choice(None, []) == check_choice("auto", []) == check_choice("none", TOOLS) == Choice("none")
+    assert check_choice("required", TOOLS) == Choice("required")
+    assert check_choice(named, TOOLS) == Choice("required", "now")
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "words"),
+    [
+        ("any", "tool_choice", "must be 'none', 'auto', 'required' or an object, got 'any'"),
+        (1, "tool_choice", "must be 'none', 'auto', 'required' or an object"),
+        (
+            {"type": "allowed_tools"},
+            "tool_choice.type",
+            "must be 'function', got 'allowed_tools'; other kinds are not",
+        ),
+        ({"type": "custom", "custom": {}}, "tool_choice.type", "must be 'function', got 'custom'"),
+        ({"type": "function"}, "tool_choice.function.name", "must be the name of a tool"),
+        (
+            {"type": "function", "function": {"name": "no"}},
+            "tool_choice.function.name",
+            "must be the name of a tool in tools, got 'no'",
+        ),
+    ],
+)
+def test_wrong_choices_are_named_by_their_field(value, param, words):
+    with pytest.raises(ApiError, match="^" + re.escape(f"{param} {words}")) as caught:
+        check_choice(value, TOOLS)
+    assert caught.value.param == param
+
+
+def test_a_call_cannot_be_required_without_tools():
+    for value, param in (
+        ("required", "tool_choice"),
+        ({"type": "function", "function": {"name": "now"}}, "tool_choice.function.name"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            check_choice(value, [])
+        assert caught.value.param == param
+
+
+# what a template gets
+
+SHOWS = (
+    "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def test_a_template_says_whether_it_shows_tools_and_calls():
+    fails = "{% if tools %}{{ raise_exception('no') }}{% endif %}"
+    listed = "{{ tools | tojson }}" + PLAIN
+    found = [Template(source, "", "") for source in (SHOWS, PLAIN, listed, fails)]
+    assert [template.has_tools for template in found] == [True, False, True, False]
+    assert [template.has_calls for template in found] == [True, False, False, False]
+
+
+def test_tools_are_shown_as_models_know_them():
+    tools = check_tools([tool("a", {"type": "object", "properties": {"b": {"description": "it's <ü>"}}})])
+    text = Template("{{ tools[0].function.parameters | tojson(ensure_ascii=False) }}", "", "").render(
+        [], tools=tools
+    )
+    assert text == '{"type": "object", "properties": {"b": {"description": "it\'s <ü>"}}}'
+    assert Template("{{ tools is none }}", "", "").render([], tools=[]) == "True"
+
+
+CALLS = [
+    {"id": "call_0123456789", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+    {"id": "call_2", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ü"}'}},
+]
+CHAT = [
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "call_2", "content": "rain"},
+    {"role": "tool", "tool_call_id": "call_0123456789", "content": "noon"},
+    {"role": "assistant", "content": "Noon.", "tool_calls": None},
+]
+
+
+def test_messages_reach_templates_with_objects_and_short_ids():
+    before = json.dumps(CHAT)
+    found = for_template(CHAT)
+    assert json.dumps(CHAT) == before
+    assert [message["content"] for message in found] == ["?", "", "rain", "noon", "Noon."]
+    calls = found[1]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == [{}, {"city": "Ü"}]
+    ids = [call["id"] for call in calls]
+    assert ids == [found[3]["tool_call_id"], found[2]["tool_call_id"]]
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)
+    assert "tool_calls" not in found[4]
+    for text in ("{", "[1]", "two"):
+        call = {"id": "a23456789", "function": {"name": "now", "arguments": text}}
+        (message,) = for_template([{"role": "assistant", "tool_calls": [call]}])
+        assert message == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_a_template_that_shows_no_tools_gets_calls_and_results_as_text():
+    found = for_template(CHAT, Template(PLAIN, "", ""))
+    assert [message["role"] for message in found] == ["user", "assistant", "user", "assistant"]
+    assert found[1]["content"] == (
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Ü"}}\n</tool_call>'
+    )
+    assert found[2]["content"] == (
+        "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+    )
+    assert all("tool_calls" not in message for message in found)
+    assert for_template(CHAT, Template(SHOWS, "", "")) == for_template(CHAT)
+
+
+def test_a_template_that_leaves_calls_out_gets_them_in_its_own_syntax():
+    template = Template("{{ tools }} <|tool_call_start|>" + PLAIN, "", "")
+    said = [CHAT[0], {**CHAT[1], "content": "So:"}, *CHAT[2:]]
+    found = for_template(said, template)
+    text = '<|tool_call_start|>[now(), weather(city="Ü")]<|tool_call_end|>'
+    assert found[1] == {"role": "assistant", "content": f"So:\n{text}"}
+    assert [message["role"] for message in found[2:]] == ["tool", "tool", "assistant"]
+    # what is no object has no place there
+    calls = [{"id": "a", "function": {"name": "now", "arguments": "x"}}]
+    (message,) = for_template([{"role": "assistant", "tool_calls": calls}], template)
+    assert message["content"] == '<tool_call>\n{"name": "now", "arguments": "x"}\n</tool_call>'
+
+
+def test_a_template_that_takes_one_call_a_reply_gets_a_reply_for_each():
+    template = Template(SHOWS.replace("tool_call>", "x>") + "<|python_tag|>", "", "")
+    said = [CHAT[0], {**CHAT[1], "content": "So:"}, *CHAT[2:4]]
+    found = for_template(
+        [*said, {"role": "tool", "tool_call_id": "other", "content": "?"}, CHAT[4]], template
+    )
+    names = [[call["function"]["name"] for call in message.get("tool_calls", [])] for message in found]
+    assert names == [[], ["now"], [], ["weather"], [], [], []]
+    assert [message["content"] for message in found] == ["?", "So:", "noon", "", "rain", "?", "Noon."]
+
+
+def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():
+    text = tools_text(TOOLS)
+    listed = re.search(r"<tools>\n(.*)\n</tools>", text, re.S)[1].splitlines()
+    assert [json.loads(line) for line in listed] == [each["function"] for each in TOOLS]
+    assert HERMES.written([("NAME", {"KEY": "VALUE"})]) in text
+
+
+@pytest.mark.parametrize(
+    ("source", "format"),
+    [
+        ("{{ tools }}", None),
+        ("{{ messages }} <tool_call>", None),
+        ("{{ tools }} <tool_call>\n<invoke name=", None),
+        ("{{ tools }} '<tool_call>\n{\"name\": '", formats.HERMES),
+        ("{{ tools }} <tool_call>\n<function=f>\n<parameter=x>", formats.XML),
+        ("{{ tools }} <tool_call>{f}\n<arg_key>", formats.GLM),
+        ("{{ tools }} [TOOL_CALLS] [", formats.MISTRAL),
+        ("{{ tools }} [TOOL_CALLS] + name + [ARGS]", formats.MISTRAL_ARGS),
+        ("{{ tools }} <|tool_call|>", formats.GRANITE),
+        ("{{ tools }} <TOOLCALL>[", formats.NEMOTRON),
+        ("{{ tools }} <|python_tag|>", formats.LLAMA),
+        ('{{ tools }} {"name": function name, "parameters": dictionary', formats.LLAMA),
+        ("List of tools: <|tool_list_start|>[{{ tools }}", formats.LFM2),
+        ("List of tools: [{{ tools }}]", formats.LFM2),
+        ("{{ tools }} <|tool_call_start|>[", formats.LFM2),
+    ],
+)
+def test_a_template_names_its_format(source, format):
+    template = Template(source, "", "")
+    assert Format.native(template) is format
+    assert Format.of(template) is (format or HERMES)
+
+
+def test_tokens_whose_text_the_parser_needs():
+    tokens = {"<tool_call>": [7], "[TOOL_CALLS]": [8], "[ARGS]": [9]}
+    model = SimpleNamespace(
+        tokenize=lambda text, special: np.array(tokens.get(text, [1, 2]) if special else [1, 2])
+    )
+    assert shown_tokens(model, formats.MISTRAL_ARGS) == {7, 8, 9}
+    assert shown_tokens(model, formats.LFM2) == {7}
