@@ -96,6 +96,10 @@ def make(site: Site) -> Starlette:
 
         return Route(path, endpoint, methods=[method])
 
+    # needs no key
+    async def health(request: HttpRequest) -> Response:
+        return await _health(site)
+
     own = [
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
@@ -104,7 +108,7 @@ def make(site: Site) -> Starlette:
         route("/props", _props, "GET"),
         route("/tokenize", _tokenize, "POST"),
         route("/detokenize", _detokenize, "POST"),
-        Route("/health", lambda request: _health(site)),
+        Route("/health", health),
     ]
     cors = Middleware(
         CORSMiddleware,
