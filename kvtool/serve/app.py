@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtool.chats.thinking import Splitter, Tags
-from kvtool.serve import requests
+from kvtool.serve import page, requests
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields
@@ -96,11 +96,16 @@ def make(site: Site) -> Starlette:
 
         return Route(path, endpoint, methods=[method])
 
-    # needs no key
+    # these two need no key
+
+    async def chat_page(request: HttpRequest) -> Response:
+        return page.response()
+
     async def health(request: HttpRequest) -> Response:
         return await _health(site)
 
     own = [
+        Route("/", chat_page),
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
         route("/v1/models", _models, "GET"),
