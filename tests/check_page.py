@@ -361,7 +361,7 @@ def closed(visit: Visitor) -> None:
         piece(page, "half", first=True)
         page.reload()
         expect(page.locator(".assistant .body")).to_have_text("half")
-        expect(page.locator(".foot").last).to_have_text("The page was closed before the reply ended")
+        expect(page.locator(".foot").last).to_have_text("Unfinished: its tab was closed, or is still writing")
 
 
 def narrow(visit: Visitor) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.serve.app import Limits, Site, make
-from kvtool.serve.jobs import Waiting
+from kvtool.serve import app
+from kvtool.serve.app import Limits, Site
+from kvtool.serve.jobs import Job, Waiting
 
 ROOT = Path(__file__).parent.parent
 WEB = ROOT / "kvtool" / "serve" / "web"
@@ -38,8 +39,8 @@ def get(path, **site):
     async def send(message):
         sent.append(message)
 
-    app = make(Site("m", "h2o", Waiting(1), **site))
-    asyncio.run(app(scope | {"http_version": "1.1", "scheme": "http", "server": ("x", 1)}, receive, send))
+    answer = app.make(Site("m", "h2o", Waiting(1), **site))
+    asyncio.run(answer(scope | {"http_version": "1.1", "scheme": "http", "server": ("x", 1)}, receive, send))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, b"".join(each.get("body", b"") for each in sent[1:]).decode()
 
@@ -128,6 +129,31 @@ def test_the_page_is_in_the_wheel(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {path.relative_to(ROOT).as_posix() for path in FILES} <= names
     assert len(FILES) == 4
+
+
+def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
+    # the page shows it as "reading ..."
+    monkeypatch.setattr(app, "PING_S", 0.1)
+
+    async def said():
+        job = Job(None, "")
+
+        async def read():
+            for n in range(20):
+                job.emit("reading", n_read=n, n_all=20)
+                await asyncio.sleep(0.02)
+            job.emit("read")
+            job.emit("piece", text="a")
+
+        reading = asyncio.ensure_future(read())
+        found = [each async for each in app._pings(job)]
+        await reading
+        return found
+
+    *pings, event = asyncio.run(said())
+    assert len(pings) >= 2
+    assert set(pings) == {": ping\n\n"}
+    assert event == {"kind": "piece", "text": "a"}
 
 
 # Markdown

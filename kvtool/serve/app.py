@@ -226,20 +226,16 @@ async def _stream(
 
 
 async def _pings(job: Job) -> AsyncIterator[str | Body]:
-    """The next event, and a comment before it whenever it takes long."""
-    waited = asyncio.ensure_future(job.next())
+    """The next event that a client gets, and a comment before it whenever it takes long."""
+    # one wait for all: events that a client does not get must not put the comment off
+    waited = asyncio.ensure_future(job.next_but("reading", "read"))
     try:
         while True:
             done, _ = await asyncio.wait({waited}, timeout=PING_S)
-            if not done:
-                yield ": ping\n\n"
-                continue
-            event = waited.result()
-            if event["kind"] in ("reading", "read"):
-                waited = asyncio.ensure_future(job.next())
-                continue
-            yield event
-            return
+            if done:
+                yield waited.result()
+                return
+            yield ": ping\n\n"
     finally:
         waited.cancel()
 

@@ -293,8 +293,8 @@ function bodyOf(chat) {
 async function answer(its) {
   if (!its.messages.some(({ role }) => role === "assistant")) its.system = settings.system.trim() || null;
   const body = bodyOf(its), run = { chat: its, stop: new AbortController(), doing: "waiting ..." };
-  // the note stays if the page goes before the reply has ended
-  const message = { role: "assistant", content: "", thought: "", note: "the page was closed before the reply ended" };
+  // the note stays if the page goes before the reply has ended; other tabs show it until then
+  const message = { role: "assistant", content: "", thought: "", note: "unfinished: its tab was closed, or is still writing" };
   its.messages.push(message);
   runs.set(its.id, run);
   save(its);
@@ -328,19 +328,19 @@ async function stream(its, message, run, body) {
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (line.startsWith(":") && !message.content && !message.thought) run.doing = "reading ...";
       if (!line.startsWith("data: ")) continue;
       if (line === "data: [DONE]") { isOver = true; break; }
       const piece = JSON.parse(line.slice(6)), choice = piece.choices?.[0];
       if (piece.error) throw new Error(piece.error.message);
       message.thought += choice?.delta?.reasoning_content ?? "";
       message.content += choice?.delta?.content ?? "";
-      if (message.thought || message.content) run.doing = "writing ...";
       if (choice?.finish_reason === "length") note = "cut off: the reply has reached its token limit";
       if (!piece.kvtool) continue;
       message.status = statusOf(piece.kvtool, piece.timings);
       if (piece.kvtool.share) shares.set(its.id, { ...piece.kvtool.share, tokens: piece.kvtool.tokens });
     }
+    // the server says pings while it reads
+    run.doing = message.thought || message.content ? "writing ..." : "reading ...";
     drawLast(its);
   }
   if (!message.content && !message.thought) return note || "the model said nothing";
