@@ -30,7 +30,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-tests fuzz fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-tests fuzz fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -45,6 +45,7 @@ help:
 	@echo '                 takes minutes; DIR=folder keeps the models there'
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
+	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
@@ -150,6 +151,11 @@ check-vulkan: setup
 			GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 LP_NUM_THREADS=0 \
 			VK_ICD_FILENAMES="$$(ls /usr/share/vulkan/icd.d/lvp_icd.*.json | head -n 1)" && \
 		$(PY) tests/check_backend.py Vulkan --device && $(PYTEST) $(DEVICE_TESTS)
+
+# without a system's Chromium: .venv/bin/playwright install chromium, which downloads one
+check-page: setup
+	@$(PY) -m pip install -qq --disable-pip-version-check 'playwright>=1.50,<2' >&2
+	@$(ONE_THREAD) $(PY) -m tests.check_page $(ARGS)
 
 # the faults of the C++ need a build each
 check-tests: setup

@@ -167,7 +167,7 @@ def serve(
         _tell(site, talk)
         if not endpoints.is_loopback(address) and not keys:
             sys.stderr.write("there is no API key: whoever reaches the port can use the model\n")
-        sys.stderr.write(f"serving {name} on http://{address}:{port}/v1; Ctrl-C ends it\n")
+        sys.stderr.write(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it\n")
         sys.stderr.flush()
 
     def opened() -> Any:

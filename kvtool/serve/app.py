@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtool.chats.thinking import Splitter, Tags
-from kvtool.serve import metrics, requests, responses
+from kvtool.serve import metrics, page, requests, responses
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields
@@ -111,6 +111,8 @@ def make(site: Site) -> Starlette:
         return Route(path, endpoint, methods=[method])
 
     own = [
+        # it asks for a key itself
+        route("/", _page, is_open=True),
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
         route("/v1/responses", _response, "POST"),
@@ -245,20 +247,16 @@ async def _stream(
 
 
 async def _pings(job: Job) -> AsyncIterator[str | Body]:
-    """The next event, and a comment before it whenever it takes long."""
-    waited = asyncio.ensure_future(job.next())
+    """The next event that a client gets, and a comment before it whenever it takes long."""
+    # one wait for all: events that a client does not get must not put the comment off
+    waited = asyncio.ensure_future(job.next_but("reading", "read"))
     try:
         while True:
             done, _ = await asyncio.wait({waited}, timeout=PING_S)
-            if not done:
-                yield ": ping\n\n"
-                continue
-            event = waited.result()
-            if event["kind"] in ("reading", "read"):
-                waited = asyncio.ensure_future(job.next())
-                continue
-            yield event
-            return
+            if done:
+                yield waited.result()
+                return
+            yield ": ping\n\n"
     finally:
         waited.cancel()
 
@@ -297,6 +295,10 @@ class _Reply:
 
 
 # the rest
+
+
+async def _page(site: Site, http: HttpRequest) -> Response:
+    return page.response()
 
 
 async def _models(site: Site, http: HttpRequest) -> Response:

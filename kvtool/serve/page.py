@@ -1,0 +1,54 @@
+"""The web page at /: a chat in one file that loads nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib.resources import files
+
+from starlette.responses import HTMLResponse, Response
+
+_POLICY = {
+    "default-src": "'none'",
+    "connect-src": "'self'",
+    "img-src": "data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+
+
+def response() -> Response:
+    """The page, with headers that let a browser run its own script alone and ask its own server alone."""
+    text, policy = _read()
+    return HTMLResponse(
+        text,
+        headers={
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            # a newer kvtool has a newer page
+            "Cache-Control": "no-cache",
+        },
+    )
+
+
+@cache
+def _read() -> tuple[str, str]:
+    """The page, and its Content-Security-Policy, which names script and style by their digests."""
+    folder = files("kvtool.serve").joinpath("web")
+
+    def read(name: str) -> str:
+        return folder.joinpath(name).read_text(encoding="utf-8")
+
+    text = re.sub(r"\{\{(\S+)\}\}", lambda found: read(found[1]), read("page.html"))
+    policy = _POLICY | {f"{tag}-src": _digests(text, tag) for tag in ("script", "style")}
+    return text, "; ".join(f"{name} {value}" for name, value in policy.items())
+
+
+def _digests(text: str, tag: str) -> str:
+    inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in inside)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
