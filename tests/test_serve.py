@@ -392,3 +392,58 @@ def test_responses_are_chats_in_another_form(client):
     assert event.response.usage.input_tokens_details.cached_tokens == same.usage.total_tokens
     with pytest.raises(openai.BadRequestError, match="previous_response_id is not there"):
         client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+def test_a_tool_is_called_and_its_result_read(client):
+    messages = [SYSTEM, said("user", "How is the weather in Oslo?")]
+    more = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 80}
+    answer = ask(client, messages, **more)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert list(json.loads(call.function.arguments)) == ["city"]
+    assert not choice.message.content
+    # the same, streamed
+    name, arguments = "", ""
+    for piece in ask(client, messages, **more, stream=True):
+        for part in piece.choices[0].delta.tool_calls or []:
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+    assert (name, arguments) == ("weather", call.function.arguments)
+    messages += [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain, 7 degrees."},
+    ]
+    after = ask(client, messages, tools=TOOLS)
+    assert after.choices[0].message.content
+    assert after.usage.prompt_tokens_details.cached_tokens == answer.usage.total_tokens
+    other = client.responses.create(
+        model=MODEL,
+        input="How is the weather in Oslo?",
+        tools=[{"type": "function", **TOOLS[0]["function"]}],
+        tool_choice={"type": "function", "name": "weather"},
+        max_output_tokens=80,
+    )
+    assert [item.type for item in other.output] == ["function_call"]
+    assert json.loads(other.output[0].arguments)
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(client, messages, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}})
+    assert raised.value.body["param"].startswith("tool_choice")

@@ -28,6 +28,8 @@ class Writer:
         Tokens that the last `write` has sampled.
     is_cut
         Whether the last `write` ended because it had written as many tokens as it may.
+    shown
+        Control tokens whose text `write` yields all the same.
     before_reading
         Called with the number of tokens of each text before it is read.
     after_sampling
@@ -42,6 +44,7 @@ class Writer:
         self.stop = False
         self.n_written = 0
         self.is_cut = False
+        self.shown: frozenset[int] = frozenset()
         self.before_reading: Callable[[int], None] = lambda n: None
         self.after_sampling: Callable[[int], None] = lambda token: None
         self.while_reading: Callable[[int, int], None] = lambda done, n: None
@@ -133,7 +136,8 @@ class Writer:
             self.after_sampling(token)
             # the next `write` reads it if the caller asks for no more pieces
             self._unread = np.array([token], np.int32)
-            if piece := stops.feed(decoder.decode(model.piece(token))):
+            own = model.piece(token, special=token in self.shown)
+            if piece := stops.feed(decoder.decode(own)):
                 yield piece
             if stops.found:
                 return

@@ -202,8 +202,6 @@ def _tell(site: Site, talk: Talk) -> None:
     """Lets the routes know the engine."""
     engine, model = talk.engine, talk.model
     template = talk.template
-    if template:
-        site.tags, site.is_open = template.tags, template.opens_thought
 
     def tokenize(text: str, start: bool) -> list[int]:
         found: list[int] = model.tokenize(text, special=True, start=start).tolist()

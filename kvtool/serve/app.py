@@ -18,7 +18,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvtool.chats.thinking import Splitter, Tags
 from kvtool.serve import metrics, page, requests, responses
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError
@@ -70,8 +69,6 @@ class Site:
         The engine's queue.
     props
         What is known of the engine once it is ready; None before.
-    tags, is_open
-        What thoughts of the model stand between, and whether a reply begins inside of one.
     has_metrics, counts
         Whether /metrics is there, and what it tells.
     stored
@@ -84,8 +81,6 @@ class Site:
     defaults: Defaults = field(default_factory=Defaults)
     limits: Limits = field(default_factory=Limits)
     props: dict[str, Any] | None = None
-    tags: Tags | None = None
-    is_open: bool = False
     tokenize: Callable[[str, bool], list[int]] | None = None
     detokenize: Callable[[list[int]], str] | None = None
     has_metrics: bool = False
@@ -197,41 +192,38 @@ _NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies) -> Response:
-    reply = _Reply(site, request)
     listed: list[Body] = []
     while True:
         event = await job.next_but("reading")
         if event["kind"] == "error":
             raise event["error"]
         listed += event.get("listed", [])
-        if event["kind"] == "piece":
-            reply.feed(event["text"])
-        elif event["kind"] == "end":
+        if event["kind"] == "end":
             site.counts.add(event)
-            reply.end()
             shown = None if request.logprobs is None else listed
-            return JSONResponse(bodies.whole(reply.message, shown, event, reply.finish(event)))
+            return JSONResponse(bodies.whole(event["message"], shown, event))
 
 
 async def _stream(
     site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies, first: Body | None
 ) -> AsyncIterator[str]:
-    reply = _Reply(site, request)
     lines = bodies.first()
+    # log-probabilities that came without a word of their own
+    listed: list[Body] = []
     event = first or {"kind": "reading"}
     try:
         while True:
-            shown = None if request.logprobs is None else event.get("listed", [])
+            listed += event.get("listed", [])
+            shown = None if request.logprobs is None else listed
+            for delta in event.get("deltas", []):
+                lines += bodies.piece(delta, shown)
+                listed = []
+                shown = None if shown is None else listed
             if event["kind"] == "error":
                 lines += bodies.failed(event["error"])
-            is_end = event["kind"] == "end"
-            deltas = reply.feed(event["text"]) if event["kind"] == "piece" else reply.end() if is_end else []
-            for delta in deltas:
-                lines += bodies.piece(delta, shown)
-                shown = None if shown is None else []
-            if is_end:
+            if event["kind"] == "end":
                 site.counts.add(event)
-                lines += bodies.last(reply.message, shown, event, reply.finish(event))
+                lines += bodies.last(shown, event)
             for line in lines:
                 yield line
             if event["kind"] in ("end", "error"):
@@ -259,39 +251,6 @@ async def _pings(job: Job) -> AsyncIterator[str | Body]:
             yield ": ping\n\n"
     finally:
         waited.cancel()
-
-
-class _Reply:
-    """A reply as it comes: what is thought, what is said."""
-
-    def __init__(self, site: Site, request: Request) -> None:
-        is_chat = isinstance(request, ChatRequest) and site.tags
-        self._splitter = Splitter(site.tags, is_open=site.is_open) if is_chat and site.tags else None
-        self._after_thought = False
-        self.message: Body = {"role": "assistant", "content": ""}
-
-    def feed(self, piece: str) -> list[Body]:
-        """What a stream says of it."""
-        parts = self._splitter.feed(piece) if self._splitter else [(False, piece)]
-        return [delta for is_thought, text in parts if (delta := self._take(is_thought, text))]
-
-    def end(self) -> list[Body]:
-        """What has waited."""
-        parts = self._splitter.end() if self._splitter else []
-        return [delta for is_thought, text in parts if (delta := self._take(is_thought, text))]
-
-    def _take(self, is_thought: bool, text: str) -> Body | None:
-        if not is_thought and self._splitter and self._splitter.had_thought and not self.message["content"]:
-            text = text.lstrip("\n")
-        if not text:
-            return None
-        name = "reasoning_content" if is_thought else "content"
-        self.message[name] = self.message.get(name, "") + text
-        return {name: text}
-
-    def finish(self, end: Body) -> str:
-        """Why it ended."""
-        return "length" if end["is_cut"] else "stop"
 
 
 # the rest

@@ -39,13 +39,13 @@ class Bodies:
             "model": model,
         }
 
-    def whole(self, message: Body, logprobs: list[Body] | None, end: Body, finish: str) -> Body:
+    def whole(self, message: Body, logprobs: list[Body] | None, end: Body) -> Body:
         """The body of an answer that is not streamed.
 
         message: {"role", "content", ...}. end: the last event.
         """
         shown = logprobs if logprobs is None else self._logprobs(logprobs)
-        choice: Body = {"index": 0, "finish_reason": finish, "logprobs": shown}
+        choice: Body = {"index": 0, "finish_reason": end["finish"], "logprobs": shown}
         choice |= {"message": message} if self._is_chat else {"text": message["content"]}
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._common | {"object": kind, "choices": [choice]} | self.counts(end)
@@ -58,12 +58,12 @@ class Bodies:
         """What a stream says of a piece. delta: {"content": ...} and the like."""
         return [self._piece(delta, listed)]
 
-    def last(self, message: Body, listed: list[Body] | None, end: Body, finish: str) -> list[str]:
+    def last(self, listed: list[Body] | None, end: Body) -> list[str]:
         """What a stream ends with."""
         counts = self.counts(end)
         # llama-server's clients look for these in the last piece
         more = {name: counts[name] for name in ("timings", "kvtool")}
-        lines = [self._piece({}, listed or None, finish, more)]
+        lines = [self._piece({}, listed or None, end["finish"], more)]
         if self._with_usage:
             lines.append(_line(self._head() | {"choices": []} | counts))
         return [*lines, DONE]

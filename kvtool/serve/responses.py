@@ -153,19 +153,19 @@ class ResponseBodies:
             lines += self._call(call)
         return lines
 
-    def last(self, message: Body, listed: list[Body] | None, end: Body, finish: str) -> list[str]:
+    def last(self, listed: list[Body] | None, end: Body) -> list[str]:
         """What a stream ends with."""
         lines = self._close()
         lines += [line for call in self._calls() for line in self._called(call)]
-        name = "incomplete" if finish == "length" else "completed"
-        return [*lines, self._event(f"response.{name}", response=self._done(end, finish))]
+        name = "incomplete" if end["finish"] == "length" else "completed"
+        return [*lines, self._event(f"response.{name}", response=self._done(end))]
 
     def failed(self, error: ApiError) -> list[str]:
         """What a stream says of an error."""
         own = {"code": error.code, "message": error.message}
         return [self._event("error", **own, param=error.param)]
 
-    def whole(self, message: Body, listed: list[Body] | None, end: Body, finish: str) -> Body:
+    def whole(self, message: Body, listed: list[Body] | None, end: Body) -> Body:
         """A response that is not streamed."""
         if message["content"] or not message.get("tool_calls"):
             item = _message(_id("msg"), "completed")
@@ -173,7 +173,7 @@ class ResponseBodies:
             self._output.append(item)
         for call in message.get("tool_calls", []):
             self._output.append(_call_item(call))
-        return self._done(end, finish)
+        return self._done(end)
 
     # parts
 
@@ -224,8 +224,8 @@ class ResponseBodies:
             self._event("response.output_item.done", item=item, **place),
         ]
 
-    def _done(self, end: Body, finish: str) -> Body:
-        is_cut = finish == "length"
+    def _done(self, end: Body) -> Body:
+        is_cut = end["finish"] == "length"
         n_prompt, n = end["n_prompt"], end["n_written"]
         return self._common | {
             "status": "incomplete" if is_cut else "completed",

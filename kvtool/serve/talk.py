@@ -15,19 +15,22 @@ from kvtool.chats.logprobs import logprobs
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing
 from kvtool.chats.template import Template
-from kvtool.chats.thinking import without_thought
 from kvtool.chats.writer import Writer
 from kvtool.errors import KvtoolError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
+from kvtool.serve.calls import Parser
 from kvtool.serve.errors import ApiError
+from kvtool.serve.forced import forced_grammar
+from kvtool.serve.formats import Format, shown_tokens
 from kvtool.serve.jobs import Job
 from kvtool.serve.messages import History, Message
+from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.store import Chats, Snapshot
-from kvtool.serve.tools import for_template
+from kvtool.serve.tools import for_template, tools_text
 
 _LEAST_START = 256
 """Tokens of a system prompt that are worth a snapshot of their own."""
@@ -94,7 +97,9 @@ class Talk:
         talk = self._conversation
         tools = request.tools if request.choice.kind != "none" else []
         history = History(request.name, tools, request.messages)
-        self._draw(job, request)
+        form = Format.of(talk.template)
+        self._draw(job, request, self._forced(request, form))
+        self.writer.shown = shown_tokens(self.model, form) if tools else frozenset()
         clock = _Clock()
         before, tokens = self._begin(request.messages, tools, history, at)
         n_cached = self.engine.n_past
@@ -106,17 +111,14 @@ class Talk:
         counts = {"n_prompt": self.engine.n_past, "n_cached": n_cached, "read_s": clock.lap()}
         talk.messages = [*map(dict, request.messages)]
         talk.n_reply = sum(message["role"] == "assistant" for message in request.messages)
-        job.emit("read", **counts)
-        said = ""
-        for piece in talk.answer(request.n_max):
-            said += piece
-            job.emit("piece", text=piece, listed=self._take_listed())
-        counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
-        reply = self._reply(said)
-        talk.messages[-1] = reply
-        history.add(reply)
+        reply = Reply(talk.splitter(), Parser(form, tools) if tools else None)
+        self._write(job, request, talk.answer(request.n_max), reply, counts)
+        talk.messages[-1] = {
+            name: value for name, value in reply.message.items() if name != "reasoning_content"
+        }
+        history.add(talk.messages[-1])
         snapshot = self._keep(before, history.now)
-        self._end(job, counts, request.n_share)
+        self._end(job, request, reply, counts)
         return snapshot
 
     def _begin(
@@ -154,9 +156,9 @@ class Talk:
             if not np.array_equal(whole[:n], self.writer.tokens):
                 raise ModelError("the template has changed the system prompt")
             return whole[n:]
-        text = self._conversation.template.following(
-            for_template(messages[: i - 1]), for_template(messages[i:]), tools or None
-        )
+        template = self._conversation.template
+        before, shown = self._for_template(messages[: i - 1], tools)
+        text = template.following(before, for_template(messages[i:], template), shown)
         return self.model.tokenize(text, special=True)
 
     def _start(self, messages: list[Message], tools: list[Any]) -> np.ndarray:
@@ -172,9 +174,10 @@ class Talk:
         """The tokens of a whole chat, and how many of them are the system prompt's and the tools'."""
         assert self._conversation
         template = self._conversation.template
-        whole = template.render(for_template(messages), tools=tools or None)
+        messages, shown = self._for_template(messages, tools)
+        whole = template.render(messages, tools=shown)
         system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-        prefix = system_prefix(template, system, tools or None) if system or tools else ""
+        prefix = system_prefix(template, system, shown) if system or shown else ""
         is_pinned = bool(prefix) and whole.startswith(prefix or "")
         return prefix_tokens(self.model, whole, len(prefix or "") if is_pinned else 0)
 
@@ -193,10 +196,30 @@ class Talk:
             return tokens[n:]
         return tokens[:0]
 
-    def _reply(self, said: str) -> Message:
-        """The reply as a client gets it, and will send it back."""
+    def _for_template(
+        self, messages: list[Message], tools: list[Any]
+    ) -> tuple[list[Message], list[Any] | None]:
+        """Messages and tools as the template takes them: tools that it does not show come in a text."""
         assert self._conversation
-        return {"role": "assistant", "content": without_thought(said, self._conversation.splitter())}
+        template = self._conversation.template
+        if tools and not Format.native(template):
+            system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+            said = f"{tools_text(tools)}\n\n{system}".rstrip()
+            messages = [{"role": "system", "content": said}, *messages[1 if system else 0 :]]
+            tools = []
+        return for_template(messages, template), tools or None
+
+    def _forced(self, request: ChatRequest, form: Format) -> str | None:
+        """The grammar of the call that a request demands; None if it demands none. Raises ApiError."""
+        assert self._conversation
+        template = self._conversation.template
+        end = template.tags.end if template.opens_thought else ""
+        grammar = forced_grammar(form, request.tools, request.choice, thought_end=end)
+        if grammar and (request.schema is not None or request.sampling.grammar):
+            raise ApiError(
+                "tool_choice demands a call, and a response_format something else", param="tool_choice"
+            )
+        return grammar
 
     def _keep(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
         """Stores the chat; None where there is no room for it."""
@@ -227,11 +250,10 @@ class Talk:
             return
         counts = {"n_prompt": len(tokens), "n_cached": 0, "read_s": clock.lap()}
         self.writer.sampler.start(0)
-        job.emit("read", **counts)
-        for piece in self.writer.write(request.n_max):
-            job.emit("piece", text=piece, listed=self._take_listed())
-        counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
-        self._end(job, counts, request.n_share)
+        self.writer.shown = frozenset()
+        reply = Reply()
+        self._write(job, request, self.writer.write(request.n_max), reply, counts)
+        self._end(job, request, reply, counts)
 
     def _tokens(self, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
@@ -242,9 +264,23 @@ class Talk:
 
     # both
 
-    def _draw(self, job: Job, request: Request) -> None:
-        """Takes the request's sampler, and stops where nobody waits any more. Raises ApiError."""
-        settings = request.sampling
+    def _write(
+        self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
+    ) -> None:
+        """Writes the reply, and tells the client of each piece."""
+        clock = _Clock()
+        job.emit("read", **counts)
+        for piece in pieces:
+            job.emit("piece", deltas=reply.feed(piece), listed=self._take_listed())
+        counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
+        job.emit("piece", deltas=reply.end(), listed=self._take_listed())
+
+    def _draw(self, job: Job, request: Request, forced: str | None = None) -> None:
+        """Takes the request's sampler, and stops where nobody waits any more. Raises ApiError.
+
+        forced: a grammar beside the request's own.
+        """
+        settings = replace(request.sampling, grammar=forced) if forced else request.sampling
         try:
             if request.schema is not None:
                 settings = replace(settings, grammar=schema_grammar(request.schema))
@@ -287,9 +323,9 @@ class Talk:
             more={"n_prompt_tokens": n, "n_ctx": self.engine.n_ctx},
         )
 
-    def _end(self, job: Job, counts: dict[str, Any], n_share: int) -> None:
+    def _end(self, job: Job, request: Request, reply: Reply, counts: dict[str, Any]) -> None:
         """Tells a client that its answer is over, and what is left of the stream."""
-        engine = self.engine
+        engine, n_share = self.engine, request.n_share
         held: dict[str, Any] = {
             "tokens": engine.n_past,
             "held": round(engine.mean_kv, 1),
@@ -309,7 +345,8 @@ class Talk:
                 "held": engine.cells().share()[first:].round(3).tolist(),
                 "archived": holdings.is_archived(engine)[first:].tolist(),
             }
-        job.emit("end", is_cut=self.writer.is_cut, listed=self._take_listed(), held=held, **counts)
+        finish = reply.finish(self.writer.is_cut)
+        job.emit("end", message=reply.message, finish=finish, held=held, **counts)
 
 
 class _Clock:
