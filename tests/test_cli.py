@@ -49,6 +49,7 @@ COMMANDS = [
     "",
     "chat",
     "generate",
+    "serve",
     "perplexity",
     "compare",
     "eval",
