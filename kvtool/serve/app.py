@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,8 +19,8 @@ from starlette.routing import Route
 from kvtool.chats.thinking import Splitter, Tags
 from kvtool.serve import metrics, requests, responses
 from kvtool.serve.bodies import Bodies, Body
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields
+from kvtool.serve.errors import ApiError, bug
+from kvtool.serve.fields import Fields, parsed
 from kvtool.serve.jobs import Job, Waiting
 from kvtool.serve.metrics import Counts
 from kvtool.serve.requests import ChatRequest, Defaults, Request
@@ -131,7 +129,10 @@ def make(site: Site) -> Starlette:
         allow_headers=["*"],
     )
     handlers = {404: _no_route, 405: _no_route, Exception: _bug}
-    return Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
+    app = Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
+    # the new address would begin with whatever host the client has named
+    app.router.redirect_slashes = False
+    return app
 
 
 # answers
@@ -382,12 +383,7 @@ async def _body(site: Site, http: HttpRequest) -> Any:
         data = await asyncio.wait_for(_bytes(site, http), site.limits.read_timeout)
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to come", status=408, code="timeout") from None
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ApiError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
+    return parsed(data)
 
 
 async def _bytes(site: Site, http: HttpRequest) -> bytes:
@@ -427,9 +423,7 @@ def _failed(error: ApiError) -> Response:
 
 
 async def _bug(http: HttpRequest, error: Exception) -> Response:
-    # uvicorn's own log is off
-    traceback.print_exception(error)
-    return _failed(ApiError("kvtool has failed; its log says more", status=500, kind="server_error"))
+    return _failed(bug(error))
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:

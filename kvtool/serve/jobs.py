@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from kvtool.serve.errors import ApiError
+from kvtool.serve.errors import ApiError, bug
 
 Event = dict[str, Any]
 """What the engine says of a request: "kind" is "read", "piece", "end" or "error"."""
@@ -130,3 +130,6 @@ def run(waiting: Waiting, answer: Callable[[Job], None]) -> None:
             answer(job)
         except ApiError as error:
             job.emit("error", error=error)
+        except Exception as error:  # noqa: BLE001
+            # a mistake of ours: the others shall not wait for ever
+            job.emit("error", error=bug(error))

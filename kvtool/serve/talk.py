@@ -14,10 +14,10 @@ from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import logprobs
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing
-from kvtool.chats.template import Template
+from kvtool.chats.template import RAW, Template
 from kvtool.chats.thinking import without_thought
 from kvtool.chats.writer import Writer
-from kvtool.errors import KvtoolError, ModelError, SessionError, StreamEnd, UsageError
+from kvtool.errors import InputError, KvtoolError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
@@ -77,6 +77,13 @@ class Talk:
             raise of_usage(error) from None
         except StreamEnd as error:
             raise self._too_long(self.engine.n_past, str(error)) from None
+        except InputError as error:
+            raise ApiError(str(error)) from None
+        except ModelError as error:
+            # messages that the template does not take
+            raise ApiError(str(error).removesuffix(f"; {RAW}"), code="chat_template") from None
+        except RecursionError:
+            raise ApiError("the request is nested too deeply") from None
         except KvtoolError as error:
             raise ApiError(str(error), status=500, kind="server_error") from None
 
