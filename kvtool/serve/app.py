@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvtool.chats.thinking import Splitter, Tags
 from kvtool.serve import metrics, requests, responses
@@ -175,7 +176,7 @@ async def _answer(
             if first and first["kind"] == "error":
                 raise first["error"]
             lines = _stream(site, job, request, bodies, first)
-            return StreamingResponse(lines, media_type="text/event-stream", headers=_NO_BUFFER)
+            return _Streamed(job, lines)
         return await _unless_gone(http, job, _whole(site, job, request, bodies))
     except BaseException:
         job.cancel()
@@ -192,7 +193,19 @@ async def _soon(job: Job) -> Body | None:
     return None
 
 
-_NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+class _Streamed(StreamingResponse):
+    """A stream that ends its job, even if the client has gone before the first line."""
+
+    def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
 
 
 async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies) -> Response:
