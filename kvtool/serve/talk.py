@@ -18,11 +18,11 @@ from kvtool.chats.template import RAW, Template
 from kvtool.chats.thinking import without_thought
 from kvtool.chats.writer import Writer
 from kvtool.errors import InputError, KvtoolError, ModelError, SessionError, StreamEnd, UsageError
-from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
 from kvtool.serve.errors import ApiError
+from kvtool.serve.grammars import Grammars
 from kvtool.serve.jobs import Job
 from kvtool.serve.messages import History, Message
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
@@ -60,6 +60,7 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self._conversation = Conversation(writer, template) if template else None
+        self._grammars = Grammars(self.model.path)
         # the snapshot that the engine is at
         self._at: Snapshot | None = None
         self._listed: list[dict[str, Any]] = []
@@ -254,8 +255,8 @@ class Talk:
         settings = request.sampling
         try:
             if request.schema is not None:
-                settings = replace(settings, grammar=schema_grammar(request.schema))
-            sampler = Sampler(self.model, settings, seed=request.seed)
+                settings = replace(settings, grammar=self._grammars.of_schema(request.schema))
+            sampler = Sampler(self.model, settings, seed=request.seed, grammar=self._grammars.begin)
         except UsageError as error:
             param = "response_format" if request.schema is not None else None
             raise ApiError(str(of_usage(error)), param=param) from None
