@@ -123,7 +123,7 @@ class Writer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         model = self.engine.model
         self.n_written = 0
-        self.is_cut = False
+        self.is_cut = n_max == 0
         if len(self._unread) and not self.read(self._unread[:0]):
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:

@@ -19,6 +19,7 @@ from kvtool.cli.opening import EngineOptions, checked_model, open_engine, take_p
 from kvtool.cli.texts import read_text
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
+from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from kvtool.serve.app import Site
@@ -174,7 +175,7 @@ def serve(
         return _opened(wanted, sessions, most_bytes, overflow)
 
     with listening:
-        run(site, opened, listening, ready)
+        interrupt.end_by(run(site, opened, listening, ready))
 
 
 @contextmanager

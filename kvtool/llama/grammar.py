@@ -7,10 +7,13 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.bindings import module
+from kvtool.llama.candidates import apply, candidates
 from kvtool.llama.crash import crash_means
 from kvtool.llama.library import api
 from kvtool.llama.log import because, log_tail
@@ -101,6 +104,46 @@ def not_held(schema: str) -> list[str]:
 
     visit(json.loads(schema))
     return sorted(found)
+
+
+class Constraint(Protocol):
+    """What tells which tokens may follow a text."""
+
+    def take(self, token: int) -> bool:
+        """Goes on by this token if it fits, and returns whether it does."""
+
+    def fitting(self) -> np.ndarray:
+        """b1[n_vocab]: the tokens that fit."""
+
+    def close(self) -> None:
+        """Frees it."""
+
+
+class Grammar(Constraint):
+    """A grammar in GBNF, at the start of a text. Raises UsageError for one that does not parse."""
+
+    def __init__(self, model: Model, grammar: str) -> None:
+        self._tokens = np.arange(model.n_vocab, dtype=np.int32)
+        self._sampler = grammar_sampler(model, grammar)
+
+    def take(self, token: int) -> bool:
+        if not self._fits(self._tokens[token : token + 1])[0]:
+            return False
+        api.llama_sampler_accept(self._sampler, token)
+        return True
+
+    def fitting(self) -> np.ndarray:
+        return self._fits(self._tokens)
+
+    def _fits(self, tokens: np.ndarray) -> np.ndarray:
+        found = candidates(tokens, np.zeros(len(tokens), np.float32))
+        apply(self._sampler, found)
+        return np.asarray(found["logit"] == 0)
+
+    def close(self) -> None:
+        if self._sampler:
+            api.llama_sampler_free(self._sampler)
+        self._sampler = None
 
 
 def grammar_sampler(model: Model, grammar: str) -> Any:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.cache import Cache
-from kvtool.llama.grammar import grammar_sampler
+from kvtool.llama.candidates import apply, candidates
+from kvtool.llama.grammar import Constraint, Grammar
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.sampling import Sampling
-
-_CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 _N_MIROSTAT = 100
 """Tokens by which Mirostat 1 estimates: llama.cpp's own number, and the paper's."""
@@ -33,6 +33,8 @@ class Sampler:
         How tokens are drawn; the likeliest is taken if not given.
     seed
         Drawn if not given.
+    grammar
+        Makes the grammar that the settings name.
 
     Attributes
     ----------
@@ -45,12 +47,21 @@ class Sampler:
         For a grammar that does not parse, and a bias of a token that is not in the vocabulary.
     """
 
-    def __init__(self, model: Model, settings: Sampling | None = None, *, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        settings: Sampling | None = None,
+        *,
+        seed: int | None = None,
+        grammar: Callable[[Model, str], Constraint] = Grammar,
+    ) -> None:
         self.model = model
         self.settings = settings or Sampling()
         self.seed = secrets.randbits(31) if seed is None else seed
         self.recent: deque[int] = deque(maxlen=self.settings.n_recent)
-        self._chain = self._grammar = None
+        self._constraint = grammar
+        self._chain: Any = None
+        self._grammar: Constraint | None = None
         self._n = 0
         self.start(0)
 
@@ -67,7 +78,7 @@ class Sampler:
 
     def _begin(self, n: int, settings: Sampling) -> None:
         self._check_bias(settings)
-        grammar = grammar_sampler(self.model, settings.grammar) if settings.grammar is not None else None
+        grammar = self._constraint(self.model, settings.grammar) if settings.grammar is not None else None
         self.close()
         if settings.n_recent != self.recent.maxlen:
             self.recent = deque(self.recent, maxlen=settings.n_recent)
@@ -151,58 +162,39 @@ class Sampler:
         if self._grammar is None:
             token: int = api.llama_sampler_sample(self._chain, cache.handle, -1)
         else:
-            token = self._fitting(cache.logits()[-1])
-            api.llama_sampler_accept(self._grammar, token)
+            token = self._fitting(self._grammar, cache.logits()[-1])
             api.llama_sampler_accept(self._chain, token)
         self.recent.append(token)
         return token
 
-    def _fitting(self, logits: np.ndarray) -> int:
+    def _fitting(self, grammar: Constraint, logits: np.ndarray) -> int:
         """A token that fits the grammar, by logits f32[n_vocab].
 
         As llama.cpp does it: a draw that fits stays, since most do, and to try all tokens takes long. For
         one that does not fit, another is drawn from those that do.
         """
         everything = np.arange(len(logits), dtype=np.int32)
-        token = self._drawn(_candidates(everything, logits))
-        if self._fits(token):
+        token = self._drawn(candidates(everything, logits))
+        if grammar.take(token):
             return token
-        candidates = _candidates(everything, logits)
-        self._apply(self._grammar, candidates)
-        token = self._drawn(candidates)
+        fitting = candidates(everything, logits)
+        fitting["logit"][~grammar.fitting()] = -np.inf
+        token = self._drawn(fitting)
         # llama.cpp ends the process at a token that does not
-        if not self._fits(token):
+        if not grammar.take(token):
             raise UsageError(
                 "the grammar has come to a place that no token of this model continues; change the grammar"
             )
         return token
 
-    def _drawn(self, candidates: np.ndarray) -> int:
-        at = self._apply(self._chain, candidates)
-        return int(candidates["id"][at])
-
-    def _fits(self, token: int) -> bool:
-        alone = _candidates(np.array([token], np.int32), np.zeros(1, np.float32))
-        self._apply(self._grammar, alone)
-        return bool(alone["logit"][0] == 0)
-
-    def _apply(self, sampler: Any, candidates: np.ndarray) -> int:
-        """Changes the candidates in place; returns which is selected, -1 if none is."""
-        data = candidates.ctypes.data_as(api.llama_token_data_p)
-        array = api.llama_token_data_array(data, len(candidates), -1, False)
-        api.llama_sampler_apply(sampler, ctypes.byref(array))
-        return int(array.selected)
+    def _drawn(self, found: np.ndarray) -> int:
+        at = apply(self._chain, found)
+        return int(found["id"][at])
 
     def close(self) -> None:
         """Frees the chain and the grammar."""
-        for sampler in (self._chain, self._grammar):
-            if sampler:
-                api.llama_sampler_free(sampler)
+        if self._chain:
+            api.llama_sampler_free(self._chain)
+        if self._grammar:
+            self._grammar.close()
         self._chain = self._grammar = None
-
-
-def _candidates(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """llama.cpp's records of tokens i32[n] with logits f32[n]."""
-    candidates = np.zeros(len(tokens), _CANDIDATE)
-    candidates["id"], candidates["logit"] = tokens, logits
-    return candidates

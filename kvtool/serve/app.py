@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,11 +15,12 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvtool.serve import metrics, page, requests, responses
 from kvtool.serve.bodies import Bodies, Body
-from kvtool.serve.errors import ApiError
-from kvtool.serve.fields import Fields
+from kvtool.serve.errors import ApiError, bug
+from kvtool.serve.fields import Fields, parsed
 from kvtool.serve.jobs import Job, Waiting
 from kvtool.serve.metrics import Counts
 from kvtool.serve.requests import ChatRequest, Defaults, Request
@@ -128,7 +127,10 @@ def make(site: Site) -> Starlette:
         allow_headers=["*"],
     )
     handlers = {404: _no_route, 405: _no_route, Exception: _bug}
-    return Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
+    app = Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
+    # the new address would begin with whatever host the client has named
+    app.router.redirect_slashes = False
+    return app
 
 
 # answers
@@ -171,7 +173,7 @@ async def _answer(
             if first and first["kind"] == "error":
                 raise first["error"]
             lines = _stream(site, job, request, bodies, first)
-            return StreamingResponse(lines, media_type="text/event-stream", headers=_NO_BUFFER)
+            return _Streamed(job, lines)
         return await _unless_gone(http, job, _whole(site, job, request, bodies))
     except BaseException:
         job.cancel()
@@ -188,7 +190,19 @@ async def _soon(job: Job) -> Body | None:
     return None
 
 
-_NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+class _Streamed(StreamingResponse):
+    """A stream that ends its job, even if the client has gone before the first line."""
+
+    def __init__(self, job: Job, lines: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.cancel()
 
 
 async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies) -> Response:
@@ -343,12 +357,7 @@ async def _body(site: Site, http: HttpRequest) -> Any:
         data = await asyncio.wait_for(_bytes(site, http), site.limits.read_timeout)
     except asyncio.TimeoutError:
         raise ApiError("the body took too long to come", status=408, code="timeout") from None
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ApiError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
+    return parsed(data)
 
 
 async def _bytes(site: Site, http: HttpRequest) -> bytes:
@@ -388,9 +397,7 @@ def _failed(error: ApiError) -> Response:
 
 
 async def _bug(http: HttpRequest, error: Exception) -> Response:
-    # uvicorn's own log is off
-    traceback.print_exception(error)
-    return _failed(ApiError("kvtool has failed; its log says more", status=500, kind="server_error"))
+    return _failed(bug(error))
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 
@@ -47,3 +48,10 @@ class ApiError(Exception):
         """What the client gets."""
         own = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": own | self.more}
+
+
+def bug(error: Exception) -> ApiError:
+    """What a client gets for a mistake of ours; the log gets where it was made."""
+    traceback.print_exception(error)
+    what = type(error).__name__
+    return ApiError(f"kvtool has failed ({what}); its log says more", status=500, kind="server_error")

@@ -1,12 +1,70 @@
-"""Fields of a JSON object, each checked for its type and range as it is taken out."""
+"""A request's JSON, and its fields, each checked for its type and range as it is taken out."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable
-from typing import Any
+from itertools import chain
+from typing import Any, NoReturn
 
 from kvtool.serve.errors import ApiError
+
+MOST_DEEP = 200
+"""The most levels of a request's JSON: what looks through it later may recurse."""
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPE = re.compile(
+    r"(\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]XX\\u[dD][c-fC-F]XX)|\\u[dD][89a-fA-F]XX".replace(
+        "XX", "[0-9a-fA-F]{2}"
+    )
+)
+"""Escapes in JSON; the group has those that are no half of a character alone."""
+
+
+def parsed(data: bytes) -> Any:
+    """The JSON of a body. Halves of characters, which no tokenizer takes, become U+FFFD. Raises ApiError."""
+    try:
+        text = data.decode("utf-8-sig")
+        if _HALF.search(text):
+            text = _ESCAPE.sub(lambda found: found[1] or r"\ufffd", text)
+        body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+    _check_depth(body)
+    return body
+
+
+def _check_depth(body: object) -> None:
+    level: list[Any] = [body]
+    for _ in range(MOST_DEEP):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if _has_more(each))
+        level = list(chain.from_iterable(inner))
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _has_more(value: object) -> bool:
+    return isinstance(value, (dict, list))
+
+
+def _too_deep() -> ApiError:
+    return ApiError(f"the body is nested too deeply; the most are {MOST_DEEP} levels")
+
+
+def _not_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError("a number is too large")
+    return value
 
 
 class Fields:
@@ -115,4 +173,5 @@ def shown(value: object) -> str:
     except ValueError:
         # Python refuses to print numbers of thousands of digits
         return "a huge number"
-    return text if len(text) <= 40 else f"{text[:39]}\u2026"
+    text = text if len(text) <= 40 else f"{text[:39]}\u2026"
+    return "".join(each if each.isprintable() else " " for each in text)

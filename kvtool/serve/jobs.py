@@ -6,12 +6,16 @@ import asyncio
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
-from kvtool.serve.errors import ApiError
+from kvtool.serve.errors import ApiError, bug
 
 Event = dict[str, Any]
 """What the engine says of a request: "kind" is "read", "piece", "end" or "error"."""
+
+MOST_EVENTS = 2**14
+"""The most events that wait for a client that does not read them."""
 
 
 class Job:
@@ -49,9 +53,13 @@ class Job:
                 return event
 
     def emit(self, kind: str, **what: Any) -> None:
-        """Hands an event over; called by the engine's thread."""
-        if not self.is_cancelled:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **what})
+        """Hands an event over; called by the engine's thread. A job that nobody listens to is cancelled."""
+        if self.is_cancelled:
+            return
+        if self._events.qsize() >= MOST_EVENTS:
+            kind, what = "error", {"error": ApiError("the answer was not read", status=408, code="timeout")}
+            self.cancel()
+        self._loop.call_soon_threadsafe(self._events.put_nowait, {"kind": kind, **what})
 
     def cancel(self) -> None:
         """Nobody waits any more."""
@@ -80,11 +88,15 @@ class Waiting:
         self.running: Job | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
+        with self._changed:
+            return sum(not job.is_cancelled for jobs in self._of.values() for job in jobs)
 
     def put(self, job: Job) -> None:
         """Lets a job wait. Raises ApiError where too many wait already."""
         with self._changed:
+            if self._is_closed:
+                raise _stopped()
+            self._forget_gone()
             if len(self) >= self.most:
                 raise ApiError(
                     f"{len(self)} requests are waiting already; try again later",
@@ -94,6 +106,13 @@ class Waiting:
                 )
             self._of.setdefault(job.client, deque()).append(job)
             self._changed.notify()
+
+    def _forget_gone(self) -> None:
+        """Frees what nobody waits for any more: requests may be large."""
+        alive = (
+            (client, deque(job for job in jobs if not job.is_cancelled)) for client, jobs in self._of.items()
+        )
+        self._of = OrderedDict((client, jobs) for client, jobs in alive if jobs)
 
     def take(self) -> Job | None:
         """The next job that somebody still waits for, once there is one; None once the queue is closed."""
@@ -115,12 +134,19 @@ class Waiting:
         return None
 
     def close(self) -> None:
-        """Ends `take`, and the running job after its step: those that wait get no answer."""
+        """Ends `take`, and the running job after its step: it and those that wait get an error."""
         with self._changed:
             self._is_closed = True
-            if self.running:
-                self.running.cancel()
+            running = [self.running] if self.running else []
+            for job in chain(running, *self._of.values()):
+                job.emit("error", error=_stopped())
+                job.cancel()
+            self._of.clear()
             self._changed.notify()
+
+
+def _stopped() -> ApiError:
+    return ApiError("the server is being stopped", status=503, kind="unavailable_error", code="stopping")
 
 
 def run(waiting: Waiting, answer: Callable[[Job], None]) -> None:
@@ -130,3 +156,6 @@ def run(waiting: Waiting, answer: Callable[[Job], None]) -> None:
             answer(job)
         except ApiError as error:
             job.emit("error", error=error)
+        except Exception as error:  # noqa: BLE001
+            # a mistake of ours: the others shall not wait for ever
+            job.emit("error", error=bug(error))

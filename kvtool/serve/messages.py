@@ -139,7 +139,7 @@ def _compared(message: Message) -> Message:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

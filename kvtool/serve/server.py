@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import h11
 import uvicorn
 
 from kvtool.errors import KvtoolError, LibraryError
@@ -17,8 +21,8 @@ from kvtool.serve.talk import Talk
 _HEADERS = 64 * 2**10
 """The most bytes of a request's head."""
 
-_GRACE_S = 2
-"""Seconds that answers may take to end when the server is stopped."""
+_GRACE_S = 1
+"""Seconds that HTTP, and then the engine, may take to end when the server is stopped."""
 
 
 def serve(
@@ -26,22 +30,27 @@ def serve(
     opened: Callable[[], AbstractContextManager[Talk]],
     listening: socket.socket,
     ready: Callable[[Talk], None],
-) -> None:
-    """Serves until it is stopped. Raises the KvtoolError with which the engine could not be opened.
+) -> int:
+    """Serves until a signal stops it, and returns which. The engine may still be in a long step then.
 
     opened: loads the model, in the engine's thread. listening: a socket that is bound. ready: called in the
-    engine's thread once the model is loaded.
+    engine's thread once the model is loaded. Raises the KvtoolError with which the engine was not opened.
     """
     config = uvicorn.Config(
         make(site),
+        # other implementations of HTTP, which may be installed, have other limits
+        http="h11",
+        ws="none",
         log_config=None,
+        # a client's mistakes; ours are printed where they are made
+        log_level="critical",
         access_log=False,
         lifespan="off",
         server_header=False,
         h11_max_incomplete_event_size=_HEADERS,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, site)
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -55,14 +64,60 @@ def serve(
             site.props = None
             server.should_exit = True
 
-    engine = threading.Thread(target=work, name="engine")
-    engine.start()
-    try:
-        server.run(sockets=[listening])
-    finally:
-        site.waiting.close()
-        engine.join()
+    # it does not keep the process: no file is half written at any time
+    engine = threading.Thread(target=work, name="engine", daemon=True)
+    with _noted() as signals:
+        engine.start()
+        try:
+            server.run(sockets=[listening])
+        finally:
+            site.waiting.close()
+            engine.join(_GRACE_S)
     if failed and isinstance(failed[0], KvtoolError):
         raise failed[0]
     if failed:
         raise LibraryError(f"the engine has failed: {failed[0]!r}") from failed[0]
+    return signals[0]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which waits for ever for a request's head, for a client to read, and for answers to end."""
+
+    def __init__(self, config: uvicorn.Config, site: Site) -> None:
+        super().__init__(config)
+        self._site = site
+        # since when each connection has waited for its client
+        self._stalled: dict[Any, float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:
+            self._close_stalled(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _close_stalled(self, now: float) -> None:
+        """Closes connections whose client owes the head of a request, or does not read, for too long."""
+        every: set[Any] = set(self.server_state.connections)
+        stalled = [each for each in every if each.conn.their_state is h11.IDLE or each.flow.write_paused]
+        self._stalled = {each: self._stalled.get(each, now) for each in stalled}
+        for each, since in self._stalled.items():
+            if now - since > self._site.limits.read_timeout:
+                each.transport.abort()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._site.waiting.close()
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Inside, SIGINT and SIGTERM do no more than to be listed: uvicorn ends, and hands them on then."""
+    found: list[int] = []
+    before = {
+        each: signal.signal(each, lambda number, _: found.append(number))
+        for each in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield found
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

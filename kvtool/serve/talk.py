@@ -14,10 +14,9 @@ from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import logprobs
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing
-from kvtool.chats.template import Template
+from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
-from kvtool.errors import KvtoolError, ModelError, SessionError, StreamEnd, UsageError
-from kvtool.llama.grammar import schema_grammar
+from kvtool.errors import InputError, KvtoolError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
@@ -25,6 +24,7 @@ from kvtool.serve.calls import Parser
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import forced_grammar
 from kvtool.serve.formats import Format, shown_tokens
+from kvtool.serve.grammars import Grammars
 from kvtool.serve.jobs import Job
 from kvtool.serve.messages import History, Message
 from kvtool.serve.reply import Reply
@@ -63,6 +63,7 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self._conversation = Conversation(writer, template) if template else None
+        self._grammars = Grammars(self.model.path)
         # the snapshot that the engine is at
         self._at: Snapshot | None = None
         self._listed: list[dict[str, Any]] = []
@@ -80,6 +81,13 @@ class Talk:
             raise of_usage(error) from None
         except StreamEnd as error:
             raise self._too_long(self.engine.n_past, str(error)) from None
+        except InputError as error:
+            raise ApiError(str(error)) from None
+        except ModelError as error:
+            # messages that the template does not take
+            raise ApiError(str(error).removesuffix(f"; {RAW}"), code="chat_template") from None
+        except RecursionError:
+            raise ApiError("the request is nested too deeply") from None
         except KvtoolError as error:
             raise ApiError(str(error), status=500, kind="server_error") from None
 
@@ -283,8 +291,8 @@ class Talk:
         settings = replace(request.sampling, grammar=forced) if forced else request.sampling
         try:
             if request.schema is not None:
-                settings = replace(settings, grammar=schema_grammar(request.schema))
-            sampler = Sampler(self.model, settings, seed=request.seed)
+                settings = replace(settings, grammar=self._grammars.of_schema(request.schema))
+            sampler = Sampler(self.model, settings, seed=request.seed, grammar=self._grammars.begin)
         except UsageError as error:
             param = "response_format" if request.schema is not None else None
             raise ApiError(str(of_usage(error)), param=param) from None

@@ -20,6 +20,11 @@ def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
     For stages that leave nothing unfinished, such as imports and loading a model. An exception would not do:
     one that is raised in a ctypes callback is printed and then ignored, and a bare except swallows it.
     """
+    _say(said)
+    os._exit(exit_code)
+
+
+def _say(said: str) -> None:
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
         sys.stdout.flush()
     with suppress(OSError, ValueError, RuntimeError, AttributeError):
@@ -29,7 +34,15 @@ def end(*_: object, said: str = "stopped", exit_code: int = EXIT_CODE) -> None:
         before = "\x1b[?25h\n" if err.isatty() else ""
         err.write(f"{before}kvtool: {said}\n")
         err.flush()
-    os._exit(exit_code)
+
+
+def end_by(number: int) -> None:
+    """Ends the process with one line, and as if the signal had killed it: who has sent it looks for that."""
+    if number == signal.SIGINT:
+        end()
+    _say("stopped")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def ends() -> None:
