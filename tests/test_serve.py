@@ -263,6 +263,10 @@ def test_models_props_and_tokens(server, client):
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
         assert http.get("/nowhere").json()["error"]["message"] == "no such address: /nowhere"
         assert http.get("/v1/chat/completions").status_code == 405
+        # a page elsewhere whose name has this machine's address
+        assert http.get("/props", headers={"Host": "evil.example"}).status_code == 403
+        assert http.get("/props", headers={"Host": "localhost:1"}).status_code == 200
+        assert http.get("/props", headers={"Host": "[bad"}).status_code == 403
         told = http.get("/metrics").text
         assert re.search(r"^kvtool_requests_answered_total \d+$", told, re.M)
         assert float(re.search(r"^kvtool_stored_bytes (\S+)$", told, re.M)[1]) > 1e5

@@ -267,7 +267,7 @@ def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
 @pytest.mark.engine
 def test_a_port_that_is_taken_is_one_line(workers):
     done = kvtool("worker", "--port", workers[0].port)
-    said = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another worker;"
+    said = f"kvtool: cannot listen on {workers[0].endpoint}: the port is in use, maybe by another kvtool;"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{said} choose another --port\n"
 

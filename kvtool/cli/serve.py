@@ -160,7 +160,7 @@ def serve(
         policy,
         Waiting(queue),
         Defaults(settings, n, seed),
-        Limits(keys, read_timeout=read_timeout),
+        Limits(keys, local_only=endpoints.is_loopback(address) and not keys, read_timeout=read_timeout),
         has_metrics=metrics,
     )
 

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -45,6 +46,8 @@ class Limits:
     ----------
     keys
         API keys, one of which each request must have; none are needed without.
+    local_only
+        Whether a request must name this machine as its host.
     most_bytes
         Of a body.
     read_timeout
@@ -52,6 +55,7 @@ class Limits:
     """
 
     keys: tuple[str, ...] = ()
+    local_only: bool = False
     most_bytes: int = 64 * 2**20
     read_timeout: float = 30.0
 
@@ -93,6 +97,7 @@ def make(site: Site) -> Starlette:
     def route(path: str, handler: Handler, method: str = "GET", is_open: bool = False) -> Route:
         async def endpoint(request: HttpRequest) -> Response:
             try:
+                _check_host(site, request)
                 if not is_open:
                     _check_key(site, request)
                 return await handler(site, request)
@@ -342,6 +347,22 @@ def _check_key(site: Site, http: HttpRequest) -> None:
     if not sum(hmac.compare_digest(given, own.encode()) for own in site.limits.keys):
         raise ApiError(
             "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
+        )
+
+
+def _check_host(site: Site, http: HttpRequest) -> None:
+    """A web page elsewhere may give its own name this machine's address, and so be taken for a local one."""
+    if not site.limits.local_only:
+        return
+    try:
+        name = urlsplit(f"//{http.headers.get('host', '')}").hostname
+    except ValueError:
+        name = None
+    if name not in ("localhost", "127.0.0.1", "::1"):
+        raise ApiError(
+            "this server answers under localhost and 127.0.0.1 alone; --host and --api-key-file open it",
+            status=403,
+            code="wrong_host",
         )
 
 

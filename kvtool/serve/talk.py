@@ -12,7 +12,6 @@ import numpy as np
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import logprobs
-from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing
 from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
@@ -22,15 +21,14 @@ from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
 from kvtool.serve.calls import Parser
 from kvtool.serve.errors import ApiError
-from kvtool.serve.forced import forced_grammar
-from kvtool.serve.formats import Format, shown_tokens
+from kvtool.serve.formats import shown_tokens
 from kvtool.serve.grammars import Grammars
 from kvtool.serve.jobs import Job
 from kvtool.serve.messages import History, Message
+from kvtool.serve.rendering import Rendering
 from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.store import Chats, Snapshot
-from kvtool.serve.tools import for_template, tools_text
 
 _LEAST_START = 256
 """Tokens of a system prompt that are worth a snapshot of their own."""
@@ -63,6 +61,7 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self._conversation = Conversation(writer, template) if template else None
+        self._rendering = Rendering(self.model, template) if template else None
         self._grammars = Grammars(self.model.path)
         # the snapshot that the engine is at
         self._at: Snapshot | None = None
@@ -100,13 +99,13 @@ class Talk:
 
     def _chat(self, job: Job, request: ChatRequest, at: Snapshot | None) -> Snapshot | None:
         """Answers a chat. Returns the snapshot that the engine is at then."""
-        if not self._conversation:
+        if not self._conversation or not self._rendering:
             raise ApiError("the model has no chat template; use /v1/completions", code="no_chat_template")
         talk = self._conversation
         tools = request.tools if request.choice.kind != "none" else []
         history = History(request.name, tools, request.messages)
-        form = Format.of(talk.template)
-        self._draw(job, request, self._forced(request, form))
+        form = self._rendering.format
+        self._draw(job, request, self._rendering.forced(request))
         self.writer.shown = shown_tokens(self.model, form) if tools else frozenset()
         clock = _Clock()
         before, tokens = self._begin(request.messages, tools, history, at)
@@ -149,6 +148,7 @@ class Talk:
     def _go_to(self, snapshot: Snapshot) -> None:
         """Raises SessionError for a damaged snapshot."""
         assert self._conversation
+        assert self._rendering
         seed = self.writer.sampler.seed
         self._conversation.restore(*self.chats.load(snapshot))
         # a request has a seed of its own
@@ -157,37 +157,25 @@ class Talk:
     def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
         """The tokens behind the first i messages, which the cache has. Raises ModelError."""
         assert self._conversation
+        assert self._rendering
         if messages[i - 1]["role"] != "assistant":
             # the beginning of a system prompt
-            whole, _ = self._whole(messages, tools)
+            whole, _ = self._rendering.whole(messages, tools)
             n = self.engine.n_past
             if not np.array_equal(whole[:n], self.writer.tokens):
                 raise ModelError("the template has changed the system prompt")
             return whole[n:]
-        template = self._conversation.template
-        before, shown = self._for_template(messages[: i - 1], tools)
-        text = template.following(before, for_template(messages[i:], template), shown)
-        return self.model.tokenize(text, special=True)
+        return self._rendering.following(messages, i, tools)
 
     def _start(self, messages: list[Message], tools: list[Any]) -> np.ndarray:
         """Empties the cache, and returns the tokens of the chat; pins the system prompt and the tools."""
         assert self._conversation
+        assert self._rendering
         self.writer.reset()
-        tokens, n_pinned = self._whole(messages, tools)
+        tokens, n_pinned = self._rendering.whole(messages, tools)
         self.engine.pin(n_pinned)
         self.engine.hold(self._conversation.n_held)
         return tokens
-
-    def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        """The tokens of a whole chat, and how many of them are the system prompt's and the tools'."""
-        assert self._conversation
-        template = self._conversation.template
-        messages, shown = self._for_template(messages, tools)
-        whole = template.render(messages, tools=shown)
-        system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-        prefix = system_prefix(template, system, shown) if system or shown else ""
-        is_pinned = bool(prefix) and whole.startswith(prefix or "")
-        return prefix_tokens(self.model, whole, len(prefix or "") if is_pinned else 0)
 
     def _read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Reads whole batches of the pinned tokens and stores them; returns what is left to be read.
@@ -203,31 +191,6 @@ class Talk:
             self._keep(None, history.digests[1])
             return tokens[n:]
         return tokens[:0]
-
-    def _for_template(
-        self, messages: list[Message], tools: list[Any]
-    ) -> tuple[list[Message], list[Any] | None]:
-        """Messages and tools as the template takes them: tools that it does not show come in a text."""
-        assert self._conversation
-        template = self._conversation.template
-        if tools and not Format.native(template):
-            system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
-            said = f"{tools_text(tools)}\n\n{system}".rstrip()
-            messages = [{"role": "system", "content": said}, *messages[1 if system else 0 :]]
-            tools = []
-        return for_template(messages, template), tools or None
-
-    def _forced(self, request: ChatRequest, form: Format) -> str | None:
-        """The grammar of the call that a request demands; None if it demands none. Raises ApiError."""
-        assert self._conversation
-        template = self._conversation.template
-        end = template.tags.end if template.opens_thought else ""
-        grammar = forced_grammar(form, request.tools, request.choice, thought_end=end)
-        if grammar and (request.schema is not None or request.sampling.grammar):
-            raise ApiError(
-                "tool_choice demands a call, and a response_format something else", param="tool_choice"
-            )
-        return grammar
 
     def _keep(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
         """Stores the chat; None where there is no room for it."""
