@@ -255,6 +255,7 @@ def test_many_at_once_get_their_own_answers(client):
 def test_models_props_and_tokens(server, client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
+    ask(client, [said("user", "Hello.")])
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/props").json()["budget"] == 256
