@@ -78,7 +78,9 @@ class Store:
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
         """Goes on with the file that the session lists, which was read and is `saved`."""
         self.close()
-        self._listed = {name: saved[name] for name in (_ID, _LAYERS, SEGMENTS, DIGESTS) if name in saved}
+        names = [name for name in (_ID, _LAYERS, SEGMENTS, DIGESTS) if name in saved]
+        # copies: a view of the session's file would keep that open
+        self._listed = {name: np.array(saved[name]) for name in names}
 
     @contextmanager
     def put(self, archive: Archive | None) -> Iterator[Listing]:
@@ -386,6 +388,15 @@ def _listing(archive: Archive, file: _File | None) -> Listing:
         (SEGMENTS, np.array(table, np.int64).reshape(-1, 3)),
         (DIGESTS, np.frombuffer(digests, np.uint8).reshape(-1, hashlib.sha256().digest_size)),
     ]
+
+
+def size(session: Path) -> int:
+    """Bytes of the archive of the session at `session`, with what a killed process has left of a next one."""
+    n = 0
+    for place in _places(session):
+        with suppress(OSError):
+            n += place.stat().st_size
+    return n
 
 
 def _places(session: Path) -> tuple[Path, Path]:

@@ -140,15 +140,17 @@ def dump(file: BinaryIO, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -
     file.write(_FIRST.format(number, hashlib.sha256(line).hexdigest(), digest.hexdigest()).encode())
 
 
-def load(file: BinaryIO, name: str, archive: FileIO | None = None) -> tuple[Meta, Arrays]:
+def load(file: BinaryIO, name: str, archive: FileIO | Path | None = None) -> tuple[Meta, Arrays]:
     """Reads what `dump` wrote. The arrays are views of the file, read from it when they are used.
 
     `name` stands for the file in error messages. archive: the file with the segments that are listed, if
-    there are some. Raises SessionError as `read` does.
+    there are some, or the session beside which that lies. Raises SessionError as `read` does, and OSError.
     """
     meta, arrays = _load(file, name)
     if SEGMENTS not in arrays:
         return meta, arrays
+    if isinstance(archive, Path):
+        return meta, segments.join(archive, arrays)
     return meta, segments.Joined(arrays, archive, f"the archive of {name}", name)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,24 @@ import numpy as np
 from kvtool.chats import segments, session
 from kvtool.errors import SessionError
 from kvtool.llama.archive import Archive
-from kvtool.system.files import locked
+from kvtool.system.files import locked, second_name
 from kvtool.system.paths import cache_dir
 
 SUFFIX = ".kv"
 
 _NAME = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:\.(\d+))?")
 
+_UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:(\.part)|\.archive(?:\.next)?)")
+
 _NEWEST = 2**62
 """Stands for the number of a file without one: it comes last."""
 
 Saved = Callable[[segments.Listing], tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]]
 """Gives what is to be written, with the listing of the archive."""
+
+
+_PREFIX, _LOCK = "serve-", ".lock"
+_YOUNG_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -122,18 +129,16 @@ class Chats:
         return None
 
     def load(self, snapshot: Snapshot) -> tuple[session.Meta, session.Arrays]:
-        """Reads a snapshot. Raises SessionError for a damaged one, which is dropped."""
+        """Reads a snapshot. Raises SessionError where it cannot be; a damaged one is dropped."""
         try:
             with snapshot.path.open("rb") as file:
-                archive = segments.beside(snapshot.line.path)
-                with archive.open("rb", buffering=0) if archive.exists() else nullcontext() as raw:
-                    meta, arrays = session.load(file, snapshot.path.name, raw)
+                meta, arrays = session.load(file, snapshot.path.name, snapshot.line.path)
+        except (SessionError, FileNotFoundError) as error:
+            self.drop(snapshot)
+            raise SessionError(str(error)) from None
         except OSError as error:
-            self.drop(snapshot)
+            # such as too many open files: it may be read the next time
             raise session.cannot("read", snapshot.path, error) from None
-        except SessionError:
-            self.drop(snapshot)
-            raise
         if snapshot.is_newest:
             snapshot.line.store.adopt(arrays)
         return meta, arrays
@@ -144,21 +149,25 @@ class Chats:
         before: what it went on from, if that was stored. Raises SessionError; then all is as it was.
         """
         line = before.line if before and before.is_newest else self._new_line()
-        try:
-            if line.snapshots:
+        with ExitStack() as failed:
+            failed.callback(_give_up, line)
+            try:
                 _number(line)
-            with line.store.put(archive) as listed:
-                meta, arrays = saved(listed)
-                more = {"fixed": self.fixed, "digest": digest.hex(), "saved": time.strftime("%F %T")}
-                session.write(line.path, meta | more, arrays)
-        except OSError as error:
-            raise session.cannot("write", line.path, error) from None
-        finally:
-            if not line.snapshots and not line.path.exists():
-                line.store.close()
+                with line.store.put(archive) as listed:
+                    meta, arrays = saved(listed)
+                    more = {"fixed": self.fixed, "digest": digest.hex(), "saved": time.strftime("%F %T")}
+                    session.write(line.path, meta | more, arrays)
+                found = Snapshot(line, digest, line.path, line.path.stat().st_size)
+            except OSError as error:
+                raise session.cannot("write", line.path, error) from None
+            failed.pop_all()
+        # nothing stays open: there may be thousands of chats
+        line.store.adopt(dict(listed))
+        if twin := self._by_digest.get(digest):
+            # the same chat again, of a repeated request
+            self.drop(twin)
         if not line.snapshots:
             self._lines.append(line)
-        found = Snapshot(line, digest, line.path, line.path.stat().st_size)
         line.snapshots.append(found)
         self._by_digest[digest] = found
         self._shrink(keep=found)
@@ -174,13 +183,12 @@ class Chats:
         if self._by_digest.get(snapshot.digest) is snapshot:
             del self._by_digest[snapshot.digest]
         with suppress(OSError):
-            snapshot.path.unlink()
+            snapshot.path.unlink(missing_ok=True)
             if is_newest and line.snapshots:
                 os.replace(line.snapshots[-1].path, line.path)
                 line.snapshots[-1].path = line.path
         if not line.snapshots:
-            line.store.close()
-            segments.delete(line.path)
+            _delete(line)
             self._lines.remove(line)
 
     def close(self) -> None:
@@ -217,11 +225,22 @@ class Chats:
                 self._read_one(line, file)
             if line.snapshots:
                 self._lines.append(line)
+        self._tidy(names, found)
+
+    def _tidy(self, names: list[str], keys: Collection[str]) -> None:
+        """Removes what a killed server was about to write. keys: of chats that have a file."""
+        for match in filter(None, map(_UNFINISHED.fullmatch, names)):
+            path = self.folder / f"{match[1]}{SUFFIX}"
+            if match[2]:
+                with suppress(OSError):
+                    path.with_name(match[0]).unlink()
+            elif match[1] not in keys:
+                segments.delete(path)
 
     def _read_one(self, line: Line, path: Path) -> None:
         try:
             meta = session.read_meta(path)
-            digest, n_bytes = bytes.fromhex(meta["digest"]), path.stat().st_size
+            digest, stat = bytes.fromhex(meta["digest"]), path.stat()
         except (SessionError, OSError, KeyError, ValueError):
             # not this server's
             return
@@ -230,7 +249,8 @@ class Chats:
         if digest in self._by_digest and self._by_digest[digest].line is line:
             # the second name of the newest, from a server that was killed behind it
             self._drop_second(line, digest)
-        snapshot = Snapshot(line, digest, path, n_bytes, used=time.monotonic() - 1e6)
+        age = max(time.time() - stat.st_mtime, 0)
+        snapshot = Snapshot(line, digest, path, stat.st_size, used=time.monotonic() - age)
         line.snapshots.append(snapshot)
         self._by_digest[digest] = snapshot
 
@@ -244,18 +264,35 @@ class Chats:
 
 def _number(line: Line) -> None:
     """Gives the newest snapshot a second name, and lets that be its name. Raises OSError."""
-    path = line.path.with_name(f"{line.path.name}.{line.n_named + 1}")
-    os.link(line.path, path)
-    line.n_named += 1
-    line.snapshots[-1].path = path
+    newest = line.snapshots[-1] if line.snapshots else None
+    # after a kill or a failure it may have one
+    if newest and newest.path == line.path:
+        line.n_named += 1
+        newest.path = second_name(line.path, line.path.with_name(f"{line.path.name}.{line.n_named}"))
+
+
+def _give_up(line: Line) -> None:
+    """Leaves nothing of a turn that could not be written."""
+    if not line.snapshots:
+        _delete(line)
+        return
+    newest = line.snapshots[-1]
+    with suppress(OSError):
+        if newest.path != line.path and newest.path.samefile(line.path):
+            newest.path.unlink()
+            newest.path = line.path
+
+
+def _delete(line: Line) -> None:
+    """Removes what is left of a chat without snapshots."""
+    line.store.close()
+    with suppress(OSError):
+        line.path.unlink(missing_ok=True)
+    segments.delete(line.path)
 
 
 def _line_bytes(line: Line) -> int:
-    archive = segments.beside(line.path)
-    n = sum(each.n_bytes for each in line.snapshots)
-    with suppress(OSError):
-        n += archive.stat().st_size
-    return n
+    return segments.size(line.path) + sum(each.n_bytes for each in line.snapshots)
 
 
 @contextmanager
@@ -265,17 +302,32 @@ def held(folder: Path | None) -> Iterator[Path]:
     Raises SessionError where another server has it.
     """
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="serve-", dir=_spare_folder()) as path:
+        spare = _spare_folder()
+        _sweep(spare)
+        with (
+            tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare) as path,
+            locked(Path(path) / _LOCK, wait=False),
+        ):
             yield Path(path)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", wait=False):
+        with locked(folder / _LOCK, wait=False):
             yield folder
     except BlockingIOError:
         raise SessionError(f"{folder} is in use by another server; name another folder") from None
     except OSError as error:
         raise session.cannot("write", folder, error) from None
+
+
+def _sweep(spare: Path | None) -> None:
+    """Removes the folders of servers that were killed."""
+    for folder in spare.glob(f"{_PREFIX}*") if spare else ():
+        with suppress(OSError):
+            # not one that is being made
+            if (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _YOUNG_S:
+                with locked(folder / _LOCK, wait=False):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _spare_folder() -> Path | None:

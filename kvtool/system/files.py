@@ -127,8 +127,7 @@ class Log:
 def set_aside(path: Path, suffix: str = "") -> Path:
     """Gives a file a second name, the first of PATH.1, PATH.2, ... that is free. Raises OSError.
 
-    suffix: of a file PATH + suffix that gets a second name with it, if there is one. Costs no bytes where the
-    file system has hard links, else a copy.
+    suffix: of a file PATH + suffix that gets a second name with it, if there is one.
     """
     path = Path(os.path.realpath(path))
     suffixes = [each for each in dict.fromkeys((suffix, "")) if os.path.lexists(f"{path}{each}")] or [""]
@@ -141,7 +140,7 @@ def set_aside(path: Path, suffix: str = "") -> Path:
         made: list[Path] = []
         try:
             for each in suffixes:
-                made.append(_link(Path(f"{path}{each}"), Path(f"{spare}{each}")))
+                made.append(second_name(Path(f"{path}{each}"), Path(f"{spare}{each}")))
         except OSError as error:
             for other in made:
                 other.unlink()
@@ -151,7 +150,11 @@ def set_aside(path: Path, suffix: str = "") -> Path:
         return spare
 
 
-def _link(path: Path, spare: Path) -> Path:
+def second_name(path: Path, spare: Path) -> Path:
+    """Gives a file a second name, which must be free, and returns that. Raises OSError.
+
+    Costs no bytes where the file system has hard links, else a copy.
+    """
     try:
         os.link(path, spare)
     except FileExistsError:
