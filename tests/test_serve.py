@@ -452,3 +452,25 @@ def test_a_tool_is_called_and_its_result_read(client):
     with pytest.raises(openai.BadRequestError) as raised:
         ask(client, messages, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}})
     assert raised.value.body["param"].startswith("tool_choice")
+
+
+def test_a_long_system_prompt_is_read_once(smollm2, tmp_path):
+    system = said("system", "You know the river. " * 90)
+    with serving(MODEL, "--budget", "512", "-b", "64", "--temp", "0", "--sessions", str(tmp_path)) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        first = ask(client, [said("user", "My secret is 4711.")])
+        one = ask(client, [system, said("user", "What is deep?")])
+        two = ask(client, [system, said("user", "What is wide?")])
+        again = ask(client, [system, said("user", "What is deep?")])
+    assert one.usage.prompt_tokens_details.cached_tokens == 0
+    assert two.usage.prompt_tokens_details.cached_tokens % 64 == 0
+    assert two.usage.prompt_tokens_details.cached_tokens > 300
+    # what was stored in between changes nothing
+    assert again.choices[0].message.content == one.choices[0].message.content
+    # the prompt alone has nothing of the chat before it
+    (start,) = [path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1]
+    assert b"4711" not in start.read_bytes()
+
+
+def _n_said(path):
+    return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])

@@ -188,6 +188,9 @@ class Talk:
         if n < _LEAST_START or not is_system or self.engine.reads_whole(len(tokens)):
             return tokens
         if self.writer.read(tokens[:n]):
+            assert self._conversation
+            # not those of the chat before
+            self._conversation.messages = [dict(messages[0])]
             self._keep(None, history.digests[1])
             return tokens[n:]
         return tokens[:0]
