@@ -468,7 +468,7 @@ def test_a_long_system_prompt_is_read_once(smollm2, tmp_path):
     # what was stored in between changes nothing
     assert again.choices[0].message.content == one.choices[0].message.content
     # the prompt alone has nothing of the chat before it
-    (start,) = [path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1]
+    start = next(path for path in tmp_path.glob("*.kv*") if _n_said(path) == 1)
     assert b"4711" not in start.read_bytes()
 
 
