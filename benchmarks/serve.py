@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--words", type=int, default=190, help="of the book, in each turn")
     parser.add_argument("-n", type=int, default=16, help="tokens of each reply")
-    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("command", nargs="+", help="starts the server")
     args = parser.parse_args()
     words = args.file.read_text(encoding="utf-8").split()

@@ -458,7 +458,7 @@ def test_a_long_system_prompt_is_read_once(smollm2, tmp_path):
     system = said("system", "You know the river. " * 90)
     with serving(MODEL, "--budget", "512", "-b", "64", "--temp", "0", "--sessions", str(tmp_path)) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        first = ask(client, [said("user", "My secret is 4711.")])
+        ask(client, [said("user", "My secret is 4711.")])
         one = ask(client, [system, said("user", "What is deep?")])
         two = ask(client, [system, said("user", "What is wide?")])
         again = ask(client, [system, said("user", "What is deep?")])
