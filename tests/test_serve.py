@@ -476,3 +476,17 @@ def test_a_long_system_prompt_is_read_once(smollm2, tmp_path):
 
 def _n_said(path):
     return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
+
+
+def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(smollm2):
+    options = ("--budget", "256", "--temp", "0", "--explain")
+    with serving(MODEL, *options, "--system", SYSTEM["content"]) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        question = said("user", "Name an animal.")
+        own = ask(client, [question])
+        assert ask(client, [SYSTEM, question]).usage == own.usage
+        other = ask(client, [said("system", "Be brief, and speak as a pirate does."), question])
+        assert other.usage.prompt_tokens > own.usage.prompt_tokens
+        more = ask(client, [question, said("assistant", own.choices[0].message.content), question])
+        assert more.usage.prompt_tokens_details.cached_tokens == own.usage.total_tokens
+    assert any(line.startswith("budget      256 cells per row = ") for line in server.lines)
