@@ -102,8 +102,9 @@ def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str
         messages.append({"role": "user", "content": part})
         try:
             row, reply = _turn(messages, args.n)
-        except urllib.error.HTTPError as error:
-            note(f"turn {turn}: {error.code} {error.read().decode()[:300]}")
+        except (urllib.error.HTTPError, _Refused) as error:
+            said = error.read().decode() if isinstance(error, urllib.error.HTTPError) else str(error)
+            print(f"turn {turn}: {said[:300]}")
             break
         messages.append({"role": "assistant", "content": reply})
         rows.append({"turn": turn, **row, "rss": _rss(pid), "reply": reply})
@@ -125,6 +126,10 @@ def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namesp
     return done.stdout == "".join(f"{row['reply']}\n" for row in rows)
 
 
+class _Refused(Exception):
+    """An error in the middle of a stream."""
+
+
 def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:
     body = {"messages": messages, "max_tokens": n, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -137,6 +142,8 @@ def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], st
             if not line.startswith(b"data: {"):
                 continue
             piece = json.loads(line[6:])
+            if "error" in piece:
+                raise _Refused(json.dumps(piece["error"]))
             last |= {name: piece[name] for name in ("usage", "kvtool", "timings") if piece.get(name)}
             text = piece["choices"][0]["delta"].get("content") if piece["choices"] else None
             if text:
