@@ -90,28 +90,50 @@ class Sample:
         One of SCORES.
     values
         Value and weight of each item, or of each block of tokens, by its name.
+    of_text
+        Whether they are blocks of a text, in their order, which depend on each other.
     """
 
     score: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
+    of_text: bool = False
 
     def mean(self) -> tuple[float, float]:
         """The mean and its standard error; the error is nan for a single item."""
-        return self._mean(list(self.values.values()))
+        return statistics.mean_error(*self._blocks(list(self.values.values())))
 
-    def minus(self, other: Sample) -> tuple[float, float]:
-        """The mean of the differences, item by item, and its standard error."""
+    def minus(self, other: Sample) -> Difference | None:
+        """The mean of the differences, item by item; None of fewer than two."""
         both = [
             (value - other.values[name][0], w)
             for name, (value, w) in self.values.items()
             if name in other.values
         ]
-        return self._mean(both) if both else (float("nan"), float("nan"))
+        if len(both) < 2:
+            return None
+        sums, weights = self._blocks(both)
+        return Difference(float(sums.sum() / weights.sum()), statistics.sign_test(sums))
 
-    @staticmethod
-    def _mean(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    def _blocks(self, values: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
         value, weight = np.array(values).T
-        return statistics.mean_error(value * weight, weight)
+        sums = value * weight
+        return statistics.joined(sums, weight) if self.of_text else (sums, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean difference between two policies on the same items.
+
+    Attributes
+    ----------
+    mean
+        It.
+    p
+        The chance of one as large without a true difference.
+    """
+
+    mean: float
+    p: float
 
 
 def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
@@ -128,7 +150,8 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
             shown = line | {"budget": budget}
             column = ", ".join(table.names.get(str(shown[name]), str(shown[name])) for name in table.by)
             for name in dict.fromkeys([column, table.pooled or column]):
-                places.setdefault((line["label"], name), Sample(score)).values.update(found)
+                sample = Sample(score, of_text=bool(line.get("weights", {}).get(score)))
+                places.setdefault((line["label"], name), sample).values.update(found)
     return {place: sample for place, sample in places.items() if sample.values}
 
 
@@ -174,6 +197,7 @@ def render(name: str, results: Path = RESULTS) -> str:
 
 
 def _rows(places: Mapping[Place, Sample], table: Table) -> Iterator[str]:
+    signs = compared(places, table)
     columns = dict.fromkeys(column for _, column in [*table.paper, *places] if column != table.pooled)
     columns = [*columns, *[table.pooled] * bool(table.pooled)]
     yield f"{table.title or SCORES[table.score].title}:"
@@ -181,10 +205,14 @@ def _rows(places: Mapping[Place, Sample], table: Table) -> Iterator[str]:
     yield f"| policy | {' | '.join(columns)} |"
     yield "| --- |" + " ---: |" * len(columns)
     for row in table.rows or dict.fromkeys(row for row, _ in [*places, *table.paper]):
-        yield f"| `{row}` | " + " | ".join(_shown(places, table, (row, column)) for column in columns) + " |"
+        yield (
+            f"| `{row}` | "
+            + " | ".join(_shown(places, table, (row, column), signs) for column in columns)
+            + " |"
+        )
 
 
-def _shown(places: Mapping[Place, Sample], table: Table, place: Place) -> str:
+def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
     parts = []
     if place in places:
         score, (mean, error) = SCORES[places[place].score], places[place].mean()
@@ -195,16 +223,25 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place) -> str:
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
         parts.append(f"({table.paper[place]})")
-    return " ".join([*parts, *filter(None, [("", "better", "worse")[_compared(places, table, place)]])])
+    return " ".join([*parts, *filter(None, [("", "better", "worse")[signs.get(place, 0)]])])
 
 
-def _compared(places: Mapping[Place, Sample], table: Table, place: Place) -> int:
-    """1: better than the paper's own method by more than two standard errors; -1: worse; 0: neither."""
-    own = table.against, place[1]
-    if place[0] == table.against or not {place, own} <= places.keys():
-        return 0
-    mean, error = places[place].minus(places[own])
-    return int(np.sign(mean)) * _sign(places[place].score) if abs(mean) > 2 * error else 0
+def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
+    """Of each place that a test can compare with the paper's own method: 1 better, -1 worse, 0 not told.
+
+    A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
+    no test.
+    """
+    found = {}
+    for place in places:
+        own = table.against, place[1]
+        if place[0] != table.against and own in places and (found_one := places[place].minus(places[own])):
+            found[place] = found_one
+    adjusted = statistics.holm(np.array([each.p for each in found.values()]))
+    return {
+        place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= 0.05)
+        for (place, each), p in zip(found.items(), adjusted, strict=True)
+    }
 
 
 def _sign(score: str) -> int:
@@ -213,20 +250,30 @@ def _sign(score: str) -> int:
 
 def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
     """In words, how many of the paper's differences from its own method are found here."""
-    found = [theirs * _compared(places, table, place) for place, theirs in _ordered(places, table)]
+    signs = compared(places, table)
+    ordered = dict(_ordered(places, table))
+    found = [theirs * signs[place] for place, theirs in ordered.items() if place in signs]
     here, reverse, unclear = (found.count(sign) for sign in (1, -1, 0))
     said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
-    if found:
-        verdict = "The paper's ordering does not hold here." if reverse else "No difference can be told here."
-        if here:
-            verdict = f"The paper's ordering holds here {'in part' if reverse else 'as far as we can tell'}."
-        said += [
-            verdict,
-            f"Of its {len(found)} differences from `{table.against}`, {here} appear here, {reverse} are "
-            f"reversed, {unclear} are within two standard errors.",
-        ]
+    if ordered:
+        n, n_test = len(ordered), len(signs)
+        verdict = "No difference can be told here."
+        if here or reverse:
+            verdict = "Where a difference can be told here, it is "
+            verdict += (
+                "the paper's." if not reverse else "the other way round." if not here else "either way."
+            )
+        parts = [f"{here} appear{'s' * (here == 1)} here", f"{reverse} {_are(reverse)} reversed"]
+        parts.append(f"{unclear} cannot be told ({n_test} test{'s' * (n_test > 1)} in the table)")
+        if untested := n - len(found):
+            parts.append(f"{untested} {_are(untested)} of single numbers, which have no test")
+        said += [verdict, f"Of its {n} difference{'s' * (n > 1)} from `{table.against}`, {', '.join(parts)}."]
     # a line each
     return "\n".join(said)
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
 
 
 def _ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:

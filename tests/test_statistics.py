@@ -101,3 +101,82 @@ def test_hits_and_misses_have_wilsons_interval(hits, n, low, high):
 def test_other_scores_are_drawn():
     scores = np.random.default_rng(0).random(40)
     assert statistics.item_interval(scores) == statistics.interval(scores, np.ones(40))
+
+
+@pytest.mark.parametrize("rho", [0.3, 0.6, 0.9])
+def test_a_block_is_as_long_as_theory_says(rho):
+    n, rng, lengths = 4000, np.random.default_rng(0), []
+    for _ in range(40):
+        values = np.zeros(n)
+        for i, noise in enumerate(rng.normal(size=n - 1), 1):
+            values[i] = rho * values[i - 1] + noise
+        lengths.append(statistics.block_length(values))
+    # of an autoregression of the first order, in closed form
+    spread, bias = (1 + rho) / (1 - rho), 2 * rho / (1 - rho) ** 2
+    theory = (2 * bias**2 / (4 / 3 * spread**2)) ** (1 / 3) * n ** (1 / 3)
+    assert np.median(lengths) == pytest.approx(theory, rel=0.15)
+
+
+def test_values_that_do_not_depend_on_each_other_stay_alone():
+    rng = np.random.default_rng(0)
+    assert np.median([statistics.block_length(rng.normal(size=200)) for _ in range(50)]) < 3
+    assert statistics.block_length(np.full(30, 2.0)) == 1
+
+
+def test_joined_blocks_have_the_same_sum_and_are_no_fewer_than_eight():
+    rng = np.random.default_rng(0)
+    for n in (3, 8, 9, 32, 200):
+        sums, counts = rng.normal(size=n).cumsum(), rng.integers(1, 9, size=n).astype(float)
+        own, numbers = statistics.joined(sums, counts)
+        assert min(n, 8) <= len(own) == len(numbers) <= n
+        assert own.sum() == pytest.approx(sums.sum())
+        assert numbers.sum() == counts.sum()
+        assert len(own) < n or n < 9
+
+
+def test_texts_that_depend_on_far_tokens_have_wider_errors():
+    held = {"alone": 0, "joined": 0}
+    for text in _texts(200, 16384, 1000):
+        sums, counts = statistics.block_sums(text), statistics.block_counts(len(text))
+        for name, blocks in (("alone", (sums, counts)), ("joined", statistics.joined(sums, counts))):
+            mean, error = statistics.mean_error(*blocks)
+            held[name] += abs(mean) < 2 * error
+    assert held["alone"] / 200 < 0.75
+    assert held["joined"] / 200 > 0.85
+
+
+def test_signs_tell_a_difference_only_where_enough_items_differ():
+    # three of eight against none: two of the eight ways to put three signs
+    assert statistics.sign_test(np.repeat([1.0, 0.0], [3, 5])) == 0.25
+    assert statistics.sign_test(np.zeros(8)) == 1
+    assert statistics.sign_test(np.ones(6)) == 2 / 2**6
+    assert statistics.sign_test(np.array([3.0, -1.0])) == 1
+    assert statistics.sign_test(np.array([0.1, 0.2, 0.3])) == 0.25
+
+
+def test_signs_of_many_items_are_drawn_and_agree_with_all_of_them():
+    rng = np.random.default_rng(1)
+    for shift in (0.0, 0.4, 0.8):
+        values = rng.normal(size=16) + shift
+        exact = statistics.sign_test(values)
+        # one of next to no size makes them too many to try all
+        drawn = statistics.sign_test(np.append(values, 1e-12))
+        assert drawn == pytest.approx(exact, abs=0.015)
+
+
+def test_without_a_difference_one_test_in_twenty_finds_one():
+    rng = np.random.default_rng(2)
+    found = [statistics.sign_test(rng.normal(size=12)) <= 0.05 for _ in range(600)]
+    assert 0.02 < np.mean(found) < 0.08
+
+
+def test_of_many_tests_holm_lets_chance_find_one_in_a_table_of_twenty():
+    # Holm 1979's steps: 4 x .005, 3 x .01, 2 x .03, and no less than the one before
+    assert statistics.holm(np.array([0.01, 0.04, 0.03, 0.005])) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm(np.array([0.9, 0.8])).tolist() == [1, 1]
+    assert statistics.holm(np.array([])).tolist() == []
+    rng = np.random.default_rng(3)
+    tables = rng.random((2000, 20))
+    assert np.mean([(statistics.holm(table) <= 0.05).any() for table in tables]) == pytest.approx(
+        0.05, abs=0.015
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtool.measure import records
 from kvtool.measure.grid import KEY, Common, Run, identity
-from kvtool.measure.statistics import block_counts, mean_error
+from kvtool.measure.statistics import block_counts, joined, mean_error
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Results:
         best = self.grid[min(others)[1]]
         record, other = self.of_run[run], self.of_run[best]
         difference = np.subtract(record["nll_blocks"], other["nll_blocks"])
-        mean, error = mean_error(difference, block_counts(record["n_scored"]))
+        mean, error = mean_error(*joined(difference, block_counts(record["n_scored"])))
         return {
             "best_other": best.label,
             "nll_minus_best": mean,

@@ -207,17 +207,17 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     """
     import numpy as np
 
-    from kvtool.measure.statistics import block_counts, block_sums, interval, mean_error
+    from kvtool.measure.statistics import block_counts, block_sums, interval, joined, mean_error
 
     counts = block_counts(len(nll))
 
     def mean(values: np.ndarray) -> tuple[float, float | None]:
-        value, error = mean_error(block_sums(values), counts)
+        value, error = mean_error(*joined(block_sums(values), counts))
         return value, None if np.isnan(error) else error
 
     sums = block_sums(nll)
     value, error = mean(nll)
-    low, high = interval(sums, counts)
+    low, high = interval(*joined(sums, counts))
     found: dict[str, Any] = {
         "n_scored": len(nll),
         "perplexity": math.exp(value),
