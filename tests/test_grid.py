@@ -187,7 +187,7 @@ def test_a_difference_is_that_of_blocks_to_the_best_other_of_the_group(common):
         best = min(others, key=lambda other: sum(sums[other]))
         assert found[run]["best_other"] == best.label
         difference = np.subtract(sums[run], sums[best])
-        mean, error = statistics.mean_error(difference, statistics.block_counts(N - 1))
+        mean, error = statistics.mean_error(*statistics.joined(difference, statistics.block_counts(N - 1)))
         assert found[run]["nll_minus_best"] == mean
         assert found[run]["nll_minus_best_stderr"] == error
 
@@ -292,8 +292,8 @@ def test_a_run_has_the_numbers_of_perplexity(common):
     assert roomy["edit_s"] < h2o["edit_s"]
     assert 0 < h2o["top1"] < 1
     assert h2o["plan_s"] > 0 < h2o["edit_s"]
-    counts = statistics.block_counts(N - 1)
-    mean, error = statistics.mean_error(statistics.block_sums(nll[runs[1]] - nll[runs[0]]), counts)
+    sums = statistics.block_sums(nll[runs[1]] - nll[runs[0]])
+    mean, error = statistics.mean_error(*statistics.joined(sums, statistics.block_counts(N - 1)))
     assert (h2o["nll_minus_full"], h2o["nll_minus_full_stderr"]) == (
         pytest.approx(mean),
         pytest.approx(error),

@@ -310,22 +310,27 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
     assert "*30 items, 3 minutes; m, kvtool 1, llama-cpp-python 2, patch 3.*" in text
 
 
-def test_differences_are_paired_and_named_beyond_two_standard_errors(measured):
+def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
     noise = np.random.default_rng(0).normal(size=40)
     spread = np.tile([1, -1], 20)
-    # of 40 items of spread 1 the mean's error is 0.16
+    # of 40 items of spread 1 the mean's error is 0.16; three tests need 2.5 of it
     error = spread.std(ddof=1) / np.sqrt(40)
     text = measured(
         lines(
             buzz__64={"logp": noise.tolist()},
-            h2o__64={"logp": (noise + spread + 2.1 * error).tolist()},
-            tova__64={"logp": (noise + spread - 2.1 * error).tolist()},
-            local__64={"logp": (noise + spread + 1.9 * error).tolist()},
+            h2o__64={"logp": (noise + spread + 3 * error).tolist()},
+            tova__64={"logp": (noise + spread - 3 * error).tolist()},
+            local__64={"logp": (noise + spread + 2.1 * error).tolist()},
         ),
         Table("logp", against="buzz"),
     )
     ends = dict(re.findall(r"\| `(\w+)` \| .*?±[\d.]+ ?(\w*) \|", text))
-    assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": ""}
+    # alone, local's would be told, and is once the others are
+    assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": "better"}
+    alone = np.tile([1.0, -1.0], 20) + 2.1 * error
+    many = {f"h2o:decay=0.{i}__64": {"logp": (noise + alone).tolist()} for i in range(1, 9)}
+    text = measured(lines(buzz__64={"logp": noise.tolist()}, **many), Table("logp", against="buzz"))
+    assert "better" not in text
 
 
 def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
@@ -345,15 +350,15 @@ def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
         {**of_blocks, "label": "h2o", "scores": {"nll": (means + 0.1).tolist()}},
     ]
     text = measured(found, Table("nll", against="buzz"))
-    nll, error = statistics.mean_error(means * counts, counts)
+    nll, error = statistics.mean_error(*statistics.joined(means * counts, counts))
     assert f"| `buzz` | {np.exp(nll):.2f} ±{np.exp(nll) * error:.2f} |" in text
     assert f"| `h2o` | {np.exp(nll + 0.1):.2f} ±{np.exp(nll + 0.1) * error:.2f} worse |" in text
     assert "*1,001 tokens" in text
 
 
 def test_the_papers_differences_are_counted(measured):
-    better, same = [0.9, 0.8, 0.9, 0.8], [0.1, 0.9, 0.9, 0.1]
-    own = [0.5, 0.4, 0.5, 0.4]
+    better, same = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4]
+    own = [0.5, 0.4] * 5
     found = lines(
         full={"f1": better},
         buzz__64={"f1": own},
@@ -366,28 +371,34 @@ def test_the_papers_differences_are_counted(measured):
     text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
-        "In brackets: the paper's numbers, with Llama.\nThe paper's ordering holds here in part.\nOf its 3 "
-        "differences from `buzz`, 1 appear here, 1 are reversed, 1 are within two standard errors.\n" in text
+        "In brackets: the paper's numbers, with Llama.\nWhere a difference can be told here, it is either way.\n"
+        "Of its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
+        "table).\n" in text
     )
     lower = measured(
         [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
         Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
     )
-    assert "as far as we can tell.\nOf its 1 differences from `buzz`, 1 appear here, 0 are" in lower
+    assert "it is the paper's.\nOf its 1 difference from `buzz`, 1 appears here, 0 are" in lower
+    # one number each is no test
+    single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
+    text = measured(single, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
+    assert "No difference can be told here.\nOf its 3 differences" in text
+    assert "0 cannot be told (0 tests in the table), 3 are of single numbers, which have no test." in text
 
 
 def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
-    better, same, own = [0.9, 0.8, 0.9, 0.8], [0.1, 0.9, 0.9, 0.1], [0.5, 0.4, 0.5, 0.4]
+    better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
     found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     told = {
-        "h2o": "does not hold here.\nOf its 1 differences from `buzz`, 0 appear here, 1 are reversed",
-        "local": "No difference can be told here.\nOf its 1 differences from `buzz`, 0 appear here, 0 are",
+        "h2o": "it is the other way round.\nOf its 1 difference from `buzz`, 0 appear here, 1 is reversed",
+        "local": "No difference can be told here.\nOf its 1 difference from `buzz`, 0 appear here, 0 are",
     }
     for worse, said in told.items():
         assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
     text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
     assert (
-        "as far as we can tell.\nOf its 3 differences from `h2o`, 1 appear here, 0 are reversed, 2 are within"
+        "it is the paper's.\nOf its 3 differences from `h2o`, 1 appears here, 0 are reversed, 2 cannot be told"
         in text
     )
     # what was not measured tells nothing
