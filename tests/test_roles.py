@@ -8,6 +8,7 @@ import pytest
 
 from kvtool.chats.prompt import prefix_tokens
 from kvtool.chats.template import Template
+from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import HERMES, MISTRAL
@@ -227,6 +228,32 @@ def test_the_user_speaks_before_the_model_has_answered_to_a_result(model):
     # a reply before a call is one with it
     text = text_of(model, own.whole(check([*said("ua"), CALL, RESULT, *said("a")]), TOOLS)[0])
     assert text.count("</s>") == 2
+
+
+GEMMA4 = (
+    "{{ tools | tojson }}{% for m in messages if m.role != 'tool' %}<{{ m.role }}>"
+    "{% for c in m.tool_calls %}{{ '<|tool_call>call:' ~ c.function.name }}{}<tool_call|>{% endfor %}"
+    "{% for c in m.tool_calls %}{% for r in messages if r.tool_call_id == c.id %}"
+    "<|tool_response>{{ c.function.name }}:{{ r.content }}<tool_response|>{% endfor %}{% endfor %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<a>{% endif %}"
+)
+
+
+@pytest.mark.engine
+def test_results_that_stand_in_the_reply_follow_its_calls(model):
+    own = rendering(model, GEMMA4)
+    turns = check([*said("su"), CALL, RESULT])
+    result = "<|tool_response>now:noon<tool_response|>"
+    assert text_of(model, own.whole(turns, TOOLS)[0]).endswith(
+        f"<|tool_call>call:now{{}}<tool_call|>{result}"
+    )
+    assert text_of(model, own.following(turns, 3, TOOLS)) == result
+    turns += check([{"role": "assistant", "content": "Noon."}, *said("u")])
+    assert text_of(model, own.following(turns, 5, TOOLS)) == "<user>0<a>"
+    assert text_of(model, own.following(turns, 3, TOOLS)) == f"{result}<assistant>Noon.<user>0<a>"
+    leaves_out = rendering(model, GEMMA4.replace("<tool_call|>", ""))
+    with pytest.raises(ModelError, match="leaves calls out"):
+        leaves_out.following(turns, 3, TOOLS)
 
 
 @pytest.mark.engine

@@ -171,6 +171,32 @@ WRITTEN = {
             ],
         ),
     },
+    "gemma": {
+        "one": ('<|tool_call>call:weather{city:<|"|>Zurich<|"|>,unit:<|"|>C<|"|>}<tool_call|>', [ZURICH]),
+        "two": (
+            '<|tool_call>call:weather{<|"|>city<|"|>: <|"|>Zurich<|"|>, unit:"C"}<tool_call|>'
+            "<|tool_call>call:now{}<tool_call|>",
+            [ZURICH, NOW],
+        ),
+        "without the last tag": ("<|tool_call>call:now{}", [NOW]),
+        "values": (
+            '<|tool_call>call:make-note{city:true,from:None,a:-1.5e3,b:[1,<|"|>, x: <|"|>,{c d:[]}],'
+            'e:{f:{"g, h: i":null}}}<tool_call|>',
+            [
+                (
+                    "make-note",
+                    {
+                        **{"city": True, "from": None, "a": -1500.0, "b": [1, ", x: ", {"c d": []}]},
+                        "e": {"f": {"g, h: i": None}},
+                    },
+                )
+            ],
+        ),
+        "a tag in a text": (
+            '<|tool_call>call:weather{city:<|"|>}<tool_call|>{"\\<|"|>}<tool_call|>',
+            [("weather", {"city": '}<tool_call|>{"\\'})],
+        ),
+    },
 }
 # what opens a call of each format, for calls that are none
 OPENS = {
@@ -181,7 +207,7 @@ OPENS = {
         "mistral": "[TOOL_CALLS]",
     },
     **{"mistral-args": "[TOOL_CALLS]", "granite": "<|tool_call|>", "nemotron": "<TOOLCALL>"},
-    **{"llama": "<|python_tag|>", "lfm2": "<|tool_call_start|>"},
+    **{"llama": "<|python_tag|>", "lfm2": "<|tool_call_start|>", "gemma": "<|tool_call>"},
 }
 BROKEN = [
     *(
@@ -219,6 +245,14 @@ BROKEN = [
         "[now(x=1e999)]",
         '"now"',
     ),
+    *(
+        "call:no{}<tool_call|>",
+        "call:now",
+        "call:now{",
+        "call:now{x}<tool_call|>",
+        "call:now{x:NaN}<tool_call|>",
+    ),
+    *('call:now{x:<|"|>}<tool_call|>', "call:now[]<tool_call|>"),
     *("now x", '{"name": "now", "parameters": {"x": 1e999}}', "[now(x={1: 2})]", '{"name": "now", "x" 1}'),
     '{"name": "now", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
     "[now(x=" + "[" * 3000 + "]" * 3000 + ")]",
@@ -297,7 +331,7 @@ def test_text_before_a_call_stays_without_the_white_space_between(format, text, 
 @each_case
 def test_text_after_a_call_stays_without_the_white_space_between(format, text, calls):
     # there only its tag or the end of the reply ends a call
-    if format is not formats.LFM2 or "<|tool_call_end|>" in text:
+    if format not in (formats.LFM2, formats.GEMMA) or format.tags[1] in text:
         check_cuts(format, f"{text} \n a\n", [*calls, "a\n"])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtool.serve import formats
 from kvtool.serve.formats import Format
-from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, typed
+from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, json_of_marked, typed
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The schema of each tool's parameters, by the tool's name."""
@@ -352,6 +352,20 @@ def _python(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls_in_python((yield from source.until("<|tool_call_end|>")), tools)
 
 
+def _gemma(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("<|tool_call>")
+    yield from source.space()
+    yield from source.need("call:")
+    name = yield from source.name(tools)
+    yield from source.need("{")
+    mark, end = '<|"|>', "<tool_call|>"
+    inside = "{" + (yield from source.until(end))
+    while inside.count(mark) % 2 and not (source.ended and source.at == len(source.text)):
+        # that was in a string
+        inside += end + (yield from source.until(end))
+    return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(inside, mark)}}}', tools)
+
+
 _READERS: dict[str, dict[str, _Reader]] = {
     formats.XML.name: {"<function=": _function},
     formats.MISTRAL.name: {"[TOOL_CALLS]": _mistral},
@@ -360,5 +374,6 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.NEMOTRON.name: {"<TOOLCALL>": _list("<TOOLCALL>", "</TOOLCALL>")},
     formats.LLAMA.name: {"<|python_tag|>": _list("<|python_tag|>")},
     formats.LFM2.name: {"<|tool_call_start|>": _python},
+    formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
 """What may open a call besides <tool_call>, by the format's name."""

@@ -152,6 +152,8 @@ def _parameter_rules(name: str, own: Parameters, schema: Mapping[str, Any]) -> l
 
 def _value_rules(name: str, own: Parameters, schema: Any, root: Mapping[str, Any]) -> list[str]:
     """The rules of one value and what ends it; {name}-value is the first."""
+    if own.mark:
+        return _marked_rules(name, own, schema, root)
     if not own.quotes:
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
@@ -167,6 +169,32 @@ def _value_rules(name: str, own: Parameters, schema: Any, root: Mapping[str, Any
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     whole = {**schema, **definitions} if isinstance(schema, Mapping) else schema
     return [f"{name}-value ::= {name}-s-root {_literal(own.end)}", *_schema_rules(name, whole)]
+
+
+def _marked_rules(name: str, own: Parameters, schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """As `_value_rules`, where marks stand around strings."""
+    known = resolved(schema, root)
+    types = types_of(known, root)
+    if not isinstance(known, Mapping) or not types:
+        raise _NoPlace
+    if not _has_strings(known, root):
+        return [f"{name}-value ::= {name}-s-root {_literal(own.end)}", *_schema_rules(name, known)]
+    null = " | " + _literal("null") if "null" in types else ""
+    if types <= {"string", "null"} and "enum" in known:
+        texts = [own.written(value) for value in known["enum"]]
+        return [f"{name}-value ::= ({' | '.join(map(_literal, texts))}) {_literal(own.end)}"]
+    if types <= {"string", "null"} and _is_free_text(known, root):
+        text = f"({_literal(own.mark)} {name}-0{null}) {_literal(own.end)}"
+        return [f"{name}-value ::= {text}", *_until(name, own.mark)]
+    raise _NoPlace
+
+
+def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Whether a value of a schema may be or have a string, or names."""
+    types = types_of(schema, root)
+    if "array" in types and isinstance(schema, Mapping):
+        types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})
+    return not types or bool(types & {"string", "object", "array"})
 
 
 def _choices(values: Sequence[object], own: Parameters) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_left
 from itertools import takewhile
 from typing import Any
@@ -81,9 +82,24 @@ class Rendering:
 
     def following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
         """The tokens i32[n] behind the first i messages, the last of which is a reply. Raises ModelError."""
-        before, shown = self._shown(messages[: i - 1], tools)
-        text = self._template.following(before, for_template(messages[i:], self._template), shown)
+        if self.format.holds_results and "tool_calls" in messages[i - 1]:
+            text = self._after_calls(messages, i, tools)
+        else:
+            before, shown = self._shown(messages[: i - 1], tools)
+            text = self._template.following(before, for_template(messages[i:], self._template), shown)
         return self._model.tokenize(text, special=True)
+
+    def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
+        """The text behind the calls of a reply, which also has their results."""
+        name = f"kvtool_{secrets.token_hex(8)}"
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
+        found, shown = self._shown([*messages[: i - 1], reply, *messages[i:]], tools)
+        whole = self._template.render(found, tools=shown)
+        _, last, text = whole.rpartition(self.format.written([(name, {})]))
+        if not last:
+            raise ModelError("the model's chat template leaves calls out")
+        return text
 
     def forced(self, request: ChatRequest) -> str | None:
         """The grammar of the call that a request demands; None if it demands none. Raises ApiError."""
