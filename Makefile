@@ -30,7 +30,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-tests fuzz fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -47,6 +47,7 @@ help:
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
+	@echo 'make fuzz-serve   send kvtool serve 10,000 random requests, and a crowd of clients'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, IDS="..." for some; see docs/papers.md'
@@ -164,6 +165,10 @@ check-tests: setup
 fuzz: setup
 	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found
 	@$(ONE_THREAD) $(PY) tests/fuzz_api.py --n 10000
+
+fuzz-serve: setup
+	@$(ONE_THREAD) $(PY) -m tests.fuzz_serve
+	@$(ONE_THREAD) $(PY) -m tests.crowd_serve
 
 # Python itself is built without the sanitizer, so its library has to be loaded first
 fuzz-sanitized: $(READY)

@@ -1,10 +1,13 @@
 """A chat of many turns over the OpenAI API: time to the first token, speed and memory, turn by turn.
 
-    python benchmarks/serve.py BOOK --turns 100 -- kvtool serve --budget 512 --port 8123 -t 1
+    python benchmarks/serve.py BOOK --turns 100 --same -- kvtool serve --budget 512 --port 8123 -t 1
+    python benchmarks/serve.py BOOK --chats 2 -- kvtool serve --budget 512 --port 8123 -t 1
     python benchmarks/serve.py BOOK -- python -m llama_cpp.server --model M.gguf --port 8123
 
 Behind -- is a command that serves at http://127.0.0.1:8123/v1. Each turn is the next part of the book, and
-the whole chat is sent every time, as programs do. Stops at the first error, which it prints.
+the whole chat is sent every time, as programs do. Stops at the first error, which it prints. With --chats
+several chats take turns, so that each turn is one of another chat than the turn before. With --same,
+`kvtool chat` with the same options then gets the same turns: its replies must be the same.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 URL = "http://127.0.0.1:8123"
+SYSTEM = "You read a book with its reader."
 
 
 def main() -> None:
@@ -33,14 +37,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--words", type=int, default=190, help="of the book, in each turn")
     parser.add_argument("-n", type=int, default=16, help="tokens of each reply")
+    parser.add_argument("--chats", type=int, default=1, help="that take turns")
+    parser.add_argument("--same", action="store_true", help="compare the replies with those of kvtool chat")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("command", nargs="+", help="starts the server")
     args = parser.parse_args()
     words = args.file.read_text(encoding="utf-8").split()
+    parts = [" ".join(words[i * args.words : (i + 1) * args.words]) for i in range(args.turns)]
     server = subprocess.Popen(args.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait(server)
-        rows = _chat(server.pid, words, args)
+        rows = _chat(server.pid, parts, args)
     finally:
         server.kill()
         server.wait()
@@ -54,6 +61,8 @@ def main() -> None:
     Console(width=110).print(table)
     late = [row["first_ms"] for row in rows[len(rows) // 2 :]]
     print(f"{len(rows)} turns; first token in the second half: median {statistics.median(late):.0f} ms")
+    if args.same:
+        print("kvtool chat says", "the same" if _same(parts, rows, args) else "SOMETHING ELSE")
     if args.json:
         write_json(args.json, {"machine": machine(), "command": args.command, "rows": rows})
 
@@ -85,21 +94,35 @@ def _wait(server: subprocess.Popen[bytes]) -> None:
     sys.exit("the server does not answer")
 
 
-def _chat(pid: int, words: list[str], args: argparse.Namespace) -> list[dict[str, object]]:
-    messages = [{"role": "system", "content": "You read a book with its reader."}]
+def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str, object]]:
+    chats = [[{"role": "system", "content": SYSTEM}] for _ in range(args.chats)]
     rows: list[dict[str, object]] = []
-    for turn in range(1, args.turns + 1):
-        part = words[(turn - 1) * args.words : turn * args.words]
-        messages.append({"role": "user", "content": " ".join(part)})
+    for turn, part in enumerate(parts, 1):
+        messages = chats[turn % args.chats]
+        messages.append({"role": "user", "content": part})
         try:
             row, reply = _turn(messages, args.n)
         except urllib.error.HTTPError as error:
             note(f"turn {turn}: {error.code} {error.read().decode()[:300]}")
             break
         messages.append({"role": "assistant", "content": reply})
-        rows.append({"turn": turn, **row, "rss": _rss(pid)})
+        rows.append({"turn": turn, **row, "rss": _rss(pid), "reply": reply})
         note(f"turn {turn}: {row['first_ms']:.0f} ms")
     return rows
+
+
+def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namespace) -> bool:
+    """Whether `kvtool chat` says the same, all of it."""
+    own = args.command[args.command.index("serve") + 1 :]
+    if "--port" in own:
+        at = own.index("--port")
+        own = own[:at] + own[at + 2 :]
+    more = ["--system", SYSTEM, "-n", str(args.n), "--temp", "0"]
+    command = [args.command[0], "chat", *own, *more]
+    done = subprocess.run(
+        command, input="\n".join(parts[: len(rows)]), capture_output=True, text=True, check=True
+    )
+    return done.stdout == "".join(f"{row['reply']}\n" for row in rows)
 
 
 def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:

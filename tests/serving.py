@@ -28,11 +28,14 @@ class Server:
 
 
 @contextmanager
-def serving(model, *options):
-    """Starts `kvtool serve -m model ...` on a free port, and yields it once it is ready."""
+def serving(model, *options, **how):
+    """Starts `kvtool serve -m model ...` on a free port, and yields it once it is ready.
+
+    how: as for Popen.
+    """
     command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=os.environ | ONE_THREAD
+        command, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=os.environ | ONE_THREAD, **how
     )
     try:
         lines = []

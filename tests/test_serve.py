@@ -199,6 +199,7 @@ def test_texts_are_continued(client):
         ({"response_format": {"type": "xml"}}, openai.BadRequestError, "response_format.type"),
         ({"top_logprobs": 3}, openai.BadRequestError, "top_logprobs"),
         ({"model": "gpt-9"}, openai.NotFoundError, "model"),
+        ({"model": "gpt\n9\x1b[2J\u202e"}, openai.NotFoundError, "model"),
         ({"grammar": "root ::= ("}, openai.BadRequestError, None),
         ({"logit_bias": {"999999999": 1}}, openai.BadRequestError, None),
         (
@@ -215,7 +216,7 @@ def test_what_is_wrong_is_said_in_one_line(client, changes, error, param):
         client.post("/chat/completions", body=body, cast_to=object)
     own = raised.value.body
     assert own["message"]
-    assert "\n" not in own["message"]
+    assert own["message"].isprintable()
     assert own["param"] == param
 
 
@@ -262,7 +263,8 @@ def test_models_props_and_tokens(server, client):
         tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
         assert http.post("/detokenize", json={"tokens": tokens}).json() == {"content": "a river"}
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
-        assert http.get("/nowhere").json()["error"]["message"] == "no such address: /nowhere"
+        # what a terminal would obey is not repeated
+        assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"
         assert http.get("/v1/chat/completions").status_code == 405
         # a page elsewhere whose name has this machine's address
         assert http.get("/props", headers={"Host": "evil.example"}).status_code == 403
@@ -474,3 +476,17 @@ def test_a_long_system_prompt_is_read_once(smollm2, tmp_path):
 
 def _n_said(path):
     return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
+
+
+def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(smollm2):
+    options = ("--budget", "256", "--temp", "0", "--explain")
+    with serving(MODEL, *options, "--system", SYSTEM["content"]) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        question = said("user", "Name an animal.")
+        own = ask(client, [question])
+        assert ask(client, [SYSTEM, question]).usage == own.usage
+        other = ask(client, [said("system", "Be brief, and speak as a pirate does."), question])
+        assert other.usage.prompt_tokens > own.usage.prompt_tokens
+        more = ask(client, [question, said("assistant", own.choices[0].message.content), question])
+        assert more.usage.prompt_tokens_details.cached_tokens == own.usage.total_tokens
+    assert any(line.startswith("budget      256 cells per row = ") for line in server.lines)

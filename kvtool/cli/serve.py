@@ -12,10 +12,11 @@ import typer
 
 from kvtool.cli import flags as opt
 from kvtool.cli import sampling as draw
-from kvtool.cli.command import SERVES
+from kvtool.cli.command import DRAWS, SERVES
 from kvtool.cli.completion import models
+from kvtool.cli.explain import explain_run
 from kvtool.cli.keeper import fixed_of
-from kvtool.cli.opening import EngineOptions, checked_model, open_engine, take_positional
+from kvtool.cli.opening import EngineOptions, checked_model, open_engine, system_text, take_positional
 from kvtool.cli.texts import read_text
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
@@ -90,8 +91,19 @@ def serve(
         bool,
         typer.Option("--metrics", help="Tell Prometheus at /metrics what was done.", rich_help_panel=SERVES),
     ] = False,
+    system: opt.System = None,
+    system_file: opt.SystemFile = None,
     n: Annotated[
-        int, typer.Option("-n", "--predict", min=1, help="The most tokens of an answer, unless it says so.")
+        int,
+        typer.Option(
+            "-n",
+            "--predict",
+            "--n-predict",
+            min=1,
+            metavar="N",
+            help="Maximum tokens of an answer, unless a request says how many.",
+            rich_help_panel=DRAWS,
+        ),
     ] = 2048,
     temp: opt.Temp = 0.8,
     top_k: opt.TopK = 40,
@@ -128,6 +140,7 @@ def serve(
     archive_file: opt.ArchiveFile = None,
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
+    explain: opt.Explain = False,
     verbose: opt.Verbose = 0,
 ) -> None:
     """Answer programs that speak the OpenAI API, from caches that never fill."""
@@ -159,13 +172,15 @@ def serve(
         name,
         policy,
         Waiting(queue),
-        Defaults(settings, n, seed),
+        Defaults(settings, n, seed, system_text(system, system_file)),
         Limits(keys, local_only=endpoints.is_loopback(address) and not keys, read_timeout=read_timeout),
         has_metrics=metrics,
     )
 
     def ready(talk: Talk) -> None:
         _tell(site, talk)
+        if explain:
+            explain_run(talk.engine, policy, "chat")
         if not endpoints.is_loopback(address) and not keys:
             sys.stderr.write("there is no API key: whoever reaches the port can use the model\n")
         sys.stderr.write(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it\n")

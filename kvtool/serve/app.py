@@ -187,12 +187,10 @@ async def _answer(
 
 async def _soon(job: Job) -> Body | None:
     """The first event, or None if it takes longer than a client should wait without a word."""
-    waited = asyncio.ensure_future(job.next_but("reading"))
-    done, _ = await asyncio.wait({waited}, timeout=PING_S)
-    if done:
-        return waited.result()
-    waited.cancel()
-    return None
+    try:
+        return await asyncio.wait_for(job.next_but("reading"), PING_S)
+    except asyncio.TimeoutError:
+        return None
 
 
 class _Streamed(StreamingResponse):

@@ -35,8 +35,9 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         more: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        # it may repeat what a stranger has sent
+        self.message = "".join(each if each.isprintable() else " " for each in message)
+        super().__init__(self.message)
         self.param = param
         self.code = code
         self.status = status

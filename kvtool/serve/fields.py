@@ -173,5 +173,4 @@ def shown(value: object) -> str:
     except ValueError:
         # Python refuses to print numbers of thousands of digits
         return "a huge number"
-    text = text if len(text) <= 40 else f"{text[:39]}\u2026"
-    return "".join(each if each.isprintable() else " " for each in text)
+    return text if len(text) <= 40 else f"{text[:39]}\u2026"

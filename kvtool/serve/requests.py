@@ -49,11 +49,14 @@ class Defaults:
         The most tokens of an answer.
     seed
         What draws depend on; None draws another one for each answer.
+    system
+        The system prompt of chats that bring none.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
     n_max: int = 2048
     seed: int | None = None
+    system: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ def chat(body: object, defaults: Defaults, model: str, name: str | None = None) 
     """Checks the body of /v1/chat/completions. model: the one that runs. Raises ApiError."""
     fields = Fields(body)
     found = messages.check(fields.any("messages"))
+    if defaults.system and all(message["role"] != "system" for message in found):
+        found.insert(0, {"role": "system", "content": defaults.system})
     tools = check_tools(fields.any("tools"))
     choice = check_choice(fields.any("tool_choice"), tools)
     listed = fields.flag("logprobs")

@@ -1,0 +1,210 @@
+"""What may happen to a server: requests of any kind, a crowd, kills, a full disk, an end at any time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests import crowd_serve, fuzz_serve
+from tests.crowd_serve import reply_to, request, said
+from tests.serving import ONE_THREAD, serving
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix"),
+]
+
+ASKED = {"max_tokens": 8, "temperature": 0}
+EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
+
+
+def options(policy, folder=None):
+    own = ("--policy", policy, "--budget", "64", "--evict-every", "16", "--temp", "0")
+    return own if folder is None else (*own, "--sessions", str(folder))
+
+
+def ask(url, messages, **more):
+    """(reply, tokens that were cached, tokens, what kvtool says of it)"""
+    status, found = request(url, {"messages": messages, **ASKED, **more}, timeout=60)
+    assert status == 200, found
+    usage = found["usage"]
+    n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], n_cached, usage["total_tokens"], found["kvtool"]
+
+
+def test_every_request_is_answered_or_refused(chat_model):
+    """A share of the fuzzing; the whole of it is `make fuzz-serve`."""
+    counts, _, (_, n_file) = fuzz_serve.run(chat_model, 300)
+    assert sum(counts.values()) >= 300
+    assert counts["right", 200] > 50
+    assert counts["right", 400] > 50
+    assert n_file < 30
+
+
+@EACH_POLICY
+def test_each_of_a_crowd_gets_what_it_gets_alone(chat_model, policy):
+    did = crowd_serve.run(chat_model, policy, 64, n_client=8, n_turn=3)
+    assert did["compared"] > 15
+    assert min(did["gone"], did["asked again"], did["changed"]) > 1
+
+
+@EACH_POLICY
+def test_killed_at_every_call_that_changes_the_folder_no_turn_is_lost(chat_model, tmp_path, policy):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.killed_turns", str(chat_model), str(tmp_path), policy],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) > 25
+
+
+@EACH_POLICY
+def test_a_kill_amid_20_streams_loses_no_finished_turn(chat_model, tmp_path, policy):
+    chats = [[] for _ in range(20)]
+    tokens = [0] * 20
+
+    def talk(url, i, is_over):
+        with suppress(OSError, ValueError):
+            while not is_over.is_set():
+                asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
+                reply, n_cached, n, _ = ask(url, asked)
+                assert n_cached == tokens[i]
+                chats[i], tokens[i] = [*asked, said("assistant", reply)], n
+                # this one is never finished
+                request(url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_lines=3)
+
+    for _ in range(2):
+        is_over = threading.Event()
+        with (
+            serving(chat_model, *options(policy, tmp_path)) as server,
+            ThreadPoolExecutor(len(chats)) as pool,
+        ):
+            threads = [pool.submit(talk, server.url, i, is_over) for i in range(len(chats))]
+            time.sleep(1)
+            server.process.kill()
+            is_over.set()
+        for thread in threads:
+            thread.result()
+    assert sum(map(bool, chats)) > 10
+    with serving(chat_model, *options(policy, tmp_path)) as server:
+        found = [ask(server.url, [*chat, said("user", "And?")])[:2] if chat else ("", 0) for chat in chats]
+    assert [n_cached for _, n_cached in found] == tokens
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+    with serving(chat_model, *options(policy)) as server:
+        for chat, (reply, _) in zip(chats, found, strict=True):
+            for n in range(0, len(chat), 2):
+                assert reply_to(server.url, chat[: n + 1], n_max=8) == chat[n + 1]["content"]
+            assert not chat or reply_to(server.url, [*chat, said("user", "And?")], n_max=8) == reply
+
+
+@EACH_POLICY
+def test_with_a_full_disk_chats_go_on_and_say_that_they_are_not_stored(chat_model, tmp_path, policy):
+    chat = [said("user", "What is a stone? " * 8)]
+    with serving(chat_model, *options(policy, tmp_path)) as server:
+        reply, _, n_stored, _ = ask(server.url, chat)
+        chat.append(said("assistant", reply))
+        before = sorted(path.name for path in tmp_path.iterdir())
+        _limit_files(server.process, 2000)
+        unstored = list(chat)
+        for i in range(3):
+            unstored.append(said("user", f"{i}: And what is a river? " * 3))
+            reply, n_cached, _, own = ask(server.url, unstored)
+            assert n_cached == n_stored
+            assert own["unsaved"].startswith("cannot write ")
+            unstored.append(said("assistant", reply))
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        # there is room again
+        _limit_files(server.process, resource.RLIM_INFINITY)
+        unstored.append(said("user", "And a lamp?"))
+        reply, n_cached, n, own = ask(server.url, unstored)
+        assert n_cached == n_stored
+        assert "unsaved" not in own
+        server.stop(signal.SIGKILL)
+    with serving(chat_model, *options(policy, tmp_path)) as server:
+        assert ask(server.url, [*chat, said("user", "Why?")])[1] == n_stored
+        assert ask(server.url, [*unstored, said("assistant", reply), said("user", "Why?")])[1] == n
+
+
+def _limit_files(process, n_byte):
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (n_byte, resource.RLIM_INFINITY))
+
+
+@EACH_POLICY
+def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
+    most = 300_000
+    chats = [[] for _ in range(6)]
+    with serving(chat_model, *options(policy, tmp_path), "--sessions-bytes", str(most)) as server:
+        for i in range(18):
+            chat = chats[i % 6]
+            chat.append(said("user", f"{i}: What is a stone? " * 4))
+            chat.append(said("assistant", ask(server.url, chat)[0]))
+            assert _bytes(tmp_path) <= most
+        # the newest are what is there
+        assert ask(server.url, [*chats[5], said("user", "Why?")])[1] > 0
+    assert len(list(tmp_path.glob("*.kv*"))) > 2
+
+
+def _bytes(folder):
+    """Of all files; those with two names once."""
+    found = [path.stat() for path in folder.iterdir()]
+    return sum({each.st_ino: each.st_size for each in found}.values())
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_it_ends_within_seconds_whatever_clients_do(chat_model, how, code):
+    with serving(chat_model, "--budget", "64", "--temp", "0") as server:
+        where = urlsplit(server.url)
+        address = (where.hostname, where.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+        long = b'{"prompt": "a", "max_tokens": 1000000, "stream": true}'
+        with (
+            socket.create_connection(address),
+            socket.create_connection(address) as half,
+            socket.create_connection(address) as owed,
+            socket.create_connection(address) as writing,
+            socket.create_connection(address) as waiting,
+        ):
+            half.sendall(head)
+            owed.sendall(head + b"500\r\n\r\n{")
+            for each in (writing, waiting):
+                each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
+            assert writing.recv(100)
+            start = time.monotonic()
+            assert server.stop(how) == (code, "kvtool: stopped\n")
+        assert time.monotonic() - start < 5
+
+
+def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
+    with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
+        where = urlsplit(server.url)
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nA"):
+            with socket.create_connection((where.hostname, where.port), timeout=10) as slow:
+                slow.sendall(sent)
+                start = time.monotonic()
+                # closed: by an end, or a reset
+                with suppress(ConnectionError):
+                    assert slow.recv(100) == b""
+                assert time.monotonic() - start < 8
+        # the head as a whole has to come in time
+        with socket.create_connection((where.hostname, where.port), timeout=10) as trickling:
+            start = time.monotonic()
+            with suppress(ConnectionError):
+                for byte in b"GET /health HTTP/1.1\r\nX: " + b"x" * 200:
+                    trickling.sendall(bytes([byte]))
+                    time.sleep(0.05)
+            assert time.monotonic() - start < 4
+        assert reply_to(server.url, [said("user", "Hello.")])
