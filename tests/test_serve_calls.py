@@ -171,6 +171,41 @@ WRITTEN = {
             ],
         ),
     },
+    "seed": {
+        "one": (
+            "<seed:tool_call>\n<function=weather>\n<parameter=city>Zurich</parameter>\n"
+            "<parameter=unit>C</parameter>\n</function>\n</seed:tool_call>",
+            [ZURICH],
+        ),
+        "two": (
+            "<seed:tool_call><function=weather><parameter=city>Zurich</parameter><parameter=unit>C</parameter>"
+            "</function></seed:tool_call>\n<function=now></function>\n</seed:tool_call>",
+            [ZURICH, NOW],
+        ),
+    },
+    "apriel": {
+        "one": (
+            '<tool_calls>[{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}]</tool_calls>',
+            [ZURICH],
+        ),
+        "two": (
+            '<tool_calls>[\n{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}, "id": "1"},'
+            '{"name": "now", "arguments": {}}\n]\n</tool_calls>',
+            [ZURICH, NOW],
+        ),
+    },
+    "cohere": {
+        "one": (
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", '
+            '"parameters": {"city": "Zurich", "unit": "C"}}\n]<|END_ACTION|>',
+            [ZURICH],
+        ),
+        "two": (
+            '<|START_ACTION|>[{"tool_name": "weather", "parameters": {"city": "Zurich", "unit": "C"}},'
+            '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}]',
+            [ZURICH, NOW],
+        ),
+    },
     "gemma": {
         "one": ('<|tool_call>call:weather{city:<|"|>Zurich<|"|>,unit:<|"|>C<|"|>}<tool_call|>', [ZURICH]),
         "two": (
@@ -208,6 +243,7 @@ OPENS = {
     },
     **{"mistral-args": "[TOOL_CALLS]", "granite": "<|tool_call|>", "nemotron": "<TOOLCALL>"},
     **{"llama": "<|python_tag|>", "lfm2": "<|tool_call_start|>", "gemma": "<|tool_call>"},
+    **{"seed": "<seed:tool_call>", "apriel": "<tool_calls>", "cohere": "<|START_ACTION|>"},
 }
 BROKEN = [
     *(

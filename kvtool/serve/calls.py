@@ -298,8 +298,14 @@ def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = typed(value, key, tools[name])
     yield from source.space()
-    yield from source.take("</tool_call>")
+    yield from source.take("</tool_call>", "</seed:tool_call>")
     return [(name, dumped(arguments))]
+
+
+def _seed(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("<seed:tool_call>")
+    yield from source.space()
+    return (yield from _function(source, tools))
 
 
 def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
@@ -374,6 +380,9 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.NEMOTRON.name: {"<TOOLCALL>": _list("<TOOLCALL>", "</TOOLCALL>")},
     formats.LLAMA.name: {"<|python_tag|>": _list("<|python_tag|>")},
     formats.LFM2.name: {"<|tool_call_start|>": _python},
+    formats.SEED.name: {"<seed:tool_call>": _seed, "<function=": _function},
+    formats.APRIEL.name: {"<tool_calls>": _list("<tool_calls>", "</tool_calls>")},
+    formats.COHERE.name: {"<|START_ACTION|>": _list("<|START_ACTION|>", "<|END_ACTION|>")},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
 """What may open a call besides <tool_call>, by the format's name."""

@@ -196,6 +196,34 @@ LFM2 = Format(
 )
 """Calls as in Python; values may be Python's or JSON's."""
 
+SEED = Format(
+    "seed",
+    ("<seed:tool_call>", "</seed:tool_call>", "<function="),
+    *("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
+    between="\n",
+    parameters=Parameters("<parameter=", ">", "</parameter>\n"),
+)
+"""Seed-OSS."""
+
+APRIEL = Format(
+    "apriel",
+    ("<tool_calls>", "</tool_calls>"),
+    *('{"name": "', '", "arguments": ', "}"),
+    open="<tool_calls>[",
+    between=", ",
+    close="]</tool_calls>",
+)
+
+COHERE = Format(
+    "cohere",
+    ("<|START_ACTION|>", "<|END_ACTION|>"),
+    *('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}"),
+    open="<|START_ACTION|>[\n    ",
+    between=",\n    ",
+    close="\n]<|END_ACTION|>",
+)
+"""Command R7B and A, North."""
+
 GEMMA = Format(
     "gemma",
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -205,11 +233,17 @@ GEMMA = Format(
 )
 """Gemma 4. Its results stand in the reply, behind the calls."""
 
-FORMATS = (HERMES, XML, GLM, MISTRAL, MISTRAL_ARGS, GRANITE, NEMOTRON, LLAMA, LFM2, GEMMA)
+FORMATS = (
+    *(HERMES, XML, GLM, MISTRAL, MISTRAL_ARGS, GRANITE, NEMOTRON, LLAMA, LFM2),
+    *(GEMMA, SEED, APRIEL, COHERE),
+)
 
 # the first that fits: a template may name the tags of another format, too
 _SIGNS = (
     (("<|tool_call>call:",), GEMMA),
+    (("<seed:tool_call>",), SEED),
+    (("<tool_calls>[",), APRIEL),
+    (("<|START_ACTION|>",), COHERE),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
@@ -222,5 +256,5 @@ _SIGNS = (
 )
 """What a template's source names, and the format that this means."""
 
-_OTHERS = ("<invoke", "<tool_calls>", "<seed:tool_call>")
+_OTHERS = ("<invoke", "<tool_calls>\\n{")
 """What templates name whose formats are not known here, though they name tags above, too."""
