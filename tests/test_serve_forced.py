@@ -13,8 +13,9 @@ from kvtool.serve.forced import forced_grammar
 from kvtool.serve.formats import GEMMA, HERMES
 from kvtool.serve.tools import Choice, check_tools
 from tests.running import open_engine
-from tests.test_serve_calls import NOW, TRICKY, ZURICH, each_format, parsed
+from tests.test_serve_calls import each_format, parsed
 from tests.test_serve_tools import TOOLS, tool
+from tests.written_calls import NOW, TRICKY, ZURICH
 
 
 @pytest.fixture(scope="module")
