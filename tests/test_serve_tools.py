@@ -280,6 +280,7 @@ def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():
         ("{{ tools }} '<tool_calls>['", formats.APRIEL),
         ('{{ tools }} \'<tool_calls>\\n{"name"', None),
         ("{{ tools }} <|START_ACTION|>[", formats.COHERE),
+        ("{{ tools }} '<minimax:tool_call>'\n<invoke name=", formats.MINIMAX),
     ],
 )
 def test_a_template_names_its_format(source, format):

@@ -194,6 +194,18 @@ WRITTEN = {
             [ZURICH, NOW],
         ),
     },
+    "minimax": {
+        "one": (
+            '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Zurich</parameter>\n'
+            '<parameter name="unit">C</parameter>\n</invoke>\n</minimax:tool_call>',
+            [ZURICH],
+        ),
+        "two": (
+            '<minimax:tool_call><invoke name="weather"><parameter name="city">Zurich</parameter>'
+            '<parameter name="unit">C</parameter></invoke><invoke name="now"></invoke></minimax:tool_call>',
+            [ZURICH, NOW],
+        ),
+    },
     "gemma": {
         "one": ('<|tool_call>call:weather{city:<|"|>Zurich<|"|>,unit:<|"|>C<|"|>}<tool_call|>', [ZURICH]),
         "two": (
@@ -232,4 +244,5 @@ OPENS = {
     **{"mistral-args": "[TOOL_CALLS]", "granite": "<|tool_call|>", "nemotron": "<TOOLCALL>"},
     **{"llama": "<|python_tag|>", "lfm2": "<|tool_call_start|>", "gemma": "<|tool_call>"},
     **{"seed": "<seed:tool_call>", "apriel": "<tool_calls>", "cohere": "<|START_ACTION|>"},
+    "minimax": "<minimax:tool_call>",
 }

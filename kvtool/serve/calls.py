@@ -308,6 +308,28 @@ def _seed(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return (yield from _function(source, tools))
 
 
+def _minimax(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    tag, end = "<minimax:tool_call>", "</minimax:tool_call>"
+    yield from source.need(tag)
+    calls: Calls = []
+    while True:
+        yield from source.space()
+        if calls and (yield from source.take(end)):
+            return calls
+        yield from source.need('<invoke name="')
+        name = yield from source.name(tools)
+        yield from source.need('">')
+        arguments: dict[str, object] = {}
+        while True:
+            yield from source.space()
+            if (yield from source.need('<parameter name="', "</invoke>")) == "</invoke>":
+                break
+            key = yield from source.until('">')
+            value = yield from source.until("</parameter>")
+            arguments[key] = typed(value, key, tools[name])
+        calls.append((name, dumped(arguments)))
+
+
 def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     name = yield from source.name(tools)
     arguments: dict[str, object] = {}
@@ -383,6 +405,7 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.SEED.name: {"<seed:tool_call>": _seed, "<function=": _function},
     formats.APRIEL.name: {"<tool_calls>": _list("<tool_calls>", "</tool_calls>")},
     formats.COHERE.name: {"<|START_ACTION|>": _list("<|START_ACTION|>", "<|END_ACTION|>")},
+    formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
 """What may open a call besides <tool_call>, by the format's name."""

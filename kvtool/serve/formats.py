@@ -85,7 +85,7 @@ class Format:
         without tools, and ask for Hermes by `tools_text`.
         """
         source = template.source
-        if not template.has_tools or any(sign in source for sign in _OTHERS):
+        if not template.has_tools:
             return None
         return next((format for signs, format in _SIGNS if any(sign in source for sign in signs)), None)
 
@@ -224,6 +224,16 @@ COHERE = Format(
 )
 """Command R7B and A, North."""
 
+MINIMAX = Format(
+    "minimax",
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    *('<invoke name="', '">\n', "</invoke>\n"),
+    open="<minimax:tool_call>\n",
+    close="</minimax:tool_call>",
+    parameters=Parameters('<parameter name="', '">', "</parameter>\n"),
+)
+"""MiniMax M2."""
+
 GEMMA = Format(
     "gemma",
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -235,15 +245,18 @@ GEMMA = Format(
 
 FORMATS = (
     *(HERMES, XML, GLM, MISTRAL, MISTRAL_ARGS, GRANITE, NEMOTRON, LLAMA, LFM2),
-    *(GEMMA, SEED, APRIEL, COHERE),
+    *(GEMMA, SEED, APRIEL, COHERE, MINIMAX),
 )
 
 # the first that fits: a template may name the tags of another format, too
-_SIGNS = (
+_SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<|tool_call>call:",), GEMMA),
     (("<seed:tool_call>",), SEED),
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
+    (("<minimax:tool_call>",), MINIMAX),
+    # not known here, though they name tags below, too
+    (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
@@ -255,6 +268,3 @@ _SIGNS = (
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
 """What a template's source names, and the format that this means."""
-
-_OTHERS = ("<invoke", "<tool_calls>\\n{")
-"""What templates name whose formats are not known here, though they name tags above, too."""
