@@ -58,7 +58,7 @@ BROKEN = [
         "call:now{x}<tool_call|>",
         "call:now{x:NaN}<tool_call|>",
     ),
-    *('call:now{x:<|"|>}<tool_call|>', "call:now[]<tool_call|>"),
+    *('call:now{x:<|"|>}<tool_call|>', "call:now[]<tool_call|>", "</minimax:tool_call>"),
     *("now x", '{"name": "now", "parameters": {"x": 1e999}}', "[now(x={1: 2})]", '{"name": "now", "x" 1}'),
     '{"name": "now", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
     "[now(x=" + "[" * 3000 + "]" * 3000 + ")]",
