@@ -127,7 +127,7 @@ def _same(parts: list[str], rows: list[dict[str, object]], args: argparse.Namesp
 
 
 class _Refused(Exception):
-    """An error in the middle of a stream."""
+    """A stream with an error, or with nothing."""
 
 
 def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], str]:
@@ -150,13 +150,16 @@ def _turn(messages: list[dict[str, str]], n: int) -> tuple[dict[str, object], st
                 first = first or time.perf_counter()
                 reply += text
                 n_piece += 1
+    if not n_piece:
+        # as llama_cpp.server ends a stream that is beyond its context
+        raise _Refused("an empty stream")
     end = time.perf_counter()
     usage = last.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return {
         "tokens": usage.get("total_tokens"),
         "read": usage.get("prompt_tokens", 0) - cached if cached is not None else None,
-        "first_ms": 1e3 * ((first or end) - start),
+        "first_ms": 1e3 * (first - start),
         "per_s": (n_piece - 1) / (end - first) if n_piece > 1 else None,
         "forgotten": (last.get("kvtool") or {}).get("forgotten"),
     }, reply

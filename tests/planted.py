@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Fault:
     """One line that is wrong.
 
-    what: in words. old: what stands once in the file. new: what is planted there. tests: which should see it.
+    what: in words. old: what stands once in the file. new: what is planted there. tests: which should see it,
+    as files, or one of a file's as FILE::NAME.
     """
 
     what: str
@@ -60,6 +61,111 @@ PLANTED = {
         "yield Text(self._space + self._tag)",
         "yield Text(self._tag)",
         ("test_serve_calls.py",),
+    ),
+    "serve, last call": Fault(
+        "of several calls the last one is dropped",
+        "kvtool/serve/calls.py",
+        "for name, arguments in calls:\n            yield CallStart",
+        "for name, arguments in calls[:-1] or calls:\n            yield CallStart",
+        ("test_serve_calls.py",),
+    ),
+    "serve, names": Fault(
+        "chats of all names are the same",
+        "kvtool/serve/messages.py",
+        "[name, tools or []]",
+        "[tools or []]",
+        ("test_serve_chats.py",),
+    ),
+    "serve, digests": Fault(
+        "a chat is stored as if its reply were not there",
+        "kvtool/serve/talk.py",
+        "self._keep(before, history.now)",
+        "self._keep(before, history.digests[-2])",
+        ("test_serve_chats.py",),
+    ),
+    "serve, pieces": Fault(
+        "a chat is stored before its reply is whole",
+        "kvtool/serve/talk.py",
+        "name: value for name, value in reply.message.items()",
+        'name: value[:-1] if name == "content" else value for name, value in reply.message.items()',
+        ("test_serve_chats.py",),
+    ),
+    "serve, snapshots": Fault(
+        "the newest snapshot is loaded where an older one is asked for",
+        "kvtool/serve/store.py",
+        "with snapshot.path.open(",
+        "with snapshot.line.path.open(",
+        ("test_serve_chats.py",),
+    ),
+    "serve, second names": Fault(
+        "an older snapshot has no file",
+        "kvtool/serve/store.py",
+        "newest.path = second_name(line.path, ",
+        "newest.path = (",
+        ("test_serve_chats.py",),
+    ),
+    "serve, cancelled": Fault(
+        "an answer that nobody waits for goes on",
+        "kvtool/serve/jobs.py",
+        '"""Nobody waits any more."""\n        self.is_cancelled = True\n',
+        '"""Nobody waits any more."""\n',
+        ("test_serve_chats.py",),
+    ),
+    "serve, queue": Fault(
+        "more requests wait than may",
+        "kvtool/serve/jobs.py",
+        "if len(self) >= self.most:",
+        "if len(self) >= self.most + 50:",
+        ("test_serve_chats.py",),
+    ),
+    "serve, usage": Fault(
+        "the reply before does not count as cached",
+        "kvtool/serve/talk.py",
+        "n_cached = self.engine.n_past\n",
+        "n_cached = self.engine.n_past - self.writer.n_written\n",
+        ("test_serve_chats.py",),
+    ),
+    "serve, keys": Fault(
+        "the beginning of a key is enough",
+        "kvtool/serve/app.py",
+        "hmac.compare_digest(given, own.encode())",
+        "own.encode().startswith(given)",
+        ("test_serve_chats.py",),
+    ),
+    "serve, hosts": Fault(
+        "pages under any name may ask",
+        "kvtool/serve/app.py",
+        "if not site.limits.local_only:",
+        "if site:",
+        ("test_serve_chats.py",),
+    ),
+    "serve, stop strings": Fault(
+        "an answer has the stop string that ended it",
+        "kvtool/chats/stops.py",
+        "return text[: min(ends)[1]]",
+        "return text[: min(ends)[0]]",
+        ("test_serve_chats.py",),
+    ),
+    "serve, forced calls": Fault(
+        "a call that is demanded is not",
+        "kvtool/serve/talk.py",
+        "self._draw(job, request, self._rendering.forced(request))",
+        "self._draw(job, request)",
+        ("test_serve_chats.py",),
+    ),
+    "serve, pinned": Fault(
+        "the system prompt is not pinned",
+        "kvtool/serve/talk.py",
+        "self.engine.pin(n_pinned)",
+        "self.engine.pin(0)",
+        ("test_serve_chats.py",),
+    ),
+    "serve, slow heads": Fault(
+        "each byte of a head gives it more time",
+        "kvtool/serve/server.py",
+        "each.conn.their_state is h11.IDLE or",
+        "(each.conn.their_state is h11.IDLE and not each.conn.trailing_data[0]) or",
+        ("test_serve_faults.py::test_a_slow_head_and_a_slow_body_are_not_waited_for",),
     ),
     "kernels": Fault(
         "among equal scores the older token stays",

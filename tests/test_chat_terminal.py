@@ -302,11 +302,9 @@ def test_a_session_behind_a_link_stays_behind_it(terminal, chat_kv, tmp_path):
     assert turns(chat_kv) == [*FOUR, "more"]
 
 
-def test_a_template_that_drops_the_system_prompt_is_told(tmp_path):
-    path = tmp_path / "drops.gguf"
-    tiny.write_llama(
-        path, chat_template="{% for m in messages if m.role != 'system' %}[{{ m.content }}]{% endfor %}[a]"
-    )
+def test_a_template_that_cuts_the_system_prompt_is_told(tmp_path):
+    path = tmp_path / "cuts.gguf"
+    tiny.write_llama(path, chat_template="{% for m in messages %}[{{ m.content[:5] }}]{% endfor %}[a]")
     chat = Terminal(path, "-n", 2, "--budget", 64, "--system", "Be brief.")
     try:
         words = "the system prompt may be evicted: the model's chat template leaves it out"

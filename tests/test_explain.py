@@ -161,10 +161,10 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     ("template", "options", "what"),
     [
         ("a text", ["-p", "Go on: "], "the prompt"),
-        ("{{ messages[-1].content }}", ["--system", "Be brief."], "the system prompt"),
+        ("{{ messages[-1].content[:3] }}", ["--system", "Be brief."], "the system prompt"),
         ("{{ messages[0].content }}", ["--system", "Be brief."], None),
         ("{{ messages[-1].content }}", ["-p", "Go on: "], None),
-        ("{{ messages[-1].content }}", ["--system", "Be brief.", "--policy", "full"], None),
+        ("{{ messages[-1].content[:3] }}", ["--system", "Be brief.", "--policy", "full"], None),
     ],
 )
 def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):

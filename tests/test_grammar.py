@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.grammar import grammar_sampler, not_held, schema_grammar
+from kvtool.llama.grammar import Grammar, grammar_sampler, not_held, schema_grammar
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
@@ -177,6 +178,24 @@ def test_an_empty_grammar_is_none_of_llama_cpps(engine):
         ('{"type": "string", "pattern": "a"}', "cannot be turned into a grammar: Pattern must start with"),
         ('{"properties": 5}', "cannot be turned into a grammar: 'int' object"),
         ('{"const": "\\ud800"}', "cannot be turned into a grammar: 'utf-8' codec"),
+        (
+            '{"type": "array", "minItems": 1000000}',
+            "minItems in the JSON schema must be at most 1000, got 1000000",
+        ),
+        (
+            '{"items": {"minLength": 1e9}}',
+            "minLength in the JSON schema must be at most 1000, got 1000000000",
+        ),
+        ('{"maxLength": -1}', "maxLength in the JSON schema must be a whole number, 0 or more, got -1"),
+        ('{"maxLength": "3"}', "maxLength in the JSON schema must be a whole number, 0 or more, got '3'"),
+        ('{"maxItems": 1e999}', "maxItems in the JSON schema must be a whole number, 0 or more, got inf"),
+        (
+            '{"type": "string", "pattern": "^a{1000000000}$"}',
+            r"a pattern .* repeats too much: \{1000000000\}",
+        ),
+        ('{"type": "string", "pattern": "^a{0,2000}$"}', r"a pattern .* repeats too much: \{0,2000\}"),
+        ('{"type": "string", "pattern": "^[a]{100}{100}{9}$"}', r"a pattern .* repeats too much: \{9\}"),
+        ('{"type": "string", "pattern": "^((a{100}b{9}){100}){2,}$"}', r"a pattern .* too much: \{2,\}"),
         ('{"items": ' * 9000 + "{}" + "}" * 9000, "the JSON schema is nested too deeply"),
     ],
 )
@@ -184,6 +203,41 @@ def test_a_schema_that_cannot_be_held_says_why(schema, words):
     with pytest.raises(UsageError, match=words) as caught:
         schema_grammar(schema)
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_schema_repeats_is_bounded_before_it_takes_memory():
+    long = '{"type": "string", "maxLength": 1000000000}'
+    start = time.monotonic()
+    assert schema_grammar(long) == schema_grammar('{"type": "string"}')
+    assert not_held(long) == ["maxLength"]
+    lists = '{"type": "array", "items": {"maxItems": 1001, "type": "array", "items": {"type": "null"}}}'
+    assert not_held(lists) == ["maxItems"]
+    assert schema_grammar(lists) == schema_grammar(lists.replace('"maxItems": 1001, ', ""))
+    for pattern in (r"^(a{100}){100}$", r"^(a{9}b){99}(c{99}d){99}e{1000}$", r"^\({9}[({]{1000}$", "^a{3,}$"):
+        assert "root ::=" in schema_grammar(json.dumps({"type": "string", "pattern": pattern}))
+    assert time.monotonic() - start < 2
+    for n in (3, 3.0):
+        schema = {"type": "array", "items": {"type": "null"}, "maxItems": n}
+        assert schema_grammar(json.dumps(schema)) == schema_grammar(json.dumps({**schema, "maxItems": 3}))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("schema", "fits", "fails"),
+    [
+        ({"type": ["string", "null"], "maxLength": 2}, '"ab"', '"abc"'),
+        ({"type": ["string", "null"], "enum": ["a", None]}, "null", '"b"'),
+        ({"type": "array", "items": {}}, '[1, "a"]', "[1"),
+    ],
+)
+def test_what_a_schema_says_beside_its_types_is_held(engine, schema, fits, fails):
+    grammar = schema_grammar(json.dumps({"type": "object", "properties": {"x": schema}, "required": ["x"]}))
+    start = '{"x": '
+    for text, is_whole in ((fits, True), (fails, False)):
+        found = Grammar(engine.model, grammar)
+        tokens = engine.model.tokenize(start + text + "}").tolist()
+        assert all(map(found.take, tokens)) == is_whole
+        found.close()
 
 
 @pytest.mark.engine

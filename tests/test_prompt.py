@@ -43,8 +43,8 @@ COUNTED = "{{ messages[0]['content'] | length }}" + CHATML
         (TWICE, "Be brief.", "<|im_start|>system\nBe brief."),
         (GEMMA, "model", "<start_of_turn>user\nmodel"),
         (FIRST_WORDS, "Be brief, please.", None),
-        (DROPPED, "Be brief.", None),
-        (LAST, "Be brief.", None),
+        (DROPPED, "Be brief.", "<|im_start|>user\nBe brief."),
+        (LAST, "Be brief.", "<|im_start|>user\nBe brief."),
         (COUNTED, "Be brief.", None),
     ],
 )
@@ -131,7 +131,7 @@ def conversation(engine, template, system):
 
 @pytest.mark.engine
 def test_a_chat_knows_whether_its_system_prompt_is_pinned(engine):
-    for template, is_pinned in ((CHATML, True), (DROPPED, False), (LAST, False)):
+    for template, is_pinned in ((CHATML, True), (FIRST_WORDS, False), (COUNTED, False)):
         talk = conversation(engine, template, "Be brief.")
         talk.pin_system()
         assert talk.is_pinned == is_pinned

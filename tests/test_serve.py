@@ -237,6 +237,18 @@ def test_a_client_that_goes_stops_its_answer_alone(server, client):
     assert time.monotonic() - start < 8
 
 
+def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
+    start = time.monotonic()
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=2000)
+    # while its prompt is read, too
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.5), [said("user", "It is a long story. " * 2000)])
+    assert ask(client, [said("user", "Hello.")])
+    assert time.monotonic() - start < 8
+    assert "kvtool_requests_running 0\n" in httpx.get(f"{server.url}/metrics").text
+
+
 def test_many_at_once_get_their_own_answers(client):
     topics = ["bread", "iron", "rain", "music", "maps", "cats", "salt", "wool"]
     alone = [ask(client, [said("user", f"What is {topic}?")]).choices[0].message.content for topic in topics]

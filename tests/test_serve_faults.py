@@ -199,4 +199,12 @@ def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
                 with suppress(ConnectionError):
                     assert slow.recv(100) == b""
                 assert time.monotonic() - start < 8
+        # the head as a whole has to come in time
+        with socket.create_connection((where.hostname, where.port), timeout=10) as trickling:
+            start = time.monotonic()
+            with suppress(ConnectionError):
+                for byte in b"GET /health HTTP/1.1\r\nX: " + b"x" * 200:
+                    trickling.sendall(bytes([byte]))
+                    time.sleep(0.05)
+            assert time.monotonic() - start < 4
         assert reply_to(server.url, [said("user", "Hello.")])

@@ -10,11 +10,12 @@ from kvtool.llama.sampler import Sampler
 from kvtool.llama.sampling import Sampling
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import forced_grammar
-from kvtool.serve.formats import HERMES
+from kvtool.serve.formats import GEMMA, HERMES
 from kvtool.serve.tools import Choice, check_tools
 from tests.running import open_engine
-from tests.test_serve_calls import NOW, TRICKY, ZURICH, each_format, parsed
+from tests.test_serve_calls import each_format, parsed
 from tests.test_serve_tools import TOOLS, tool
+from tests.written_calls import NOW, TRICKY, ZURICH
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,8 @@ def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
     found = set()
     for seed in range(8):
         grammar = forced_grammar(format, TOOLS, REQUIRED)
-        ends = (format.parameters.tag,) if format.parameters and not format.parameters.quotes else ('"',)
+        own = format.parameters
+        ends = (own.tag or own.mark,) if own and not own.quotes else ('"',)
         text = written(engine, grammar, wanders(seed, *ends, '"'))
         ((name, arguments),) = parsed(format, text)
         schema = next(each for each in TOOLS if each["function"]["name"] == name)["function"]["parameters"]
@@ -115,7 +117,8 @@ def test_a_forced_reply_is_one_call_that_fits_its_schema(engine, format):
 def test_a_call_as_the_model_writes_it_fits_the_grammar(engine, format):
     grammar = forced_grammar(format, TOOLS, REQUIRED)
     note = ("make-note", {"city": False, "from": 'a <b> "c"\nü', "unit": "K"})
-    for call in (ZURICH, TRICKY, NOW, note, ("make-note", {"city": True})):
+    nothing = ("make-note", {"city": True, "from": None})
+    for call in (ZURICH, TRICKY, NOW, note, nothing, ("make-note", {"city": True})):
         text = format.written([call])
         assert written(engine, grammar, dictates(text)) == text
         assert parsed(format, text) == [call]
@@ -183,7 +186,10 @@ HAS_PLACE = {
     *("several types with more", "no type", "nothing", "true", "a list of anything", "a type and an enum"),
     *("a choice of odd characters", "a definition", "a list of a definition", "names of rules"),
 }
-"""What every format has a place for."""
+"""What every format but Gemma's has a place for."""
+GEMMA_HAS_PLACE = {
+    *("several types with more", "a type and an enum", "a choice of odd characters", "a definition"),
+}
 FIT = {
     **{"a pattern": "ab", "a length": "ab", "a union": ["a"], "texts and numbers": 1, "a constant": "a"},
     **{"several types with more": None, "no type": [1], "nothing": None, "true": {"a": 1}},
@@ -213,7 +219,8 @@ def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what)
     grammar = forced_grammar(format, tools, REQUIRED)
     key = "string" if what == "names of rules" else next(iter(AWKWARD[what]))
     call = ("f", {key: FIT[what]})
-    texts = {each.written([call]) for each in ((format,) if what in HAS_PLACE else (format, HERMES))}
+    has_place = what in HAS_PLACE and (format is not GEMMA or what in GEMMA_HAS_PLACE)
+    texts = {each.written([call]) for each in ((format,) if has_place else (format, HERMES))}
     assert texts & {written(engine, grammar, dictates(text)) for text in texts}
     for text in texts:
         if written(engine, grammar, dictates(text)) == text:

@@ -275,6 +275,12 @@ def test_a_model_without_a_syntax_of_its_own_is_told_of_tools():
         ("List of tools: <|tool_list_start|>[{{ tools }}", formats.LFM2),
         ("List of tools: [{{ tools }}]", formats.LFM2),
         ("{{ tools }} <|tool_call_start|>[", formats.LFM2),
+        ("{{ tools }} '<|tool_call>call:' + name", formats.GEMMA),
+        ("{{ tools }} <seed:tool_call>\n<function=f>\n<parameter=x>", formats.SEED),
+        ("{{ tools }} '<tool_calls>['", formats.APRIEL),
+        ('{{ tools }} \'<tool_calls>\\n{"name"', None),
+        ("{{ tools }} <|START_ACTION|>[", formats.COHERE),
+        ("{{ tools }} '<minimax:tool_call>'\n<invoke name=", formats.MINIMAX),
     ],
 )
 def test_a_template_names_its_format(source, format):

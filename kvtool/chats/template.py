@@ -15,6 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvtool.chats.roles import Roles
 from kvtool.chats.thinking import tags_in
 from kvtool.errors import ModelError
 
@@ -87,6 +88,7 @@ class Template:
         except Exception as error:
             # for example one nested too deeply for Python's compiler
             raise _failed(error) from error
+        self._roles = Roles(self._as_it_is)
 
     def render(
         self,
@@ -95,16 +97,19 @@ class Template:
         reply: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a whole chat.
+        """The text of a whole chat, in roles that the template takes: see `Roles`.
 
         reply: ends with the header after which the model answers.
         tools: what the model may call, as {"type": "function", "function": {"name", "description",
         "parameters"}}; a template may leave them out.
         """
+        return self._as_it_is(self._roles.fitted(messages), reply, list(tools) if tools else None)
+
+    def _as_it_is(
+        self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None
+    ) -> str:
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=reply, tools=list(tools) if tools else None
-            )
+            return self._template.render(messages=messages, add_generation_prompt=reply, tools=tools)
         except Exception as error:
             # a template is a program from a stranger: it may raise anything
             raise _failed(error) from error
@@ -174,11 +179,20 @@ class Template:
     def has_calls(self) -> bool:
         """Whether the template shows the calls of tools that earlier replies made."""
         name = _made_up_tool()["function"]["name"]
+        return name in self._with_result(name, ".")
+
+    @cached_property
+    def has_results(self) -> bool:
+        """Whether the template shows what tools have returned."""
+        return _STAND_IN in self._with_result("tool", _STAND_IN)
+
+    def _with_result(self, name: str, content: str) -> str:
+        """The text of a chat with a call and its result."""
         # some templates want an id of nine characters
         call = {"id": "a12345678", "type": "function", "function": {"name": name, "arguments": {}}}
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "."}
-        return name in self._rendered([_USER, reply, result], [_made_up_tool()])
+        result = {"role": "tool", "tool_call_id": call["id"], "content": content}
+        return self._rendered([_USER, reply, result], [_made_up_tool()])
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         """The text of a chat; "" where the template fails."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -26,6 +28,17 @@ _HELD = {
     *("type", "properties", "required", "additionalProperties", "enum", "const", "anyOf", "oneOf", "allOf"),
     *("items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "$ref"),
 }
+_LENGTHS = ("minItems", "maxItems", "minLength", "maxLength")
+SAYS_WHAT = _HELD - {"required"}
+"""Keywords that say which values fit a JSON schema."""
+
+MOST_REPEATED = 1000
+"""The most repetitions that llama.cpp's grammars hold in reasonable memory."""
+
+_MOST_NESTED = 10_000
+"""The most that repetitions inside repetitions may multiply to: each step takes as long."""
+
+_ANY = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 _REMARKS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "$comment", "$defs", "definitions"),
@@ -37,7 +50,8 @@ _OF_NAMES = ("properties", "$defs", "definitions")
 def schema_grammar(schema: str) -> str:
     """The grammar of the JSON texts that fit a JSON schema, by llama-cpp-python's converter.
 
-    Raises UsageError for what is not JSON, or not a schema that the converter knows.
+    Maximum lengths beyond `MOST_REPEATED` are not held. Raises UsageError for what is not JSON, or not a
+    schema that the converter knows, and for minimum lengths and repetitions in patterns beyond.
     """
     if TYPE_CHECKING:
         from kvtool_llama import llama_grammar as package
@@ -72,7 +86,7 @@ def schema_grammar(schema: str) -> str:
             raise UsageError(f"the JSON schema must be an object {{...}}, got {schema.strip()[:40]}")
         make: Any = Converter
         converter = make(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
-        converter.visit(converter.resolve_refs(parsed, "stdin"), "")
+        converter.visit(converter.resolve_refs(_mended(parsed), "stdin"), "")
         grammar: str = converter.format_grammar()
         grammar.encode()
     except json.JSONDecodeError as error:
@@ -86,6 +100,71 @@ def schema_grammar(schema: str) -> str:
     return grammar
 
 
+def _mended(schema: Any) -> Any:
+    """The schema with what the converter does not know said in other words.
+
+    A schema that says nothing is any value; one of several types, or with types and an enum, keeps the rest
+    of what it says; no length is too great.
+    """
+    if schema is True:
+        return dict(_ANY)
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _OF_NAMES and isinstance(value, dict):
+            found[key] = {name: _mended(part) for name, part in value.items()}
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            found[key] = [_mended(part) for part in value]
+        elif key == "items" or (key == "additionalProperties" and isinstance(value, dict)):
+            found[key] = _mended(value)
+        elif key not in _LENGTHS:
+            found[key] = value
+        elif (n := _length(key, value)) <= MOST_REPEATED:
+            found[key] = n
+    if isinstance(found.get("pattern"), str):
+        _check_pattern(found["pattern"])
+    types = found.get("type")
+    if "enum" in found or "const" in found:
+        found.pop("type", None)
+    elif isinstance(types, list):
+        rest = {key: value for key, value in found.items() if key != "type"}
+        return {"anyOf": [{**rest, "type": kind} for kind in types]}
+    return found if found.keys() & SAYS_WHAT else {**found, **_ANY}
+
+
+def _length(key: str, value: object) -> int:
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else -1
+    if not 0 <= number < inf or number != int(number):
+        raise UsageError(f"{key} in the JSON schema must be a whole number, 0 or more, got {value!r:.40}")
+    if number > MOST_REPEATED and key.startswith("min"):
+        raise UsageError(f"{key} in the JSON schema must be at most {MOST_REPEATED}, got {number}")
+    return int(number)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raises UsageError for repetitions that take llama.cpp too much memory or time."""
+    groups: list[int] = []
+    most = last = 1
+    for part in _PATTERN.finditer(pattern):
+        counts = [int(count) for count in part.groups() if count]
+        if counts:
+            last *= max(counts)
+            most = max(most, last)
+            if max(counts) > MOST_REPEATED or most > _MOST_NESTED:
+                raise UsageError(f"a pattern in the JSON schema repeats too much: {part[0][:40]}")
+        elif part[0] == "(":
+            groups.append(most)
+            most = 1
+        elif part[0] == ")" and groups:
+            last, most = most, max(most, groups.pop())
+        else:
+            last = 1
+
+
+_PATTERN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.S)
+
+
 def not_held(schema: str) -> list[str]:
     """The keywords of a JSON schema that its grammar does not hold a text to, sorted."""
     found: set[str] = set()
@@ -96,6 +175,7 @@ def not_held(schema: str) -> list[str]:
                 visit(each)
         elif isinstance(part, dict):
             found.update(part.keys() - _HELD - _REMARKS)
+            found.update(name for name in ("maxItems", "maxLength") if part.get(name, 0) > MOST_REPEATED)
             for name, value in part.items():
                 if name in _OF_NAMES and isinstance(value, dict):
                     visit(list(value.values()))

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtool.serve import formats
 from kvtool.serve.formats import Format
-from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, typed
+from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, json_of_marked, typed
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The schema of each tool's parameters, by the tool's name."""
@@ -298,8 +298,36 @@ def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[key] = typed(value, key, tools[name])
     yield from source.space()
-    yield from source.take("</tool_call>")
+    yield from source.take("</tool_call>", "</seed:tool_call>")
     return [(name, dumped(arguments))]
+
+
+def _seed(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("<seed:tool_call>")
+    yield from source.space()
+    return (yield from _function(source, tools))
+
+
+def _minimax(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    tag, end = "<minimax:tool_call>", "</minimax:tool_call>"
+    yield from source.need(tag)
+    calls: Calls = []
+    while True:
+        yield from source.space()
+        if calls and (yield from source.take(end)):
+            return calls
+        yield from source.need('<invoke name="')
+        name = yield from source.name(tools)
+        yield from source.need('">')
+        arguments: dict[str, object] = {}
+        while True:
+            yield from source.space()
+            if (yield from source.need('<parameter name="', "</invoke>")) == "</invoke>":
+                break
+            key = yield from source.until('">')
+            value = yield from source.until("</parameter>")
+            arguments[key] = typed(value, key, tools[name])
+        calls.append((name, dumped(arguments)))
 
 
 def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
@@ -352,6 +380,20 @@ def _python(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls_in_python((yield from source.until("<|tool_call_end|>")), tools)
 
 
+def _gemma(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.need("<|tool_call>")
+    yield from source.space()
+    yield from source.need("call:")
+    name = yield from source.name(tools)
+    yield from source.need("{")
+    mark, end = '<|"|>', "<tool_call|>"
+    inside = "{" + (yield from source.until(end))
+    while inside.count(mark) % 2 and not (source.ended and source.at == len(source.text)):
+        # that was in a string
+        inside += end + (yield from source.until(end))
+    return calls_in_json(f'{{"name": "{name}", "arguments": {json_of_marked(inside, mark)}}}', tools)
+
+
 _READERS: dict[str, dict[str, _Reader]] = {
     formats.XML.name: {"<function=": _function},
     formats.MISTRAL.name: {"[TOOL_CALLS]": _mistral},
@@ -360,5 +402,10 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.NEMOTRON.name: {"<TOOLCALL>": _list("<TOOLCALL>", "</TOOLCALL>")},
     formats.LLAMA.name: {"<|python_tag|>": _list("<|python_tag|>")},
     formats.LFM2.name: {"<|tool_call_start|>": _python},
+    formats.SEED.name: {"<seed:tool_call>": _seed, "<function=": _function},
+    formats.APRIEL.name: {"<tool_calls>": _list("<tool_calls>", "</tool_calls>")},
+    formats.COHERE.name: {"<|START_ACTION|>": _list("<|START_ACTION|>", "<|END_ACTION|>")},
+    formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
+    formats.GEMMA.name: {"<|tool_call>": _gemma},
 }
 """What may open a call besides <tool_call>, by the format's name."""

@@ -8,22 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.errors import UsageError
-from kvtool.llama.grammar import schema_grammar
+from kvtool.llama.grammar import SAYS_WHAT, schema_grammar
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import HERMES, Format, Parameters
 from kvtool.serve.tools import Choice
 from kvtool.serve.values import resolved, types_of
 
-MOST_REPEATED = 1000
-"""Greater minimum and maximum lengths are not held: their grammars take too much memory."""
-
-_ANY = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 _ANY_OBJECT = {"type": "object"}
-_LENGTHS = ("minItems", "maxItems", "minLength", "maxLength")
-_SAYS_WHAT = {
-    *("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "properties", "additionalProperties"),
-    *("items", "prefixItems", "pattern", "format", *_LENGTHS),
-}
 _HELD_OF_TEXT = {"pattern", "format", "minLength", "maxLength", "enum", "const", "allOf"}
 _PLAIN_OBJECT = {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
@@ -90,7 +81,7 @@ def _call_rules(name: str, format: Format, function: Mapping[str, Any]) -> list[
 def _schema_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
     """The rules of a schema's JSON texts, in one text: {name}-s-root and others that begin so."""
     try:
-        text = json.dumps(_mended(schema))
+        text = json.dumps(schema)
     except RecursionError:
         raise UsageError("the JSON schema is nested too deeply") from None
     grammar = schema_grammar(text)
@@ -99,35 +90,6 @@ def _schema_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
 
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{[0-9, ]*\}|([a-zA-Z0-9-]+)', re.S)
-
-
-def _mended(schema: Any) -> Any:
-    """The schema with what the converter to grammars does not know said in other words.
-
-    A schema that says nothing is any value; one of several types, or with types and an enum, keeps the rest
-    of what it says; no length is too great.
-    """
-    if schema is True:
-        return dict(_ANY)
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-            found[key] = {name: _mended(part) for name, part in value.items()}
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            found[key] = [_mended(part) for part in value]
-        elif key == "items" or (key == "additionalProperties" and isinstance(value, Mapping)):
-            found[key] = _mended(value)
-        elif key not in _LENGTHS or (isinstance(value, int) and value <= MOST_REPEATED):
-            found[key] = value
-    types = found.get("type")
-    if "enum" in found or "const" in found:
-        found.pop("type", None)
-    elif isinstance(types, list):
-        rest = {key: value for key, value in found.items() if key != "type"}
-        return {"anyOf": [{**rest, "type": kind} for kind in types]}
-    return found if found.keys() & _SAYS_WHAT else {**found, **_ANY}
 
 
 def _parameter_rules(name: str, own: Parameters, schema: Mapping[str, Any]) -> list[str]:
@@ -152,6 +114,8 @@ def _parameter_rules(name: str, own: Parameters, schema: Mapping[str, Any]) -> l
 
 def _value_rules(name: str, own: Parameters, schema: Any, root: Mapping[str, Any]) -> list[str]:
     """The rules of one value and what ends it; {name}-value is the first."""
+    if own.mark:
+        return _marked_rules(name, own, schema, root)
     if not own.quotes:
         known = {} if schema is True else resolved(schema, root)
         types = types_of(known, root)
@@ -166,7 +130,34 @@ def _value_rules(name: str, own: Parameters, schema: Any, root: Mapping[str, Any
             raise _NoPlace
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     whole = {**schema, **definitions} if isinstance(schema, Mapping) else schema
-    return [f"{name}-value ::= {name}-s-root {_literal(own.end)}", *_schema_rules(name, whole)]
+    rules = _schema_rules(name, {} if whole is True else whole)
+    return [f"{name}-value ::= {name}-s-root {_literal(own.end)}", *rules]
+
+
+def _marked_rules(name: str, own: Parameters, schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """As `_value_rules`, where marks stand around strings."""
+    known = resolved(schema, root)
+    types = types_of(known, root)
+    if not isinstance(known, Mapping) or not types:
+        raise _NoPlace
+    if not _has_strings(known, root):
+        return [f"{name}-value ::= {name}-s-root {_literal(own.end)}", *_schema_rules(name, known)]
+    null = " | " + _literal("null") if "null" in types else ""
+    if types <= {"string", "null"} and "enum" in known:
+        texts = [own.written(value) for value in known["enum"]]
+        return [f"{name}-value ::= ({' | '.join(map(_literal, texts))}) {_literal(own.end)}"]
+    if types <= {"string", "null"} and _is_free_text(known, root):
+        text = f"({_literal(own.mark)} {name}-0{null}) {_literal(own.end)}"
+        return [f"{name}-value ::= {text}", *_until(name, own.mark)]
+    raise _NoPlace
+
+
+def _has_strings(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Whether a value of a schema may be or have a string, or names."""
+    types = types_of(schema, root)
+    if "array" in types and isinstance(schema, Mapping):
+        types = types - {"array"} | (types_of(schema.get("items"), root) or {"string"})
+    return not types or bool(types & {"string", "object", "array"})
 
 
 def _choices(values: Sequence[object], own: Parameters) -> str:
@@ -184,7 +175,7 @@ def _is_free_text(schema: object, root: Mapping[str, Any]) -> bool:
     parts = [resolved(part, root) for key in ("anyOf", "oneOf") for part in schema.get(key) or ()]
     if any(isinstance(part, Mapping) and part.keys() & _HELD_OF_TEXT for part in [schema, *parts]):
         return False
-    return "string" in types or not schema.keys() & _SAYS_WHAT
+    return "string" in types or not schema.keys() & SAYS_WHAT
 
 
 def _until(name: str, tag: str) -> list[str]:

@@ -21,7 +21,8 @@ from kvtool.llama.model import Model
 class Parameters(NamedTuple):
     """Arguments that are not one JSON object: start KEY middle VALUE end, with `between` between two.
 
-    quotes: whether strings are quoted; where they are not, other values are still JSON.
+    quotes: whether strings are quoted; where they are not, other values are still JSON. mark: what stands
+    around strings instead of a quote; names of objects then have nothing around them.
     """
 
     start: str
@@ -29,6 +30,17 @@ class Parameters(NamedTuple):
     end: str
     between: str = ""
     quotes: bool = False
+    mark: str = ""
+
+    def written(self, value: object) -> str:
+        """The text of a value."""
+        if isinstance(value, str) and not self.quotes:
+            return f"{self.mark}{value}{self.mark}"
+        if self.mark and isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self.written(part)}" for key, part in value.items()) + "}"
+        if self.mark and isinstance(value, list):
+            return "[" + ",".join(map(self.written, value)) + "]"
+        return json.dumps(value, ensure_ascii=False)
 
     @property
     def tag(self) -> str:
@@ -50,6 +62,8 @@ class Format:
         What stands around and between calls, as above.
     parameters
         How arguments are written; None: as one JSON object.
+    holds_results
+        Whether templates show results in the reply that has the calls.
     """
 
     name: str
@@ -61,6 +75,7 @@ class Format:
     between: str = ""
     close: str = ""
     parameters: Parameters | None = None
+    holds_results: bool = False
 
     @classmethod
     def native(cls, template: Template) -> Format | None:
@@ -70,7 +85,7 @@ class Format:
         without tools, and ask for Hermes by `tools_text`.
         """
         source = template.source
-        if not template.has_tools or any(sign in source for sign in _OTHERS):
+        if not template.has_tools:
             return None
         return next((format for signs, format in _SIGNS if any(sign in source for sign in signs)), None)
 
@@ -94,14 +109,10 @@ class Format:
         own = self.parameters
         if own is None or not isinstance(arguments, Mapping):
             return json.dumps(arguments, ensure_ascii=False)
-        return own.between.join(
-            own.start
-            + key
-            + own.middle
-            + (value if isinstance(value, str) and not own.quotes else json.dumps(value, ensure_ascii=False))
-            + own.end
-            for key, value in arguments.items()
+        parts = (
+            own.start + key + own.middle + own.written(value) + own.end for key, value in arguments.items()
         )
+        return own.between.join(parts)
 
 
 def shown_tokens(model: Model, format: Format) -> frozenset[int]:
@@ -185,10 +196,67 @@ LFM2 = Format(
 )
 """Calls as in Python; values may be Python's or JSON's."""
 
-FORMATS = (HERMES, XML, GLM, MISTRAL, MISTRAL_ARGS, GRANITE, NEMOTRON, LLAMA, LFM2)
+SEED = Format(
+    "seed",
+    ("<seed:tool_call>", "</seed:tool_call>", "<function="),
+    *("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
+    between="\n",
+    parameters=Parameters("<parameter=", ">", "</parameter>\n"),
+)
+"""Seed-OSS."""
+
+APRIEL = Format(
+    "apriel",
+    ("<tool_calls>", "</tool_calls>"),
+    *('{"name": "', '", "arguments": ', "}"),
+    open="<tool_calls>[",
+    between=", ",
+    close="]</tool_calls>",
+)
+
+COHERE = Format(
+    "cohere",
+    ("<|START_ACTION|>", "<|END_ACTION|>"),
+    *('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}"),
+    open="<|START_ACTION|>[\n    ",
+    between=",\n    ",
+    close="\n]<|END_ACTION|>",
+)
+"""Command R7B and A, North."""
+
+MINIMAX = Format(
+    "minimax",
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    *('<invoke name="', '">\n', "</invoke>\n"),
+    open="<minimax:tool_call>\n",
+    close="</minimax:tool_call>",
+    parameters=Parameters('<parameter name="', '">', "</parameter>\n"),
+)
+"""MiniMax M2."""
+
+GEMMA = Format(
+    "gemma",
+    ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("<|tool_call>call:", "{", "}<tool_call|>"),
+    parameters=Parameters("", ":", "", ",", mark='<|"|>'),
+    holds_results=True,
+)
+"""Gemma 4. Its results stand in the reply, behind the calls."""
+
+FORMATS = (
+    *(HERMES, XML, GLM, MISTRAL, MISTRAL_ARGS, GRANITE, NEMOTRON, LLAMA, LFM2),
+    *(GEMMA, SEED, APRIEL, COHERE, MINIMAX),
+)
 
 # the first that fits: a template may name the tags of another format, too
-_SIGNS = (
+_SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
+    (("<|tool_call>call:",), GEMMA),
+    (("<seed:tool_call>",), SEED),
+    (("<tool_calls>[",), APRIEL),
+    (("<|START_ACTION|>",), COHERE),
+    (("<minimax:tool_call>",), MINIMAX),
+    # not known here, though they name tags below, too
+    (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
@@ -200,6 +268,3 @@ _SIGNS = (
     (("<|python_tag|>", '{"name": function name, "parameters": '), LLAMA),
 )
 """What a template's source names, and the format that this means."""
-
-_OTHERS = ("<invoke", "<tool_calls>", "<seed:tool_call>")
-"""What templates name whose formats are not known here, though they name tags above, too."""

@@ -20,7 +20,8 @@ MOST = 100_000
 def check(value: object) -> list[Message]:
     """The messages of a request as templates take them. Raises ApiError.
 
-    Texts in parts become one; "developer" is "system". What is said in pictures or sound is refused by name.
+    Texts in parts become one; "developer" is "system". System messages at the beginning become one, as many
+    templates take no second. What is said in pictures or sound is refused by name.
     """
     if not isinstance(value, list):
         raise wrong("messages", "a list", value)
@@ -28,7 +29,11 @@ def check(value: object) -> list[Message]:
         raise ApiError("messages must have at least one message", param="messages")
     if len(value) > MOST:
         raise ApiError(f"messages has {len(value):,} messages; the most are {MOST:,}", param="messages")
-    return [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+    found = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+    n = next((i for i, each in enumerate(found) if each["role"] != "system"), len(found))
+    if n > 1:
+        found[:n] = [found[0] | {"content": "\n\n".join(each["content"] for each in found[:n])}]
+    return found
 
 
 def _message(value: object, where: str) -> Message:
@@ -105,19 +110,23 @@ class History:
     Parameters
     ----------
     name
-        Of the chat, if its client names chats: those of other names are other chats.
+        Of the chat, if its client names chats: those of other names share no more than the system prompt.
     tools
         What templates get as tools.
     """
 
     def __init__(self, name: str | None, tools: list[Any] | None, messages: list[Message]) -> None:
-        self.digests = [_digest(b"", [name, tools or []])]
+        self._name = name
+        self.digests = [_digest(b"", tools or [])]
         for message in messages:
             self.add(message)
 
     def add(self, message: Message) -> None:
         """One message more."""
-        self.digests.append(_digest(self.digests[-1], _compared(message)))
+        # agents name each chat, and begin all with the same long prompt: it is read once for all
+        is_start = len(self.digests) == 1 and message["role"] == "system"
+        name = None if is_start else self._name
+        self.digests.append(_digest(self.digests[-1], [name, _compared(message)]))
 
     @property
     def now(self) -> bytes:

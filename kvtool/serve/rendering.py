@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+from bisect import bisect_left
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from kvtool.chats.prompt import prefix_tokens, system_prefix
-from kvtool.chats.template import Template
+from kvtool.chats.template import RAW, Template
+from kvtool.errors import ModelError
 from kvtool.llama.model import Model
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import forced_grammar
@@ -32,19 +36,70 @@ class Rendering:
         self.format = Format.of(template)
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
-        """The tokens i32[n] of a whole chat, and how many of them are the system prompt's and the tools'."""
+        """The tokens i32[n] of a whole chat, and how many of them are the system prompt's and the tools'.
+
+        Raises ApiError for a message that the template does not take.
+        """
         found, shown = self._shown(messages, tools)
-        whole = self._template.render(found, tools=shown)
-        system = found[0]["content"] if found[0]["role"] == "system" else ""
-        prefix = system_prefix(self._template, system, shown) if system or shown else ""
-        is_pinned = bool(prefix) and whole.startswith(prefix or "")
-        return prefix_tokens(self._model, whole, len(prefix or "") if is_pinned else 0)
+        try:
+            whole = self._template.render(found, tools=shown)
+        except ModelError:
+            raise self._refused(messages, tools) from None
+        return prefix_tokens(self._model, whole, len(self._prefix(whole, found, shown)))
+
+    def _prefix(self, whole: str, found: list[Message], shown: list[Any] | None) -> str:
+        """What a chat of this system prompt and these tools begins with, whatever follows."""
+        systems = [*takewhile(lambda message: message["role"] == "system", found)]
+        system = systems.pop()["content"] if systems else ""
+        # a template may show the tools later on: then the system prompt alone
+        for listed in (shown, None) if shown else (None,):
+            if system or listed:
+                prefix = system_prefix(self._template, system, listed, systems)
+                if prefix and whole.startswith(prefix):
+                    return prefix
+        return ""
+
+    def _refused(self, messages: list[Message], tools: list[Any]) -> ApiError:
+        """Names the first message that the template does not take."""
+        why = ""
+
+        def fails(n: int) -> bool:
+            nonlocal why
+            found, shown = self._shown(messages[:n], tools)
+            try:
+                self._template.render(found, tools=shown)
+            except ModelError as error:
+                why = str(error).removesuffix(f"; {RAW}")
+                return True
+            return False
+
+        first = bisect_left(range(1, len(messages)), True, key=fails)
+        fails(first + 1)
+        where = f"messages[{first}]"
+        return ApiError(
+            f"{where}, of role {messages[first]['role']}: {why}", param=where, code="chat_template"
+        )
 
     def following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
         """The tokens i32[n] behind the first i messages, the last of which is a reply. Raises ModelError."""
-        before, shown = self._shown(messages[: i - 1], tools)
-        text = self._template.following(before, for_template(messages[i:], self._template), shown)
+        if self.format.holds_results and "tool_calls" in messages[i - 1]:
+            text = self._after_calls(messages, i, tools)
+        else:
+            before, shown = self._shown(messages[: i - 1], tools)
+            text = self._template.following(before, for_template(messages[i:], self._template), shown)
         return self._model.tokenize(text, special=True)
+
+    def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
+        """The text behind the calls of a reply, which also has their results."""
+        name = f"kvtool_{secrets.token_hex(8)}"
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
+        found, shown = self._shown([*messages[: i - 1], reply, *messages[i:]], tools)
+        whole = self._template.render(found, tools=shown)
+        _, last, text = whole.rpartition(self.format.written([(name, {})]))
+        if not last:
+            raise ModelError("the model's chat template leaves calls out")
+        return text
 
     def forced(self, request: ChatRequest) -> str | None:
         """The grammar of the call that a request demands; None if it demands none. Raises ApiError."""

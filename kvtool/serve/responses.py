@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from kvtool.serve.errors import ApiError
@@ -44,7 +45,8 @@ def as_chat(body: object) -> Body:
         chat["tools"] = _tools(tools)
     if (choice := fields.any("tool_choice")) is not None:
         is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
-        named = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
+        function = {"name": _full(choice.get("namespace"), choice["name"])} if is_named else None
+        named = {"type": "function", "function": function} if is_named else choice
         chat["tool_choice"] = named
     if shape := _shape(fields.any("text")):
         chat["response_format"] = shape
@@ -59,7 +61,10 @@ def _add(messages: list[Body], item: object, where: str) -> None:
     if kind == "message":
         messages.append({name: item[name] for name in ("role", "content") if name in item})
     elif kind == "function_call":
-        function = {name: item.get(name) for name in ("name", "arguments")}
+        function = {
+            "name": _full(item.get("namespace"), item.get("name")),
+            "arguments": item.get("arguments"),
+        }
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
             # text and calls of one reply are items of their own here
@@ -79,15 +84,39 @@ def _add(messages: list[Body], item: object, where: str) -> None:
 
 def _tools(value: object) -> object:
     """Chats have a function's fields one level deeper."""
-    if not isinstance(value, list):
-        return value
-    names = ("name", "description", "parameters", "strict")
+    names = ("description", "parameters", "strict")
     return [
-        {"type": "function", "function": {name: each[name] for name in names if name in each}}
-        if isinstance(each, dict) and each.get("type") == "function"
+        {
+            "type": "function",
+            "function": {"name": _full(group, each.get("name"))}
+            | {name: each[name] for name in names if name in each},
+        }
+        if isinstance(each, dict)
         else each
-        for each in value
+        for group, each in _functions(value)
     ]
+
+
+def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str | None, object]]:
+    """The tools that the model is told of, each with the name of the namespace that it is in.
+
+    Tools that OpenAI's servers run, such as web_search, are left out, as are those that take no JSON: clients
+    offer them to every model. Raises ApiError.
+    """
+    if not isinstance(tools, list):
+        raise wrong(where, "a list", tools)
+    for i, each in enumerate(tools):
+        kind = each.get("type") if isinstance(each, dict) else None
+        if kind == "namespace":
+            for _, inner in _functions(each.get("tools"), f"{where}[{i}].tools"):
+                yield each.get("name"), inner
+        elif kind == "function" or not isinstance(kind, str):
+            yield None, each
+
+
+def _full(group: object, name: object) -> object:
+    """What the model calls a function of a namespace."""
+    return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 
 def _shape(text: object) -> Body | None:
@@ -119,6 +148,12 @@ class ResponseBodies:
         self._item: Body | None = None
         self._output: list[Body] = []
         self._begun: dict[int, Body] = {}
+        # what clients call the functions of namespaces
+        self._known = {
+            _full(group, each.get("name")): {"name": each.get("name"), "namespace": group}
+            for group, each in _functions(asked.get("tools") or [])
+            if isinstance(each, dict) and group
+        }
         names = ("instructions", "temperature", "top_p", "max_output_tokens", "metadata", "text")
         self._common: Body = {
             "id": _id("resp"),
@@ -172,7 +207,7 @@ class ResponseBodies:
             item["content"] = [_part(message["content"])]
             self._output.append(item)
         for call in message.get("tool_calls", []):
-            self._output.append(_call_item(call))
+            self._output.append(self._call_item(call))
         return self._done(end)
 
     # parts
@@ -213,7 +248,7 @@ class ResponseBodies:
         return list(self._begun.values())
 
     def _called(self, call: Body) -> list[str]:
-        item, place = _call_item(call), {"output_index": len(self._output)}
+        item, place = self._call_item(call), {"output_index": len(self._output)}
         self._output.append(item)
         begun = item | {"arguments": "", "status": "in_progress"}
         own = {"item_id": item["id"], **place}
@@ -223,6 +258,12 @@ class ResponseBodies:
             self._event("response.function_call_arguments.done", arguments=item["arguments"], **own),
             self._event("response.output_item.done", item=item, **place),
         ]
+
+    def _call_item(self, call: Body) -> Body:
+        function = call["function"]
+        name = self._known.get(function["name"], {"name": function["name"]})
+        own = {"call_id": call["id"], **name, "arguments": function["arguments"]}
+        return {"id": _id("fc"), "type": "function_call", "status": "completed", **own}
 
     def _done(self, end: Body) -> Body:
         is_cut = end["finish"] == "length"
@@ -257,9 +298,3 @@ def _message(name: str, status: str) -> Body:
 
 def _part(text: str) -> Body:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _call_item(call: Body) -> Body:
-    function = call["function"]
-    own = {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
-    return {"id": _id("fc"), "type": "function_call", "status": "completed", **own}

@@ -160,9 +160,8 @@ def for_template(
 
     Contents are texts, or None for "". The arguments of calls become objects where their text is the JSON of
     one. Ids of calls become nine letters and digits, since Mistral's templates take no other; equal ids stay
-    equal. With a template, calls and results that it does not show are written out, the results of a model
-    without a native format as messages of the user; and Llama's template, which takes one call a reply, gets
-    a reply for each.
+    equal. With a template, calls and results that it does not show are written out, the results as messages
+    of the user; and Llama's template, which takes one call a reply, gets a reply for each.
     """
     found = [_for_template(message) for message in messages]
     if template is None:
@@ -172,7 +171,7 @@ def for_template(
         found = _one_call_each(found)
     if native is None or not template.has_calls:
         found = [_with_calls_written(message, native or HERMES) for message in found]
-    return _with_results_said(found) if native is None else found
+    return found if native and template.has_results else _with_results_said(found)
 
 
 def _for_template(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,20 @@ def calls_in_json(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     return calls
 
 
+def json_of_marked(text: str, mark: str) -> str:
+    """The JSON of a text whose strings stand between marks, and whose names may stand without."""
+    parts = text.split(mark)
+    return "".join(dumped(part) if n % 2 else _BARE.sub(_as_json, part) for n, part in enumerate(parts))
+
+
+_BARE = re.compile(r""""(?:\\.|[^"\\])*"|([{,]\s*)([^\s":{}\[\],][^":{}\[\],]*?)\s*:|\b(True|False|None)\b""")
+
+
+def _as_json(found: re.Match[str]) -> str:
+    before, name, word = found.groups()
+    return dumped(_WORDS[word]) if word else f"{before}{dumped(name)}:" if name else found[0]
+
+
 def _finite(text: str) -> float:
     """The number of a text. JSON has no other, not even for NaN."""
     value = float(text)
