@@ -21,7 +21,6 @@ from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
-    from kvtool.engine.loop import Engine
 
 
 def generate(
