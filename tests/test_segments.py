@@ -139,6 +139,17 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
     assert holds(path, archive)
 
 
+@pytest.mark.parametrize("n_kept", [15, 40, 200])
+def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
+    archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
+    while archive.end < 900:
+        archive.end += int(rng.integers(1, 25))
+        # of a segment, too, the first tokens may be gone when the file is written anew
+        archive.begin = max(archive.begin, archive.end - n_kept)
+        save(path, archive, store)
+        assert holds(path, archive)
+
+
 def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
     archive = Archive(1, 0)
     sizes = []

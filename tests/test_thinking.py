@@ -26,8 +26,8 @@ DROPS = (
 KEEPS = DROPS.replace(".split('</think>')[-1].lstrip('\n')", "").replace("%OPEN%", "{# <think> #}")
 
 
-def parts(text, n, **how):
-    splitter = Splitter(THINK, **how)
+def parts(text, n, tags=THINK, **how):
+    splitter = Splitter(tags, **how)
     pieces = [text[i : i + n] for i in range(0, len(text), n)]
     found = [part for piece in pieces for part in splitter.feed(piece)] + [*splitter.end()]
     return tuple("".join(text for is_thought, text in found if is_thought is kind) for kind in (True, False))
@@ -59,10 +59,40 @@ def test_a_thought_that_the_reply_header_opened():
     assert without_thought("\ntwo", Splitter(THINK)) == "\ntwo"
 
 
+HEADERS = Tags(
+    "<filename>analysis<gh_stars>", "<file_sep><filename>final<gh_stars>", "<filename>final<gh_stars>"
+)
+"""As gpt-oss has them, of SmolLM2's control tokens."""
+
+HEADED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}"
+    "{% if '<filename>analysis<gh_stars>' in m.content %}{{ raise_exception('a header') }}{% endif %}"
+    "{% if m.role == 'assistant' %}<filename>final<gh_stars>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 100])
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        (HEADERS.start + "one" + HEADERS.end + "two", "one", "two"),
+        (HEADERS.plain + "two", "", "two"),
+        ("<filename>fin", "", "<filename>fin"),
+        ("<filename>final<gh_stars>", "", ""),
+        ("none", "", "none"),
+    ],
+)
+def test_a_header_of_what_is_said_is_no_part_of_it(text, thought, said, n):
+    assert parts(text, n, tags=HEADERS) == (thought, said)
+
+
 def test_templates_say_their_tags():
     assert tags_in("... [THINK] ... [/THINK]") == Tags("[THINK]", "[/THINK]")
     assert tags_in("content.split('</think>')") == THINK
     assert tags_in("nothing") == THINK
+    assert tags_in("{{ '<|channel|>analysis<|message|>' }}").plain == "<|channel|>final<|message|>"
+    assert tags_in("split('<channel|>')").start == "<|channel>thought\n"
 
 
 def test_templates_say_what_becomes_of_thoughts():
@@ -86,10 +116,12 @@ def model(smollm2):
 def talk(model):
     made = []
 
-    def make(template, policy="h2o", budget=64):
+    def make(source, policy="h2o", budget=64, tags=None):
         engine = Engine(model, policies.fit(policy, budget), Settings(n_batch=32, n_threads=1))
         writer = Writer(engine, Sampler(model, seed=1))
-        made.append(Conversation(writer, Template(template, "", "")))
+        template = Template(source, "", "")
+        template.tags = tags or template.tags
+        made.append(Conversation(writer, template))
         return made[-1]
 
     yield make
@@ -99,10 +131,10 @@ def talk(model):
 
 
 def says(talk, text):
-    """The model writes this text next, whatever its logits are."""
+    """The model writes this text next, markers as tokens, whatever its logits are."""
     model, sampler = talk.writer.engine.model, talk.writer.sampler
     end = model.tokenize("<|im_end|>", special=True)
-    tokens = iter([*model.tokenize(text).tolist(), *end.tolist()])
+    tokens = iter([*model.tokenize(text, special=True).tolist(), *end.tolist()])
     fixed = SimpleNamespace(
         sample=lambda cache: next(tokens), start=lambda n: None, seed=1, recent=sampler.recent,
         settings=sampler.settings,
@@ -157,3 +189,24 @@ def test_a_thought_that_is_stopped_leaves_nothing(talk):
     text = b"".join(map(ours.writer.engine.model.piece, ours.writer.tokens.tolist())).decode()
     assert "long" not in text
     assert n < len(ours.writer.tokens)
+
+
+@pytest.mark.engine
+def test_thoughts_between_control_tokens_are_told_and_dropped(talk):
+    ours, theirs = talk(HEADED, tags=HEADERS), talk(HEADED, tags=HEADERS)
+    thought = "They want a number. " * 6
+    says(ours, HEADERS.start + thought + HEADERS.end + "It is seven.")
+    raw = "".join(ours.reply("Name a number."))
+    assert without_thought(raw, ours.splitter()) == "It is seven."
+    says(theirs, HEADERS.plain + "It is seven.")
+    assert without_thought("".join(theirs.reply("Name a number.")), theirs.splitter()) == "It is seven."
+    assert ours.messages == theirs.messages
+    assert ours.messages[-1]["content"] == "It is seven."
+    assert ours.writer.tokens.tolist() == theirs.writer.tokens.tolist()
+    # what has no thought stays as it was written
+    again = HEADERS.plain + "Yes."
+    for each in (ours, theirs):
+        says(each, again)
+        "".join(each.reply("Are you sure?"))
+    text = Template(HEADED, "", "").render(ours.messages, reply=False).removesuffix("<|im_end|>")
+    assert ours.writer.tokens.tolist() == ours.writer.engine.model.tokenize(text, special=True).tolist()

@@ -15,7 +15,7 @@ from kvtool.chats import session
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing, Store
 from kvtool.chats.template import Message, Template
-from kvtool.chats.thinking import Splitter, without_thought
+from kvtool.chats.thinking import Splitter, control_tokens, without_thought
 from kvtool.chats.undo import Copies, Copy
 from kvtool.chats.writer import Writer
 from kvtool.llama.archive import Archive
@@ -52,6 +52,8 @@ class Conversation:
         Those copies.
     n_held
         Tokens of the reply header, which are held in the cache.
+    shown
+        Control tokens whose text tells thoughts from what is said.
     kept
         Opens the files that hold the chat as it is now, or returns None. It saves writing a copy.
     """
@@ -68,6 +70,8 @@ class Conversation:
         self._store = Store()
         self.n_reply = self.version = 0
         model = writer.engine.model
+        # what is said needs them, to be told from thoughts
+        self.shown = writer.shown = control_tokens(model, template.tags)
         self.n_held = len(model.tokenize(template.reply_start(), special=True))
         # tokens of the reply header that open a thought; they are left out with it
         self._n_opening = 0
@@ -160,10 +164,13 @@ class Conversation:
                     said.append(piece)
                     yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(said)})
+            text = "".join(said)
+            # templates with such a header put it there themselves
+            content = without_thought(text, self.splitter()) if self.template.tags.plain else text
+            self.messages.append({"role": "assistant", "content": content})
             if before:
                 with closing(before):
-                    self._drop_thought(before, "".join(said))
+                    self._drop_thought(before, text)
 
     def splitter(self) -> Splitter:
         """Tells the thought of the next reply from what it says."""
@@ -187,7 +194,8 @@ class Conversation:
         self.messages = messages
         self.writer.sampler.recent.extend(recent)
         self.writer.n_written = n_written
-        self.writer.read(self.writer.engine.model.tokenize(spoken))
+        model, header = self.writer.engine.model, self.template.tags.plain
+        self.writer.read(np.concatenate([model.tokenize(header, special=True), model.tokenize(spoken)]))
 
     @property
     def archive(self) -> Archive | None:

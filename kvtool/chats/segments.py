@@ -92,7 +92,10 @@ class Store:
         self.open()
         old = self._file
         wanted = _wanted(archive, old.at if old else {}) if archive else []
-        file = old if old and archive and old.takes(archive, wanted) else self._begin() if wanted else None
+        file = old if old and archive and old.takes(archive, wanted) else None
+        if archive and wanted and not file:
+            # what the archive has forgotten of a segment is in the old file alone
+            file, wanted = self._begin(), _wanted(archive, {})
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
             if archive:

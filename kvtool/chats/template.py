@@ -161,6 +161,9 @@ class Template:
         """Whether the thought of a reply is left out once the user has said something after it."""
         if self.tags.start not in self.source and self.tags.end not in self.source:
             return False
+        if self.tags.plain:
+            # it takes no thought in a message
+            return True
         thought = f"{self.tags.start}\n{_THOUGHT}\n{self.tags.end}\n\n{_STAND_IN}"
         user = {"role": "user", "content": "."}
         try:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvtool.llama.model import Model
 
 
 class Tags(NamedTuple):
-    """What opens a thought, and what closes it."""
+    """What stands around a thought at the start of a reply.
+
+    Attributes
+    ----------
+    start, end
+        What opens the thought, and what closes it.
+    plain
+        What opens a reply without a thought, and is no part of what it says.
+    """
 
     start: str
     end: str
+    plain: str = ""
 
 
 THINK = Tags("<think>", "</think>")
@@ -23,6 +35,14 @@ _KNOWN = (
     Tags("[THINK]", "[/THINK]"),
     Tags("<thinking>", "</thinking>"),
     Tags("<reasoning>", "</reasoning>"),
+    # Gemma 4
+    Tags("<|channel>thought\n", "<channel|>"),
+    # gpt-oss
+    Tags(
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>final<|message|>",
+    ),
 )
 
 
@@ -59,10 +79,14 @@ class Splitter:
         text, self._held = self._held + piece, ""
         if self._is_thought is None:
             bare = text.lstrip()
-            if bare.startswith(self._tags.start):
+            start, _, plain = self._tags
+            if bare.startswith(start):
                 self._is_thought = self.had_thought = True
-                text = bare[len(self._tags.start) :]
-            elif self._tags.start.startswith(bare):
+                text = bare[len(start) :]
+            elif plain and bare.startswith(plain):
+                self._is_thought = False
+                text = bare[len(plain) :]
+            elif start.startswith(bare) or plain.startswith(bare):
                 self._held = text
                 return
             else:
@@ -86,6 +110,12 @@ class Splitter:
         if self._held:
             yield bool(self._is_thought), self._held
             self._held = ""
+
+
+def control_tokens(model: Model, tags: Tags) -> frozenset[int]:
+    """The control tokens of the tags: a writer hides their text unless they are in `Writer.shown`."""
+    tokens = {token for tag in tags if tag for token in model.tokenize(tag, special=True).tolist()}
+    return frozenset(token for token in tokens if model.piece(token) != model.piece(token, special=True))
 
 
 def without_thought(text: str, splitter: Splitter) -> str:

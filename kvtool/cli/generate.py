@@ -21,7 +21,6 @@ from kvtool.system import interrupt
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
-    from kvtool.engine.loop import Engine
 
 
 def generate(
@@ -122,7 +121,7 @@ def generate(
         if raw:
             whole, prefix = request, first
         else:
-            whole, prefix = _rendered(engine, system, request, first)
+            whole, prefix = _rendered(writer, system, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         if explain:
@@ -158,14 +157,18 @@ def generate(
             raise KeyboardInterrupt
 
 
-def _rendered(engine: Engine, system: str | None, request: str, first: str) -> tuple[str, str]:
+def _rendered(writer: Writer, system: str | None, request: str, first: str) -> tuple[str, str]:
     """The request in the model's chat template, and the part of it that is pinned.
 
-    first: the start of the request that is pinned, if any, else the system prompt is.
+    The writer will show what tells a thought from the answer. first: the start of the request that is pinned,
+    if any, else the system prompt is.
     """
     from kvtool.chats.prompt import request_prefix, system_prefix, template_of
+    from kvtool.chats.thinking import control_tokens
 
+    engine = writer.engine
     template = template_of(engine.model)
+    writer.shown = control_tokens(engine.model, template.tags)
     before = [{"role": "system", "content": system}] if system else []
     whole = template.render([*before, {"role": "user", "content": request}])
     prefix: str | None = ""

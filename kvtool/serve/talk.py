@@ -106,7 +106,7 @@ class Talk:
         history = History(request.name, tools, request.messages)
         form = self._rendering.format
         self._draw(job, request, self._rendering.forced(request))
-        self.writer.shown = shown_tokens(self.model, form) if tools else frozenset()
+        self.writer.shown = talk.shown | (shown_tokens(self.model, form) if tools else frozenset())
         clock = _Clock()
         before, tokens = self._begin(request.messages, tools, history, at)
         n_cached = self.engine.n_past
