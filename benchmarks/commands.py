@@ -65,7 +65,7 @@ class Compare:
         for record in found:
             # without a budget there is a cell for each token of the text, or of the context
             has_all = record["budget"] >= record["tokens"]
-            label = self._label(record)
+            label = _label(self.policies, record)
             if "error" in record or not label or not (has_all or str(record["budget"]) in self.budgets):
                 continue
             counts = statistics.block_counts(record["n_scored"])
@@ -82,11 +82,6 @@ class Compare:
                 "weights": {"nll": counts.astype(int).tolist()},
                 **_about(record),
             }
-
-    def _label(self, record: records.Record) -> str:
-        """The policy asked for that names the most of the record's parameters; "" if none matches."""
-        named = [label for label in self.policies if _names(label, record)]
-        return max(named, key=lambda label: len(split_policy(label)[1]), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +129,7 @@ class Eval:
         return Path(self.files[0]).name if self.files else self.task
 
     def _command(self, label: str, budget: Sequence[str]) -> list[str]:
-        name, options = split_policy(label)
-        own = [part for option in options for part in ("-o", option)]
-        return ["eval", self.task, *self.files, "--policy", name, *own, *budget, *self.more]
+        return ["eval", self.task, *self.files, "--policy", *_options(label), *budget, *self.more]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +145,11 @@ class Inspect:
         for file in self.files:
             for label in self.policies:
                 size = ["--budget", self.budget, "--max-tokens", str(self.max_tokens)]
-                yield ["inspect", file, "--policy", label, *size, "--json"]
+                yield ["inspect", file, "--policy", *_options(label), *size, "--json"]
 
     def shown(self) -> str:
         size = f"--budget {self.budget} --max-tokens {self.max_tokens}"
-        chosen = ", ".join(self.policies)
+        chosen = ", ".join(" ".join(_options(label)) for label in self.policies)
         return f"kvtool inspect FILE --policy POLICY {size} --png POLICY.png\n    # POLICY: {chosen}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
@@ -164,7 +157,7 @@ class Inspect:
             shares = np.array(record["share"])
             for part, of_part in zip(_QUARTERS, np.array_split(shares, len(_QUARTERS)), strict=True):
                 yield {
-                    "label": record["policy"],
+                    "label": _label(self.policies, record),
                     "budget": str(record["budget"]),
                     "of": record["file"],
                     "part": part,
@@ -179,6 +172,18 @@ Run = Compare | Eval | Inspect
 def shell(command: Sequence[str]) -> str:
     """The command as one types it: without folders, with quotes around an empty argument."""
     return "kvtool " + " ".join(Path(part).name if "/" in part else part or "''" for part in command)
+
+
+def _options(label: str) -> list[str]:
+    """A policy as kvtool's commands take it: its name, and -o for each parameter."""
+    name, options = split_policy(label)
+    return [name, *(part for option in options for part in ("-o", option))]
+
+
+def _label(policies: Sequence[str], record: records.Record) -> str:
+    """The policy asked for that names the most of the record's parameters; "" if none matches."""
+    named = [label for label in policies if _names(label, record)]
+    return max(named, key=lambda label: len(split_policy(label)[1]), default="")
 
 
 def _names(label: str, record: records.Record) -> bool:

@@ -115,7 +115,13 @@ _CHOICES = {
 }
 # on these a model of 135M parameters is better than guessing
 _TOLD_APART = ("OpenBookQA", "COPA", "PiQA")
-_ESSAYS = tuple(f"paul_graham_essays/{name}.txt" for name in ("gap", "island", "love", "nft", "vb", "weird"))
+_ESSAYS = tuple(
+    f"paul_graham_essays/{name}.txt"
+    for name in (
+        *("gap", "island", "love", "nft", "vb", "weird", "addiction", "apple", "avg", "before", "boss"),
+        *("copy", "diff", "founders", "gba", "goodtaste", "hubs", "know", "laundry", "mod"),
+    )
+)
 
 _BUZZ = ("full", "buzz", "buzz:logn=true", "h2o", "streamingllm", "local")
 _BUMBLEBEE = ("full", "local", "random", "streamingllm", "h2o", "bumblebee", "bumblebee:phi=power")
@@ -209,7 +215,7 @@ RUNS: dict[str, Run] = {
         "qa", (_HOTPOT,), ("full", *_BUMBLEBEE[3:]), ("20%",), ("--prefill", "whole", *_QUESTIONS, "24")
     ),
     "diversity": Eval("diversity", (_XSUM,), _BUZZ[1:-1], ("20%",), ("--prefill", "whole", "--limit", "12")),
-    "inspect": Inspect(_ESSAYS, ("h2o", "bumblebee"), "20", 192),
+    "inspect": Inspect(_ESSAYS, ("h2o", "bumblebee:sinks=0", "bumblebee"), "20", 192),
     "longbench": Eval(
         "longbench", (_LONGBENCH,), ("full", *_CORM[1:]), ("512",), ("--prefill", "whole", *_LONG)
     ),
@@ -402,7 +408,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             worse=(_MIXTURES[0], _MIXTURES[-1]),
         ),
     ),
-    "bumblebee-figure-6": Experiment(("inspect",), (Table("held", ("part",)),)),
+    "bumblebee-figure-6": Experiment(("inspect",), (Table("held", ("part",), "bumblebee:sinks=0"),)),
     "bumblebee-table-6": Experiment(
         tuple(name for name in RUNS if name.startswith("speed-")),
         (Table("ms", against="bumblebee", worse=("full",)),),

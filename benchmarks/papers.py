@@ -49,6 +49,8 @@ class Score:
         Its decimal places.
     exp
         Whether the exponential of the mean is printed.
+    words
+        For a higher number, and for a lower one.
     """
 
     title: str
@@ -56,6 +58,7 @@ class Score:
     scale: float = 1.0
     digits: int = 2
     exp: bool = False
+    words: tuple[str, str] = ("better", "worse")
 
 
 SCORES = {
@@ -76,7 +79,9 @@ SCORES = {
     "distance": Score("Distance of Self-BLEU from the full cache's", lower=True, digits=1),
     "evicted": Score("Tokens evicted at the end, %, the mean over rows", scale=100, digits=1),
     "ms": Score("CPU time of a token, ms", lower=True, digits=2),
-    "held": Score("Share of the rows that hold a token at the end, %", scale=100, digits=1),
+    "held": Score(
+        "Share of the rows that hold a token at the end, %", scale=100, digits=1, words=("more", "less")
+    ),
 }
 
 
@@ -223,7 +228,14 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
         parts.append(f"({table.paper[place]})")
-    return " ".join([*parts, *filter(None, [("", "better", "worse")[signs.get(place, 0)]])])
+    return " ".join(
+        [
+            *parts,
+            *filter(
+                None, [("", *SCORES[places[place].score].words)[signs[place]]] if signs.get(place) else []
+            ),
+        ]
+    )
 
 
 def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:

@@ -277,9 +277,10 @@ def test_of_a_choice_the_right_ones_share_is_kept():
 
 
 def test_of_a_look_at_the_cells_each_quarters_share_is_kept():
-    run = Inspect(("a.txt",), ("h2o",), "20", 8)
+    run = Inspect(("a.txt",), ("h2o", "h2o:sinks=2"), "20", 8)
     record = {
         "policy": "h2o",
+        "params": {"sinks": 2, "window": 4},
         "budget": 20,
         "file": "a.txt",
         "share": [1, 0.5, 0, 0, 0.25, 0.25, 1, 1],
@@ -289,6 +290,8 @@ def test_of_a_look_at_the_cells_each_quarters_share_is_kept():
     kept = list(run.lines([record]))
     assert [line["scores"]["held"] for line in kept] == [[0.75], [0], [0.25], [1]]
     assert len({line["part"] for line in kept}) == 4
+    assert {line["label"] for line in kept} == {"h2o:sinks=2"}
+    assert [command[3:6] for command in run.commands()][1] == ["h2o", "-o", "sinks=2"]
 
 
 # the statistics
@@ -497,6 +500,7 @@ def test_inspect_is_run_once_a_text_and_policy(monkeypatch, tmp_path):
     monkeypatch.setitem(RUNS, "made-up", Inspect(("a.txt", "b.txt"), ("h2o",), "20", 8))
     said = {
         "policy": "h2o",
+        "params": {},
         "budget": 20,
         "share": [1.0] * 8,
         "seconds": 1.0,
