@@ -278,8 +278,9 @@ def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
         parts = [f"{here} appear{'s' * (here == 1)} here", f"{reverse} {_are(reverse)} reversed"]
         parts.append(f"{unclear} cannot be told ({n_test} test{'s' * (n_test != 1)} in the table)")
         if untested := n - len(found):
-            parts.append(f"{untested} {_are(untested)} of single numbers, which have no test")
-        said += [verdict, f"Of its {n} difference{'s' * (n > 1)} from `{table.against}`, {', '.join(parts)}."]
+            parts.append(f"\n{untested} {_are(untested)} of single numbers, which have no test")
+        told = ", ".join(parts).replace(", \n", ",\n")
+        said += [verdict, f"Of its {n} difference{'s' * (n > 1)} from `{table.against}`, {told}."]
     # a line each
     return "\n".join(said)
 

@@ -387,7 +387,7 @@ def test_the_papers_differences_are_counted(measured):
     single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
     text = measured(single, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
     assert "No difference can be told here.\nOf its 3 differences" in text
-    assert "0 cannot be told (0 tests in the table), 3 are of single numbers, which have no test." in text
+    assert "0 cannot be told (0 tests in the table),\n3 are of single numbers, which have no test." in text
 
 
 def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
