@@ -45,7 +45,9 @@ class Server:
         engine = Engine(model, policies.fit(policy, 64, 16), Settings(n_batch=64, n_threads=1))
         writer = Writer(engine, Sampler(model))
         # few bytes, so that some snapshots go
-        self.talk = Talk(writer, template_of(model), Chats(folder, 600_000, {}), "forget")
+        self.talk = Talk(
+            writer, template_of(model), Chats(folder, 600_000, {}), "forget", lambda chat: {"fixed": {}}
+        )
 
     def ask(self, messages):
         """(reply, tokens that were cached, tokens of the chat now)"""

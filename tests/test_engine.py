@@ -652,7 +652,9 @@ def test_a_full_cache_ends_the_stream(tiny_model):
     with open_engine(tiny_model(), policies.fit("full", 100)) as engine:
         engine.read(text(100))
         before = engine.context.state()
-        with pytest.raises(StreamEnd, match=r"\(100 tokens\) is full and Full evicts nothing; raise -c"):
+        with pytest.raises(
+            StreamEnd, match=r"\(100 tokens\) is full, and the policy evicts nothing; raise -c"
+        ):
             engine.evict_if_due()
         assert engine.context.state() == before
         with pytest.raises(StreamEnd):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -218,20 +218,7 @@ class Keeper:
 
     def _meta(self) -> Meta:
         """What `Conversation.save` does not have."""
-        engine, params = self.chat.writer.engine, self.context.params
-        return {
-            "kvtool": kvtool.__version__,
-            "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "n_turn": self.chat.n_turn,
-            "n_past": engine.n_past,
-            "cells": engine.mean_kv,
-            "kv_bytes": engine.cache_bytes,
-            "archived": engine.n_archived,
-            "archive_bytes": engine.archive_bytes,
-            "fixed": self._fixed,
-            "options": {name: params[name] for name in _SAVED}
-            | {"model": os.path.abspath(engine.model.path), "policy": self._fixed["policy"]},
-        }
+        return meta_of(self.chat, self._fixed, self.context.params)
 
     def _is_own(self, path: Path) -> bool:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
@@ -275,6 +262,24 @@ class Keeper:
     def _fixed(self) -> dict[str, Any]:
         # found when needed: hashing a large model takes time
         return fixed_of(self.chat.writer.engine, self.context.params["policy"])
+
+
+def meta_of(chat: Conversation, fixed: dict[str, Any], params: Mapping[str, Any]) -> Meta:
+    """What a session says of a chat as it is now. params: the command's, of which some are kept."""
+    engine = chat.writer.engine
+    return {
+        "kvtool": kvtool.__version__,
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "n_turn": chat.n_turn,
+        "n_past": engine.n_past,
+        "cells": engine.mean_kv,
+        "kv_bytes": engine.cache_bytes,
+        "archived": engine.n_archived,
+        "archive_bytes": engine.archive_bytes,
+        "fixed": fixed,
+        "options": {name: params[name] for name in _SAVED}
+        | {"model": os.path.abspath(engine.model.path), "policy": fixed["policy"]},
+    }
 
 
 def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:

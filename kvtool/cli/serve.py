@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,15 @@ from kvtool.cli import sampling as draw
 from kvtool.cli.command import DRAWS, SERVES
 from kvtool.cli.completion import models
 from kvtool.cli.explain import explain_run
-from kvtool.cli.keeper import fixed_of
-from kvtool.cli.opening import EngineOptions, checked_model, open_engine, system_text, take_positional
+from kvtool.cli.keeper import fixed_of, meta_of
+from kvtool.cli.opening import (
+    EngineOptions,
+    checked_model,
+    n_ctx_of,
+    open_engine,
+    system_text,
+    take_positional,
+)
 from kvtool.cli.texts import read_text
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
@@ -58,7 +66,9 @@ def serve(
     ] = None,
     sessions: Annotated[
         Path | None,
-        typer.Option("--sessions", help="Folder that keeps all chats.", rich_help_panel=SERVES),
+        typer.Option(
+            "--sessions", metavar="FOLDER", help="Keep all chats in this folder.", rich_help_panel=SERVES
+        ),
     ] = None,
     sessions_bytes: Annotated[
         str,
@@ -73,6 +83,7 @@ def serve(
         str,
         typer.Option(
             "--overflow",
+            metavar="forget|error",
             help="What a chat longer than the context gets: forget, as the policy does, or error.",
             rich_help_panel=SERVES,
         ),
@@ -158,6 +169,7 @@ def serve(
     from kvtool.serve.requests import Defaults
     from kvtool.units import parse_bytes
 
+    system = system_text(system, system_file)
     address = endpoints.address(host)
     most_bytes = parse_bytes(sessions_bytes)
     keys = _keys(api_key_file)
@@ -166,13 +178,15 @@ def serve(
     listening = listener(address, port)
     port = listening.getsockname()[1]
     # downloads come before anybody can ask
-    checked_model(wanted)
+    _, info = checked_model(wanted)
+    # it is said once that a context is cut
+    wanted = replace(wanted, n_ctx=wanted.n_ctx and n_ctx_of(wanted.n_ctx, info))
     name = Path(wanted.model).stem if wanted.model else _default_model()
     site = Site(
         name,
         policy,
         Waiting(queue),
-        Defaults(settings, n, seed, system_text(system, system_file)),
+        Defaults(settings, n, seed, system),
         Limits(keys, local_only=endpoints.is_loopback(address) and not keys, read_timeout=read_timeout),
         has_metrics=metrics,
     )
@@ -187,15 +201,22 @@ def serve(
         sys.stderr.flush()
 
     def opened() -> Any:
-        return _opened(wanted, sessions, most_bytes, overflow)
+        return _opened(context, wanted, system, sessions, most_bytes)
 
     with listening:
         interrupt.end_by(run(site, opened, listening, ready))
 
 
 @contextmanager
-def _opened(wanted: EngineOptions, folder: Path | None, most_bytes: int, overflow: str) -> Iterator[Talk]:
+def _opened(
+    context: typer.Context,
+    wanted: EngineOptions,
+    system: str | None,
+    folder: Path | None,
+    most_bytes: int,
+) -> Iterator[Talk]:
     """The engine, and what it needs to answer."""
+    from kvtool.chats.conversation import Conversation
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
     from kvtool.errors import ModelError
@@ -207,11 +228,30 @@ def _opened(wanted: EngineOptions, folder: Path | None, most_bytes: int, overflo
         opened = stack.enter_context(open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
         engine = opened.engine
         path = stack.enter_context(held(folder))
-        chats = stack.enter_context(closing(Chats(path, most_bytes, fixed_of(engine, wanted.policy))))
+        fixed = fixed_of(engine, wanted.policy)
+        chats = stack.enter_context(closing(Chats(path, most_bytes, fixed)))
+        if chats.n_others:
+            sys.stderr.write(
+                f"{chats.n_others:,} files in {folder} are damaged, or of another model, policy or options; "
+                "they stay as they are\n"
+            )
+        params = context.params
         template = None
         with suppress(ModelError):
             template = template_of(engine.model)
-        yield Talk(Writer(engine, Sampler(engine.model)), template, chats, overflow)
+        writer = Writer(engine, Sampler(engine.model))
+        if template and system:
+            # it must fit before anybody asks
+            Conversation(writer, template).check(system)
+        say = _say if params["verbose"] else lambda line: None
+        yield Talk(
+            writer, template, chats, params["overflow"], lambda chat: meta_of(chat, fixed, params), say
+        )
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _tell(site: Site, talk: Talk) -> None:
@@ -219,8 +259,8 @@ def _tell(site: Site, talk: Talk) -> None:
     engine, model = talk.engine, talk.model
     template = talk.template
 
-    def tokenize(text: str, start: bool) -> list[int]:
-        found: list[int] = model.tokenize(text, special=True, start=start).tolist()
+    def tokenize(text: str, start: bool, special: bool) -> list[int]:
+        found: list[int] = model.tokenize(text, special=special, start=start).tolist()
         return found
 
     def detokenize(tokens: list[int]) -> str:
@@ -249,7 +289,8 @@ def _tell(site: Site, talk: Talk) -> None:
 def _keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
-    keys = tuple(line.strip() for line in read_text(str(path)).splitlines() if line.strip())
+    lines = (line.strip() for line in read_text(str(path)).splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise UsageError(f"{path} has no key; write one a line")
     return keys

@@ -202,7 +202,7 @@ class Eviction:
         counts: np.ndarray = keep.sum(axis=1, dtype=np.int32)
         if n_kv >= budget and counts.min() == n_kv:
             raise StreamEnd(
-                f"the cache ({n_kv} tokens) is full and {name} evicts nothing; "
+                f"the cache ({n_kv} tokens) is full, and the policy evicts nothing; "
                 "raise -c, or choose another policy, such as --policy h2o"
             )
         if self.rows.ragged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -84,7 +85,7 @@ class Site:
     defaults: Defaults = field(default_factory=Defaults)
     limits: Limits = field(default_factory=Limits)
     props: dict[str, Any] | None = None
-    tokenize: Callable[[str, bool], list[int]] | None = None
+    tokenize: Callable[[str, bool, bool], list[int]] | None = None
     detokenize: Callable[[list[int]], str] | None = None
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
@@ -312,8 +313,13 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
     _check_ready(site)
     fields = Fields(await _body(site, http))
     content = fields.text("content") or ""
+    add, markers = fields.flag("add_special"), fields.flag("parse_special", True)
     assert site.tokenize
-    return JSONResponse({"tokens": site.tokenize(content, fields.flag("add_special"))})
+    assert site.detokenize
+    tokens: list[Any] = site.tokenize(content, add, markers)
+    if fields.flag("with_pieces"):
+        tokens = [{"id": token, "piece": site.detokenize([token])} for token in tokens]
+    return JSONResponse({"tokens": tokens})
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
@@ -349,7 +355,15 @@ def _check_key(site: Site, http: HttpRequest) -> None:
 
 
 def _check_host(site: Site, http: HttpRequest) -> None:
-    """A web page elsewhere may give its own name this machine's address, and so be taken for a local one."""
+    """Refuses what web pages of others ask for where nobody needs a key.
+
+    Such a page may give its own name this machine's address. And what it sends comes, though it may not read
+    the answer.
+    """
+    origin = http.headers.get("origin")
+    own = f"//{http.headers.get('host', '')}"
+    if origin and not site.limits.keys and not (re.fullmatch(_LOCAL, origin) or origin.endswith(own)):
+        raise ApiError("web pages may ask from localhost only", status=403, code="wrong_origin")
     if not site.limits.local_only:
         return
     try:

@@ -32,8 +32,15 @@ def parsed(data: bytes) -> Any:
         body = json.loads(text, parse_constant=_not_json, parse_float=_finite)
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
+    except _NoNumber as error:
+        raise ApiError(f"the body is not JSON: {error}") from None
+    except ValueError:
+        # Python reads no numbers of thousands of digits
+        raise ApiError("the body has a number of too many digits") from None
     _check_depth(body)
     return body
 
@@ -56,14 +63,18 @@ def _too_deep() -> ApiError:
     return ApiError(f"the body is nested too deeply; the most are {MOST_DEEP} levels")
 
 
+class _NoNumber(ValueError):
+    """What Python takes for a number, and JSON does not, or what is too large."""
+
+
 def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise _NoNumber(f"{name} is no JSON number")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError("a number is too large")
+        raise _NoNumber("a number is too large")
     return value
 
 
@@ -80,6 +91,11 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
+
+    @property
+    def left(self) -> list[str]:
+        """The names of those that were not taken out."""
+        return list(self._left)
 
     def any(self, name: str) -> Any:
         """The value as it is; None if there is none."""
@@ -168,6 +184,8 @@ def kind_of(value: object) -> str:
 
 def shown(value: object) -> str:
     """A value from a stranger, cut to what fits on a line."""
+    if value is None:
+        return "null"
     try:
         text = str(value)
     except ValueError:

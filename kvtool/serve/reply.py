@@ -44,6 +44,10 @@ class Reply:
             deltas += self._of_events(self._parser.end())
         return deltas
 
+    def repeat(self, text: str) -> list[Delta]:
+        """What a stream says of the prompt, where the reply begins with it."""
+        return [self._add("content", text)] if text else []
+
     def finish(self, is_cut: bool) -> str:
         """Why it ended, in OpenAI's words."""
         return "length" if is_cut else "tool_calls" if "tool_calls" in self.message else "stop"

@@ -33,6 +33,8 @@ _WHOLE = ("top_k", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", 
 _REFUSED = (
     *("audio", "modalities", "prediction", "web_search_options", "functions", "function_call", "suffix"),
     *("n_probs", "image_data", "lora", "dynatemp_range", "samplers", "n_keep", "id_slot", "thinking_budget"),
+    *("ignore_eos", "top_n_sigma", "repetition_penalty", "min_tokens", "t_max_predict_ms"),
+    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
 )
 """Fields that would change the answer, and that kvtool has nothing for."""
 
@@ -148,7 +150,7 @@ def chat(body: object, defaults: Defaults, model: str, name: str | None = None) 
         tools=tools,
         choice=choice,
         logprobs=(top or 0) if listed else None,
-        **_common(fields, defaults, model, "max_completion_tokens"),
+        **_common(fields, defaults, model),
     )
 
 
@@ -160,7 +162,7 @@ def text(body: object, defaults: Defaults, model: str) -> TextRequest:
         prompt=prompt,
         echo=fields.flag("echo"),
         logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
-        **_common(fields, defaults, model, "n_predict"),
+        **_common(fields, defaults, model),
     )
 
 
@@ -176,7 +178,7 @@ def _prompt(value: object) -> str | list[int]:
     raise wrong("prompt", "a string", value)
 
 
-def _common(fields: Fields, defaults: Defaults, model: str, n_name: str) -> dict[str, Any]:
+def _common(fields: Fields, defaults: Defaults, model: str) -> dict[str, Any]:
     """What `Request` has but log-probabilities, of the fields that are left. Raises ApiError."""
     fields.refuse(_REFUSED)
     for one in ("n", "best_of"):
@@ -191,7 +193,9 @@ def _common(fields: Fields, defaults: Defaults, model: str, n_name: str) -> dict
             code="model_not_found",
             status=404,
         )
-    n_max = [fields.whole(name, 0, 2**31 - 1) for name in (n_name, "max_completion_tokens", "max_tokens")]
+    n_max = [
+        fields.whole(name, 0, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens", "n_predict")
+    ]
     options = fields.any("stream_options")
     if options is not None and not isinstance(options, dict):
         raise wrong("stream_options", "an object", options)
@@ -204,8 +208,20 @@ def _common(fields: Fields, defaults: Defaults, model: str, n_name: str) -> dict
         "schema": schema,
         "stream": stream,
         "with_usage": stream and bool((options or {}).get("include_usage")),
-        "n_share": Fields(fields.any("kvtool") or {}).whole("share", 0, 2**31 - 1) or 0,
+        "n_share": _share(fields.any("kvtool")),
     }
+
+
+def _share(own: object) -> int:
+    """Of how many tokens kvtool's own field asks for the shares."""
+    if own is None:
+        return 0
+    if not isinstance(own, dict):
+        raise wrong("kvtool", "an object", own)
+    asked = Fields(own)
+    n = asked.whole("share", 0, 2**31 - 1) or 0
+    asked.refuse(asked.left)
+    return n
 
 
 def _seed(fields: Fields, default: int | None) -> int | None:

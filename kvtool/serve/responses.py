@@ -119,6 +119,10 @@ def _full(group: object, name: object) -> object:
     return f"{group.rstrip('_')}__{name}" if isinstance(group, str) and group else name
 
 
+def _status(end: Body) -> str:
+    return "incomplete" if end["finish"] == "length" else "completed"
+
+
 def _shape(text: object) -> Body | None:
     if text is None:
         return None
@@ -190,10 +194,9 @@ class ResponseBodies:
 
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
         """What a stream ends with."""
-        lines = self._close()
+        lines = self._close(end)
         lines += [line for call in self._calls() for line in self._called(call)]
-        name = "incomplete" if end["finish"] == "length" else "completed"
-        return [*lines, self._event(f"response.{name}", response=self._done(end))]
+        return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
 
     def failed(self, error: ApiError) -> list[str]:
         """What a stream says of an error."""
@@ -203,7 +206,7 @@ class ResponseBodies:
     def whole(self, message: Body, listed: list[Body] | None, end: Body) -> Body:
         """A response that is not streamed."""
         if message["content"] or not message.get("tool_calls"):
-            item = _message(_id("msg"), "completed")
+            item = _message(_id("msg"), _status(end))
             item["content"] = [_part(message["content"])]
             self._output.append(item)
         for call in message.get("tool_calls", []):
@@ -221,12 +224,12 @@ class ResponseBodies:
             self._event("response.content_part.added", **part, **place),
         ]
 
-    def _close(self) -> list[str]:
+    def _close(self, end: Body) -> list[str]:
         if not self._item:
             return []
         item, place = self._item, {"output_index": len(self._output)}
         own = {"item_id": item["id"], "content_index": 0}
-        item |= {"status": "completed", "content": [_part(self._text)]}
+        item |= {"status": _status(end), "content": [_part(self._text)]}
         self._item = None
         self._output.append(item)
         return [
@@ -269,7 +272,7 @@ class ResponseBodies:
         is_cut = end["finish"] == "length"
         n_prompt, n = end["n_prompt"], end["n_written"]
         return self._common | {
-            "status": "incomplete" if is_cut else "completed",
+            "status": _status(end),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output,
             "usage": {

@@ -93,6 +93,11 @@ class Chats:
     fixed
         What must be the same to go on with a chat: others are left alone, and not counted.
 
+    Attributes
+    ----------
+    n_others
+        Files that this server cannot go on with, and leaves alone.
+
     Raises
     ------
     SessionError
@@ -105,6 +110,7 @@ class Chats:
         self.fixed = fixed
         self._by_digest: dict[bytes, Snapshot] = {}
         self._lines: list[Line] = []
+        self.n_others = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             names = sorted(os.listdir(folder))
@@ -155,8 +161,7 @@ class Chats:
                 _number(line)
                 with line.store.put(archive) as listed:
                     meta, arrays = saved(listed)
-                    more = {"fixed": self.fixed, "digest": digest.hex(), "saved": time.strftime("%F %T")}
-                    session.write(line.path, meta | more, arrays)
+                    session.write(line.path, meta | {"digest": digest.hex()}, arrays)
                 found = Snapshot(line, digest, line.path, line.path.stat().st_size)
             except OSError as error:
                 raise session.cannot("write", line.path, error) from None
@@ -242,9 +247,11 @@ class Chats:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
         except (SessionError, OSError, KeyError, ValueError):
-            # not this server's
+            # not this server's, or damaged
+            self.n_others += 1
             return
         if meta.get("fixed") != self.fixed:
+            self.n_others += 1
             return
         if digest in self._by_digest and self._by_digest[digest].line is line:
             # the second name of the newest, from a server that was killed behind it
@@ -316,6 +323,8 @@ def held(folder: Path | None) -> Iterator[Path]:
             yield folder
     except BlockingIOError:
         raise SessionError(f"{folder} is in use by another server; name another folder") from None
+    except (FileExistsError, NotADirectoryError):
+        raise SessionError(f"{folder} is not a folder; name another one") from None
     except OSError as error:
         raise session.cannot("write", folder, error) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from kvtool.chats.logprobs import logprobs
 from kvtool.chats.segments import Listing
 from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
+from kvtool.engine.loop import Engine
 from kvtool.errors import InputError, KvtoolError, ModelError, SessionError, StreamEnd, UsageError
+from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.measure.holdings import n_forgotten
@@ -47,6 +49,10 @@ class Talk:
         What is stored.
     overflow
         "forget", as the policy does, or "error": a chat longer than the context is refused.
+    meta
+        What a session says of a chat, besides what `Conversation.save` has.
+    say
+        Called with a line about each answer.
 
     Attributes
     ----------
@@ -54,12 +60,24 @@ class Talk:
         Why the last turn could not be stored, or None.
     """
 
-    def __init__(self, writer: Writer, template: Template | None, chats: Chats, overflow: str) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        template: Template | None,
+        chats: Chats,
+        overflow: str,
+        meta: Callable[[Conversation], session.Meta],
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.writer = writer
         self.engine = writer.engine
         self.model = writer.engine.model
         self.chats = chats
         self.overflow = overflow
+        self._meta = meta
+        self._say = say
+        # tokens of the request that is answered
+        self._n_asked = 0
         self._conversation = Conversation(writer, template) if template else None
         self._rendering = Rendering(self.model, template) if template else None
         self._grammars = Grammars(self.model.path)
@@ -79,7 +97,7 @@ class Talk:
         except UsageError as error:
             raise of_usage(error) from None
         except StreamEnd as error:
-            raise self._too_long(self.engine.n_past, str(error)) from None
+            raise _too_long(self.engine, self._n_asked, str(error)) from None
         except InputError as error:
             raise ApiError(str(error)) from None
         except ModelError as error:
@@ -119,7 +137,7 @@ class Talk:
         talk.messages = [*map(dict, request.messages)]
         talk.n_reply = sum(message["role"] == "assistant" for message in request.messages)
         reply = Reply(talk.splitter(), Parser(form, tools) if tools else None)
-        self._write(job, request, talk.answer(request.n_max), reply, counts)
+        self._write(job, request, talk.answer(self._room(request)), reply, counts)
         talk.messages[-1] = {
             name: value for name, value in reply.message.items() if name != "reasoning_content"
         }
@@ -201,8 +219,8 @@ class Talk:
         assert talk
 
         def saved(listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-            meta, arrays = talk.save(listed)
-            return meta | {"n_turn": talk.n_turn, "n_past": self.engine.n_past}, arrays
+            own, arrays = talk.save(listed)
+            return self._meta(talk) | own, arrays
 
         self.unsaved = None
         try:
@@ -218,7 +236,7 @@ class Talk:
         clock = _Clock()
         self.writer.reset()
         self.engine.pin(0)
-        tokens = self._tokens(request.prompt)
+        tokens = _tokens(self.model, request.prompt)
         self._check_length(len(tokens))
         if not self.writer.read(tokens):
             return
@@ -226,15 +244,11 @@ class Talk:
         self.writer.sampler.start(0)
         self.writer.shown = frozenset()
         reply = Reply()
-        self._write(job, request, self.writer.write(request.n_max), reply, counts)
+        if request.echo:
+            text = b"".join(self.model.piece(token, special=True) for token in tokens.tolist())
+            job.emit("piece", deltas=reply.repeat(text.decode("utf-8", "replace")), listed=[])
+        self._write(job, request, self.writer.write(self._room(request)), reply, counts)
         self._end(job, request, reply, counts)
-
-    def _tokens(self, prompt: str | list[int]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return self.model.tokenize(prompt, start=True)
-        if not prompt or min(prompt) < 0 or max(prompt) >= self.model.n_vocab:
-            raise ApiError(f"prompt must have tokens in 0..{self.model.n_vocab - 1}", param="prompt")
-        return np.array(prompt, np.int32)
 
     # both
 
@@ -244,8 +258,14 @@ class Talk:
         """Writes the reply, and tells the client of each piece."""
         clock = _Clock()
         job.emit("read", **counts)
-        for piece in pieces:
-            job.emit("piece", deltas=reply.feed(piece), listed=self._take_listed())
+        try:
+            for piece in pieces:
+                job.emit("piece", deltas=reply.feed(piece), listed=self._take_listed())
+        except StreamEnd:
+            # the cache is full: what is written so far is the answer
+            if not self.writer.n_written:
+                raise
+            self.writer.is_cut = True
         counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
         job.emit("piece", deltas=reply.end(), listed=self._take_listed())
 
@@ -286,41 +306,73 @@ class Talk:
         return found
 
     def _check_length(self, n: int) -> None:
-        if self.overflow == "error" and n >= self.engine.n_ctx:
-            raise self._too_long(n)
+        self._n_asked = n
+        if self._ends and n >= self.engine.n_ctx:
+            raise _too_long(self.engine, n)
 
-    def _too_long(self, n: int, why: str | None = None) -> ApiError:
-        return ApiError(
-            why or f"the request has {n} tokens, and the context is {self.engine.n_ctx}",
-            kind="exceed_context_size_error",
-            code="context_length_exceeded",
-            more={"n_prompt_tokens": n, "n_ctx": self.engine.n_ctx},
-        )
+    def _room(self, request: Request) -> int:
+        """The most tokens of the answer."""
+        return min(request.n_max, self.engine.n_ctx - self._n_asked) if self._ends else request.n_max
+
+    @property
+    def _ends(self) -> bool:
+        """Whether a chat ends with the context."""
+        return self.overflow == "error" or not self.engine.policy.slack
 
     def _end(self, job: Job, request: Request, reply: Reply, counts: dict[str, Any]) -> None:
         """Tells a client that its answer is over, and what is left of the stream."""
-        engine, n_share = self.engine, request.n_share
-        held: dict[str, Any] = {
-            "tokens": engine.n_past,
-            "held": round(engine.mean_kv, 1),
-            "archived": engine.n_archived,
-            "forgotten": n_forgotten(engine),
-            "cache_bytes": engine.cache_bytes,
-            "archive_bytes": engine.archive_bytes,
-            "budget": engine.policy.budget,
-        }
+        held = _held(self.writer, request.n_share)
         if self.unsaved:
             held["unsaved"] = self.unsaved
-        if n_share:
-            tokens = self.writer.tokens[-n_share:]
-            first = engine.n_past - len(tokens)
-            held["share"] = {
-                "text": holdings.texts(self.model, tokens),
-                "held": engine.cells().share()[first:].round(3).tolist(),
-                "archived": holdings.is_archived(engine)[first:].tolist(),
-            }
         finish = reply.finish(self.writer.is_cut)
+        n_prompt, n_cached = counts["n_prompt"], counts["n_cached"]
+        self._say(
+            f"{n_prompt:,} tokens, {n_cached:,} of them stored before, read in {counts['read_s']:.1f} s; "
+            f"{counts['n_written']:,} written in {counts['write_s']:.1f} s ({finish})"
+        )
         job.emit("end", message=reply.message, finish=finish, held=held, **counts)
+
+
+def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
+    """The tokens i32[n] of a prompt. Raises ApiError for tokens that there are not."""
+    if isinstance(prompt, str):
+        return model.tokenize(prompt, start=True)
+    if not prompt or min(prompt) < 0 or max(prompt) >= model.n_vocab:
+        raise ApiError(f"prompt must have tokens in 0..{model.n_vocab - 1}", param="prompt")
+    return np.array(prompt, np.int32)
+
+
+def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
+    """What a request of n tokens gets that does not fit."""
+    return ApiError(
+        why or f"the request has {n} tokens, and the context is {engine.n_ctx}",
+        kind="exceed_context_size_error",
+        code="context_length_exceeded",
+        more={"n_prompt_tokens": n, "n_ctx": engine.n_ctx},
+    )
+
+
+def _held(writer: Writer, n_share: int) -> dict[str, Any]:
+    """What is left of a stream; of its last n_share tokens which share of the rows holds each."""
+    engine = writer.engine
+    held: dict[str, Any] = {
+        "tokens": engine.n_past,
+        "held": round(engine.mean_kv, 1),
+        "archived": engine.n_archived,
+        "forgotten": n_forgotten(engine),
+        "cache_bytes": engine.cache_bytes,
+        "archive_bytes": engine.archive_bytes,
+        "budget": engine.policy.budget,
+    }
+    if n_share:
+        tokens = writer.tokens[-n_share:]
+        first = engine.n_past - len(tokens)
+        held["share"] = {
+            "text": holdings.texts(engine.model, tokens),
+            "held": engine.cells().share()[first:].round(3).tolist(),
+            "archived": holdings.is_archived(engine)[first:].tolist(),
+        }
+    return held
 
 
 class _Clock:
