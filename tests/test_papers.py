@@ -374,8 +374,8 @@ def test_the_papers_differences_are_counted(measured):
     text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
-        "In brackets: the paper's numbers, with Llama.\nWhere a difference can be told here, it is either way.\n"
-        "Of its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
+        "In brackets: the paper's numbers, with Llama.\n"
+        "Where a difference can be told here, it is either way.\nOf its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
         "table).\n" in text
     )
     lower = measured(
@@ -401,7 +401,7 @@ def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
         assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
     text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
     assert (
-        "it is the paper's.\nOf its 3 differences from `h2o`, 1 appears here, 0 are reversed, 2 cannot be told"
+        "it is the paper's.\nOf its 3 differences from `h2o`, 1 appears here, 0 are reversed, 2 cannot be"
         in text
     )
     # what was not measured tells nothing
