@@ -375,7 +375,8 @@ def test_the_papers_differences_are_counted(measured):
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
         "In brackets: the paper's numbers, with Llama.\n"
-        "Where a difference can be told here, it is either way.\nOf its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
+        "Where a difference can be told here, it is either way.\n"
+        "Of its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
         "table).\n" in text
     )
     lower = measured(
