@@ -165,7 +165,7 @@ def test_a_system_prompt_is_pinned_wherever_it_is_said(model, source, start):
 
 @pytest.mark.engine
 def test_two_system_prompts_are_pinned_together(model):
-    for source, start in ((CHATML, "<system>0<system>1<user>"), (GEMMA2, "<user>0\n\n1\n\n")):
+    for source, start in ((CHATML, "<system>0\n\n1<user>"), (GEMMA2, "<user>0\n\n1\n\n")):
         own = rendering(model, source)
         tokens, n = own.whole(check(said("ssu")), [])
         assert start.startswith(text_of(model, tokens[:n]))
