@@ -228,14 +228,10 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
         parts.append(f"({table.paper[place]})")
-    return " ".join(
-        [
-            *parts,
-            *filter(
-                None, [("", *SCORES[places[place].score].words)[signs[place]]] if signs.get(place) else []
-            ),
-        ]
-    )
+    if sign := signs.get(place):
+        more, less = SCORES[places[place].score].words
+        parts.append(more if sign > 0 else less)
+    return " ".join(parts)
 
 
 def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:

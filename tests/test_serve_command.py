@@ -12,6 +12,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from tests import tiny
 from tests.crowd_serve import said
 from tests.serving import ONE_THREAD, serving
 
@@ -48,6 +49,17 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model):
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
         assert answer.choices[0].text.startswith("Hello.")
         assert answer.usage.total_tokens == 96
+
+
+def test_an_echoed_text_has_no_marker_that_nobody_wrote(tmp_path):
+    path = tmp_path / "bos.gguf"
+    tiny.write_llama(path, add_bos=True)
+    with serving(path, "--budget", "64", "--temp", "0") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for prompt, start in (("Hello.", "Hello."), ([1, 75, 108], "<s>Hi")):
+            answer = client.completions.create(model="bos", prompt=prompt, max_tokens=2, echo=True)
+            assert answer.choices[0].text.startswith(start)
+        assert answer.usage.prompt_tokens == 3
 
 
 def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path):

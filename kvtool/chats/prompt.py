@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,17 @@ def wants_bos(model: Model, text: str) -> bool:
     return not (bos and text.startswith(bos))
 
 
-def system_prefix(
-    template: Template, system: str, tools: list[Any] | None = None, before: Sequence[Message] = ()
-) -> str | None:
+def system_prefix(template: Template, system: str, tools: list[Any] | None = None) -> str | None:
     """How every chat under this system prompt starts, up to the prompt's last character.
 
-    before: other system prompts. With tools: up to where the user's text begins, as templates put them behind
-    the prompt. The prefix is found by rendering chats that differ in one place. None if there is no such
-    prefix: the template cuts the prompt short, or places it after what the user says. Raises ModelError.
+    With tools: up to where the user's text begins, as templates put them behind the prompt. The prefix is
+    found by rendering chats that differ in one place. None if there is no such prefix: the template cuts
+    the prompt short, or places it after what the user says. Raises ModelError.
     """
 
     def chat(system: str, user: str) -> str:
         first = [{"role": "system", "content": system}] if system else []
-        return template.render([*before, *first, {"role": "user", "content": user}], tools=tools)
+        return template.render([*first, {"role": "user", "content": user}], tools=tools)
 
     if tools:
         return _common_text(*(chat(system, mark) for mark in _MARKS)) or None

@@ -209,16 +209,12 @@ class Keeper:
         try:
             with store.put(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
-                session.write(path, self._meta() | saved, arrays)
+                session.write(path, meta_of(self.chat, self._fixed, self.context.params) | saved, arrays)
         except OSError as error:
             raise session.cannot("write", segments.beside(path), error, path) from None
         finally:
             if store is not self._own_store:
                 store.close()
-
-    def _meta(self) -> Meta:
-        """What `Conversation.save` does not have."""
-        return meta_of(self.chat, self._fixed, self.context.params)
 
     def _is_own(self, path: Path) -> bool:
         return self.path is not None and os.path.realpath(path) == os.path.realpath(self.path)
@@ -265,7 +261,10 @@ class Keeper:
 
 
 def meta_of(chat: Conversation, fixed: dict[str, Any], params: Mapping[str, Any]) -> Meta:
-    """What a session says of a chat as it is now. params: the command's, of which some are kept."""
+    """What a session says of a chat as it is now, besides what `Conversation.save` has.
+
+    params: the command's, of which some are kept.
+    """
     engine = chat.writer.engine
     return {
         "kvtool": kvtool.__version__,

@@ -256,6 +256,8 @@ def _say(line: str) -> None:
 
 def _tell(site: Site, talk: Talk) -> None:
     """Lets the routes know the engine."""
+    from kvtool.serve.talk import text_of
+
     engine, model = talk.engine, talk.model
     template = talk.template
 
@@ -268,7 +270,7 @@ def _tell(site: Site, talk: Talk) -> None:
             from kvtool.serve.errors import ApiError
 
             raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
-        return b"".join(model.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
+        return text_of(model, tokens)
 
     site.tokenize, site.detokenize = tokenize, detokenize
     site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)

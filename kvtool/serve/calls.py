@@ -288,18 +288,30 @@ def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     yield from source.need("<function=")
     name = yield from source.name(tools)
     yield from source.need(">")
+    tags = "<parameter=", ">", "</function>"
+    arguments = yield from _parameters(source, tools[name], *tags, is_padded=True)
+    yield from source.space()
+    yield from source.take("</tool_call>", "</seed:tool_call>")
+    return [(name, arguments)]
+
+
+def _parameters(
+    source: _Source, tool: Mapping[str, Any], start: str, middle: str, end: str, *, is_padded: bool
+) -> Generator[None, None, str]:
+    """The JSON of parameters, start KEY middle VALUE </parameter>, up to the end of the call.
+
+    is_padded: values stand between line breaks that are no part of them.
+    """
     arguments: dict[str, object] = {}
     while True:
         yield from source.space()
-        if (yield from source.need("<parameter=", "</function>")) == "</function>":
-            break
-        key = yield from source.until(">")
+        if (yield from source.need(start, end)) == end:
+            return dumped(arguments)
+        key = yield from source.until(middle)
         value = yield from source.until("</parameter>")
-        value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key] = typed(value, key, tools[name])
-    yield from source.space()
-    yield from source.take("</tool_call>", "</seed:tool_call>")
-    return [(name, dumped(arguments))]
+        if is_padded:
+            value = value.removeprefix("\n").removesuffix("\n")
+        arguments[key] = typed(value, key, tool)
 
 
 def _seed(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
@@ -319,15 +331,8 @@ def _minimax(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
         yield from source.need('<invoke name="')
         name = yield from source.name(tools)
         yield from source.need('">')
-        arguments: dict[str, object] = {}
-        while True:
-            yield from source.space()
-            if (yield from source.need('<parameter name="', "</invoke>")) == "</invoke>":
-                break
-            key = yield from source.until('">')
-            value = yield from source.until("</parameter>")
-            arguments[key] = typed(value, key, tools[name])
-        calls.append((name, dumped(arguments)))
+        tags = '<parameter name="', '">', "</invoke>"
+        calls.append((name, (yield from _parameters(source, tools[name], *tags, is_padded=False))))
 
 
 def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -49,12 +48,11 @@ class Rendering:
 
     def _prefix(self, whole: str, found: list[Message], shown: list[Any] | None) -> str:
         """What a chat of this system prompt and these tools begins with, whatever follows."""
-        systems = [*takewhile(lambda message: message["role"] == "system", found)]
-        system = systems.pop()["content"] if systems else ""
+        system = found[0]["content"] if found[0]["role"] == "system" else ""
         # a template may show the tools later on: then the system prompt alone
         for listed in (shown, None) if shown else (None,):
             if system or listed:
-                prefix = system_prefix(self._template, system, listed, systems)
+                prefix = system_prefix(self._template, system, listed)
                 if prefix and whole.startswith(prefix):
                     return prefix
         return ""

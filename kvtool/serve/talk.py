@@ -245,8 +245,9 @@ class Talk:
         self.writer.shown = frozenset()
         reply = Reply()
         if request.echo:
-            text = b"".join(self.model.piece(token, special=True) for token in tokens.tolist())
-            job.emit("piece", deltas=reply.repeat(text.decode("utf-8", "replace")), listed=[])
+            prompt = request.prompt
+            text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
+            job.emit("piece", deltas=reply.repeat(text), listed=[])
         self._write(job, request, self.writer.write(self._room(request)), reply, counts)
         self._end(job, request, reply, counts)
 
@@ -340,6 +341,11 @@ def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
     if not prompt or min(prompt) < 0 or max(prompt) >= model.n_vocab:
         raise ApiError(f"prompt must have tokens in 0..{model.n_vocab - 1}", param="prompt")
     return np.array(prompt, np.int32)
+
+
+def text_of(model: Model, tokens: list[int]) -> str:
+    """The text of tokens, with markers written out."""
+    return b"".join(model.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
 
 def _too_long(engine: Engine, n: int, why: str | None = None) -> ApiError:
