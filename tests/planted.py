@@ -72,8 +72,8 @@ PLANTED = {
     "serve, names": Fault(
         "chats of all names are the same",
         "kvtool/serve/messages.py",
-        "[name, tools or []]",
-        "[tools or []]",
+        "[name, _compared(message)]",
+        "[_compared(message)]",
         ("test_serve_chats.py",),
     ),
     "serve, digests": Fault(
