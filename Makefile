@@ -51,7 +51,7 @@ help:
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, IDS="..." for some; see docs/papers.md'
-	@echo 'make papers-tables  write the tables of docs/papers.md from docs/papers'
+	@echo 'make papers-tables  write the tables of the documents from docs/papers/records'
 	@echo 'make docs         write docs/cli.md from the help texts of the commands'
 	@echo 'make clean        remove $(VENV); builds and downloads stay in the cache'
 	@echo

@@ -1,4 +1,4 @@
-"""The commands that an experiment is made of, and the lines that docs/papers keeps of their records."""
+"""The commands that an experiment is made of, and the lines that docs/papers/records keeps of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtool.measure import records, statistics
 from kvtool.measure.grid import split_policy
 
 Line = dict[str, Any]
-"""A line of docs/papers: one policy with one budget on one file.
+"""A line of docs/papers/records: one policy with one budget on one file.
 
 label
     The policy as it was asked for.
@@ -37,70 +37,152 @@ _QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
 
 
 @dataclass(frozen=True, slots=True)
-class Compare:
-    """One `kvtool compare`. Without budgets only policies run that need none."""
+class Ask:
+    """A command that is still to be run.
 
-    file: str
+    Attributes
+    ----------
+    command
+        Its words after `kvtool`, without the model.
+    store
+        The name of its file of records.
+    """
+
+    command: tuple[str, ...]
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A `kvtool compare` for each text. Without budgets only policies run that need none.
+
+    Attributes
+    ----------
+    files, policies, budgets, max_tokens
+        What is compared, on how many tokens.
+    more
+        Further options.
+    model
+        The file of the model; empty for kvtool's default.
+    upto
+        Shorter beginnings of the texts whose scores are kept, too.
+    """
+
+    files: tuple[str, ...]
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     max_tokens: int
     more: tuple[str, ...] = ()
+    model: str = ""
+    upto: tuple[int, ...] = ()
 
-    def commands(self) -> Iterator[list[str]]:
-        yield [
-            *("compare", self.file, "--policies", ",".join(self.policies)),
-            *("--budgets", ",".join(self.budgets), "--types", "f16"),
-            *("--max-tokens", str(self.max_tokens), *self.more),
-        ]
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        """A command for each text of which lines are missing, with the policies that it lacks."""
+        for file in self.files:
+            there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
+            lacking = tuple(label for label in self.policies if not self._places(label) <= there)
+            if lacking:
+                # all on the same tokens share a file: no run is done twice
+                store = "-".join([Path(file).stem, str(self.max_tokens), *self.more])
+                yield Ask(self._command(file, lacking), store)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            yield self._command(file, self.policies)
 
     def shown(self) -> str:
-        return shell(*self.commands())
-
-    @property
-    def store(self) -> str:
-        """The name of its file of records, shared by all on the same tokens: no run is done twice."""
-        return "-".join([Path(self.file).stem, str(self.max_tokens), *self.more])
+        several = len(self.files) > 1
+        command = shell(self._command("FILE" if several else self.files[0], self.policies), self.model)
+        return (
+            f"{command}\n    # FILE: {', '.join(Path(file).name for file in self.files)}" * several or command
+        )
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        texts = {Path(file).name for file in self.files}
         for record in found:
             # without a budget there is a cell for each token of the text, or of the context
             has_all = record["budget"] >= record["tokens"]
             label = _label(self.policies, record)
-            if "error" in record or not label or not (has_all or str(record["budget"]) in self.budgets):
+            if "error" in record or not label or record["text"] not in texts:
+                continue
+            if not has_all and str(record["budget"]) not in self.budgets:
                 continue
             counts = statistics.block_counts(record["n_scored"])
-            yield {
+            nll = (np.array(record["nll_blocks"]) / counts).tolist()
+            line = {
                 "label": label if has_all or label != "corm" else "corm, capped",
                 "budget": None if has_all else str(record["budget"]),
                 "of": record["text"],
                 "tokens": record["tokens"],
                 "scores": {
-                    "nll": (np.array(record["nll_blocks"]) / counts).tolist(),
+                    "nll": nll,
                     "evicted": [1 - record["cells"] / record["tokens"]],
                     "ms": [1000 * record["cpu_s"] / record["tokens"]],
                 },
                 "weights": {"nll": counts.astype(int).tolist()},
                 **_about(record),
             }
+            yield line
+            for tokens in self.upto:
+                n = int((counts.cumsum() <= tokens).sum())
+                scores, weights = {"nll": nll[:n]}, {"nll": line["weights"]["nll"][:n]}
+                yield line | {"tokens": tokens, "scores": scores, "weights": weights, "seconds": 0}
+
+    def _places(self, label: str) -> set[tuple[str, str | None]]:
+        """What a policy's runs on a text are kept as."""
+        name, _ = split_policy(label)
+        if not policies.load(name).evicts:
+            return {(label, None)}
+        capped = f"{label}, capped" if label == "corm" else label
+        return {(capped, budget) for budget in self.budgets} or {(label, None)}
+
+    def _command(self, file: str, labels: Sequence[str]) -> tuple[str, ...]:
+        return (
+            *("compare", file, "--policies", ",".join(labels)),
+            *("--budgets", ",".join(self.budgets), "--types", "f16"),
+            *("--max-tokens", str(self.max_tokens), *self.more),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Eval:
-    """A `kvtool eval` for each policy ("h2o:decay=0.9") and each budget; `full` has one, without a budget."""
+    """A `kvtool eval` for each policy ("h2o:decay=0.9") and each budget; `full` has one, without a budget.
+
+    Attributes
+    ----------
+    task, files, policies, budgets
+        What is asked, with what.
+    more
+        Further options.
+    limit
+        Items of each file; 0 for all.
+    model
+        The file of the model; empty for kvtool's default.
+    """
 
     task: str
     files: tuple[str, ...]
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     more: tuple[str, ...] = ()
+    limit: int = 0
+    model: str = ""
 
-    def commands(self) -> Iterator[list[str]]:
-        for label in self.policies:
-            for budget in [None] if label == "full" else self.budgets:
-                yield self._command(label, ["--budget", budget] if budget else [])
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        """A command for each policy and budget of which items are missing."""
+        there = defaultdict(int)
+        for line in kept:
+            there[line["label"], line["budget"]] += len(line["items"])
+        for label, budget in self._runs():
+            if there[label, budget] < max(self.limit, 1):
+                yield Ask(self._command(label, budget), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for label, budget in self._runs():
+            yield self._command(label, budget)
 
     def shown(self) -> str:
-        command = shell(self._command("POLICY", ["--budget", "BUDGET"]))
+        command = shell(self._command("POLICY", "BUDGET"), self.model)
         chosen = ", ".join(
             " -o ".join([name, *options]) for name, options in map(split_policy, self.policies)
         )
@@ -112,6 +194,8 @@ class Eval:
             of = record.get("dataset", record.get("file", self._of))
             groups[":".join([record["policy"], *record["options"]]), record["budget"], of].append(record)
         for (label, budget, of), items in groups.items():
+            if label not in self.policies or budget not in (None, *self.budgets):
+                continue
             scored = [_scores(record) for record in items]
             names = dict.fromkeys(name for scores in scored for name in scores)
             yield {
@@ -124,12 +208,19 @@ class Eval:
                 **_about(*items),
             }
 
+    def _runs(self) -> Iterator[tuple[str, str | None]]:
+        for label in self.policies:
+            for budget in [None] if label == "full" else self.budgets:
+                yield label, budget
+
     @property
     def _of(self) -> str:
         return Path(self.files[0]).name if self.files else self.task
 
-    def _command(self, label: str, budget: Sequence[str]) -> list[str]:
-        return ["eval", self.task, *self.files, "--policy", *_options(label), *budget, *self.more]
+    def _command(self, label: str, budget: str | None) -> tuple[str, ...]:
+        size = ["--budget", budget] if budget else []
+        limit = ["--limit", str(self.limit)] if self.limit else []
+        return ("eval", self.task, *self.files, "--policy", *_options(label), *size, *self.more, *limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +231,25 @@ class Inspect:
     policies: tuple[str, ...]
     budget: str
     max_tokens: int
+    model: str = ""
 
-    def commands(self) -> Iterator[list[str]]:
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        there = {(line["of"], line["label"]) for line in kept}
         for file in self.files:
             for label in self.policies:
-                size = ["--budget", self.budget, "--max-tokens", str(self.max_tokens)]
-                yield ["inspect", file, "--policy", *_options(label), *size, "--json"]
+                if (Path(file).name, label) not in there:
+                    yield Ask(self._command(file, label), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            for label in self.policies:
+                yield self._command(file, label)
 
     def shown(self) -> str:
         size = f"--budget {self.budget} --max-tokens {self.max_tokens}"
         chosen = ", ".join(" ".join(_options(label)) for label in self.policies)
-        return f"kvtool inspect FILE --policy POLICY {size} --png POLICY.png\n    # POLICY: {chosen}"
+        command = shell(("inspect", "FILE", "--policy", "POLICY", *size.split()), self.model)
+        return f"{command} --png POLICY.png\n    # POLICY: {chosen}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
@@ -165,13 +264,18 @@ class Inspect:
                     **_about(record),
                 }
 
+    def _command(self, file: str, label: str) -> tuple[str, ...]:
+        size = ("--budget", self.budget, "--max-tokens", str(self.max_tokens))
+        return ("inspect", file, "--policy", *_options(label), *size, "--json")
+
 
 Run = Compare | Eval | Inspect
 
 
-def shell(command: Sequence[str]) -> str:
+def shell(command: Sequence[str], model: str = "") -> str:
     """The command as one types it: without folders, with quotes around an empty argument."""
-    return "kvtool " + " ".join(Path(part).name if "/" in part else part or "''" for part in command)
+    words = [*command, *(("-m", model) if model else ())]
+    return "kvtool " + " ".join(Path(part).name if "/" in part else part or "''" for part in words)
 
 
 def _options(label: str) -> list[str]:
@@ -180,9 +284,9 @@ def _options(label: str) -> list[str]:
     return [name, *(part for option in options for part in ("-o", option))]
 
 
-def _label(policies: Sequence[str], record: records.Record) -> str:
+def _label(labels: Sequence[str], record: records.Record) -> str:
     """The policy asked for that names the most of the record's parameters; "" if none matches."""
-    named = [label for label in policies if _names(label, record)]
+    named = [label for label in labels if _names(label, record)]
     return max(named, key=lambda label: len(split_policy(label)[1]), default="")
 
 

@@ -15,7 +15,7 @@ from tests.running import open_engine
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # modules that the benchmarks import
-PARTS = ("commands.py", "common.py", "experiments.py")
+PARTS = ("commands.py", "common.py", "index.py", "tables.py")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""BumbleBee's experiments (COLM 2024)."""
+
+from __future__ import annotations
+
+from commands import Compare, Eval, Inspect, Run
+
+from experiments.kinds import (
+    ALL,
+    BOOKS,
+    LARGE,
+    PAPERS,
+    XSUM,
+    Experiment,
+    Table,
+    columns,
+    each,
+    numbers,
+)
+from experiments.longbench import ENGLISH, ONLY_SIX
+
+CHOICES = {
+    "OpenBookQA": "openbookqa_test.jsonl",
+    "COPA": "copa_test.jsonl",
+    "PiQA": "piqa_test.jsonl",
+    "RTE": "rte_validation.jsonl",
+    "MathQA": "mathqa_test.jsonl",
+    "Winogrande": "winogrande_test.jsonl",
+}
+# on these a model of 135M parameters is better than guessing
+_TOLD_APART = ("OpenBookQA", "COPA", "PiQA")
+_HOTPOT = "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"
+_HOTPOT_NAME = {"hotpotqa_distractor_100.jsonl": "hotpotqa"}
+_ESSAYS = tuple(
+    f"paul_graham_essays/{name}.txt"
+    for name in (
+        *("gap", "island", "love", "nft", "vb", "weird", "addiction", "apple", "avg", "before", "boss"),
+        *("copy", "diff", "founders", "gba", "goodtaste", "hubs", "know", "laundry", "mod"),
+    )
+)
+
+# no policy is given what the paper's does not have; h2o has no sinks unless asked for
+_OWN = "bumblebee:sinks=0"
+_POWER = "bumblebee:sinks=0:phi=power"
+_ALL = ("full", "local", "random", "streamingllm", "h2o", _OWN, _POWER)
+_MIXTURES = tuple(f"bumblebee:sinks=0:mixture={mixture}" for mixture in (0, 0.2, 0.4, 0.6, 0.8, 1))
+_COSINES = tuple(f"bumblebee:sinks=0:cosine={cosine}" for cosine in ("shifted", "absolute"))
+_GROWS = "bumblebee:sinks=0:grow=true"
+_WHOLE = ("--prefill", "whole")
+_SUMMARY = (*_WHOLE, "--set", "likelihood=true")
+_QUESTIONS = ("--set", "n_max=24")
+# Algorithm 2: one token, one decision
+_STREAM = ("--prefill", "stream", "-b", "1", "--evict-every", "1", "--set", "shots=5")
+
+
+def _choices(suffix: str = "", model: str = "", told: int = 60, rest: int = 12) -> dict[str, Run]:
+    return {
+        f"choice-{name.lower()}{suffix}": Eval(
+            *("choice", (f"lm_eval_tasks/{file}",), _ALL, ("10%",), _STREAM),
+            told if name in _TOLD_APART else rest,
+            model,
+        )
+        for name, file in CHOICES.items()
+        if rest or name in _TOLD_APART
+    }
+
+
+def _few_shot(names: tuple[str, ...], runs: tuple[str, ...], minutes: tuple[int, ...]) -> Experiment:
+    """Some columns of Table 1."""
+    heads = {CHOICES[name]: name for name in names}
+    paper = columns(numbers("bumblebee", "table-1"), names)
+    how = {"by": ("of",), "against": _OWN, "rows": _ALL, "names": heads, "pooled": ALL}
+    tables = (Table("acc", **how, paper=paper), Table("right", **how, worse=("local", "random", "h2o")))
+    return Experiment(runs, tables, "LLaMA-7B", minutes)
+
+
+# it spreads over time, where H2O holds on to the first and does not move with the last
+_SPREAD = {
+    ("h2o", f"{part} quarter"): sign
+    for part, sign in {"first": 1, "second": -1, "third": -1, "last": -1}.items()
+}
+
+RUNS: dict[str, Run] = {
+    **_choices(),
+    **_choices("-1.5b", LARGE, 16, 0),
+    "hotpotqa": Eval("qa", (_HOTPOT,), ("full", *_ALL[3:]), ("20%",), (*_WHOLE, *_QUESTIONS), 24),
+    # four times as far as the windows reach
+    "hotpotqa-windows": Eval(
+        "qa", (_HOTPOT,), ("h2o", _OWN, _POWER), ("20%",), (*_WHOLE, "-c", "512", *_QUESTIONS), 24
+    ),
+    "longbench-bumblebee": Eval(
+        *("longbench", (ENGLISH,), ("full", *_ALL[3:]), ("20%",)),
+        (*_WHOLE, "--max-prompt", "2048", *ONLY_SIX),
+    ),
+    "xsum-3shots": Eval("summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12),
+    "xsum-3shots-1.5b": Eval(
+        *("summarize", (XSUM,), ("full", *_ALL[3:-1]), ("20%",), (*_SUMMARY, "--set", "shots=3"), 8, LARGE)
+    ),
+    "xsum-mixture": Eval("summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24),
+    "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192),
+    "speed": Compare((*BOOKS, *PAPERS), ("full", _OWN, "h2o"), ("410", "205"), 2048, ("-b", "1")),
+}
+
+EXPERIMENTS = {
+    "bumblebee-table-1": _few_shot(
+        _TOLD_APART,
+        (
+            *(f"choice-{name.lower()}" for name in _TOLD_APART),
+            *(f"choice-{name.lower()}-1.5b" for name in _TOLD_APART),
+        ),
+        (50, 60),
+    ),
+    "bumblebee-table-1-rest": _few_shot(
+        ("RTE", "MathQA", "Winogrande"),
+        ("choice-rte", "choice-mathqa", "choice-winogrande"),
+        (22,),
+    ),
+    "bumblebee-table-2": Experiment(
+        ("longbench-bumblebee",),
+        (
+            Table(
+                *("score", ("of",), _OWN, ("full", *_ALL[3:])),
+                pooled=ALL,
+                only_pooled=True,
+                strata=dict.fromkeys(
+                    ("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "qmsum", "trec"), "all"
+                ),
+                paper=numbers("bumblebee", "table-2"),
+                transposed=True,
+            ),
+        ),
+        "Llama-2-7B-chat",
+        minutes=(50,),
+    ),
+    "bumblebee-table-2-hotpotqa": Experiment(
+        ("hotpotqa",),
+        (
+            Table(
+                *("f1", ("of",), _OWN),
+                names=_HOTPOT_NAME,
+                paper=columns(numbers("bumblebee", "table-2"), ("hotpotqa",)),
+            ),
+            Table("logp", ("of",), _OWN, names=_HOTPOT_NAME, worse=("streamingllm", "h2o")),
+        ),
+        "Llama-2-7B-chat",
+        minutes=(26,),
+    ),
+    "bumblebee-table-2-windows": Experiment(
+        ("hotpotqa-windows",),
+        (
+            Table(
+                *("f1", ("of",), _POWER),
+                names=_HOTPOT_NAME,
+                paper=columns(numbers("bumblebee", "table-2-windows"), ("hotpotqa",)),
+            ),
+            Table("logp", ("of",), _POWER, names=_HOTPOT_NAME, worse=("h2o",)),
+        ),
+        "LongChat-7B-32k",
+        minutes=(12,),
+    ),
+    "bumblebee-figure-3": Experiment(
+        ("xsum-3shots", "xsum-3shots-1.5b"),
+        each(
+            *("rouge", "logp"),
+            against=_OWN,
+            rows=_ALL,
+            worse=("local", "random", "streamingllm", "h2o"),
+        ),
+        minutes=(35, 40),
+    ),
+    "bumblebee-lambda": Experiment(
+        ("xsum-mixture",),
+        each(
+            *("rouge", "logp"),
+            against=_OWN,
+            rows=(*_MIXTURES[:2], _OWN, *_MIXTURES[2:]),
+            worse=(_MIXTURES[0], _MIXTURES[-1]),
+        ),
+        minutes=(15,),
+    ),
+    "bumblebee-cosines": Experiment(
+        ("xsum-mixture",),
+        (Table("logp", ("budget",), _OWN, (_OWN, *_COSINES), worse=_COSINES),),
+    ),
+    "bumblebee-growing": Experiment(("xsum-mixture",), (Table("logp", ("budget",), _OWN, (_OWN, _GROWS)),)),
+    "bumblebee-figure-6": Experiment(
+        ("inspect",), (Table("held", ("part",), _OWN, theirs=_SPREAD),), minutes=(7,)
+    ),
+    "bumblebee-table-6": Experiment(("speed",), (Table("ms", against=_OWN, worse=("full",)),), minutes=(20,)),
+}

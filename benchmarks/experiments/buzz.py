@@ -1,0 +1,134 @@
+"""BUZZ's experiments (arXiv:2410.23079)."""
+
+from __future__ import annotations
+
+from commands import Compare, Eval, Run
+
+from experiments.kinds import ALL, CNN, LARGE, WIKI, XSUM, Experiment, Table, each, numbers
+
+# `kept=true`: its budget is what it holds after an eviction, as the others' is
+_KEPT = "buzz:kept=true"
+_ALL = ("full", "buzz", _KEPT, "buzz:logn=true", "h2o", "streamingllm", "local")
+_ABLATIONS = ("buzz:swap=true", "buzz:local_max=false")
+# T / w from 1.5 to 6.5 in steps of 1; of 200 cells 4 are sinks and 1 is the token being decoded
+_WINDOWS = tuple(f"buzz:window={window}" for window in (78, 56, 43, 35, 30, 26))
+_BEST_WINDOW = "buzz:window=35"
+_SHARES = ("10%", "20%", "30%", "40%", "50%", "60%")
+_TEN = {at: f"DERIVED-nq10_random_distractors_gold_at_{at}.jsonl.gz" for at in (0, 4, 9)}
+_WHOLE = ("--prefill", "whole")
+_LIKELIHOOD = (*_WHOLE, "--set", "likelihood=true")
+
+RUNS: dict[str, Run] = {
+    "wikitext": Compare((WIKI,), _ALL, ("50", "100"), 4096),
+    "wikitext-1.5b": Compare((WIKI,), _ALL, ("50", "100"), 2048, model=LARGE),
+    "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096),
+    "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24),
+    "xsum-1.5b": Eval("summarize", (XSUM,), _ALL, ("20%", "40%"), _LIKELIHOOD, 10, LARGE),
+    "xsum-ablation": Eval("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24),
+    "cnn": Eval("summarize", (CNN,), _WINDOWS, ("200",), _LIKELIHOOD, 16),
+    **{
+        f"qa-{at}": Eval(
+            *(
+                "qa",
+                (f"lost_in_the_middle/{file}",),
+                ("full", "buzz", _KEPT, "h2o", "streamingllm"),
+                ("300",),
+            ),
+            (*_WHOLE, "--set", "n_max=24"),
+            24,
+        )
+        for at, file in _TEN.items()
+    },
+    "diversity": Eval("diversity", (XSUM,), ("buzz", *_ALL[3:-1]), ("20%",), _WHOLE, 12),
+}
+
+EXPERIMENTS = {
+    "buzz-table-3": Experiment(
+        ("wikitext", "wikitext-1.5b"),
+        (Table("nll", against="buzz", rows=_ALL, paper=numbers("buzz", "table-3")),),
+        "Llama-2-7B",
+        minutes=(7, 16),
+    ),
+    "buzz-table-2": Experiment(
+        ("xsum", "xsum-1.5b"),
+        (
+            Table("rouge", against="buzz", rows=_ALL, paper=numbers("buzz", "table-2")),
+            Table("logp", against="buzz", rows=_ALL, worse=("streamingllm", "local")),
+        ),
+        "Llama-2-7B",
+        minutes=(55, 40),
+    ),
+    "buzz-equal-cells": Experiment(
+        ("xsum", "xsum-1.5b"),
+        (
+            Table(
+                *("logp", ("budget",), _KEPT, (_KEPT, "h2o", "streamingllm", "local")),
+                worse=("streamingllm", "local"),
+            ),
+        ),
+    ),
+    "buzz-figure-5": Experiment(
+        ("xsum",),
+        tuple(
+            Table(score, against="buzz", rows=_ALL, paper=numbers("buzz", f"table-b-{score}"))
+            for score in ("rouge1", "rouge2", "rougeL")
+        ),
+        "Llama-2-7B",
+    ),
+    "buzz-table-c": Experiment(
+        ("xsum-1.5b",),
+        tuple(
+            Table(score, against="buzz", rows=_ALL, paper=numbers("buzz", f"table-c-{score}"))
+            for score in ("rouge1", "rouge2", "rougeL")
+        ),
+        "Llama-2-13B",
+    ),
+    "buzz-figure-4": Experiment(
+        ("ratio",),
+        (
+            Table(
+                *("nll", ("budget",), _BEST_WINDOW, _WINDOWS),
+                worse=tuple(label for label in _WINDOWS if label != _BEST_WINDOW),
+            ),
+        ),
+        minutes=(2,),
+    ),
+    "buzz-figure-4-cnn": Experiment(
+        ("cnn",),
+        (
+            Table("rouge1", against=_BEST_WINDOW, paper=numbers("buzz", "table-a")),
+            Table("logp", against=_BEST_WINDOW),
+        ),
+        "Llama-2-7B",
+        minutes=(7,),
+    ),
+    "buzz-figure-6": Experiment(
+        tuple(f"qa-{at}" for at in _TEN),
+        each(
+            *("subspan_em", "f1", "logp"),
+            by=("of",),
+            against="buzz",
+            names={file: f"gold at {at}" for at, file in _TEN.items()},
+            pooled=ALL,
+            same_item=True,
+            worse=("h2o", "streamingllm"),
+        ),
+        minutes=(30,),
+    ),
+    "buzz-figure-7": Experiment(
+        ("diversity",),
+        (Table("self_bleu"), Table("distance", against="buzz", worse=("streamingllm",))),
+        minutes=(11,),
+    ),
+    "buzz-figure-8": Experiment(
+        ("xsum", "xsum-ablation"),
+        each(
+            *("rouge", "logp"),
+            against="buzz",
+            rows=("full", "buzz", *_ABLATIONS),
+            budgets=("10%", "20%"),
+            worse=_ABLATIONS,
+        ),
+        minutes=(6,),
+    ),
+}

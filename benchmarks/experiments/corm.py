@@ -1,0 +1,117 @@
+"""CORM's experiments (arXiv:2404.15949)."""
+
+from __future__ import annotations
+
+from commands import Compare, Eval, Run
+
+from experiments.kinds import ALL, BOOKS, LARGE, OF_TEXTS, PAPERS, TEXTS, Experiment, Table, numbers
+from experiments.longbench import CHINESE, ENGLISH, POOLED, STRATA
+
+_OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
+_WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
+# half of the paper's 3,500 tokens and 1,024 cells, which would take four times as long
+_LONG = ("--max-prompt", "2048")
+# read in one batch, so that the first plan comes after the prompt, as with --prefill whole
+_WHOLE = ("-b", "2048", *_LONG)
+_SIZES = (512, 1024, 2048, 4096)
+_EIGHT = (*BOOKS, *PAPERS)
+
+RUNS: dict[str, Run] = {
+    "texts-corm": Compare(TEXTS, ("full", "corm", *_OTHERS), ("1792",), 4096),
+    "texts-corm-1.5b": Compare(_EIGHT, ("full", "corm", *_OTHERS), ("1024",), 2048, model=LARGE),
+    "texts-corm-windows": Compare(TEXTS, ("corm", *_WINDOWS), (), 4096),
+    "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048),
+    **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size) for size in _SIZES},
+    **{f"corm-{size}-1.5b": Compare(_EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:3]},
+    "longbench": Eval("longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG)),
+    "longbench-corm": Eval("longbench", (ENGLISH,), ("corm", *_WINDOWS), ("100%",), _WHOLE),
+    "longbench-zh": Eval(
+        "longbench", (CHINESE,), ("full", _OTHERS[-1]), ("512",), ("--prefill", "whole", *_LONG)
+    ),
+    "longbench-zh-corm": Eval("longbench", (CHINESE,), ("corm",), ("100%",), _WHOLE),
+}
+
+_LONGBENCH = {
+    "by": ("of",),
+    "against": "corm",
+    "pooled": POOLED,
+    "only_pooled": True,
+    "strata": STRATA,
+    "transposed": True,
+}
+
+EXPERIMENTS = {
+    "corm-tables-1-2": Experiment(
+        ("longbench", "longbench-corm", "longbench-zh", "longbench-zh-corm"),
+        (
+            Table(
+                "score",
+                **_LONGBENCH,
+                rows=("full", *_OTHERS, "corm"),
+                paper=numbers("corm", "table-1", "table-2"),
+            ),
+        ),
+        "LLaMA2-7B-Chat",
+        minutes=(220,),
+    ),
+    "corm-tables-5-6": Experiment(
+        ("longbench", "longbench-corm", "longbench-zh", "longbench-zh-corm"),
+        (Table("score", **_LONGBENCH, rows=("full", "corm"), paper=numbers("corm", "table-5", "table-6")),),
+        "LLaMA3-8B-Instruct",
+    ),
+    "corm-tables-9-10": Experiment(
+        ("longbench", "longbench-corm"),
+        (
+            Table(
+                "score",
+                **_LONGBENCH,
+                rows=("full", "corm", *_WINDOWS),
+                paper=numbers("corm", "table-9", "table-10"),
+            ),
+        ),
+        "LLaMA2-7B-Chat",
+        minutes=(32,),
+    ),
+    "corm-windows": Experiment(
+        ("texts-corm-windows",),
+        (
+            Table(
+                *("nll", ("of",), "corm", ("corm", *_WINDOWS)),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+                worse=_WINDOWS,
+            ),
+            Table("evicted", ("of",), rows=("corm", *_WINDOWS), names=OF_TEXTS, pooled=ALL),
+        ),
+        minutes=(30,),
+    ),
+    "corm-table-3": Experiment(
+        ("texts-corm", "texts-corm-1.5b"),
+        (
+            Table(
+                *("nll", ("of", "budget"), "corm", ("full", "corm", "corm, capped", *_OTHERS)),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+                paper=numbers("corm", "table-3"),
+            ),
+        ),
+        "LLaMA2-7B",
+        minutes=(40, 50),
+    ),
+    "corm-table-4": Experiment(
+        ("corm-128",),
+        (
+            Table("nll", ("tokens",), _WINDOWS[0], worse=("full",), paper=numbers("corm", "table-4")),
+            Table("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
+        ),
+        "LLaMA1-7B",
+        minutes=(8,),
+    ),
+    "corm-figure-4": Experiment(
+        (*(f"corm-{size}" for size in _SIZES), *(f"corm-{size}-1.5b" for size in _SIZES[:3])),
+        (Table("evicted", ("tokens",), rows=("corm",)),),
+        minutes=(8, 7),
+    ),
+}

@@ -1,0 +1,142 @@
+"""What an experiment is made of, where its data lie, and the papers' own numbers.
+
+The numbers are in benchmarks/numbers, copied from the papers' text; figures that print none have none there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NUMBERS = Path(__file__).parents[1] / "numbers"
+
+LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+"""The second model; the first is kvtool's default."""
+
+Place = tuple[str, str]
+"""Row and column of a table: a policy, and a budget or a text."""
+
+BOOKS = ("pg19/10146.txt", "pg19/10321.txt", "janeausten/emma.txt", "janeausten/persuasion.txt")
+PAPERS = tuple(f"arxiv/{name}.txt" for name in ("2404.15949", "2410.23079", "2503.01330", "bumblebee"))
+CHAPTERS = tuple(f"proofpile/hott-{name}.tex" for name in ("basics", "hlevels", "logic", "reals"))
+TEXTS = (*BOOKS, *CHAPTERS, *PAPERS)
+"""Twelve texts of three kinds: each is a unit of the tests."""
+
+OF_TEXTS = {
+    Path(file).name: kind
+    for kind, files in {"PG19": BOOKS, "ProofPile": CHAPTERS, "ArXiv": PAPERS}.items()
+    for file in files
+}
+"""The column of each text, by the paper's data set that it stands for."""
+
+WIKI = "wikitext2/wiki.test.raw"
+XSUM, CNN = "xsum/xsum_0shot_first300.jsonl", "cnn_dailymail/cnndm_0shot_first300.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of an experiment: a policy per row.
+
+    Attributes
+    ----------
+    score
+        One of tables.SCORES.
+    by
+        Fields of a line whose values are the columns.
+    against
+        The paper's own method, which the other rows are compared with.
+    rows
+        The rows in their order; all if empty.
+    budgets
+        The budgets that count; all if empty.
+    names
+        Headings in place of the columns' values.
+    pooled
+        Headings of further columns, with what they have of the first of `by`: None for all.
+    only_pooled
+        Whether only those columns are compared: the others have too few units for a test.
+    same_item
+        Whether the same number of an item in several files is one unit of a pooled column.
+    strata
+        The category of each data set. Pooled columns are then means of categories' means of data sets' means.
+    paper
+        The paper's numbers, as it prints them.
+    worse
+        If it prints none: the rows that it says are worse than its own method.
+    theirs
+        The same for single places: 1 for a number that it says is higher than its own method's, -1 for lower.
+    scores
+        In place of score, a score for each task.
+    title
+        Heading of the table; by default the score's title.
+    transposed
+        Whether policies are the columns.
+    """
+
+    score: str
+    by: tuple[str, ...] = ("budget",)
+    against: str = ""
+    rows: tuple[str, ...] = ()
+    budgets: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    pooled: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    only_pooled: bool = False
+    same_item: bool = False
+    strata: Mapping[str, str] = field(default_factory=dict)
+    paper: Mapping[Place, str] = field(default_factory=dict)
+    worse: tuple[str, ...] = ()
+    theirs: Mapping[Place, int] = field(default_factory=dict)
+    scores: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What a section of the documents shows.
+
+    Attributes
+    ----------
+    runs
+        Names of runs: those of one model are shown together, under its name.
+    tables
+        What is shown of their results.
+    model
+        The paper's model; its numbers are in brackets.
+    minutes
+        What it takes on one core of a small machine, about: with each of the models of its runs.
+    """
+
+    runs: tuple[str, ...]
+    tables: tuple[Table, ...] = ()
+    model: str = ""
+    minutes: tuple[int, ...] = ()
+
+
+ALL: Mapping[str, frozenset[str] | None] = {"all": None}
+"""One pooled column with everything."""
+
+
+def numbers(paper: str, *tables: str) -> dict[Place, str]:
+    """The numbers of a paper's tables as it prints them. Raises ValueError for a row of the wrong length."""
+    read = json.loads((NUMBERS / f"{paper}.json").read_text(encoding="utf-8"))["tables"]
+    return {
+        (policy, column): number
+        for table in tables
+        for policy, row in read[table]["rows"].items()
+        for column, number in zip(read[table]["columns"], row, strict=True)
+        if number is not None
+    }
+
+
+def columns(paper: Mapping[Place, str], names: Sequence[str]) -> dict[Place, str]:
+    """The numbers of these columns."""
+    return {place: number for place, number in paper.items() if place[1] in names}
+
+
+def each(*scores: str, **how: Any) -> tuple[Table, ...]:
+    """The same table for several scores."""
+    return tuple(Table(score, **how) for score in scores)

@@ -1,0 +1,66 @@
+"""WeightedKV's experiments (arXiv:2503.01330)."""
+
+from __future__ import annotations
+
+from commands import Compare, Run
+
+from experiments.kinds import ALL, BOOKS, LARGE, OF_TEXTS, PAPERS, TEXTS, Experiment, Table, numbers
+
+# the paper gives every policy 4 sinks
+_POLICIES = ("streamingllm", "tova:sinks=4", "h2o:sinks=4", "cam", "weightedkv")
+_EVICTS = "weightedkv:merge=false"
+# with these a test of six policies is still possible
+_EIGHT = (*BOOKS, *PAPERS)
+
+RUNS: dict[str, Run] = {
+    "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096),
+    "texts-1.5b": Compare(_EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE),
+    "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,)),
+    "curve": Compare(BOOKS[:1], ("weightedkv", _EVICTS), ("256",), 32768),
+}
+
+EXPERIMENTS = {
+    "weightedkv-table-1": Experiment(
+        ("texts", "texts-1.5b"),
+        (
+            Table(
+                *("nll", ("of", "budget"), "weightedkv", ("full", *_POLICIES)),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+                paper=numbers("weightedkv", "table-1"),
+            ),
+        ),
+        "Llama-2-7B, context 4k",
+        minutes=(100, 70),
+    ),
+    "weightedkv-table-1-long": Experiment(
+        ("texts-16k",),
+        (
+            Table(
+                *("nll", ("tokens",), "weightedkv", _POLICIES),
+                names={"8192": "8k", "16384": "16k"},
+                paper=numbers("weightedkv", "table-1-long"),
+            ),
+        ),
+        "Llama-2-7B, PG19, cache of 256",
+        minutes=(12,),
+    ),
+    "weightedkv-figure-4": Experiment(
+        ("texts", "texts-1.5b"),
+        (
+            Table(
+                *("nll", ("of", "budget"), "weightedkv", ("weightedkv", _EVICTS)),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+                worse=(_EVICTS,),
+            ),
+        ),
+    ),
+    "weightedkv-figure-4-curve": Experiment(
+        ("curve",),
+        (Table("nll", against="weightedkv", worse=(_EVICTS,)),),
+        minutes=(10,),
+    ),
+}

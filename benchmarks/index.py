@@ -1,0 +1,160 @@
+"""The index of docs/papers.md: each table and figure of the papers, and what became of it here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tables
+from experiments import EXPERIMENTS
+from tables import RESULTS, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A table or figure of a paper, or several of the same kind.
+
+    Attributes
+    ----------
+    name
+        As the paper calls it.
+    shows
+        What it shows.
+    experiments
+        Where it is measured; the verdict is of all their tables.
+    said
+        In place of that: why it is not, or what to look at.
+    link
+        Where that is; by default the paper's own page.
+    """
+
+    name: str
+    shows: str
+    experiments: tuple[str, ...] = ()
+    said: str = ""
+    link: str = ""
+
+
+_DRAWING = "a drawing; nothing to measure"
+_ONE_MERGE = "weightedkv.md#one-merge"
+_EXAMPLES = "papers/buzz.md#figure-9-four-summaries"
+_CHOSEN_KEYS = "papers/bumblebee.md#figure-8-chosen-keys"
+
+PAPERS: dict[str, tuple[Entry, ...]] = {
+    "weightedkv": (
+        Entry("Figure 1", "singular values of keys and values", said="drawn", link="inspect.md#maps"),
+        Entry("Figure 2", "attention before and after a merge", said="measured", link=_ONE_MERGE),
+        Entry("Figure 3", "an example of the algorithm", said=_DRAWING),
+        Entry("Figure 4", "merging against evicting", ("weightedkv-figure-4", "weightedkv-figure-4-curve")),
+        Entry("Table I, 4k", "perplexity of policies", ("weightedkv-table-1",)),
+        Entry("Table I, 8k and 16k", "longer contexts", ("weightedkv-table-1-long",)),
+    ),
+    "buzz": (
+        Entry("Figures 1 to 3, Table 1", "the method, symbols", said=_DRAWING),
+        Entry("Figure 4, Table A", "threshold and window", ("buzz-figure-4", "buzz-figure-4-cnn")),
+        Entry("Table 2", "summaries", ("buzz-table-2",)),
+        Entry("Figure 5, Table B", "the three ROUGE scores", ("buzz-figure-5",)),
+        Entry("Figure 6", "ten documents", ("buzz-figure-6",)),
+        Entry("Figure 7", "diversity", ("buzz-figure-7",)),
+        Entry("Table 3", "perplexity at small caches", ("buzz-table-3",)),
+        Entry("Figure 8", "ablations", ("buzz-figure-8",)),
+        Entry(
+            "Figure 9",
+            "four summaries of one article",
+            said="shown, without a verdict",
+            link="papers/buzz.md",
+        ),
+        Entry("Table C", "a larger model: 13B there, 1.5B here", ("buzz-table-c",)),
+    ),
+    "bumblebee": (
+        Entry("Figure 1", "the method", said=_DRAWING),
+        Entry("Figure 2", "attention by distance", said="drawn", link="inspect.md#maps"),
+        Entry("Table 1", "choices with five examples", ("bumblebee-table-1", "bumblebee-table-1-rest")),
+        Entry("Table 2", "LongBench", ("bumblebee-table-2", "bumblebee-table-2-hotpotqa")),
+        Entry("Table 2, LongChat", "windows that do not see each other", ("bumblebee-table-2-windows",)),
+        Entry("Figure 3", "summaries with three examples", ("bumblebee-figure-3",)),
+        Entry("Section 6.4", "the mixture", ("bumblebee-lambda",)),
+        Entry("Appendix D", "other similarities", ("bumblebee-cosines",)),
+        Entry("Section 7", "a budget that grows slowly", ("bumblebee-growing",)),
+        Entry("Figures 6 and 7", "which keys stay", ("bumblebee-figure-6",)),
+        Entry(
+            "Figure 8",
+            "chosen keys among all",
+            said="measured",
+            link="papers/bumblebee.md#figure-8-chosen-keys",
+        ),
+        Entry("Table 6", "decoding speed", ("bumblebee-table-6",)),
+        Entry(
+            "Tables 3 to 5, Figures 4 and 5",
+            "small transformers trained on synthetic data",
+            said="not measured: they train models, which kvtool does not do",
+        ),
+    ),
+    "corm": (
+        Entry("Figures 1, 6, 7", "share of important keys", said="drawn", link="inspect.md#maps"),
+        Entry("Figures 2, 8 to 10", "attention maps", said="drawn", link="inspect.md#maps"),
+        Entry("Figures 3, 5, 11, 13", "similarity of queries", said="drawn", link="inspect.md#maps"),
+        Entry("Figure 4", "compression by length", ("corm-figure-4",)),
+        Entry("Tables 1 and 2", "LongBench", ("corm-tables-1-2",)),
+        Entry("Table 3", "perplexity", ("corm-table-3",)),
+        Entry("Table 4", "other positions", ("corm-table-4",)),
+        Entry("Tables 5 and 6", "grouped queries", ("corm-tables-5-6",)),
+        Entry(
+            "Tables 7 and 8",
+            "prompts of 12,000 tokens",
+            said="not measured: a prompt takes minutes, and none of the models was made for it",
+        ),
+        Entry("Tables 9 and 10", "windows", ("corm-tables-9-10", "corm-windows")),
+        Entry("Figure 12", "the data sets of LongBench", said=_DRAWING),
+    ),
+}
+
+_TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
+
+
+def rows(results: Path = RESULTS) -> Iterator[str]:
+    """The lines of the index, a table for each paper."""
+    for paper, entries in PAPERS.items():
+        names = list(tables.MODELS.values())
+        yield f"**{_TITLES[paper]}**, [its page](papers/{paper}.md)"
+        yield ""
+        yield f"| there | what it shows | {' | '.join(names)} |"
+        yield f"| --- | --- | {' | '.join('---' for _ in names)} |"
+        for entry in entries:
+            if entry.experiments:
+                said = [_verdict(entry.experiments, model, results) for model in tables.MODELS]
+            else:
+                words = f"[{entry.said}]({entry.link})" if entry.link else entry.said
+                said = [words, ""]
+            yield f"| {entry.name} | {entry.shows} | {' | '.join(said)} |"
+        yield ""
+
+
+def _verdict(names: Sequence[str], model: str, results: Path) -> str:
+    """What became of the differences that a paper's table or figure shows, with one model."""
+    found, measured = Verdict(), False
+    for name in names:
+        experiment = EXPERIMENTS[name]
+        lines = tables.kept(tables.of_model(experiment, model), results)
+        for table in experiment.tables:
+            places = tables.samples(lines, table)
+            measured = measured or bool(places)
+            found += tables.verdict(places, table)
+    if not measured:
+        return "not measured"
+    if not found.n:
+        return "numbers, without a test"
+    if not found.here and not found.reverse:
+        return f"cannot be told ({found.n} differences)"
+    counts = f"{found.here} of {found.n}, {found.reverse} reversed"
+    if not found.reverse:
+        return f"**reproduced** where a test tells: {counts}"
+    return f"**refuted** where a test tells: {counts}" if not found.here else f"**in part**: {counts}"
+
+
+def fill_index(text: str, results: Path = RESULTS) -> str:
+    """The document with the index between its marks made anew."""
+    mark = re.compile(r"(<!-- index -->\n).*?(<!-- end -->)", re.S)
+    return mark.sub(lambda found: f"{found[1]}" + "\n".join(rows(results)) + found[2], text)

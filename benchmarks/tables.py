@@ -1,0 +1,480 @@
+"""The tables of the documents: numbers with their errors, and tests of differences, from the records kept."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from commands import VERSIONS, Line
+from experiments import EXPERIMENTS, RUNS
+from experiments.kinds import LARGE, Experiment, Place, Table
+
+from kvtool.measure import records, statistics
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "papers" / "records"
+
+_LEAST_UNITS = 6
+"""Of fewer differences no signs are rarer than one in twenty."""
+
+MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
+"""The names of the models that experiments run with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a score is shown.
+
+    Attributes
+    ----------
+    title
+        Heading of the table.
+    lower
+        Whether lower is better.
+    scale
+        Factor of the printed number.
+    digits
+        Its decimal places.
+    exp
+        Whether the exponential of the mean is printed.
+    words
+        For a higher number, and for a lower one.
+    """
+
+    title: str
+    lower: bool = False
+    scale: float = 1.0
+    digits: int = 2
+    exp: bool = False
+    words: tuple[str, str] = ("better", "worse")
+
+
+_PERCENT = {"scale": 100, "digits": 1}
+
+SCORES = {
+    "found": Score("Found, %", **_PERCENT),
+    "nll": Score("Perplexity", lower=True, exp=True),
+    "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", **_PERCENT),
+    "logp": Score("Log-probability of the right answer, nats a token"),
+    "rouge1": Score("ROUGE-1, %", **_PERCENT),
+    "rouge2": Score("ROUGE-2, %", **_PERCENT),
+    "rougeL": Score("ROUGE-L, %", **_PERCENT),
+    "f1": Score("F1, %", **_PERCENT),
+    "em": Score("Exact match, %", **_PERCENT),
+    "subspan_em": Score("Right answer somewhere in the output, %", **_PERCENT),
+    "acc": Score("Accuracy, %", **_PERCENT),
+    "right": Score("Log-probability of the right choice among all choices, nats"),
+    "score": Score("LongBench's metrics, %", **_PERCENT),
+    "self_bleu": Score("Self-BLEU", digits=1),
+    "distance": Score("Distance of Self-BLEU from the full cache's", lower=True, digits=1),
+    "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
+    "ms": Score("CPU time of a token, ms", lower=True, digits=2),
+    "held": Score("Share of the rows that hold a token at the end, %", words=("more", "less"), **_PERCENT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean difference between two policies on the same units.
+
+    Attributes
+    ----------
+    mean
+        It.
+    p
+        The chance of one as large without a true difference.
+    """
+
+    mean: float
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The numbers of which a place of a table shows the mean.
+
+    Attributes
+    ----------
+    score
+        One of SCORES.
+    values
+        Value and weight by file and item, or by text and block of tokens.
+    of_text
+        Whether they are blocks of texts, in their order, which depend on each other.
+    same_item
+        Whether the same item of several files is one unit.
+    strata
+        The category of each file; none if empty.
+    """
+
+    score: str
+    of_text: bool = False
+    same_item: bool = False
+    strata: Mapping[str, str] = field(default_factory=dict)
+    values: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def mean(self) -> tuple[float, float]:
+        """The mean and its standard error; the error is nan for a single unit."""
+        if self.strata:
+            return self._stratified()
+        return statistics.mean_error(*self._units(self.values))
+
+    def minus(self, other: Sample) -> Difference | None:
+        """The mean of the differences, unit by unit; None of fewer units than a test needs."""
+        both = {
+            place: (value - other.values[place][0], weight)
+            for place, (value, weight) in self.values.items()
+            if place in other.values
+        }
+        if len(both) < 2:
+            return None
+        sums, weights = self._units(both)
+        if len(sums) < _LEAST_UNITS:
+            return None
+        return Difference(float(sums.sum() / weights.sum()), statistics.sign_test(sums))
+
+    def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+        """Sum and weight of each unit: a block of a text, one of several texts, an item."""
+        value, weight = np.array(list(values.values())).T
+        places = list(values)
+        if self.strata:
+            weight = self._weights(places)
+        n_text = len({of for of, _ in places})
+        if self.of_text and n_text == 1:
+            return statistics.joined(value * weight, weight)
+        if self.of_text or self.same_item:
+            units = defaultdict(list)
+            for i, (of, item) in enumerate(places):
+                # "file-12": the twelfth item of its file
+                units[of if self.of_text else item.rpartition("-")[2]].append(i)
+            means = [np.average(value[unit], weights=weight[unit]) for unit in units.values()]
+            return np.array(means), np.ones(len(means))
+        return value * weight, weight
+
+    def _weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
+        """The part of each item in the mean of categories' means of data sets' means."""
+        n_item: dict[str, int] = defaultdict(int)
+        for of, _ in places:
+            n_item[of] += 1
+        in_category: dict[str, int] = defaultdict(int)
+        for of in n_item:
+            in_category[self.strata[of]] += 1
+        n_category = len(in_category)
+        return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
+
+    def _stratified(self) -> tuple[float, float]:
+        """The mean, and its error from what items of the same data set differ."""
+        places, (value, _) = list(self.values), np.array(list(self.values.values())).T
+        weight = self._weights(places)
+        variance = 0.0
+        for name in dict.fromkeys(of for of, _ in places):
+            of_set = np.array([of == name for of, _ in places])
+            n = of_set.sum()
+            if n > 1:
+                variance += weight[of_set].sum() ** 2 * value[of_set].var(ddof=1) / n
+        return float((value * weight).sum()), float(np.sqrt(variance))
+
+
+def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
+    """The places of a table. A line without a budget is in the column of every budget."""
+    lines = [line for line in lines if not table.rows or line["label"] in table.rows]
+    budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
+    places: dict[Place, Sample] = {}
+    for line in lines:
+        score = table.scores.get(line["task"], "") if table.scores else table.score
+        if not score:
+            continue
+        found, of_text = _values(line, score), bool(line.get("weights", {}).get(score))
+        for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
+            for column, is_pooled in _columns(line | {"budget": budget}, table):
+                strata = table.strata if is_pooled else {}
+                sample = Sample(score, of_text, table.same_item and is_pooled, strata)
+                places.setdefault((line["label"], column), sample).values.update(found)
+    return {place: sample for place, sample in places.items() if sample.values}
+
+
+def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
+    """The columns that a line is in, and whether they are pooled ones."""
+    first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
+    yield ", ".join([first, *rest]), False
+    for heading, members in table.pooled.items():
+        if members is None or str(line[table.by[0]]) in members:
+            yield ", ".join([heading, *rest]), True
+
+
+def is_pooled(column: str, table: Table) -> bool:
+    """Whether a column has what is in several others."""
+    return column.partition(", ")[0] in table.pooled
+
+
+def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]]:
+    found = _rouge(line["scores"]) if score == "rouge" else line["scores"].get(score, [])
+    weights = line.get("weights", {}).get(score, [1] * len(found))
+    items = line.get("items", range(len(found)))
+    return {
+        (line["of"], str(item)): (value, weight)
+        for item, value, weight in zip(items, found, weights, strict=True)
+        if value is not None
+    }
+
+
+def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
+    """What each item adds to the geometric mean of three means, to the first order (the delta method).
+
+    The mean of these numbers is that geometric mean, and their error is its error. If one of the means is 0,
+    the result is a single 0: no error is known.
+    """
+    items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
+    means = np.mean([item for item in items if None not in item], axis=0)
+    if not means.all():
+        return [0.0] + [None] * (len(items) - 1)
+    whole = np.prod(means) ** (1 / 3)
+    return [None if None in item else float(whole * np.mean(item / means)) for item in items]
+
+
+# what is compared
+
+
+def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
+    """Of each place that a test can compare with the paper's own method: 1 better, -1 worse, 0 not told.
+
+    A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
+    no test.
+    """
+    found = {}
+    for place in places:
+        own = table.against, place[1]
+        if place[0] == table.against or own not in places:
+            continue
+        if table.only_pooled and not is_pooled(place[1], table):
+            continue
+        if found_one := places[place].minus(places[own]):
+            found[place] = found_one
+    adjusted = statistics.holm(np.array([each.p for each in found.values()]))
+    return {
+        place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= 0.05)
+        for (place, each), p in zip(found.items(), adjusted, strict=True)
+    }
+
+
+def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
+    """Places that were measured here, and whether the paper calls them better (1) or worse (-1).
+
+    Compared is with the paper's own method; `full` does not count, unless the paper says that it is worse.
+    """
+    for place in places:
+        own = table.against, place[1]
+        if own not in places or (table.only_pooled and not is_pooled(place[1], table)):
+            continue
+        if place[0] in table.worse:
+            yield place, -1
+        elif place in table.theirs:
+            yield place, table.theirs[place] * _sign(places[place].score)
+        elif place[0] != "full":
+            theirs = _theirs(place, table) * _sign(places[place].score)
+            if theirs:
+                yield place, theirs
+
+
+def _theirs(place: Place, table: Table) -> int:
+    """The sign of the paper's difference; of a pooled column without numbers that of the others' mean."""
+    row, column = place
+    if {place, (table.against, column)} <= table.paper.keys():
+        return int(np.sign(float(table.paper[place]) - float(table.paper[table.against, column])))
+    if not is_pooled(column, table):
+        return 0
+    rest = column.partition(", ")[2]
+    both = [
+        float(table.paper[row, other]) - float(number)
+        for (own, other), number in table.paper.items()
+        if own == table.against and other.partition(", ")[2] == rest and (row, other) in table.paper
+    ]
+    return int(np.sign(round(sum(both), 9)))
+
+
+def _sign(score: str) -> int:
+    return -1 if SCORES[score].lower else 1
+
+
+# what is shown
+
+
+def models_of(name: str) -> tuple[str, ...]:
+    """The models that an experiment has runs with."""
+    return tuple(dict.fromkeys(RUNS[run].model for run in EXPERIMENTS[name].runs))
+
+
+def of_model(experiment: Experiment, model: str) -> tuple[str, ...]:
+    """The runs of an experiment with a model; "" is the default."""
+    return tuple(name for name in experiment.runs if RUNS[name].model == model)
+
+
+def kept(names: Sequence[str], results: Path = RESULTS) -> list[Line]:
+    """The lines kept of these runs."""
+    return [line for name in names for line in records.read(results / f"{name}.jsonl")]
+
+
+def render(name: str, results: Path = RESULTS) -> str:
+    """An experiment's commands and tables with each model, with the paper's numbers in brackets."""
+    experiment = EXPERIMENTS[name]
+    models = models_of(name)
+    parts = []
+    for model in models:
+        title = [f"**{MODELS[model]}**"] if len(models) > 1 else []
+        parts += [*title, *_of_model(experiment, of_model(experiment, model), results)]
+    return "\n\n".join(parts)
+
+
+def _of_model(experiment: Experiment, runs: Sequence[str], results: Path) -> Iterator[str]:
+    yield "\n".join(f"    {line}" for run in runs for line in RUNS[run].shown().splitlines())
+    if not experiment.tables:
+        return
+    lines = kept(runs, results)
+    if not lines:
+        yield "Not measured yet."
+        return
+    for table in experiment.tables:
+        places = samples(lines, table)
+        if places:
+            yield "\n".join(_drawn(places, table))
+            if told := _told(places, table, experiment.model):
+                yield told
+    yield _of_what(lines)
+
+
+def _drawn(places: Mapping[Place, Sample], table: Table) -> Iterator[str]:
+    signs = compared(places, table)
+    asked = dict.fromkeys(column for _, column in [*table.paper, *places])
+    heads = [column for column in asked if not is_pooled(column, table)]
+    heads += [column for column in asked if is_pooled(column, table)]
+    rows = list(table.rows or dict.fromkeys(row for row, _ in [*places, *table.paper]))
+    cells = {(row, column): _shown(places, table, (row, column), signs) for row in rows for column in heads}
+    yield f"{table.title or SCORES[table.score].title}:"
+    yield ""
+    if table.transposed:
+        yield f"| | {' | '.join(f'`{row}`' for row in rows)} |"
+        yield "| --- |" + " ---: |" * len(rows)
+        for column in heads:
+            yield f"| {column} | {' | '.join(cells[row, column] for row in rows)} |"
+    else:
+        yield f"| policy | {' | '.join(heads)} |"
+        yield "| --- |" + " ---: |" * len(heads)
+        for row in rows:
+            yield f"| `{row}` | {' | '.join(cells[row, column] for column in heads)} |"
+
+
+def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
+    parts = []
+    if place in places:
+        score, (mean, error) = SCORES[places[place].score], places[place].mean()
+        if score.exp:
+            mean, error = np.exp(mean), np.exp(mean) * error
+        parts.append(f"{mean * score.scale:.{score.digits}f}")
+        if np.isfinite(error):
+            parts.append(f"±{error * score.scale:.{score.digits}f}")
+    if place in table.paper:
+        parts.append(f"({table.paper[place]})")
+    if sign := signs.get(place):
+        more, less = SCORES[places[place].score].words
+        parts.append(more if sign > 0 else less)
+    return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many of the paper's differences are found here.
+
+    Attributes
+    ----------
+    here
+        A test tells them, as the paper has them.
+    reverse
+        A test tells the reverse.
+    unclear
+        A test tells nothing.
+    untested
+        Single numbers, or too few units for a test.
+    n_test
+        Tests of the table.
+    """
+
+    here: int = 0
+    reverse: int = 0
+    unclear: int = 0
+    untested: int = 0
+    n_test: int = 0
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return Verdict(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def n(self) -> int:
+        """All of the paper's differences that were looked at."""
+        return self.here + self.reverse + self.unclear + self.untested
+
+
+def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
+    """The verdict on a table."""
+    signs = compared(places, table)
+    theirs = dict(ordered(places, table))
+    found = [sign * signs[place] for place, sign in theirs.items() if place in signs]
+    return Verdict(*(found.count(sign) for sign in (1, -1, 0)), len(theirs) - len(found), len(signs))
+
+
+def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
+    """In words, how many of the paper's differences from its own method are found here."""
+    found = verdict(places, table)
+    said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
+    if found.n:
+        words = "No difference can be told here."
+        if found.here or found.reverse:
+            words = "Where a difference can be told here, it is "
+            words += "either way."
+            if not (found.here and found.reverse):
+                words = words.replace("either way", "the paper's" if found.here else "the other way round")
+        tests = f"{found.n_test} test{'s' * (found.n_test != 1)} in the table"
+        parts = [f"{found.here} appear{'s' * (found.here == 1)} here"]
+        parts += [
+            f"{found.reverse} {_are(found.reverse)} reversed",
+            f"{found.unclear} cannot be told ({tests})",
+        ]
+        if found.untested:
+            parts.append(f"\n{found.untested} {_are(found.untested)} of too few numbers for a test")
+        told = ", ".join(parts).replace(", \n", ",\n")
+        said += [words, f"Of its {found.n} difference{'s' * (found.n > 1)} from `{table.against}`, {told}."]
+    # a line each
+    return "\n".join(said)
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _of_what(lines: Sequence[Line]) -> str:
+    """Sizes, time and versions."""
+    items = {f"{line['of']} {item}" for line in lines for item in line.get("items", ())}
+    sizes = [f"{len(items)} items"] if items else []
+    if tokens := {line["tokens"] for line in lines if "tokens" in line}:
+        texts = len({line["of"] for line in lines})
+        sizes.append(f"{max(tokens):,} tokens" + f" of each of {texts} texts" * (texts > 1))
+    made_by = dict.fromkeys(tuple(line[name] for name in VERSIONS) for line in lines)
+    # a line each
+    versions = ";\n".join(
+        f"{Path(model).stem}, kvtool {own}, llama-cpp-python {llama}, patch {str(patch)[:12]}"
+        for model, own, llama, patch in made_by
+    )
+    minutes = round(sum(line["seconds"] for line in lines) / 60)
+    took = f"{minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
+    return f"*{', '.join([*sizes, took])}; {versions}.*"
+
+
+def fill(text: str, results: Path = RESULTS) -> str:
+    """The document with the text between the two marks of each experiment made anew. Raises ValueError."""
+    mark = re.compile(r"(<!-- experiment (\S+) -->\n).*?(<!-- end -->)", re.S)
+    if unknown := [name for _, name, _ in mark.findall(text) if name not in EXPERIMENTS]:
+        raise ValueError(f"no experiment {', '.join(unknown)}; there are: {', '.join(EXPERIMENTS)}")
+    return mark.sub(lambda found: f"{found[1]}{render(found[2], results)}\n{found[3]}", text)

@@ -1,0 +1,342 @@
+"""The tables of the papers' experiments say what the records say, and the right test tells differences."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool.measure import records, statistics
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import tables
+from commands import Eval
+from experiments import EXPERIMENTS, RUNS
+from experiments.kinds import Experiment, Table
+
+VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": "3"}
+
+
+def lines(**scores):
+    """A line per policy, "h2o__64" for a budget of 64: scores by name."""
+    found = []
+    for number, (name, of_items) in enumerate(scores.items()):
+        label, _, budget = name.partition("__")
+        items = [f"i{i}" for i in range(len(next(iter(of_items.values()))))]
+        about = {
+            "label": label,
+            "budget": budget or None,
+            "of": "file",
+            "items": items,
+            "seconds": 60 + number,
+        }
+        found.append(about | {"scores": of_items} | VERSIONS)
+    return found
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Render a table of made-up lines."""
+
+    def render(found, *shown, model="Llama"):
+        monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
+        monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
+        records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+        return tables.render("made-up", tmp_path)
+
+    return render
+
+
+def test_a_table_of_tasks_has_a_score_of_each(measured):
+    tasks = {"qa": "logp", "stream": "nll"}
+    table = Table("", ("task",), "full", names={"stream": "stream, perplexity"}, scores=tasks, title="All")
+    found = [
+        {"label": label, "budget": budget, "task": task, "of": "f", "items": ["a", "b", "c"]}
+        | {"scores": {name: [0.0, other, other]}, "seconds": 1}
+        | VERSIONS
+        for task, name, other in (("qa", "logp", -3.0), ("stream", "nll", 0.3))
+        for label, budget, other in (("full", None, 0.0), ("h2o", "20%", other))
+    ]
+    # of another task, which is not asked for
+    found.append(found[0] | {"task": "choice", "scores": {"acc": [1, 1, 1]}})
+    shown = measured(found, table, model="")
+    assert shown.split("\n\n")[1:3] == [
+        "All:",
+        "| policy | qa | stream, perplexity |\n| --- | ---: | ---: |\n"
+        "| `full` | 0.00 ±0.00 | 1.00 ±0.00 |\n"
+        # a difference of two standard errors and no more is none
+        "| `h2o` | -2.00 ±1.00 | 1.22 ±0.12 |",
+    ]
+
+
+def test_only_what_stands_between_the_marks_is_made_anew(measured):
+    measured(lines(h2o__64={"f1": [0.5, 0.7]}), Table("f1"))
+    text = (
+        "a\n<!-- experiment made-up -->\nold\n<!-- end -->\nb\n<!-- experiment made-up -->\n<!-- end -->\nc\n"
+    )
+    first, second = tables.fill(text), tables.fill(tables.fill(text))
+    assert first == second
+    assert "old" not in first
+    assert re.fullmatch(r"a\n<!--.*-->\nb\n<!--.*-->\nc\n", first, re.S)
+    assert first.count("kvtool eval qa qa.jsonl") == 2
+
+
+# the statistics
+
+
+def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured):
+    rng = np.random.default_rng(0)
+    full, h2o = rng.random(30), rng.random(30)
+    text = measured(
+        lines(full={"f1": full.tolist()}, h2o__64={"f1": h2o.tolist()}, h2o__128={"f1": full.tolist()}),
+        Table("f1", paper={("h2o", "64"): "12.3", ("tova", "64"): "4.5"}),
+    )
+    error = 100 * full.std(ddof=1) / np.sqrt(30)
+    all_kept = f"{100 * full.mean():.1f} ±{error:.1f}"
+    evicted = f"{100 * h2o.mean():.1f} ±{100 * h2o.std(ddof=1) / np.sqrt(30):.1f}"
+    assert f"| policy | 64 | 128 |\n| --- | ---: | ---: |\n| `full` | {all_kept} | {all_kept} |\n" in text
+    assert f"| `h2o` | {evicted} (12.3) | {all_kept} |\n| `tova` | (4.5) |  |\n" in text
+    assert "In brackets: the paper's numbers, with Llama." in text
+    assert "*30 items, 3 minutes; m, kvtool 1, llama-cpp-python 2, patch 3.*" in text
+
+
+def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
+    noise = np.random.default_rng(0).normal(size=40)
+    spread = np.tile([1, -1], 20)
+    # of 40 items of spread 1 the mean's error is 0.16; three tests need 2.5 of it
+    error = spread.std(ddof=1) / np.sqrt(40)
+    text = measured(
+        lines(
+            buzz__64={"logp": noise.tolist()},
+            h2o__64={"logp": (noise + spread + 3 * error).tolist()},
+            tova__64={"logp": (noise + spread - 3 * error).tolist()},
+            local__64={"logp": (noise + spread + 2.1 * error).tolist()},
+        ),
+        Table("logp", against="buzz"),
+    )
+    ends = dict(re.findall(r"\| `(\w+)` \| .*?±[\d.]+ ?(\w*) \|", text))
+    # alone, local's would be told, and is once the others are
+    assert ends == {"buzz": "", "h2o": "better", "tova": "worse", "local": "better"}
+    alone = np.tile([1.0, -1.0], 20) + 2.1 * error
+    many = {f"h2o:decay=0.{i}__64": {"logp": (noise + alone).tolist()} for i in range(1, 9)}
+    text = measured(lines(buzz__64={"logp": noise.tolist()}, **many), Table("logp", against="buzz"))
+    assert "better" not in text
+
+
+def test_of_perplexities_lower_is_better_and_errors_are_of_blocks(measured):
+    rng = np.random.default_rng(0)
+    counts = statistics.block_counts(1000)
+    means = rng.normal(3, 0.2, len(counts))
+    of_blocks = {
+        "of": "t.txt",
+        "budget": "64",
+        "tokens": 1001,
+        "weights": {"nll": counts.tolist()},
+        "seconds": 0,
+        **VERSIONS,
+    }
+    found = [
+        {**of_blocks, "label": "buzz", "scores": {"nll": means.tolist()}},
+        {**of_blocks, "label": "h2o", "scores": {"nll": (means + 0.1).tolist()}},
+    ]
+    text = measured(found, Table("nll", against="buzz"))
+    nll, error = statistics.mean_error(*statistics.joined(means * counts, counts))
+    assert f"| `buzz` | {np.exp(nll):.2f} ±{np.exp(nll) * error:.2f} |" in text
+    assert f"| `h2o` | {np.exp(nll + 0.1):.2f} ±{np.exp(nll + 0.1) * error:.2f} worse |" in text
+    assert "*1,001 tokens" in text
+
+
+def test_the_papers_differences_are_counted(measured):
+    better, same = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4]
+    own = [0.5, 0.4] * 5
+    found = lines(
+        full={"f1": better},
+        buzz__64={"f1": own},
+        h2o__64={"f1": better},
+        tova__64={"f1": better},
+        local__64={"f1": same},
+        cam__64={"f1": better},
+    )
+    paper = {"full": "9", "buzz": "5", "h2o": "6", "tova": "4", "local": "3", "cam": "5", "roco": "1"}
+    text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
+    # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
+    assert (
+        "In brackets: the paper's numbers, with Llama.\n"
+        "Where a difference can be told here, it is either way.\n"
+        "Of its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
+        "table).\n" in text
+    )
+    lower = measured(
+        [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
+        Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
+    )
+    assert "it is the paper's.\nOf its 1 difference from `buzz`, 1 appears here, 0 are" in lower
+    # one number each is no test
+    single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
+    text = measured(single, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
+    assert "No difference can be told here.\nOf its 3 differences" in text
+    assert "0 cannot be told (0 tests in the table),\n3 are of too few numbers for a test." in text
+
+
+def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
+    better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
+    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
+    told = {
+        "h2o": "it is the other way round.\nOf its 1 difference from `buzz`, 0 appear here, 1 is reversed",
+        "local": "No difference can be told here.\nOf its 1 difference from `buzz`, 0 appear here, 0 are",
+    }
+    for worse, said in told.items():
+        assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
+    text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
+    assert (
+        "it is the paper's.\nOf its 3 differences from `h2o`, 1 appears here, 0 are reversed, 2 cannot be"
+        in text
+    )
+    # what was not measured tells nothing
+    assert "differences" not in measured(found, Table("f1", against="buzz", worse=("tova",)))
+    assert "differences" not in measured(found, Table("f1", against="cam", worse=("h2o",)))
+
+
+def test_the_geometric_means_error_is_that_of_draws():
+    rng = np.random.default_rng(0)
+    scores = {
+        name: rng.gamma(3, size, 400) for name, size in (("rouge1", 0.1), ("rouge2", 0.02), ("rougeL", 0.08))
+    }
+    linear = tables._rouge({name: values.tolist() for name, values in scores.items()})
+    drawn = rng.integers(400, size=(4000, 400))
+    geometric = np.prod([values[drawn].mean(axis=1) for values in scores.values()], axis=0) ** (1 / 3)
+    mean, error = statistics.mean_error(np.array(linear), np.ones(400))
+    assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
+    assert error == pytest.approx(geometric.std(), rel=0.05)
+    # an item that failed is none, and no bigram at all leaves no error
+    assert tables._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
+    assert tables._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
+
+
+def test_a_pooled_column_has_the_items_of_all(measured):
+    found = lines(h2o__64={"f1": [0.0, 0.2]})
+    other = [line | {"of": "other", "scores": {"f1": [0.4, 1.0]}} for line in found]
+    text = measured(found + other, Table("f1", ("of",), names={"file": "first"}, pooled={"all": None}))
+    assert "| policy | first | other | all |" in text
+    assert "| `h2o` | 10.0 ±10.0 | 70.0 ±30.0 | 40.0 ±" in text
+
+
+def test_rows_and_budgets_are_those_asked_for(measured):
+    found = lines(
+        full={"f1": [1, 0]}, h2o__64={"f1": [1, 0]}, h2o__128={"f1": [0, 0]}, tova__64={"f1": [0, 1]}
+    )
+    text = measured(found, Table("f1", rows=("full", "tova")))
+    assert "| policy | 64 |\n| --- | ---: |\n| `full` | 50.0 ±50.0 |\n| `tova` | 50.0 ±50.0 |\n" in text
+    text = measured(found, Table("f1", rows=("h2o", "full"), budgets=("128",)))
+    assert re.findall(r"^\| .*", text, re.M) == [
+        "| policy | 128 |",
+        "| --- | ---: |",
+        "| `h2o` | 0.0 ±0.0 |",
+        "| `full` | 50.0 ±50.0 |",
+    ]
+
+
+def test_what_was_never_run_says_so(tmp_path):
+    for name in EXPERIMENTS:
+        text = tables.render(name, tmp_path)
+        assert text.endswith("\n\nNot measured yet.")
+        assert "| --- |" not in text
+
+
+def of_texts(n, more):
+    """Blocks of n texts under BUZZ and H2O, which is worse by `more` on each, but for the noise of blocks."""
+    rng = np.random.default_rng(0)
+    counts = statistics.block_counts(1000)
+    for i in range(n):
+        level, noise = rng.normal(3, 0.5), rng.normal(0, 0.02, len(counts))
+        about = {"of": f"t{i}.txt", "budget": "64", "tokens": 1001, "seconds": 0, **VERSIONS}
+        about["weights"] = {"nll": counts.tolist()}
+        for label, nll in (("buzz", level + 0 * noise), ("h2o", level + more[i] + noise)):
+            yield about | {"label": label, "scores": {"nll": nll.tolist()}}
+
+
+def test_of_several_texts_a_text_is_the_unit(measured):
+    more = [0.1, 0.1, 0.1, 0.1, 0.1, -0.5]
+    names = {f"t{i}.txt": "books" if i < 4 else "papers" for i in range(6)}
+    table = Table("nll", ("of", "budget"), "buzz", names=names, pooled={"all": None})
+    text = measured(list(of_texts(6, more)), table)
+    assert "| policy | books, 64 | papers, 64 | all, 64 |" in text
+    # by blocks the first column would be told; four texts have no test, and six disagree
+    assert "better" not in text
+    assert "worse" not in text
+    text = measured(list(of_texts(6, [0.1] * 6)), table)
+    assert re.findall(r"worse \|$", text, re.M) == ["worse |"]
+    level = [np.average(line["scores"]["nll"]) for line in of_texts(6, more) if line["label"] == "buzz"]
+    error = np.exp(np.mean(level)) * np.std(level, ddof=1) / np.sqrt(6)
+    assert f"{np.exp(np.mean(level)):.2f} ±{error:.2f} |" in text
+
+
+def test_only_pooled_columns_are_compared_if_asked(measured):
+    found = [
+        line | {"of": f"of{i}"}
+        for i in range(2)
+        for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
+    ]
+    table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "worse": ("h2o",)}
+    assert measured(found, Table("f1", **table)).count("worse") == 3
+    text = measured(found, Table("f1", **table, only_pooled=True))
+    assert text.count("worse") == 1
+    assert (
+        "Of its 1 difference from `buzz`, 1 appears here, 0 are reversed, 0 cannot be told (1 test in" in text
+    )
+
+
+def test_the_same_item_of_several_files_is_one_unit(measured):
+    found = [
+        line | {"of": f"of{i}", "items": [f"of{i}-{item}" for item in range(1, 6)]}
+        for i in range(3)
+        for line in lines(buzz__64={"f1": [0.5] * 5}, h2o__64={"f1": [0.4] * 5})
+    ]
+    table = {"by": ("of",), "against": "buzz", "pooled": {"all": None}, "only_pooled": True}
+    # fifteen answers, but five questions: too few
+    assert "worse" in measured(found, Table("f1", **table))
+    assert "worse" not in measured(found, Table("f1", **table, same_item=True))
+
+
+def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
+    scores = {"a": [1.0, 0.0, 0.5, 0.5], "b": [0.8, 0.2], "c": [0.0, 0.2]}
+    found = [line | {"of": of} for of, values in scores.items() for line in lines(full={"f1": values})]
+    strata = {"a": "questions", "b": "questions", "c": "code"}
+    pooled = {"EN": frozenset("ac"), "all": None}
+    text = measured(found, Table("f1", ("of",), strata=strata, pooled=pooled, transposed=True))
+    variances = {of: np.var(values, ddof=1) / len(values) for of, values in scores.items()}
+    whole = np.sqrt(variances["a"] / 16 + variances["b"] / 16 + variances["c"] / 4)
+    some = np.sqrt(variances["a"] / 4 + variances["c"] / 4)
+    assert f"| EN | {100 * (0.5 + 0.1) / 2:.1f} ±{100 * some:.1f} |" in text
+    assert f"| all | {100 * (0.5 + 0.1) / 2:.1f} ±{100 * whole:.1f} |" in text
+    assert "| a | 50.0 ±20.4 |" in text
+
+
+def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean(measured):
+    found = [
+        line | {"of": of}
+        for of in ("x", "y")
+        for line in lines(buzz__64={"f1": [0.5] * 10}, h2o__64={"f1": [0.4] * 10})
+    ]
+    paper = {("buzz", "x"): "10", ("h2o", "x"): "11", ("buzz", "y"): "10", ("h2o", "y"): "7"}
+    table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
+    assert "it is the paper's.\nOf its 1 difference" in measured(found, table)
+    paper = paper | {("h2o", "x"): "14"}
+    table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
+    assert "it is the other way round.\nOf its 1 difference" in measured(found, table)
+
+
+def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
+    for name, model in (("small", ""), ("large", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")):
+        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
+        value = 0.25 if model else 0.75
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, v=value: lines(full={"f1": [v, v]}))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (Table("f1"),)))
+    first, second = tables.render("made-up", tmp_path).split("**Qwen2.5-Coder-1.5B-Instruct**")
+    assert first.startswith("**SmolLM2-135M-Instruct**\n\n    kvtool eval qa qa.jsonl --policy POLICY")
+    assert "75.0" in first
+    assert "25.0" in second
+    assert "-m qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" in second
