@@ -322,6 +322,17 @@ def test_qa_takes_the_likeliest_reference_per_token_each_from_the_prompt():
     assert reader.n_answer == len(" Ada Quill")
 
 
+def test_longbenchs_averages_are_of_categories():
+    scores = {"qasper": [1.0, 0.0], "narrativeqa": [0.8], "trec": [1.0], "lcc": [0.3, 0.5], "vcsum": [0.1]}
+    found = [{"dataset": name, "scores": {"score": score}} for name, of in scores.items() for score in of]
+    task = tasks.make("longbench", [])
+    english, chinese = (0.65 + 1.0 + 0.4) / 3, (0.1 + 0.4) / 2
+    expected = {"average EN": english, "average ZH": chinese, "average all": (0.65 + 0.1 + 1.0 + 0.4) / 4}
+    assert task.summary([*found, {"dataset": "lsht", "scores": {}}]) == pytest.approx(expected)
+    assert list(task.summary(found[-3:-1])) == ["average all"]
+    assert task.summary([]) == {}
+
+
 def test_longbench_scores_the_first_line_of_few_shot_answers_and_asks_them_as_they_are():
     task = tasks.make("longbench", [])
     hotpotqa, trec = task.items([DATA / "longbench.jsonl"], None)

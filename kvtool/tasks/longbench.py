@@ -4,7 +4,9 @@ Bai et al. 2023 (arXiv:2308.14508), code of THUDM/LongBench (config/*.json, pred
 From there come the prompts, the most tokens of an answer, the metrics, and these rules: few-shot and code
 tasks are asked as plain text even with a chat model; a prompt that is too long loses its middle; for trec,
 triviaqa, samsum and lsht only the first line of an answer counts; the best score over the right answers
-counts. Scores are 0 to 1. LongBench reports the mean of each task; see the table by dataset.
+counts. Scores are 0 to 1. LongBench reports the mean of each task (see the table by dataset), and averages
+of its six categories for English, Chinese and all tasks: means of categories, each the mean of its tasks.
+Code counts in both languages.
 
 Differs: the chat template counts when a prompt is cut to --max-prompt, while LongBench adds it afterwards;
 the first token of an answer to samsum may be a line break.
@@ -15,14 +17,17 @@ Layouts: LongBench's ({"input", "context", "answers", "all_classes", "dataset"})
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import ClassVar
 
 from kvtool.errors import InputError
 from kvtool.llama.model import Model
+from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
@@ -177,6 +182,24 @@ PARTS = {
     "repobench-p": _code(),
 }
 
+CATEGORIES = {
+    "single-document questions": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
+    "questions on several documents": ("hotpotqa", "2wikimqa", "musique", "dureader"),
+    "summaries": ("gov_report", "qmsum", "multi_news", "vcsum"),
+    "few-shot": ("trec", "triviaqa", "samsum", "lsht"),
+    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+    "code": ("lcc", "repobench-p"),
+}
+
+_CHINESE = frozenset({"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"})
+
+LANGUAGES = {
+    "EN": frozenset(PARTS) - _CHINESE,
+    "ZH": _CHINESE | frozenset(CATEGORIES["code"]),
+    "all": frozenset(PARTS),
+}
+"""The tasks of each average."""
+
 
 @dataclass(frozen=True, slots=True)
 class LongBench(Task):
@@ -218,6 +241,22 @@ class LongBench(Task):
         if metric is metrics.classification:
             metric = partial(metric, classes=item.choices)
         return Answer(output, {"score": metrics.best(metric, counted, item.references)})
+
+    def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
+        """LongBench's averages: of the categories of each language of which there are items."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for record in found:
+            if "score" in record["scores"]:
+                values[record["dataset"]].append(record["scores"]["score"])
+        averages = {}
+        for language, parts in LANGUAGES.items():
+            asked = values.keys() & parts
+            # code alone is of no language
+            if asked and (language == "all" or asked - frozenset(CATEGORIES["code"])):
+                categories = (asked.intersection(names) for names in CATEGORIES.values())
+                means = [fmean(fmean(values[name]) for name in names) for names in categories if names]
+                averages[f"average {language}"] = fmean(means)
+        return averages
 
 
 def _parsed(record: data.Record) -> tuple[str, str, list[str], list[str]]:
