@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import LARGE, Experiment, Place, Table
+from experiments.kinds import LARGE, SMALL, Experiment, Place, Table
 
 from kvtool.measure import records, statistics
 
@@ -22,7 +22,8 @@ _LEAST_UNITS = 6
 """Of fewer differences no signs are rarer than one in twenty."""
 
 MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
-"""The names of the models that experiments run with."""
+_NAMES = MODELS | {SMALL: "Qwen2.5-Coder-0.5B-Instruct"}
+"""The names of the models that the papers' experiments run with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ def render(name: str, results: Path = RESULTS) -> str:
     models = models_of(name)
     parts = []
     for model in models:
-        title = [f"**{MODELS[model]}**"] if len(models) > 1 else []
+        title = [f"**{_NAMES[model]}**"] if len(models) > 1 else []
         parts += [*title, *_of_model(experiment, of_model(experiment, model), results)]
     return "\n\n".join(parts)
 
@@ -458,6 +459,9 @@ def _of_what(lines: Sequence[Line]) -> str:
     """Sizes, time and versions."""
     items = {f"{line['of']} {item}" for line in lines for item in line.get("items", ())}
     sizes = [f"{len(items)} items"] if items else []
+    shares = [line for line in lines if str(line["budget"]).endswith("%") and line["budget"] != "100%"]
+    if cells := [n for line in shares for n in line.get("cells", ()) if n]:
+        sizes.append(f"budgets of {min(cells):,} to {max(cells):,} cells")
     if tokens := {line["tokens"] for line in lines if "tokens" in line}:
         texts = len({line["of"] for line in lines})
         sizes.append(f"{max(tokens):,} tokens" + f" of each of {texts} texts" * (texts > 1))

@@ -16,6 +16,9 @@ NUMBERS = Path(__file__).parents[1] / "numbers"
 LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 """The second model; the first is kvtool's default."""
 
+SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+"""A third model, for docs/which-policy.md."""
+
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""
 
