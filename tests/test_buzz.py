@@ -9,7 +9,6 @@ from kvtool.errors import UsageError
 from kvtool.policies.buzz import BUZZ
 from kvtool.policy import View
 
-
 KEPT = [
     ["kept=true"],
     ["kept=true", "swap=true"],

@@ -192,8 +192,9 @@ def test_what_is_longer_than_the_budget_is_said_once(smollm2, tmp_path, command)
 def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
     policy = policies.fit("buzz", 32, None, ["kept=true"])
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
-        assert _budget(engine).startswith(f"{policy.budget} cells per row = 4 sinks + 0 pinned + 14 window + ")
-        assert _budget(engine).endswith("; at most 32 after an eviction")
+        line = _budget(engine)
+        assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 0 pinned + 14 window + ")
+        assert line.endswith("; at most 32 after an eviction")
         assert long_text(engine, "prompt", 32) is None
         # it fits in the cache, but not in what was asked for
         assert "at most 32 of them (80 %). It is decoded whole" in long_text(engine, "prompt", 40)

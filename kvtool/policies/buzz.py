@@ -163,7 +163,8 @@ class BUZZ(Policy):
         """With `kept` a prompt may be shorter than the budget."""
         if view.n_kv <= self._n_most:
             return Plan(np.ones(view.pos.shape, np.bool_))
-        state = self.start(*view.pos.shape, 0)
+        n_row, n_kv = view.pos.shape
+        state = self.start(n_row, n_kv, 0)
         self.observe(view, state)
         return self._sampled(view, state)
 
