@@ -60,6 +60,49 @@ def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
         assert kept(view, policy.compress(view)) == want
 
 
+@pytest.mark.parametrize("cosine", ["shifted", "absolute"])
+@pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
+def test_a_summary_is_by_the_similarity_that_is_asked_for(greedy, cosine):
+    view, rows = prompt(40, seed=3, n_row=4, n_value=400)
+    # a sample of so few picks is all there is
+    found = kept(view, fit(12, 1, mixture=0.9, greedy=greedy, cosine=cosine).compress(view))
+    assert found == [sorted(twin.summary(row, (), 11, 0.9, "log", cosine=cosine)) for row in rows]
+    assert found != [sorted(twin.summary(row, (), 11, 0.9, "log")) for row in rows]
+
+
+@pytest.mark.parametrize("cosine", ["relu", "shifted", "absolute"])
+def test_a_similarity_is_what_it_is_called(cosine):
+    angles = np.array([0, 50, 90, 140, 180])
+    keys = np.stack([np.cos(np.radians(angles)), np.sin(np.radians(angles))], axis=1)
+    cosines = np.cos(np.radians(angles))
+    right = {"relu": np.maximum(cosines, 0), "shifted": (1 + cosines) / 2, "absolute": np.abs(cosines)}
+    policy = fit(6, 1, cosine=cosine, similarity="f32")
+    state = policy.start(1, 5, 2)
+    pos = np.arange(5, dtype=np.int32)[None]
+    new = keys[None].astype(np.float32)
+    policy.observe(View(pos, np.zeros(1, np.int32), 5, attn=np.zeros((1, 5), np.float32), keys=new), state)
+    np.testing.assert_allclose(state[4][0, 0, 1:], right[cosine][1:], atol=1e-4)
+    pairs = twin.similarities(new[0].tolist(), cosine=cosine)
+    np.fill_diagonal(pairs, 0)
+    np.testing.assert_array_equal(state[4][0], pairs)
+
+
+def test_a_summary_that_grows_has_a_multiple_of_the_logarithm_of_the_stream_until_the_budget_is_full():
+    policy = BumbleBee.fit(64, 8, window=6, grow=4.5)
+    sizes = []
+    for n in (70, 200, 900, 9000, 10**6):
+        view, _ = prompt(70, seed=1)
+        pos = view.pos + np.where(view.pos >= 10, n - 70, 0).astype(np.int32)
+        view = View(pos, view.layer, n, attn=view.attn, keys=view.keys)
+        state = policy.start(1, 70, 4)
+        policy.observe(view, state)
+        sizes.append(int(policy.plan(view, state).keep.sum()))
+        assert policy.compress(view).keep.sum() == sizes[-1]
+    assert sizes == [min(56, 10 + math.ceil(4.5 * math.log(1 + n))) for n in (70, 200, 900, 9000, 10**6)]
+    # small at first, and full at the end
+    assert sizes[::4] == [30, 56]
+
+
 @pytest.mark.parametrize("pinned", [0, 5])
 @pytest.mark.parametrize("greedy", ["lazy", "stochastic"])
 def test_first_pinned_and_newest_tokens_are_in_the_summary_from_the_start(greedy, pinned):
@@ -372,6 +415,9 @@ def test_discards_as_the_definition_says_where_a_few_tokens_have_most_of_the_att
         ({"phi": "sqrt"}, "phi must be one of log, power, got sqrt"),
         ({"greedy": "eager"}, "greedy must be one of lazy, stochastic, got eager"),
         ({"similarity": "f64"}, "similarity must be one of f32, f16, recompute, got f64"),
+        ({"cosine": "cos"}, "cosine must be one of relu, shifted, absolute, got cos"),
+        ({"grow": -1.0}, "grow must be 0 or more, and finite, got -1"),
+        ({"grow": math.nan}, "grow must be 0 or more, and finite, got nan"),
         ({"window": 53}, r"window must be in 0\.\.52 .*, got 53"),
     ],
 )

@@ -1,10 +1,22 @@
 """BUZZ after a prompt that was compressed whole."""
 
 import numpy as np
+import pytest
+from reference import buzz as twin
 
 from kvtool import policies
+from kvtool.errors import UsageError
 from kvtool.policies.buzz import BUZZ
 from kvtool.policy import View
+
+KEPT = [
+    ["kept=true"],
+    ["kept=true", "swap=true"],
+    ["kept=true", "local_max=false", "stride=3"],
+    ["kept=true", "stride=8", "sinks=0"],
+    ["kept=true", "window=5"],
+    ["kept=true", "logn=true", "stride=4"],
+]
 
 
 def view_of(pos, next_pos, pinned=0):
@@ -60,3 +72,87 @@ def test_compressing_and_adopting_is_a_plan_of_the_stream():
     policy.adopt(left, fresh)
     for array, whole in zip(fresh, state, strict=True):
         np.testing.assert_array_equal(array[0], whole[0][keep[0]])
+
+
+def held_after(policy, n_plan, batch=1):
+    """Cells after each eviction of a stream whose last step before it has `batch` tokens."""
+    cells, following = np.empty(0, np.int32), 0
+    state = policy.start(1, policy.budget + batch, 0)
+    for _ in range(n_plan):
+        n_new = policy.budget - len(cells) + batch - 1
+        cells = np.append(cells, np.arange(following, following + n_new, dtype=np.int32))
+        following += n_new
+        view = view_of(cells, following)
+        policy.observe(view, state)
+        keep = policy.plan(view, state).keep[0]
+        cells = cells[keep]
+        for array in state:
+            kept = array[0, : len(keep)][keep]
+            array[0] = 0
+            array[0, : len(kept)] = kept
+        yield len(cells)
+
+
+@pytest.mark.parametrize("options", KEPT, ids=str)
+@pytest.mark.parametrize("budget", [20, 61, 200])
+def test_with_kept_an_eviction_leaves_what_was_asked_for(budget, options):
+    policy = policies.fit("buzz", budget, None, options)
+    assert policy.n_asked == policy.n_keep == budget < policy.budget
+    held = list(held_after(policy, 12))
+    assert max(held) == budget
+    assert set(held[4:]) == {budget}
+    # the first finds no old tokens; swapped, they are those that most stay of
+    assert held[0] >= (budget if policy.swap else 0.85 * budget)
+    # steps that are much longer than the threshold leave as many
+    assert set(held_after(policy, 4, batch=20 * policy.budget)) == {budget}
+
+
+@pytest.mark.parametrize("options", KEPT, ids=str)
+def test_with_kept_a_prompt_read_whole_leaves_what_was_asked_for(options):
+    policy = policies.fit("buzz", 60, None, options)
+    around = policy.sinks + policy.window
+    stride = (policy.stride + 1) // 2 if policy.swap else policy.stride
+    # the first sampling is never done by halves: of a short prompt it leaves less
+    for n in range(61, 2400, 83):
+        sampled = around + -(-(n - around) // stride)
+        assert policy.compress(view_of(range(n), n)).keep.sum() == min(60, sampled), n
+    assert policy.compress(view_of(range(60), 60)).keep.all()
+
+
+def test_with_kept_the_middle_is_thinned_from_its_oldest_token_as_far_as_needed():
+    policy = policies.fit("buzz", 8, None, ["kept=true", "sinks=1", "window=2", "stride=3"])
+    # 30 in the middle, 10 after one sampling: five go, one of two each
+    keep = policy.compress(view_of(range(33), 33)).keep[0]
+    assert np.flatnonzero(keep).tolist() == [0, 1, 7, 13, 19, 25, 31, 32]
+
+
+def test_with_kept_window_and_middle_share_what_stays_by_the_parameter_theorem():
+    for stride in (3, 4, 5, 8):
+        policy = policies.fit("buzz", 404, None, ["kept=true", f"stride={stride}"])
+        assert policy.window == 200
+        plain = BUZZ.fit(policy.budget, 1, stride=stride)
+        assert policy.threshold / policy.window == pytest.approx(plain.threshold / plain.window, rel=0.02)
+
+
+def test_with_kept_a_threshold_says_how_long_the_middle_is():
+    for threshold in range(2, 60):
+        policy = policies.fit("buzz", 90, None, ["kept=true", f"threshold={threshold}"])
+        left = twin.steady(threshold, 5, 3)
+        assert (policy.threshold, policy.window) == (threshold, 86 - left)
+        assert max(held_after(policy, 9)) <= policy.n_asked == 90
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "words"),
+    [
+        (6, [], "must be 2 or more, got 1; .* a budget of at least 7$"),
+        (20, ["window=15"], "the budget less sinks and window must be 2 or more, got 1; .* at least 21$"),
+        (20, ["window=3", "threshold=9"], "window 3 . 3 of a threshold of 9 must be .* sinks, 16, got 6$"),
+        (20, ["threshold=90"], r"window must be 1 or more, got -5; .* at least 26$"),
+        (20, ["stride=2"], "stride must be 3 or more .*, got 2$"),
+    ],
+)
+def test_with_kept_what_cannot_be_is_refused_with_a_budget_that_works(budget, options, words):
+    with pytest.raises(UsageError, match=words) as refused:
+        policies.fit("buzz", budget, None, ["kept=true", *options])
+    assert "\n" not in str(refused.value)

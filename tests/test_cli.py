@@ -272,7 +272,7 @@ def test_perplexity_json_has_the_promised_keys(text_file, smollm2):
     done = kvtool("perplexity", text_file, "-t", 1, "--budget", 256, "--json", "--max-tokens", 400)
     result = json.loads(done.stdout)
     assert set(result) == {
-        *("perplexity", "nll", "tokens", "policy", "budget", "params", "model", "cells", "kv_bytes"),
+        *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "cells", "kv_bytes"),
         *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file", "peak_rss_bytes"),
         *("tokens_per_s", "seconds"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool import policies
-from kvtool.cli.explain import Notice, explain_run, long_text
+from kvtool.cli.explain import Notice, _budget, explain_run, long_text
 from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.measure import perplexity
 from tests.running import open_engine, text
@@ -186,3 +186,21 @@ def test_what_is_longer_than_the_budget_is_said_once(smollm2, tmp_path, command)
     assert done.stderr.count("with evictions in between") == 1
     what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]
     assert f"the {what} has " in done.stderr
+
+
+@pytest.mark.engine
+def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
+    policy = policies.fit("buzz", 32, None, ["kept=true"])
+    with open_engine(tiny_model(), policy, prefill="whole") as engine:
+        line = _budget(engine)
+        assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 0 pinned + 14 window + ")
+        assert line.endswith("; at most 32 after an eviction")
+        assert long_text(engine, "prompt", 32) is None
+        # it fits in the cache, but not in what was asked for
+        assert "at most 32 of them (80 %). It is decoded whole" in long_text(engine, "prompt", 40)
+        assert policy.budget > 40
+        engine.read(text(40))
+        assert engine.n_kv == 4 + 14 + 5
+        engine.reset()
+        engine.read(text(300))
+        assert engine.n_kv == 32

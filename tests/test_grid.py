@@ -130,6 +130,8 @@ def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
             {},
             "1KiB is too small for this model: its smallest cache .256 tokens. takes 128",
         ),
+        ("buzz:kept=true", "256KiB", "f16", {}, "256KiB fits 512 cells, but .* give it in tokens"),
+        ("buzz:kept=true", "200", "f16", {}, "a budget of 200 tokens after an eviction takes 525 before"),
         ("h2o", "64", "q8_0", {"flash": "off"}, "flash attention"),
         ("h2o", "64", "q4_0", {"positions": "in-cache"}, "lose too much precision"),
     ],

@@ -316,7 +316,7 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == {
-        *("tokens", "forgotten", "policy", "budget", "params", "model", "rows", "cells", "kv_bytes"),
+        *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "rows", "cells", "kv_bytes"),
         *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
         *("tokens_per_s", "seconds", "text", "share", "recalled"),
     }

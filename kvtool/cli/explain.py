@@ -50,7 +50,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     from kvtool.engine.outlook import whole_bytes
     from kvtool.units import format_bytes
 
-    budget, settings = engine.policy.budget, engine.settings
+    is_whole, settings = engine.reads_whole(n), engine.settings
+    budget = engine.policy.n_asked if is_whole else engine.policy.budget
     if n <= budget:
         return None
     if not engine.policy.slack:
@@ -60,7 +61,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         )
     start = f"the {what} has {n:,} tokens"
     share = f"each row keeps at most {budget:,} of them ({_percent(budget, n)})"
-    if engine.reads_whole(n):
+    if is_whole:
         segments = -(-n // engine.n_ctx)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
@@ -137,6 +138,8 @@ def _budget(engine: Engine) -> str:
         return f"{cells}, none evicted"
     parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items())
     cap = ", an upper limit: the policy chooses how many each row keeps" if policy.ragged else ""
+    if policy.n_asked != policy.budget:
+        cap = f"; at most {policy.n_asked:,} after an eviction"
     return f"{cells} = {parts}{cap}"
 
 
@@ -185,7 +188,7 @@ def _prefill(engine: Engine) -> str:
     wanted = engine.settings.prefill or engine.policy.prefill
     if wanted == "whole":
         return (
-            f"whole: a prompt of more than {engine.policy.budget:,} tokens is decoded whole, "
+            f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
             "then compressed once"
         )
     return f"stream: in batches of up to {_batch(engine):,} tokens"

@@ -225,6 +225,7 @@ def _finish(
             "tokens": n_written,
             "policy": policy,
             "budget": engine.policy.budget,
+            "asked": engine.policy.n_asked,
             "model": str(engine.model.path),
             "evicted": engine.n_evicted,
             "cells": engine.mean_kv,

@@ -139,6 +139,7 @@ def inspect(
             "forgotten": holdings.n_forgotten(engine),
             "policy": policy,
             "budget": engine.policy.budget,
+            "asked": engine.policy.n_asked,
             "params": policies.chosen(engine.policy),
             "model": str(engine.model.path),
             "rows": len(found.layer),

@@ -332,6 +332,8 @@ def fitted(
     if batch:
         n -= max(batch - slack, 0) if over_budget else 0
     policy = policies.fit(wanted.policy, n, wanted.evict_every, wanted.options)
+    if batch:
+        budget.check_bytes(budget_text, n, policy.budget)
     return Fitted(policy, batch or n_batch, batch is not None)
 
 

@@ -120,6 +120,7 @@ def perplexity(
             "tokens": len(nll),
             "policy": policy,
             "budget": engine.policy.budget,
+            "asked": engine.policy.n_asked,
             "params": policies.chosen(engine.policy),
             "model": str(engine.model.path),
             "cells": engine.mean_kv,

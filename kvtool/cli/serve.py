@@ -282,6 +282,7 @@ def _tell(site: Site, talk: Talk) -> None:
         "default_generation_settings": {"n_ctx": engine.n_ctx},
         "policy": site.policy,
         "budget": engine.policy.budget,
+        "asked": engine.policy.n_asked,
         "cache_bytes": engine.cache_bytes,
         "n_stored": len(talk.chats),
         "model_meta": {"n_ctx_train": model.n_ctx_train, "n_vocab": model.n_vocab},

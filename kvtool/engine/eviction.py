@@ -94,7 +94,7 @@ class Eviction:
         room = self.policy.n_keep - 1
         if n > room:
             raise UsageError(
-                f"the pinned text takes {n} cells, and a budget of {self.policy.budget} has {room} for it; "
+                f"the pinned text takes {n} cells, and a budget of {self.policy.n_asked} has {room} for it; "
                 f"choose a budget of {self._budget_for(n)} or more, or a shorter text"
             )
 

@@ -181,7 +181,7 @@ class Engine:
 
     def reads_whole(self, n: int) -> bool:
         """Whether a text of n tokens would now be decoded whole, then compressed once."""
-        evicts = n > self.policy.budget and self.policy.slack > 0
+        evicts = n > self.policy.n_asked and self.policy.slack > 0
         return _prefill(self.policy, self.settings) == "whole" and self.n_past == 0 and evicts
 
     def evict_if_due(self) -> None:
@@ -349,9 +349,10 @@ def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
 def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None:
     """Raises UsageError for what cannot go together."""
     if policy.budget > n_ctx:
+        asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
         raise UsageError(
             f"the context is {n_ctx} tokens (trained: {model.n_ctx_train}); "
-            f"choose a budget of at most that, not {policy.budget}"
+            f"choose a budget of at most that, not {asked}{policy.budget}"
         )
     if settings.positions == "in-cache" and settings.type_k in _COARSE:
         raise UsageError(

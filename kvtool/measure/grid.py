@@ -282,6 +282,7 @@ def _run(
     layers.cell_bytes(kind, kind)
     choose_flash(common.flash, kind, policy_type.ragged or layers.has_alibi)
     n, n_batch, positions = common.n_ctx, common.n_batch, common.positions
+    batch = None
     if not policy_type.evicts:
         n, positions = min(n, common.n_tokens), "auto"
     elif positions == "in-cache" and kind in _COARSE:
@@ -295,6 +296,13 @@ def _run(
     if n > common.n_ctx:
         raise UsageError(f"a budget of {n} tokens is more than the context of {common.n_ctx}; choose less")
     policy = policies.fit(name, n, evict_every, list(options))
+    if asked and batch:
+        budget.check_bytes(asked, n, policy.budget)
+    if policy.budget > common.n_ctx:
+        raise UsageError(
+            f"a budget of {n} tokens after an eviction takes {policy.budget} before, more than the context "
+            f"of {common.n_ctx}; choose less"
+        )
     return Run(
         label,
         name,

@@ -1,14 +1,19 @@
 """BumbleBee: the tokens that sum up the row's keys and its attention best stay (Kumari et al., COLM 2024).
 
 A set A of a row's tokens is worth g(A) = mixture * f(A) + (1 - mixture) * c(A), equation 4. f is facility
-location over ReLU(cosine) of the keys. c is phi of the summed attention of A. Both are 0 for no token and 1
-for all tokens. The paper's lambda (a word of Python's) is our mixture; its budget tau_s is what is kept.
+location over ReLU(cosine) of the keys; `-o cosine=shifted` and `absolute` are the other two of the appendix.
+c is phi of the summed attention of A. Both are 0 for no token and 1 for all tokens. The paper's lambda (a
+word of Python's) is our mixture; its budget tau_s is what is kept.
 
 Streaming, Algorithm 2: of the tokens in the row the one goes that g loses least by, the oldest among
 equals. All others still stand for themselves, so f loses 1 - (its nearest neighbour's similarity), divided
 by the number of tokens. Offline, Algorithm 1, for a prompt that was decoded whole: the token joins the
 summary that g gains most by, the newest among equals, by lazy greedy or by stochastic greedy (Mirzasoleiman
 et al. 2015).
+
+With `-o grow=10` an eviction leaves sinks, window and 10 * log(1 + n) tokens of a stream of n: section 7
+proposes a summary that grows very slowly with time. The budget stays the cap, to which rows fill up before
+the next eviction.
 
 Differs from the paper: the first tokens and the newest ones are part of every summary. One decision per KV
 head, on the sum over its group of query heads (the paper has no grouped queries). An eviction makes room
@@ -21,16 +26,18 @@ order of its sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, inf, log1p
 from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtool.policies._bumblebee import discard, measure, move_pairs, seeds, summarize
+from kvtool.policies._bumblebee import COSINES, discard, measure, move_pairs, seeds, summarize
 from kvtool.policy import Plan, Policy, Signal, State, View, check_choice, check_kept, protected
 
 _CHOICES = {
     "phi": ("log", "power"),
     "greedy": ("lazy", "stochastic"),
+    "cosine": COSINES,
     "similarity": ("f32", "f16", "recompute"),
 }
 
@@ -56,6 +63,12 @@ class BumbleBee(Policy):
     similarity
         What the state holds: the matrix of all pairs as "f32" or "f16", or the keys alone, to "recompute" the
         pairs that are asked for.
+    cosine
+        What the similarity of two keys makes of their cosine c: "relu" (0 where c is negative), "shifted" ((1
+        + c) / 2) or "absolute" (|c|).
+    grow
+        Above 0, the tokens kept beside sinks and window grow with the stream: this many times log(1 + its
+        tokens), as long as the budget has room. 0: always as many as the budget allows.
     """
 
     budget: int
@@ -67,6 +80,8 @@ class BumbleBee(Policy):
     greedy: str = "lazy"
     seed: int = 0
     similarity: str = "recompute"
+    cosine: str = "relu"
+    grow: float = 0.0
 
     reads: ClassVar[Signal] = Signal.ATTENTION | Signal.KEYS
     paper: ClassVar[str] = "COLM 2024, openreview.net/forum?id=8w0RApM5yG"
@@ -76,6 +91,8 @@ class BumbleBee(Policy):
         check_kept(self.budget, self.slack, self.sinks, self.window)
         if not 0 <= self.mixture <= 1:
             raise ValueError(f"mixture must be in 0..1, got {self.mixture}")
+        if not 0 <= self.grow < inf:
+            raise ValueError(f"grow must be 0 or more, and finite, got {self.grow}")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
 
@@ -103,7 +120,7 @@ class BumbleBee(Policy):
     def observe(self, view: View, state: State) -> None:
         unit, mass, near, nearest = state[:4]
         mass[:, : view.n_kv] += view.attn
-        measure(view.pos, view.keys, unit, near, nearest, _bits(state))
+        measure(view.pos, view.keys, COSINES.index(self.cosine), unit, near, nearest, _bits(state))
 
     def plan(self, view: View, state: State) -> Plan:
         unit, mass, near, nearest = state[:4]
@@ -125,10 +142,14 @@ class BumbleBee(Policy):
         summarize(view.pos, order, view.keys, view.attn, *self._goal(view), stochastic, seed, keep)
         return Plan(keep)
 
-    def _goal(self, view: View) -> tuple[int, int, int, float, bool]:
+    def _goal(self, view: View) -> tuple[int, int, int, float, bool, int]:
         """The positions to choose between, how many tokens stay, and the objective."""
-        first, recent = protected(view, self.n_keep, self.sinks, self.window)
-        return first, recent, self.n_keep, self.mixture, self.phi == "power"
+        n_keep = self.n_keep
+        if self.grow:
+            exempt = max(self.sinks, view.pinned) + max(self.window, view.held)
+            n_keep = min(n_keep, exempt + ceil(self.grow * log1p(view.next)))
+        first, recent = protected(view, n_keep, self.sinks, self.window)
+        return first, recent, n_keep, self.mixture, self.phi == "power", COSINES.index(self.cosine)
 
 
 def _bits(state: State) -> np.ndarray:

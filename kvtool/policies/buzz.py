@@ -7,7 +7,12 @@ their attention: the first of each group stays (Algorithm 1). If too many are le
 middle is thinned again (Remark 2). The paper's k, w, T and s are our sinks, window, threshold and stride.
 
 It evicts when the middle has more than `threshold` tokens: the budget is sinks + window + threshold + 1.
-The threshold plays slack's part; slack is ignored.
+The threshold plays slack's part; slack is ignored. So an eviction of a stream leaves about 40 % of the
+budget, where other policies leave all but the slack. With `-o kept=true` the budget that is asked for is what
+an eviction leaves. The real one, which rows grow to before the next eviction, is about 2.7 times as large:
+equal cells after a prompt, but in a long stream more than others have on average. The middle's share of what
+is left is its steady state: as many tokens as the eviction before left there. In Theorem 3.1's proportions
+those are as many as the window has.
 
 With `-o logn=true` attention logits are multiplied by log_512(n), n being the tokens that the query has
 seen (section 3.5, equation 8). In the authors' code, where it is commented out, n is the number of cells
@@ -17,11 +22,16 @@ Differs from the paper: one decision per KV head, on the sum over its group of q
 grouped queries). The threshold counts old and new tokens together, as Figure 3, equation 10, Remark 2 and
 the authors' code have it; lines 7 to 12 of Algorithm 1 count the new ones alone. That would be a smaller
 window and a longer middle in the same budget: for 256 cells a window of 38 instead of 47, with a perplexity
-of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise.
+of 27.7 instead of 27.8 (wikitext-2, SmolLM2-135M, 4,096 tokens), which is within the noise. With kept=true
+(not in the paper) the middle is thinned again until what is left fits the number that was asked for, and only
+as far as needed, from its oldest token on. No eviction leaves more than that number. Exactly that many are
+left wherever one sampling leaves too many: of a prompt or a step that is long enough, and in a stream from
+the third eviction or so on. The first of a stream leaves about 7 % less.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,6 +67,8 @@ class BUZZ(Policy):
         Whether attention logits are multiplied by log_512(n).
     logn_n
         What n counts: the tokens "seen" by the query, or the live "cells".
+    kept
+        Whether the budget asked for is what a row holds after an eviction. The real one is then larger.
     """
 
     budget: int
@@ -69,6 +81,7 @@ class BUZZ(Policy):
     local_max: bool = True
     logn: bool = False
     logn_n: str = "seen"
+    kept: bool = False
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     paper: ClassVar[str] = "arXiv:2410.23079"
@@ -103,14 +116,32 @@ class BUZZ(Policy):
         threshold: int | None = None,
         sinks: int = _SINKS,
         stride: int = _STRIDE,
+        swap: bool = False,
+        kept: bool = False,
         **others: Any,
     ) -> BUZZ:
-        rest = budget - 1 - sinks
-        if window is None:
-            window = _best_window(rest, stride) if threshold is None else rest - threshold
-        if threshold is None:
-            threshold = rest - window
-        return cls(budget, slack, window, threshold, sinks, stride, **others)
+        if kept:
+            # the constructor refuses a stride that is too small
+            strides = _strides(max(stride, 3), swap)
+            window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
+            budget = sinks + window + threshold + 1
+        else:
+            rest = budget - 1 - sinks
+            if window is None:
+                window = _best_window(rest, stride) if threshold is None else rest - threshold
+            if threshold is None:
+                threshold = rest - window
+        return cls(budget, slack, window, threshold, sinks, stride, swap, kept=kept, **others)
+
+    @property
+    def n_asked(self) -> int:
+        if not self.kept:
+            return self.budget
+        return self.sinks + self.window + _n_left(self.threshold, *self._strides)
+
+    @property
+    def n_keep(self) -> int:
+        return self.n_asked if self.kept else self.budget - self.slack
 
     def split(self, pinned: int = 0) -> dict[str, int]:
         """The rest is the threshold's; the slack is the token that is being decoded."""
@@ -124,33 +155,70 @@ class BUZZ(Policy):
         state[0][:, : view.n_kv] += view.attn
 
     def plan(self, view: View, state: State) -> Plan:
-        mass, old = state
-        keep = np.ones(view.pos.shape, np.bool_)
-        if view.n_kv >= self.budget:
-            # no two positions of a row are equal: the sort need not be stable
-            order = np.argsort(view.pos, axis=1)
-            first = max(self.sinks, view.pinned)
-            strides = (self._small_stride, self.stride) if self.swap else (self.stride, self._small_stride)
-            sizes = (first, max(self.window, view.held), self.budget - 1, *strides, self.local_max)
-            _sample(order, view.pos, mass, *sizes, old, keep)
-        return Plan(keep)
+        if view.n_kv < self.budget:
+            return Plan(np.ones(view.pos.shape, np.bool_))
+        return self._sampled(view, state)
+
+    def compress(self, view: View) -> Plan:
+        """With `kept` a prompt may be shorter than the budget."""
+        if view.n_kv <= self._n_most:
+            return Plan(np.ones(view.pos.shape, np.bool_))
+        n_row, n_kv = view.pos.shape
+        state = self.start(n_row, n_kv, 0)
+        self.observe(view, state)
+        return self._sampled(view, state)
 
     def adopt(self, view: View, state: State) -> None:
         """What is left in the middle of a compressed prompt is old."""
         self.observe(view, state)
         _, old = state
-        first, recent = protected(view, self.budget - 1, self.sinks, self.window)
+        first, recent = protected(view, self._n_most, self.sinks, self.window)
         # a prompt that fits is left as it is
         if view.n_kv < view.next:
             old[:, : view.n_kv] = (first <= view.pos) & (view.pos < recent)
+
+    def _sampled(self, view: View, state: State) -> Plan:
+        mass, old = state
+        keep = np.ones(view.pos.shape, np.bool_)
+        # no two positions of a row are equal: the sort need not be stable
+        order = np.argsort(view.pos, axis=1)
+        first = max(self.sinks, view.pinned)
+        sizes = (first, max(self.window, view.held), self._n_most, *self._strides, self.local_max, self.kept)
+        _sample(order, view.pos, mass, *sizes, old, keep)
+        return Plan(keep)
 
     @property
     def t(self) -> str:
         return "cells" if self.logn_n == "cells" else "stream"
 
     @property
-    def _small_stride(self) -> int:
-        return (self.stride + 1) // 2
+    def _strides(self) -> tuple[int, int]:
+        return _strides(self.stride, self.swap)
+
+    @property
+    def _n_most(self) -> int:
+        """The most cells that an eviction leaves."""
+        return self.n_asked if self.kept else self.budget - 1
+
+
+def _strides(stride: int, swap: bool) -> tuple[int, int]:
+    """Tokens in a segment of new tokens, and in a group of old ones."""
+    small = (stride + 1) // 2
+    return (small, stride) if swap else (stride, small)
+
+
+def _threshold(n: int, stride: int, old_stride: int) -> int:
+    """The threshold at which the middle's steady state is n tokens: an eviction leaves n again.
+
+    One of old_stride stays of the n old tokens, and one of `stride` new ones makes up for each that goes.
+    """
+    return n - 1 + stride * (n - -(-n // old_stride))
+
+
+def _n_left(threshold: int, stride: int, old_stride: int) -> int:
+    """The middle's steady state: the least n whose `_threshold` is this one or more."""
+    sizes = range(1, max(threshold, 0) + 2)
+    return sizes[bisect_left(sizes, threshold, key=lambda n: _threshold(n, stride, old_stride))]
 
 
 def _best_window(rest: int, stride: int) -> int:
@@ -160,7 +228,31 @@ def _best_window(rest: int, stride: int) -> int:
     return max(rest // max(stride, 1), 1)
 
 
-@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, i8, b1, u1[:,::1], b1[:,::1])")
+def _sizes_kept(
+    n: int, window: int | None, threshold: int | None, stride: int, old_stride: int
+) -> tuple[int, int]:
+    """Window and threshold with which n cells beside the sinks stay. Raises ValueError if none do.
+
+    By Theorem 3.1 the middle's steady state is as long as the window.
+    """
+    if threshold is not None:
+        left = _n_left(threshold, stride, old_stride)
+        if window is None:
+            window = n - left
+        if window + left != n:
+            raise ValueError(
+                f"kept=true: window {window} + {left} of a threshold of {threshold} must be the budget less "
+                f"sinks, {n}, got {window + left}"
+            )
+        return window, threshold
+    if window is None:
+        window = n // 2
+    if n - window < 2:
+        raise ValueError(f"kept=true: the budget less sinks and window must be 2 or more, got {n - window}")
+    return window, _threshold(n - window, stride, old_stride)
+
+
+@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, i8, b1, b1, u1[:,::1], b1[:,::1])")
 def _sample(
     order: np.ndarray,
     pos: np.ndarray,
@@ -171,6 +263,7 @@ def _sample(
     stride: int,
     old_stride: int,
     local_max: bool,
+    exact: bool,
     old: np.ndarray,
     keep: np.ndarray,
 ) -> None:
@@ -178,7 +271,8 @@ def _sample(
 
     At most n_max stay: tokens before position `first`, the newest `window` (which gives way where both do not
     fit), and of the middle one of `stride` new tokens and one of `old_stride` old ones. Old tokens come
-    before new ones. Sets old u1[row, n or more] for the tokens of the middle that stay.
+    before new ones. Sets old u1[row, n or more] for the tokens of the middle that stay. exact: whether
+    further samplings of the middle, from its oldest token on, end when the rest fits.
     """
     n_row, n = order.shape
     stays = np.empty(n, np.int64)
@@ -205,9 +299,15 @@ def _sample(
                     stays[n_stay - 1] = cell
                 n_new += 1
         while n_stay > room > 0:
-            for i in range(0, n_stay, old_stride):
-                stays[i // old_stride] = stays[i]
-            n_stay = (n_stay + old_stride - 1) // old_stride
+            spare = n_stay - room if exact else n_stay
+            n_left = i = 0
+            while i < n_stay:
+                stays[n_left] = stays[i]
+                n_left += 1
+                n_group = min(old_stride, spare + 1, n_stay - i)
+                spare -= n_group - 1
+                i += n_group
+            n_stay = n_left
         for i in range(min(n_stay, room)):
             keep[row, stays[i]] = True
             old[row, stays[i]] = 1

@@ -5,11 +5,13 @@ least 1 / t (definition 3.1). It goes once none of the last `history` queries (t
 important. The newest `window` tokens (the paper's r) always stay. Nothing is evicted before there are
 `history` queries. Rows keep different numbers of tokens.
 
+With grouped query heads a key is important to a query if it is to any head of the group: so has the paper,
+which evicts what is minor to all recent queries within the group (section 5.3, LLaMA3-8B-Instruct).
+
 Instead of the paper's w x n matrix of marks, each cell remembers the last step at which it was important.
 
-Differs from the paper: a key is important to a query if it is to any head of the group (the paper's code
-has one head per row). The budget is a cap that the paper does not have: a row above it keeps the tokens
-that were important last, the newest among equals. It looks every `slack` tokens (--evict-every 1 for the
+Differs from the paper: the budget is a cap that the paper does not have: a row above it keeps the tokens that
+were important last, the newest among equals. It looks every `slack` tokens (--evict-every 1 for the
 paper's). Sinks are an option. With `-o t=cells`, t counts the tokens that the longest row still has:
 otherwise the threshold falls without end in an endless stream.
 """

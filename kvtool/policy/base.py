@@ -100,6 +100,14 @@ class Policy:
         return self.n_live - self.slack
 
     @property
+    def n_asked(self) -> int:
+        """The budget that was asked for: below the budget where it counts the cells after an eviction.
+
+        A prompt of more tokens is compressed if it is read whole.
+        """
+        return self.budget
+
+    @property
     def recall(self) -> Recalls | None:
         """What a step brings back of what was evicted; None: what is evicted is forgotten."""
         return None

@@ -369,6 +369,7 @@ def _held(writer: Writer, n_share: int) -> dict[str, Any]:
         "cache_bytes": engine.cache_bytes,
         "archive_bytes": engine.archive_bytes,
         "budget": engine.policy.budget,
+        "asked": engine.policy.n_asked,
     }
     if n_share:
         tokens = writer.tokens[-n_share:]

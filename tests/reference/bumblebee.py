@@ -12,18 +12,40 @@ CASES = [
     ["similarity=f16", "mixture=0.7"],
     ["mixture=1", "window=0", "sinks=0"],
     ["mixture=0", "window=1"],
+    ["cosine=shifted", "mixture=0.9", "window=2"],
+    ["cosine=absolute", "similarity=f32", "mixture=0.9", "window=2"],
+    ["cosine=shifted", "similarity=f16", "mixture=0.9", "window=2"],
+    ["grow=1.5", "window=2"],
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, greedy, seed, similarity):
-    return [
-        _keep(row, next, max(sinks, pinned), budget - slack, window, mixture, phi, similarity) for row in rows
-    ]
+def keep(
+    rows,
+    *,
+    next,
+    pinned,
+    budget,
+    slack,
+    window,
+    sinks,
+    mixture,
+    phi,
+    greedy,
+    seed,
+    similarity,
+    cosine,
+    grow,
+):
+    first = max(sinks, pinned)
+    n_keep = budget - slack
+    if grow:
+        n_keep = min(n_keep, first + window + math.ceil(grow * math.log(1 + next)))
+    return [_keep(row, next, first, n_keep, window, mixture, phi, similarity, cosine) for row in rows]
 
 
-def _keep(row, next, first, n_keep, window, mixture, phi, similarity):
+def _keep(row, next, first, n_keep, window, mixture, phi, similarity, cosine):
     recent = next - min(window, n_keep - first)
-    pairs = similarities([token["key"] for token in row], half=similarity == "f16")
+    pairs = similarities([token["key"] for token in row], half=similarity == "f16", cosine=cosine)
     alive = list(range(len(row)))
     while len(alive) > n_keep:
         full = worth(alive, alive, row, pairs, mixture, phi)
@@ -41,12 +63,12 @@ def _keep(row, next, first, n_keep, window, mixture, phi, similarity):
     return [row[token]["pos"] for token in alive]
 
 
-def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest):
+def summary(row, stays, n_keep, mixture, phi, sample=lambda rest: rest, cosine="relu"):
     """Greedy: the positions of n_keep tokens, `stays` among them, in the order in which they come.
 
     row: tokens, oldest first. stays: positions. sample: of the tokens left, which a pick looks at.
     """
-    pairs = similarities([token["key"] for token in row])
+    pairs = similarities([token["key"] for token in row], cosine=cosine)
     every = range(len(row))
     chosen = [token for token in every if row[token]["pos"] in stays]
     rest = [token for token in every if token not in chosen]
@@ -76,11 +98,20 @@ def worth(chosen, ground, row, pairs, mixture, phi):
     return mixture * f + (1 - mixture) * c
 
 
-def similarities(keys, half=False):
-    """f64[token, token]: ReLU(cosine) of keys of 15 bits, in whole 2**-24, or those as float16."""
+def similarities(keys, half=False, cosine="relu"):
+    """f64[token, token]: ReLU(c), (1 + c) / 2 or |c| of the cosine c of keys of 15 bits.
+
+    In whole 2**-24, or those as float16.
+    """
     unit = np.array([normalized(key) for key in keys], np.int64)
     # whole numbers: sums of them are exact in float64, too
-    pairs = np.clip((unit @ unit.T + 8) // 16, 0, 2**24) / 2**24
+    dots = unit @ unit.T
+    whole = {
+        "relu": (dots + 8) // 16,
+        "shifted": (2**28 + dots + 16) // 32,
+        "absolute": (np.abs(dots) + 8) // 16,
+    }[cosine]
+    pairs = np.clip(whole, 0, 2**24) / 2**24
     if half:
         pairs = np.vectorize(lambda x: struct.unpack("e", struct.pack("e", x))[0])(pairs)
     np.fill_diagonal(pairs, 1)

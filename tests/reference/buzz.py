@@ -11,21 +11,51 @@ CASES = [
     ["swap=true", "stride=3", "sinks=1"],
     ["local_max=false"],
     ["local_max=false", "swap=true", "stride=8", "window=3"],
+    ["kept=true"],
+    ["kept=true", "swap=true", "window=3"],
+    ["kept=true", "stride=3", "sinks=1", "local_max=false"],
+    ["kept=true", "threshold=6"],
 ]
 
 
 def keep(
-    rows, *, next, pinned, budget, slack, window, threshold, sinks, stride, swap=False, local_max=True, **logn
+    rows,
+    *,
+    next,
+    pinned,
+    budget,
+    slack,
+    window,
+    threshold,
+    sinks,
+    stride,
+    swap=False,
+    local_max=True,
+    kept=False,
+    **logn,
 ):
     first, n_max = max(sinks, pinned), sinks + window + threshold
     small_stride = (stride + 1) // 2
     strides = (small_stride, stride) if swap else (stride, small_stride)
-    return [_keep(row, first, window, n_max, *strides, local_max) for row in rows]
+    n_most = sinks + window + steady(threshold, *strides) if kept else n_max
+    return [
+        row_keep(row, first, window, n_most, *strides, local_max, kept)
+        if len(row) > n_max
+        else [token["pos"] for token in row]
+        for row in rows
+    ]
 
 
-def _keep(row, first, window, n_max, stride, old_stride, local_max):
-    if len(row) <= n_max:
-        return [token["pos"] for token in row]
+def steady(threshold, stride, old_stride):
+    """The fewest old tokens of which, with the new ones of an eviction, no more are left."""
+
+    def left(n):
+        return -(-n // old_stride) + -(-(threshold + 1 - n) // stride)
+
+    return next(n for n in range(threshold + 2) if left(n) <= n)
+
+
+def row_keep(row, first, window, n_max, stride, old_stride, local_max=True, kept=False):
     head = [token for token in row if token["pos"] < first]
     body = [token for token in row if token["pos"] >= first]
     window = min(window, n_max - len(head))
@@ -37,14 +67,23 @@ def _keep(row, first, window, n_max, stride, old_stride, local_max):
     middle = interval_sample(old_stride, old) + sample(stride, new)
     while len(head) + len(middle) + len(tail) > n_max:
         # a middle of one token cannot be thinned any more
-        middle = interval_sample(old_stride, middle) if len(middle) > 1 else []
+        if len(middle) > 1:
+            n_spare = len(head) + len(middle) + len(tail) - n_max if kept else len(middle)
+            middle = interval_sample(old_stride, middle, n_spare)
+        else:
+            middle = []
     for token in middle:
         token["old"] = True
     return [token["pos"] for token in head + middle + tail]
 
 
-def interval_sample(stride, tokens):
-    return [token for i, token in enumerate(tokens) if i % stride == 0]
+def interval_sample(stride, tokens, n_spare=None):
+    """The first of each group, from the oldest on. n_spare: the most that go."""
+    if n_spare is None:
+        n_spare = len(tokens)
+    goes = [i % stride != 0 for i in range(len(tokens))]
+    goes = [went and sum(goes[:i]) < n_spare for i, went in enumerate(goes)]
+    return [token for token, went in zip(tokens, goes, strict=True) if not went]
 
 
 def local_max_sample(stride, tokens):
