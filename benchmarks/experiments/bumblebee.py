@@ -44,7 +44,7 @@ _POWER = "bumblebee:sinks=0:phi=power"
 _ALL = ("full", "local", "random", "streamingllm", "h2o", _OWN, _POWER)
 _MIXTURES = tuple(f"bumblebee:sinks=0:mixture={mixture}" for mixture in (0, 0.2, 0.4, 0.6, 0.8, 1))
 _COSINES = tuple(f"bumblebee:sinks=0:cosine={cosine}" for cosine in ("shifted", "absolute"))
-_GROWS = "bumblebee:sinks=0:grow=true"
+_GROWS = "bumblebee:sinks=0:grow=5"
 _WHOLE = ("--prefill", "whole")
 _SUMMARY = (*_WHOLE, "--set", "likelihood=true")
 _QUESTIONS = ("--set", "n_max=24")
