@@ -1,0 +1,199 @@
+"""What a model computes while it reads a text: queries, keys, values and attention, read by llama.cpp's callback.
+
+llama.cpp calls back before and after each operation of its graph, and the patch is not needed. Each layer's
+attention, `build_attn_mha` in llama.cpp, is the same for every architecture: "kq" is the product of keys and
+queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values. Only keys
+before RoPE have no fixed place: they are the last "Kcur" before the one that RoPE makes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection
+from enum import Enum
+
+import numpy as np
+
+from kvtool.errors import LibraryError, ModelError
+from kvtool.llama.context import Decoder
+from kvtool.llama.library import api, bind, lib
+from kvtool.llama.model import Model
+
+
+class What(Enum):
+    """What can be observed. KEYS_BEFORE: before RoPE; KEYS and QUERIES: behind it."""
+
+    QUERIES = "queries"
+    KEYS_BEFORE = "keys before RoPE"
+    KEYS = "keys"
+    VALUES = "values"
+    ATTENTION = "attention"
+
+
+Visit = Callable[[What, int, int, np.ndarray], None]
+"""Takes what it is, the layer, the head, and f32[n, dim], or for ATTENTION f32[n, n] by query and key.
+
+Heads are query heads for QUERIES and ATTENTION, KV heads for the rest.
+"""
+
+_DTYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
+"""ggml's numbers for the types of what is observed."""
+
+
+class _Tensor(ctypes.Structure):
+    """The start of ggml_tensor: its place of `name` is checked."""
+
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int32),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    ]
+
+
+def observe(
+    model: Model,
+    tokens: np.ndarray,
+    wanted: Collection[What],
+    layers: Collection[int],
+    visit: Visit,
+    n_threads: int | None = None,
+) -> None:
+    """Reads a text i32[n] once, with nothing evicted, and visits what is wanted of the layers as it comes.
+
+    A layer's queries and keys come first, then its attention, head by head, then its values. The text is one
+    batch, so that llama.cpp holds the attention of one layer at a time. The cache is in F32, without flash
+    attention. An array is a copy. What the visitor raises ends the reading.
+
+    Raises ModelError if llama.cpp does not show what is wanted of a layer (keys before RoPE may be missing),
+    and what `Decoder` raises.
+    """
+    n = len(tokens)
+    observer = _Observer(model.path.name, n, frozenset(wanted), frozenset(layers), visit)
+    how = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": n_threads}
+    decoder = Decoder(model, n, n, on_tensor=observer.callback, **how)
+    try:
+        decoder.decode(tokens, 0, 1)
+    finally:
+        decoder.close()
+        if observer.error:
+            raise observer.error
+    for what in observer.wanted - {What.KEYS_BEFORE}:
+        if missing := sorted(observer.layers - observer.seen[what]):
+            raise ModelError(f"llama.cpp does not show the {what.value} of layer {missing[0]} of {observer.name}")
+
+
+class _Observer:
+    """Reads the wanted tensors of one decode of n tokens. error: what was raised in it."""
+
+    def __init__(
+        self, name: str, n: int, wanted: frozenset[What], layers: frozenset[int], visit: Visit
+    ) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        bind("ggml_backend_tensor_get", None, pointer, pointer, size, size)
+        bind("ggml_get_name", pointer, pointer)
+        bind("ggml_op_desc", ctypes.c_char_p, pointer)
+        self.name = name
+        self.wanted = wanted
+        self.layers = layers
+        self.seen: dict[What, set[int]] = {what: set() for what in What}
+        self.error: BaseException | None = None
+        self.callback = api.ggml_backend_sched_eval_callback(self._call)
+        self._n = n
+        self._visit = visit
+        self._is_checked = False
+        self._before: dict[int, np.ndarray] = {}
+
+    def _call(self, address: int, asked: bool, _: object) -> bool:
+        """Whether a tensor is wanted (asked), or whether to go on."""
+        # what a callback raises would be printed and forgotten
+        try:
+            return self.error is None and self._look(address, asked)
+        except BaseException as error:
+            self.error = error
+            return False
+
+    def _look(self, address: int, asked: bool) -> bool:
+        tensor = _Tensor.from_address(address)
+        if not self._is_checked:
+            if lib.ggml_get_name(address) != address + _Tensor.name.offset:
+                raise LibraryError("this llama.cpp lays out its tensors in another way; maps need the pinned one")
+            self._is_checked = True
+        name, _, number = tensor.name.partition(b"-")
+        if not number.isdigit() or int(number) not in self.layers:
+            return False
+        layer, wanted = int(number), self.wanted
+        if name.startswith(b"Kcur"):
+            return What.KEYS_BEFORE in wanted and self._key(address, tensor, layer, asked)
+        if name == b"kq" and not wanted.isdisjoint((What.QUERIES, What.KEYS)):
+            if not asked:
+                self._heads(What.KEYS, layer, tensor.src[0])
+                self._heads(What.QUERIES, layer, tensor.src[1])
+            return True
+        if name == b"kq_soft_max" and What.ATTENTION in wanted:
+            if not asked:
+                self._heads(What.ATTENTION, layer, address)
+            return True
+        if name == b"kqv" and What.VALUES in wanted:
+            if not asked:
+                self._heads(What.VALUES, layer, tensor.src[0])
+            return True
+        return False
+
+    def _key(self, address: int, tensor: _Tensor, layer: int, asked: bool) -> bool:
+        """Keeps the last keys until the operation behind them is RoPE."""
+        if lib.ggml_op_desc(address) == b"ROPE":
+            keys = self._before.pop(layer, None)
+            if keys is not None and layer not in self.seen[What.KEYS_BEFORE]:
+                self.seen[What.KEYS_BEFORE].add(layer)
+                for head in range(keys.shape[1]):
+                    self._visit(What.KEYS_BEFORE, layer, head, keys[:, head].copy())
+            return False
+        # of the others only those that are heads by tokens
+        is_heads = tensor.ne[2] == self._n and tensor.ne[3] == 1
+        if is_heads and not asked:
+            self._before[layer] = _read(address, tensor)[0]
+        return is_heads
+
+    def _heads(self, what: What, layer: int, address: int) -> None:
+        """Visits each head of a tensor: [head, n, dim], for keys and values with unused cells behind n."""
+        if what not in self.wanted:
+            return
+        tensor, n = _Tensor.from_address(address), self._n
+        # values lie cell by cell within each dimension
+        of_tokens = 0 if what is What.VALUES else 1
+        n_token = tensor.ne[of_tokens]
+        is_cells = what in (What.KEYS, What.VALUES)
+        if tensor.ne[3] != 1 or n_token < n or (n_token > n and not is_cells) or layer in self.seen[what]:
+            raise ModelError(f"{self.name} computes the {what.value} of a layer in parts; a map cannot show it")
+        self.seen[what].add(layer)
+        for head in range(tensor.ne[2]):
+            found = _read(address, tensor, head)[0, 0]
+            if what is What.VALUES:
+                found = found.T
+            # the cells of a text that is read into an empty cache stand in its order
+            found = found[:n, :n] if what is What.ATTENTION else found[:n]
+            self._visit(what, layer, head, np.ascontiguousarray(found))
+
+
+def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:
+    """A tensor as f32[ne3, ne2, ne1, ne0], or of its third dimension only index `at`. Strides may be any."""
+    if tensor.type not in _DTYPES:
+        raise ModelError(f"llama.cpp computes {tensor.name.decode()} in a type that a map cannot show")
+    dtype, shape, strides = _DTYPES[tensor.type], list(tensor.ne), list(tensor.nb)
+    offset = 0
+    if at is not None:
+        offset, shape[2], shape[3] = at * strides[2], 1, 1
+    n_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    data = np.empty(n_bytes, np.uint8)
+    lib.ggml_backend_tensor_get(address, data.ctypes.data, offset, n_bytes)
+    found = np.ndarray(shape[::-1], dtype, data, strides=strides[::-1])
+    return found.astype(np.float32)
