@@ -1,9 +1,9 @@
-"""What a model computes while it reads a text: queries, keys, values and attention, read by llama.cpp's callback.
+"""What a model computes while it reads a text: queries, keys, values and attention.
 
-llama.cpp calls back before and after each operation of its graph, and the patch is not needed. Each layer's
-attention, `build_attn_mha` in llama.cpp, is the same for every architecture: "kq" is the product of keys and
-queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values. Only keys
-before RoPE have no fixed place: they are the last "Kcur" before the one that RoPE makes.
+llama.cpp's own callback, before and after each operation of its graph, gives them; the patch is not needed.
+A layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
+keys and queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values.
+Only keys before RoPE have no fixed place: they are the last "Kcur" before the one that RoPE makes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError
 from kvtool.llama.context import Decoder
-from kvtool.llama.library import api, bind, lib
+from kvtool.llama.library import HOW_TO_BUILD, api, bind, lib
 from kvtool.llama.model import Model
 
 
@@ -36,7 +37,7 @@ Visit = Callable[[What, int, int, np.ndarray], None]
 Heads are query heads for QUERIES and ATTENTION, KV heads for the rest.
 """
 
-_DTYPES = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
+_DTYPES: dict[int, np.dtype[Any]] = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
 """ggml's numbers for the types of what is observed."""
 
 
@@ -78,8 +79,16 @@ def observe(
     """
     n = len(tokens)
     observer = _Observer(model.path.name, n, frozenset(wanted), frozenset(layers), visit)
-    how = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": n_threads}
-    decoder = Decoder(model, n, n, on_tensor=observer.callback, **how)
+    decoder = Decoder(
+        model,
+        n,
+        n,
+        type_k="f32",
+        type_v="f32",
+        flash="off",
+        n_threads=n_threads,
+        on_tensor=observer.callback,
+    )
     try:
         decoder.decode(tokens, 0, 1)
     finally:
@@ -88,7 +97,7 @@ def observe(
             raise observer.error
     for what in observer.wanted - {What.KEYS_BEFORE}:
         if missing := sorted(observer.layers - observer.seen[what]):
-            raise ModelError(f"llama.cpp does not show the {what.value} of layer {missing[0]} of {observer.name}")
+            raise ModelError(f"llama.cpp shows no {what.value} of layer {missing[0]} of {observer.name}")
 
 
 class _Observer:
@@ -117,7 +126,7 @@ class _Observer:
         # what a callback raises would be printed and forgotten
         try:
             return self.error is None and self._look(address, asked)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             self.error = error
             return False
 
@@ -125,7 +134,7 @@ class _Observer:
         tensor = _Tensor.from_address(address)
         if not self._is_checked:
             if lib.ggml_get_name(address) != address + _Tensor.name.offset:
-                raise LibraryError("this llama.cpp lays out its tensors in another way; maps need the pinned one")
+                raise LibraryError(f"this llama.cpp lays out tensors in another way; {HOW_TO_BUILD}")
             self._is_checked = True
         name, _, number = tensor.name.partition(b"-")
         if not number.isdigit() or int(number) not in self.layers:
@@ -158,7 +167,7 @@ class _Observer:
                     self._visit(What.KEYS_BEFORE, layer, head, keys[:, head].copy())
             return False
         # of the others only those that are heads by tokens
-        is_heads = tensor.ne[2] == self._n and tensor.ne[3] == 1
+        is_heads: bool = tensor.ne[2] == self._n and tensor.ne[3] == 1
         if is_heads and not asked:
             self._before[layer] = _read(address, tensor)[0]
         return is_heads
@@ -173,7 +182,7 @@ class _Observer:
         n_token = tensor.ne[of_tokens]
         is_cells = what in (What.KEYS, What.VALUES)
         if tensor.ne[3] != 1 or n_token < n or (n_token > n and not is_cells) or layer in self.seen[what]:
-            raise ModelError(f"{self.name} computes the {what.value} of a layer in parts; a map cannot show it")
+            raise ModelError(f"{self.name} computes {what.value} in parts, which no map can show")
         self.seen[what].add(layer)
         for head in range(tensor.ne[2]):
             found = _read(address, tensor, head)[0, 0]
@@ -187,7 +196,7 @@ class _Observer:
 def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:
     """A tensor as f32[ne3, ne2, ne1, ne0], or of its third dimension only index `at`. Strides may be any."""
     if tensor.type not in _DTYPES:
-        raise ModelError(f"llama.cpp computes {tensor.name.decode()} in a type that a map cannot show")
+        raise ModelError(f"llama.cpp computes {tensor.name.decode()} in a type that no map can show")
     dtype, shape, strides = _DTYPES[tensor.type], list(tensor.ne), list(tensor.nb)
     offset = 0
     if at is not None:
