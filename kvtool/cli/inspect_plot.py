@@ -24,7 +24,7 @@ _FAINT = 1e-5
 def attention(found: Attention, title: str) -> Figure:
     """Attention by query and key: important keys green, others the darker the more attention they get.
 
-    Red frames: the last query, and the earlier one that is most similar to it.
+    Red frames: the last query whose most similar earlier one is some way back, and that one.
     """
     import numpy as np
     from matplotlib.patches import Rectangle
@@ -38,10 +38,13 @@ def attention(found: Attention, title: str) -> Figure:
         # a pixel of several tokens is green if but one of them is important, only lighter
         green = np.sqrt(_coarse(of.important))[..., None]
         axes.imshow((1 - green) * grey[..., None] + green * np.array(_GREEN), extent=(0, n, n, 0))
-        height = max(n / 60, 3)
-        for query in (n - 1, int(of.similar[-1])):
-            frame = (0, query + 0.5 - height / 2), query + 1, height
-            axes.add_patch(Rectangle(*frame, fill=False, color=_RED, linewidth=1, clip_on=False))
+        # frames of neighbours would lie on each other
+        height, later = n / 50, np.arange(1, n)
+        apart = later[later - of.similar > n / 16]
+        query = int(apart[-1]) if len(apart) else n - 1
+        for at in (query, int(of.similar[query - 1])):
+            frame = (0, at + 0.5 - height / 2), at + 1, height
+            axes.add_patch(Rectangle(*frame, fill=False, color=_RED, linewidth=1.2, clip_on=False))
         axes.set_title(f"{_name(place)}: {heads[place]:.1%} important", fontsize="medium")
     return figure
 

@@ -3,7 +3,7 @@
 llama.cpp's own callback, before and after each operation of its graph, gives them; the patch is not needed.
 A layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
 keys and queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values.
-Only keys before RoPE have no fixed place: they are the last "Kcur" before the one that RoPE makes.
+Keys before RoPE have no name of their own: the graph says from what RoPE makes the keys that go to the cache.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def observe(
     and what `Decoder` raises.
     """
     n = len(tokens)
-    observer = _Observer(model.path.name, n, frozenset(wanted), frozenset(layers), visit)
+    observer = _Observer(model, n, frozenset(wanted), frozenset(layers), visit)
     decoder = Decoder(
         model,
         n,
@@ -104,13 +104,13 @@ class _Observer:
     """Reads the wanted tensors of one decode of n tokens. error: what was raised in it."""
 
     def __init__(
-        self, name: str, n: int, wanted: frozenset[What], layers: frozenset[int], visit: Visit
+        self, model: Model, n: int, wanted: frozenset[What], layers: frozenset[int], visit: Visit
     ) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         bind("ggml_backend_tensor_get", None, pointer, pointer, size, size)
         bind("ggml_get_name", pointer, pointer)
         bind("ggml_op_desc", ctypes.c_char_p, pointer)
-        self.name = name
+        self.name = model.path.name
         self.wanted = wanted
         self.layers = layers
         self.seen: dict[What, set[int]] = {what: set() for what in What}
@@ -119,7 +119,8 @@ class _Observer:
         self._n = n
         self._visit = visit
         self._is_checked = False
-        self._before: dict[int, np.ndarray] = {}
+        shapes = {(each.head_size_k, each.n_head_kv) for each in model.layers.all if each.number in layers}
+        self._before = _KeysBefore(n, shapes) if What.KEYS_BEFORE in wanted else None
 
     def _call(self, address: int, asked: bool, _: object) -> bool:
         """Whether a tensor is wanted (asked), or whether to go on."""
@@ -137,40 +138,31 @@ class _Observer:
                 raise LibraryError(f"this llama.cpp lays out tensors in another way; {HOW_TO_BUILD}")
             self._is_checked = True
         name, _, number = tensor.name.partition(b"-")
-        if not number.isdigit() or int(number) not in self.layers:
-            return False
-        layer, wanted = int(number), self.wanted
-        if name.startswith(b"Kcur"):
-            return What.KEYS_BEFORE in wanted and self._key(address, tensor, layer, asked)
-        if name == b"kq" and not wanted.isdisjoint((What.QUERIES, What.KEYS)):
-            if not asked:
-                self._heads(What.KEYS, layer, tensor.src[0])
-                self._heads(What.QUERIES, layer, tensor.src[1])
-            return True
-        if name == b"kq_soft_max" and What.ATTENTION in wanted:
-            if not asked:
-                self._heads(What.ATTENTION, layer, address)
-            return True
-        if name == b"kqv" and What.VALUES in wanted:
-            if not asked:
-                self._heads(What.VALUES, layer, tensor.src[0])
-            return True
-        return False
+        layer = int(number) if number.isdigit() else -1
+        found = {
+            b"kq": {What.QUERIES: tensor.src[1], What.KEYS: tensor.src[0], What.KEYS_BEFORE: tensor.src[0]},
+            b"kq_soft_max": {What.ATTENTION: address},
+            b"kqv": {What.VALUES: tensor.src[0]},
+        }.get(name, {})
+        if layer not in self.layers or self.wanted.isdisjoint(found):
+            return self._before is not None and self._before.look(address, tensor, asked)
+        for what, at in found.items():
+            if asked or what not in self.wanted:
+                continue
+            if what is What.KEYS_BEFORE:
+                self._heads_before(layer, at)
+            else:
+                self._heads(what, layer, at)
+        return True
 
-    def _key(self, address: int, tensor: _Tensor, layer: int, asked: bool) -> bool:
-        """Keeps the last keys until the operation behind them is RoPE."""
-        if lib.ggml_op_desc(address) == b"ROPE":
-            keys = self._before.pop(layer, None)
-            if keys is not None and layer not in self.seen[What.KEYS_BEFORE]:
-                self.seen[What.KEYS_BEFORE].add(layer)
-                for head in range(keys.shape[1]):
-                    self._visit(What.KEYS_BEFORE, layer, head, keys[:, head].copy())
-            return False
-        # of the others only those that are heads by tokens
-        is_heads: bool = tensor.ne[2] == self._n and tensor.ne[3] == 1
-        if is_heads and not asked:
-            self._before[layer] = _read(address, tensor)[0]
-        return is_heads
+    def _heads_before(self, layer: int, cache: int) -> None:
+        """Visits each head of the keys that went to a cache, as they were before RoPE, if they are known."""
+        assert self._before
+        keys = self._before.of(_Tensor.from_address(cache))
+        if keys is not None:
+            self.seen[What.KEYS_BEFORE].add(layer)
+            for head in range(keys.shape[1]):
+                self._visit(What.KEYS_BEFORE, layer, head, keys[:, head].copy())
 
     def _heads(self, what: What, layer: int, address: int) -> None:
         """Visits each head of a tensor: [head, n, dim], for keys and values with unused cells behind n."""
@@ -191,6 +183,52 @@ class _Observer:
             # the cells of a text that is read into an empty cache stand in its order
             found = found[:n, :n] if what is What.ATTENTION else found[:n]
             self._visit(what, layer, head, np.ascontiguousarray(found))
+
+
+class _KeysBefore:
+    """Keys before RoPE, of which nobody knows what they are before they are gone.
+
+    So all that may be such keys is kept, until a layer's keys meet its queries: then the graph says from what
+    RoPE made them. shapes: dimensions and KV heads of the keys of some layers, for n tokens.
+    """
+
+    def __init__(self, n: int, shapes: Collection[tuple[int, int]]) -> None:
+        self._n = n
+        self._shapes = shapes
+        self._kept: dict[int, np.ndarray] = {}
+        self._written: dict[int, int] = {}
+
+    def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
+        """Keeps a tensor f32[n, head, dim], or says whether it is wanted (asked)."""
+        op = lib.ggml_op_desc(address)
+        if op == b"SET_ROWS":
+            # what goes to a cache
+            self._written[tensor.view_src] = tensor.src[0]
+        dim, n_head, n, n_stream = tensor.ne
+        if op == b"ROPE" or (dim, n_head) not in self._shapes or (n, n_stream) != (self._n, 1):
+            return False
+        if not asked:
+            self._kept[address] = _read(address, tensor)[0]
+        return True
+
+    def of(self, cache: _Tensor) -> np.ndarray | None:
+        """f32[n, head, dim] of the keys in a cache, and forgets all others; without RoPE the keys themselves.
+
+        None if llama.cpp computes them in another way.
+        """
+        kept, self._kept = self._kept, {}
+        at: int | None = self._written.get(cache.view_src)
+        last = None
+        # back from the cache: a view, perhaps a norm, then RoPE, or the product with the layer's weights
+        while at:
+            tensor, op = _Tensor.from_address(at), lib.ggml_op_desc(at)
+            if op == b"ROPE":
+                return kept.get(tensor.src[0])
+            last = kept.get(at) if last is None else last
+            if op == b"MUL_MAT":
+                return last
+            at = tensor.src[0]
+        return None
 
 
 def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:

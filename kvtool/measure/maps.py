@@ -254,7 +254,9 @@ def values(text: Reading) -> Values:
 
     text.observe("values", wanted, visit)
     layer, head = np.array(heads, np.int32).T
-    return Values(layer, head, {what: singular[what] for what in wanted if what in singular})
+    # a layer may lack its keys before RoPE
+    whole = [what for what in wanted if len(singular.get(what, ())) == len(heads)]
+    return Values(layer, head, {what: singular[what] for what in whole})
 
 
 def share(text: Reading) -> Share:
