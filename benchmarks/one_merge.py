@@ -111,7 +111,7 @@ def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = Non
             (h @ layer[name].T).reshape(n, -1, model.head_dim).swapaxes(0, 1)
             for name in ("attn_q", "attn_k", "attn_v")
         )
-        query, key = (model.rotate(model.pairs(each), np.arange(n)) for each in (query, key))
+        query, key = (model.rotate(model.pairs(each), np.arange(n), number) for each in (query, key))
         output = np.empty_like(query)
         for i in range(model.n_head_kv):
             mine = slice(i * group, (i + 1) * group)
