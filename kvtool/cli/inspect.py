@@ -99,8 +99,8 @@ def inspect(
         typer.Option(
             "--map",
             metavar="KIND",
-            help="Show the model with the full cache instead: attention, similarity of queries, singular "
-            "values of keys and values, or share of important keys (attention, queries, values, share).",
+            help="Show the full cache instead: attention, queries (their similarity), values (singular "
+            "values of keys and values) or share (of important keys).",
             autocompletion=of.maps,
         ),
     ] = None,
@@ -140,7 +140,7 @@ def inspect(
 ) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold.
 
-    With --map show instead what the full cache of a model looks like.
+    With --map show instead what attention looks like with the full cache.
     """
     inspect_map.check(context, kind)
     output.check_writable(html)

@@ -31,12 +31,10 @@ N_TOKENS = 512
 NEAR = (1, 16, 256)
 """Distances in tokens for which --map queries says how many queries have their most similar one within."""
 
-TAKEN = frozenset(
-    (
-        *("file", "kind", "layer", "head", "png", "max_tokens", "model", "threads", "gpu_layers", "rpc"),
-        *("verbose", "as_json"),
-    )
-)
+TAKEN = {
+    *("file", "kind", "layer", "head", "png", "max_tokens", "model", "threads", "gpu_layers", "rpc"),
+    *("verbose", "as_json"),
+}
 """The parameters of kvtool inspect that go with --map."""
 
 OF_PLACES = ("attention", "queries")
@@ -74,12 +72,13 @@ def run(
 
     layers, heads: which to draw; some of both if empty. Raises KvtoolError.
     """
-    from kvtool.cli.opening import loaded, resolved
+    from kvtool.cli.opening import loaded, resolved, workers_of
     from kvtool.cli.progress import tokens_progress
     from kvtool.measure import maps
 
     # a policy's own options may have defaults in config.toml: they have nothing to do here
     wanted = replace(EngineOptions.of(context), policy="full", options=None, archive=None)
+    workers_of(wanted.rpc, wanted.gpu_layers)
     path, info = resolved(wanted.model)
     with loaded(path, wanted) as model:
         tokens = model.tokenize(text, start=True)[: max_tokens or N_TOKENS]
@@ -192,7 +191,7 @@ def _values(text: Reading, places: list[Place]) -> Drawn:
         numbers = f"{ranks.mean():.1f}", f"{ranks.min()} to {ranks.max()}", f"{half:.3f}"
         rows.append([what.value, str(len(curve)), *numbers])
         record[what.name.lower()] = {"rank": ranks.tolist(), "normalised": curve.round(6).tolist()}
-    columns = ("", "dimensions", "rank for 90 %", "of single heads", "middle singular value / first")
+    columns = ("", "dimensions", "rank for 90 %", "of single heads", "middle value / first")
     return record, columns, rows, lambda title: inspect_plot.values(found, title)
 
 
