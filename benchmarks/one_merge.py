@@ -6,6 +6,11 @@ In every row (layer and KV head) the `--victims` tokens with the lowest average 
 removed, one at a time: once together with their value, once with WeightedKV's merge. Sinks and window do not
 count. The error is the squared difference of the heads' outputs, summed over all later queries. Everything
 else stays as it was. Runs a llama or qwen2 in NumPy, with weights in F32.
+
+Then WeightedKV's figure 2: when `--merge-at` tokens are read, every row merges its token of the lowest
+average attention with the one to its right, and the attention of the next `--steps` queries is held against
+that of the full cache. Here what a layer loses goes on to the layers above. Beside it the same token is
+evicted.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ def main() -> None:
     parser.add_argument("--victims", type=int, default=64, help="tokens of each row")
     parser.add_argument("--sinks", type=int, default=4)
     parser.add_argument("--window", type=int, default=124)
+    parser.add_argument("--merge-at", type=int, default=100, help="tokens before the merge of figure 2")
+    parser.add_argument("--steps", type=int, default=800, help="queries of figure 2")
     parser.add_argument("--ungroup", action="store_true", help="give every query head its own KV head")
     args = parser.parse_args()
 
@@ -58,11 +65,42 @@ def main() -> None:
     for name, values in results.items():
         low, median, high = np.quantile(values, [0.1, 0.5, 0.9])
         print(f"| {name} | {low:.2f} | {median:.2f} | {high:.2f} |")
-    write_json(args.json, {name: values.tolist() for name, values in results.items()})
+    figure = figure_2(model, tokens[: args.merge_at + args.steps], args.merge_at)
+    write_json(args.json, {name: values.tolist() for name, values in (results | figure).items()})
 
 
-def rows(model: Llama, tokens: np.ndarray):
-    """For each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim]."""
+def figure_2(model: Llama, tokens: np.ndarray, at: int) -> dict[str, np.ndarray]:
+    """Prints the cosine similarity of attention with and without one merge, or eviction, at token `at`.
+
+    Returns f64[head, query] of each, for the queries from `at` on.
+    """
+    passes = (rows(model, tokens, at, change) for change in (None, "merge", "evict"))
+    cosines: dict[str, list[np.ndarray]] = {"merge": [], "evict": []}
+    for full, *others in zip(*passes, strict=True):
+        for found, (attention, *_) in zip(cosines.values(), others, strict=True):
+            one, other = full[0][:, at:], attention[:, at:]
+            lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+            found.append((one * other).sum(axis=-1) / lengths)
+    results = {name: np.concatenate(found) for name, found in cosines.items()}
+    n_step = len(tokens) - at
+    print(
+        f"\ncosine similarity of attention, one token of each row gone at {at}: mean, deviation, 1 % quantile"
+    )
+    print("| steps | merged | evicted |")
+    print("| --- | ---: | ---: |")
+    for first in range(0, n_step, 100):
+        end = min(first + 100, n_step)
+        parts = (found[:, first:end] for found in results.values())
+        cells = (f"{part.mean():.5f} {part.std():.5f} {np.quantile(part, 0.01):.5f}" for part in parts)
+        print(f"| {first + 1} to {end} | {' | '.join(cells)} |")
+    return results
+
+
+def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = None):
+    """For each row attention f64[head, query, token], output f64[head, query, dim], value f64[token, dim].
+
+    change: "merge" or "evict" takes the token of the lowest average attention from the queries from `at` on.
+    """
     n, group = len(tokens), model.n_head // model.n_head_kv
     later = np.triu(np.ones((n, n), np.bool_), 1)
     x = model.embd[tokens].astype(np.float64)
@@ -73,7 +111,7 @@ def rows(model: Llama, tokens: np.ndarray):
             (h @ layer[name].T).reshape(n, -1, model.head_dim).swapaxes(0, 1)
             for name in ("attn_q", "attn_k", "attn_v")
         )
-        query, key = (model.rotate(model.pairs(each), np.arange(n)) for each in (query, key))
+        query, key = (model.rotate(model.pairs(each), np.arange(n), number) for each in (query, key))
         output = np.empty_like(query)
         for i in range(model.n_head_kv):
             mine = slice(i * group, (i + 1) * group)
@@ -82,6 +120,17 @@ def rows(model: Llama, tokens: np.ndarray):
             attention = np.exp(scores - scores.max(axis=-1, keepdims=True))
             attention /= attention.sum(axis=-1, keepdims=True)
             output[mine] = attention @ value[i]
+            if change:
+                average = attention[:, :at, :at].sum(axis=(0, 1)) / np.arange(at, 0, -1)
+                # the last one has no neighbour yet
+                gone = int(average[:-1].argmin())
+                attention[:, at:, gone] = 0
+                attention[:, at:] /= attention[:, at:].sum(axis=-1, keepdims=True)
+                left = value[i].copy()
+                if change == "merge":
+                    share = average[gone] / (average[gone] + average[gone + 1])
+                    left[gone + 1] += share * (left[gone] - left[gone + 1])
+                output[mine, at:] = attention[:, at:] @ left
             yield attention, output[mine], value[i]
         x = x + output.swapaxes(0, 1).reshape(n, -1) @ layer["attn_output"].T
         h = model.norm(x, layer["ffn_norm"])

@@ -55,6 +55,13 @@ PLANTED = {
         'wanted["X-Range"] = tag',
         ("test_download.py",),
     ),
+    "llama, maps": Fault(
+        "keys are taken for queries",
+        "kvtool/llama/observe.py",
+        "What.QUERIES: tensor.src[1]",
+        "What.QUERIES: tensor.src[0]",
+        ("test_maps.py",),
+    ),
     "serve, calls of tools": Fault(
         "a call that is broken loses the white space before it",
         "kvtool/serve/calls.py",

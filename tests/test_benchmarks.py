@@ -1,4 +1,4 @@
-"""Each benchmark starts and says what it is for; the random model runs."""
+"""Each benchmark starts and says what it is for; the random model runs; one merge is the definition's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.llama.observe import What
 from kvtool.measure import perplexity
-from tests.running import open_engine
+from tests.reference import models
+from tests.running import open_engine, text
+from tests.test_maps import Watched
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # modules that the benchmarks import
@@ -44,3 +47,30 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
         assert engine.model.n_vocab == 49152
     # logits have a deviation of 1: half a nat more than if all tokens were equally likely
     assert np.mean(nll) == pytest.approx(np.log(49152) + 0.5, abs=0.3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("change", ["merge", "evict"])
+def test_attention_after_one_merge_is_that_of_the_definition(monkeypatch, tiny_model, change):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    rows = runpy.run_path(str(FOLDER / "one_merge.py"))["rows"]
+    tokens, at = text(70), 40
+    stream = Watched(models.load(tiny_model()))
+    stream.decode(tokens[:at])
+    victims = []
+    for row in (row for of_layer in stream.rows for row in of_layer):
+        average = row.mass / np.arange(at, 0, -1)
+        gone = int(average[:-1].argmin())
+        share = average[gone] / (average[gone] + average[gone + 1])
+        if change == "merge":
+            row.merge({gone + 1: [(gone, share), (gone + 1, 1 - share)]})
+        row.keep(np.delete(row.pos, gone))
+        victims.append(gone)
+    stream.decode(tokens[at:])
+    want = [stream.found[What.ATTENTION][layer] for layer in range(2)]
+    found = list(rows(models.load(tiny_model()), tokens, at, change))
+    for i, ((attention, *_), gone) in enumerate(zip(found, victims, strict=True)):
+        assert not attention[:, at:, gone].any()
+        layer, head = divmod(i, 2)
+        later = np.delete(attention[:, at:], gone, axis=2)
+        assert np.abs(later - want[layer][2 * head : 2 * head + 2]).max() < 1e-5

@@ -71,6 +71,11 @@ def prefills(incomplete: str) -> list[str]:
     return _from(incomplete, ("stream", "whole"))
 
 
+def maps(incomplete: str) -> list[str]:
+    """Kinds of --map."""
+    return _from(incomplete, ("attention", "queries", "values", "share"))
+
+
 def on_off_auto(incomplete: str) -> list[str]:
     """Modes of --flash-attn."""
     return _from(incomplete, ("auto", "on", "off"))

@@ -31,7 +31,7 @@ EXAMPLES = {
     ),
     "inspect": (
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",
-        "kvtool inspect book.txt --html book.html --snapshots 64",
+        "kvtool inspect book.txt --map attention --layer 15 --png map.png",
     ),
     "policies": (
         "kvtool policies",

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli import completion as of
 from kvtool.cli import flags as opt
-from kvtool.cli import output
+from kvtool.cli import inspect_map, output
 from kvtool.cli.archive import archive_record
 from kvtool.cli.explain import explain_run
 from kvtool.cli.opening import EngineOptions, open_engine
@@ -66,7 +67,13 @@ def inspect(
         ),
     ] = "stream",
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=2, help="Read at most this many tokens.")
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            min=2,
+            help="Read at most this many tokens.",
+            show_default=f"all, with --map {inspect_map.N_TOKENS}",
+        ),
     ] = None,
     snapshots: Annotated[
         int, typer.Option("--snapshots", min=1, max=255, help="Points in time that --html can show.")
@@ -84,7 +91,36 @@ def inspect(
         Path | None, typer.Option("--html", help="Write a web page with sliders for layer, head and time.")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", help="Write a picture, rows by positions; needs matplotlib.")
+        Path | None,
+        typer.Option("--png", help="Write a picture, rows by positions or the map; needs matplotlib."),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="KIND",
+            help="Show the full cache instead: attention, queries (their similarity), values (singular "
+            "values of keys and values) or share (of important keys).",
+            autocompletion=of.maps,
+        ),
+    ] = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--layer",
+            min=0,
+            help="With --map attention or queries: a layer to draw. Repeatable.",
+            show_default="the first, the middle and the last",
+        ),
+    ] = None,
+    head: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--head",
+            min=0,
+            help="The same: a query head to draw. Repeatable.",
+            show_default="the first and the one in the middle",
+        ),
     ] = None,
     model: opt.Model = None,
     n_ctx: opt.Context = None,
@@ -102,7 +138,11 @@ def inspect(
     verbose: opt.Verbose = 0,
     as_json: opt.Json = False,
 ) -> None:
-    """Stream a text through the cache and show which of its tokens the rows still hold."""
+    """Stream a text through the cache and show which of its tokens the rows still hold.
+
+    With --map show instead what attention looks like with the full cache.
+    """
+    inspect_map.check(context, kind)
     output.check_writable(html)
     output.check_picture("--png", png)
     if file is None:
@@ -110,6 +150,9 @@ def inspect(
             raise InputError("there is nothing to read; name a text file, or give a text on stdin")
         file = "-"
     text = read_text(file)
+    if kind:
+        inspect_map.run(context, kind, file, text, max_tokens, layer or (), head or (), png, as_json)
+        return
     wanted = EngineOptions.of(context)
 
     from kvtool import policies

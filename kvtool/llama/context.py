@@ -62,6 +62,8 @@ class Decoder:
         Threads of a CPU; as `Threads` chooses, one per core at most, if not given.
     ragged
         Whether rows may hold different numbers of cells, which only a `Context` can do.
+    on_tensor
+        llama.cpp's callback for each operation of a decode, as `observe` has it.
 
     Raises
     ------
@@ -83,6 +85,7 @@ class Decoder:
         type_v: str = "f16",
         flash: str = "auto",
         n_threads: int | None = None,
+        on_tensor: Any = None,
     ) -> None:
         self.model = model
         self.n_batch = n_batch
@@ -100,6 +103,9 @@ class Decoder:
         params.type_v = CACHE_TYPES[type_v]
         flash = choose_flash(flash, type_v, ragged or model.layers.has_alibi)
         params.flash_attn_type = FLASH[flash]
+        if on_tensor is not None:
+            # llama.cpp keeps no reference
+            self._on_tensor = params.cb_eval = on_tensor
         # flash attention adds up a float cache in parts, one a thread: their number must not change
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()

@@ -1,0 +1,246 @@
+"""What a model computes while it reads a text: queries, keys, values and attention.
+
+llama.cpp's own callback, before and after each operation of its graph, gives them; the patch is not needed.
+A layer's attention, build_attn_mha in llama.cpp, is the same for every architecture: "kq" is the product of
+keys and queries as attention meets them, "kq_soft_max" the attention, "kqv" its product with the values.
+Keys before RoPE have no name of their own: the graph says from what RoPE makes the keys that go to the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kvtool.errors import LibraryError, ModelError
+from kvtool.llama.context import Decoder
+from kvtool.llama.library import HOW_TO_BUILD, api, bind, lib
+from kvtool.llama.model import Model
+
+
+class What(Enum):
+    """What can be observed. KEYS_BEFORE: before RoPE; KEYS and QUERIES: behind it."""
+
+    QUERIES = "queries"
+    KEYS_BEFORE = "keys before RoPE"
+    KEYS = "keys"
+    VALUES = "values"
+    ATTENTION = "attention"
+
+
+Visit = Callable[[What, int, int, np.ndarray], None]
+"""Takes what it is, the layer, the head, and f32[n, dim], or for ATTENTION f32[n, n] by query and key.
+
+Heads are query heads for QUERIES and ATTENTION, KV heads for the rest.
+"""
+
+_DTYPES: dict[int, np.dtype[Any]] = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
+"""ggml's numbers for the types of what is observed."""
+
+
+class _Tensor(ctypes.Structure):
+    """The start of ggml_tensor: its place of `name` is checked."""
+
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int32),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    ]
+
+
+def observe(
+    model: Model,
+    tokens: np.ndarray,
+    wanted: Collection[What],
+    layers: Collection[int],
+    visit: Visit,
+    n_threads: int | None = None,
+) -> None:
+    """Reads a text i32[n] once, with nothing evicted, and visits what is wanted of the layers as it comes.
+
+    A layer's queries and keys come first, then its attention, head by head, then its values. The text is one
+    batch, so that llama.cpp holds the attention of one layer at a time. The cache is in F32, without flash
+    attention. An array is a copy. What the visitor raises ends the reading.
+
+    Raises ModelError if llama.cpp does not show what is wanted of a layer (keys before RoPE may be missing),
+    and what `Decoder` raises.
+    """
+    n = len(tokens)
+    observer = _Observer(model, n, frozenset(wanted), frozenset(layers), visit)
+    decoder = Decoder(
+        model,
+        n,
+        n,
+        type_k="f32",
+        type_v="f32",
+        flash="off",
+        n_threads=n_threads,
+        on_tensor=observer.callback,
+    )
+    try:
+        decoder.decode(tokens, 0, 1)
+    finally:
+        decoder.close()
+        if observer.error:
+            raise observer.error
+    for what in observer.wanted - {What.KEYS_BEFORE}:
+        if missing := sorted(observer.layers - observer.seen[what]):
+            raise ModelError(f"llama.cpp shows no {what.value} of layer {missing[0]} of {observer.name}")
+
+
+class _Observer:
+    """Reads the wanted tensors of one decode of n tokens. error: what was raised in it."""
+
+    def __init__(
+        self, model: Model, n: int, wanted: frozenset[What], layers: frozenset[int], visit: Visit
+    ) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        bind("ggml_backend_tensor_get", None, pointer, pointer, size, size)
+        bind("ggml_get_name", pointer, pointer)
+        bind("ggml_op_desc", ctypes.c_char_p, pointer)
+        self.name = model.path.name
+        self.wanted = wanted
+        self.layers = layers
+        self.seen: dict[What, set[int]] = {what: set() for what in What}
+        self.error: BaseException | None = None
+        self.callback = api.ggml_backend_sched_eval_callback(self._call)
+        self._n = n
+        self._visit = visit
+        self._is_checked = False
+        shapes = {(each.head_size_k, each.n_head_kv) for each in model.layers.all if each.number in layers}
+        self._before = _KeysBefore(n, shapes) if What.KEYS_BEFORE in wanted else None
+
+    def _call(self, address: int, asked: bool, _: object) -> bool:
+        """Whether a tensor is wanted (asked), or whether to go on."""
+        # what a callback raises would be printed and forgotten
+        try:
+            return self.error is None and self._look(address, asked)
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+            return False
+
+    def _look(self, address: int, asked: bool) -> bool:
+        tensor = _Tensor.from_address(address)
+        if not self._is_checked:
+            if lib.ggml_get_name(address) != address + _Tensor.name.offset:
+                raise LibraryError(f"this llama.cpp lays out tensors in another way; {HOW_TO_BUILD}")
+            self._is_checked = True
+        name, _, number = tensor.name.partition(b"-")
+        layer = int(number) if number.isdigit() else -1
+        found = {
+            b"kq": {What.QUERIES: tensor.src[1], What.KEYS: tensor.src[0], What.KEYS_BEFORE: tensor.src[0]},
+            b"kq_soft_max": {What.ATTENTION: address},
+            b"kqv": {What.VALUES: tensor.src[0]},
+        }.get(name, {})
+        if layer not in self.layers or self.wanted.isdisjoint(found):
+            return self._before is not None and self._before.look(address, tensor, asked)
+        for what, at in found.items():
+            if asked or what not in self.wanted:
+                continue
+            if what is What.KEYS_BEFORE:
+                self._heads_before(layer, at)
+            else:
+                self._heads(what, layer, at)
+        return True
+
+    def _heads_before(self, layer: int, cache: int) -> None:
+        """Visits each head of the keys that went to a cache, as they were before RoPE, if they are known."""
+        assert self._before
+        keys = self._before.of(_Tensor.from_address(cache))
+        if keys is not None:
+            self.seen[What.KEYS_BEFORE].add(layer)
+            for head in range(keys.shape[1]):
+                self._visit(What.KEYS_BEFORE, layer, head, keys[:, head].copy())
+
+    def _heads(self, what: What, layer: int, address: int) -> None:
+        """Visits each head of a tensor: [head, n, dim], for keys and values with unused cells behind n."""
+        if what not in self.wanted:
+            return
+        tensor, n = _Tensor.from_address(address), self._n
+        # values lie cell by cell within each dimension
+        of_tokens = 0 if what is What.VALUES else 1
+        n_token = tensor.ne[of_tokens]
+        is_cells = what in (What.KEYS, What.VALUES)
+        if tensor.ne[3] != 1 or n_token < n or (n_token > n and not is_cells) or layer in self.seen[what]:
+            raise ModelError(f"{self.name} computes {what.value} in parts, which no map can show")
+        self.seen[what].add(layer)
+        for head in range(tensor.ne[2]):
+            found = _read(address, tensor, head)[0, 0]
+            if what is What.VALUES:
+                found = found.T
+            # the cells of a text that is read into an empty cache stand in its order
+            found = found[:n, :n] if what is What.ATTENTION else found[:n]
+            self._visit(what, layer, head, np.ascontiguousarray(found))
+
+
+class _KeysBefore:
+    """Keys before RoPE, of which nobody knows what they are before they are gone.
+
+    So all that may be such keys is kept, until a layer's keys meet its queries: then the graph says from what
+    RoPE made them. shapes: dimensions and KV heads of the keys of some layers, for n tokens.
+    """
+
+    def __init__(self, n: int, shapes: Collection[tuple[int, int]]) -> None:
+        self._n = n
+        self._shapes = shapes
+        self._kept: dict[int, np.ndarray] = {}
+        self._written: dict[int, int] = {}
+
+    def look(self, address: int, tensor: _Tensor, asked: bool) -> bool:
+        """Keeps a tensor f32[n, head, dim], or says whether it is wanted (asked)."""
+        op = lib.ggml_op_desc(address)
+        if op == b"SET_ROWS":
+            # what goes to a cache
+            self._written[tensor.view_src] = tensor.src[0]
+        dim, n_head, n, n_stream = tensor.ne
+        if op == b"ROPE" or (dim, n_head) not in self._shapes or (n, n_stream) != (self._n, 1):
+            return False
+        if not asked:
+            self._kept[address] = _read(address, tensor)[0]
+        return True
+
+    def of(self, cache: _Tensor) -> np.ndarray | None:
+        """f32[n, head, dim] of the keys in a cache, and forgets all others; without RoPE the keys themselves.
+
+        None if llama.cpp computes them in another way.
+        """
+        kept, self._kept = self._kept, {}
+        at: int | None = self._written.get(cache.view_src)
+        last = None
+        # back from the cache: a view, perhaps a norm, then RoPE, or the product with the layer's weights
+        while at:
+            tensor, op = _Tensor.from_address(at), lib.ggml_op_desc(at)
+            if op == b"ROPE":
+                return kept.get(tensor.src[0])
+            last = kept.get(at) if last is None else last
+            if op == b"MUL_MAT":
+                return last
+            at = tensor.src[0]
+        return None
+
+
+def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:
+    """A tensor as f32[ne3, ne2, ne1, ne0], or of its third dimension only index `at`. Strides may be any."""
+    if tensor.type not in _DTYPES:
+        raise ModelError(f"llama.cpp computes {tensor.name.decode()} in a type that no map can show")
+    dtype, shape, strides = _DTYPES[tensor.type], list(tensor.ne), list(tensor.nb)
+    offset = 0
+    if at is not None:
+        offset, shape[2], shape[3] = at * strides[2], 1, 1
+    n_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    data = np.empty(n_bytes, np.uint8)
+    lib.ggml_backend_tensor_get(address, data.ctypes.data, offset, n_bytes)
+    found = np.ndarray(shape[::-1], dtype, data, strides=strides[::-1])
+    return found.astype(np.float32)

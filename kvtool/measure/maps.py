@@ -1,0 +1,346 @@
+"""What the papers show of a model that evicts nothing: its attention, queries, values, and important keys.
+
+- `attention`, `queries` and `share`: CORM's figures 1 to 3 (Dai et al. 2024, arXiv:2404.15949, section 3).
+- `values`: WeightedKV's figure 1 (Yuan et al. 2025, arXiv:2503.01330).
+
+Each layer is reduced while the text is read; only the heads of a picture are kept whole. Only layers that
+attend to all tokens count. Arrays [head] have all heads of all these layers: query heads, but in `Values`
+KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.errors import ModelError
+from kvtool.llama.model import Model
+from kvtool.llama.observe import Visit, What, observe
+from kvtool.models.layers import Kind
+
+Progress = Callable[[int], None]
+"""Called with the number of layers read so far."""
+
+Place = tuple[int, int]
+"""A layer and a head of it."""
+
+CARRIED = 0.9
+"""Part of the sum of squares that the singular values of an effective rank carry."""
+
+_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A text to be read.
+
+    Attributes
+    ----------
+    model
+        Reads it.
+    tokens
+        i32[n], n >= 2.
+    n_threads
+        Threads of a CPU; as `Decoder` chooses if not given.
+    progress
+        Called as layers are read.
+    """
+
+    model: Model
+    tokens: np.ndarray
+    n_threads: int | None = None
+    progress: Progress = lambda n: None
+
+    def observe(self, kind: str, wanted: Collection[What], visit: Visit) -> None:
+        """Visits what is wanted of the layers that a kind of map shows. Raises what `observe` raises."""
+
+        def one(what: What, layer: int, head: int, array: np.ndarray) -> None:
+            visit(what, layer, head, array)
+            self.progress(layer + 1)
+
+        observe(self.model, self.tokens, wanted, drawn_layers(self.model, kind), one, self.n_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a map has for each head.
+
+    Attributes
+    ----------
+    layer
+        i32[head], the layer of each head, counted from 0 in the model.
+    head
+        i32[head], its number in the layer.
+    """
+
+    layer: np.ndarray
+    head: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMap:
+    """The attention of one head.
+
+    Attributes
+    ----------
+    attention
+        f32[n, n], by query and key.
+    important
+        b1[n, n], the keys that are important to each query.
+    similar
+        i64[n - 1], the earlier query most similar to each query but the first.
+    """
+
+    attention: np.ndarray
+    important: np.ndarray
+    similar: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Heads):
+    """Whether similar queries find the same keys important.
+
+    The overlap of a query and an earlier one is of the keys that both have seen: how many are important to
+    both, over those important to either. It is summed over the queries before the two are divided.
+
+    Attributes
+    ----------
+    share
+        f64[head], as in `Share`.
+    similar
+        f64[head], the overlap with the most similar earlier query.
+    previous
+        f64[head], the overlap with the query just before.
+    random
+        f64[head], the overlap with an earlier query drawn at random (with a fixed seed).
+    maps
+        The attention of the heads that were asked for.
+    """
+
+    share: np.ndarray
+    similar: np.ndarray
+    previous: np.ndarray
+    random: np.ndarray
+    maps: dict[Place, AttentionMap]
+
+
+@dataclass(frozen=True, slots=True)
+class Queries(Heads):
+    """How similar queries are, and how far back the most similar earlier one is.
+
+    Attributes
+    ----------
+    distance
+        i32[head, n - 1], from each query but the first back to the most similar earlier one; 1 is the query
+        before.
+    cosine
+        f64[head], the cosine similarity of the two, the mean.
+    maps
+        f32[n, n], cosine similarities by query and earlier query, of the heads that were asked for.
+    """
+
+    distance: np.ndarray
+    cosine: np.ndarray
+    maps: dict[Place, np.ndarray]
+
+    def within(self, n_token: int) -> np.ndarray:
+        """f64[head], the share of queries whose most similar earlier one is at most n_token tokens back."""
+        within: np.ndarray = (self.distance <= n_token).mean(axis=1)
+        return within
+
+    def chance(self, n_token: int) -> float:
+        """The same if every earlier query were as likely."""
+        n_earlier = np.arange(1, self.distance.shape[1] + 1)
+        return float((np.minimum(n_token, n_earlier) / n_earlier).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Values(Heads):
+    """Singular values of the matrix [token, dim] of each KV head, not centered.
+
+    Attributes
+    ----------
+    singular
+        For KEYS_BEFORE (missing where llama.cpp does not show them), KEYS and VALUES: for each head f64[dim],
+        falling.
+    """
+
+    singular: dict[What, list[np.ndarray]]
+
+    def normalised(self, what: What) -> np.ndarray:
+        """f64[dim], the singular values over the first of their head, the mean over heads.
+
+        If heads have different dimensions, only as many as the smallest has.
+        """
+        n = min(map(len, self.singular[what]))
+        tiny = np.finfo(np.float64).tiny
+        mean: np.ndarray = np.mean([each[:n] / max(each[0], tiny) for each in self.singular[what]], axis=0)
+        return mean
+
+    def rank(self, what: What) -> np.ndarray:
+        """i64[head], how many singular values carry 90 % of the sum of their squares."""
+        return np.array([effective_rank(each) for each in self.singular[what]], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Heads):
+    """How many keys are important to a query. The paper's sparsity is 1 minus it.
+
+    Attributes
+    ----------
+    share
+        f64[head], of the keys that a query has seen, itself included; the mean over the queries.
+    """
+
+    share: np.ndarray
+
+
+def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
+    """How similar queries attend. places: the heads whose maps are wanted. Raises what `observe` raises."""
+    rng = np.random.default_rng(_SEED)
+    previous = np.arange(len(text.tokens) - 1)
+    nearest: dict[int, np.ndarray] = {}
+    found: list[tuple[float, ...]] = []
+    maps = {}
+
+    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+        if what is What.QUERIES:
+            nearest[head] = most_similar(cosines(array))
+            return
+        mask, similar = important(array), nearest[head]
+        random = rng.integers(previous + 1)
+        others = similar, previous, random
+        found.append((layer, head, share_of(mask), *(overlap(mask, earlier) for earlier in others)))
+        if (layer, head) in places:
+            maps[layer, head] = AttentionMap(array, mask, similar)
+
+    text.observe("attention", (What.QUERIES, What.ATTENTION), visit)
+    layer, head, own, similar, before, random = _columns(found)
+    return Attention(layer, head, own, similar, before, random, maps)
+
+
+def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
+    """How similar queries are. places: the heads whose maps are wanted. Raises what `observe` raises."""
+    found: list[tuple[float, ...]] = []
+    distances, maps = [], {}
+
+    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+        cosine = cosines(array)
+        nearest = most_similar(cosine)
+        query = np.arange(1, len(array))
+        distances.append((query - nearest).astype(np.int32))
+        found.append((layer, head, float(cosine[query, nearest].mean())))
+        if (layer, head) in places:
+            maps[layer, head] = cosine
+
+    text.observe("queries", (What.QUERIES,), visit)
+    layer, head, cosine = _columns(found)
+    return Queries(layer, head, np.array(distances), cosine, maps)
+
+
+def values(text: Reading) -> Values:
+    """How many dimensions keys and values fill. Raises what `observe` raises."""
+    wanted = (What.KEYS_BEFORE, What.KEYS, What.VALUES)
+    singular: dict[What, list[np.ndarray]] = {}
+    heads: list[Place] = []
+
+    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+        falling = np.linalg.svd(array.astype(np.float64), compute_uv=False)
+        singular.setdefault(what, []).append(falling)
+        if what is What.VALUES:
+            heads.append((layer, head))
+
+    text.observe("values", wanted, visit)
+    layer, head = np.array(heads, np.int32).T
+    # a layer may lack its keys before RoPE
+    whole = [what for what in wanted if len(singular.get(what, ())) == len(heads)]
+    return Values(layer, head, {what: singular[what] for what in whole})
+
+
+def share(text: Reading) -> Share:
+    """How many keys are important. Raises what `observe` raises."""
+    found: list[tuple[float, ...]] = []
+
+    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+        found.append((layer, head, share_of(important(array))))
+
+    text.observe("share", (What.ATTENTION,), visit)
+    layer, head, own = _columns(found)
+    return Share(layer, head, own)
+
+
+def drawn_layers(model: Model, kind: str) -> list[int]:
+    """The layers that a kind of map shows: those that attend to all tokens, as far as they are what it needs.
+
+    Raises ModelError for a model without any.
+    """
+    layers, name = model.layers, model.path.name
+    if layers.has_index:
+        raise ModelError(f"{name} chooses by an index which tokens a query sees: there is no whole map of it")
+    if kind in ("queries", "values") and not layers.has_values:
+        raise ModelError(f"{name} keeps keys and values as one (MLA): --map {kind} cannot show them")
+    found = [each.number for each in layers.of(Kind.ROWS) if kind != "values" or each.is_owner]
+    if not found:
+        raise ModelError(f"{name} has no layer that attends to all tokens: there is no map of it")
+    return found
+
+
+def important(attention: np.ndarray) -> np.ndarray:
+    """b1[n, n], whether a key is important to a query (CORM, definition 3.1). attention: f32[n, n].
+
+    A query that has seen t tokens, itself included, finds a key important if its attention is at least 1 / t.
+    """
+    seen = np.arange(1, len(attention) + 1, dtype=np.float32)
+    mask: np.ndarray = attention >= (1 / seen)[:, None]
+    return mask
+
+
+def share_of(important: np.ndarray) -> float:
+    """The share of important keys b1[n, n] among those that a query has seen, the mean over the queries."""
+    return float((important.sum(axis=1) / np.arange(1, len(important) + 1)).mean())
+
+
+def cosines(queries: np.ndarray) -> np.ndarray:
+    """f32[n, n], the cosine similarities of queries f32[n, dim]; 0 with a query that is zero."""
+    length = np.linalg.norm(queries, axis=1, keepdims=True)
+    unit = queries / np.maximum(length, np.finfo(np.float32).tiny)
+    found: np.ndarray = unit @ unit.T
+    return found
+
+
+def most_similar(cosine: np.ndarray) -> np.ndarray:
+    """i64[n - 1], of each query but the first the earlier one with the highest cosine f32[n, n].
+
+    Of equal ones the newest.
+    """
+    n = len(cosine)
+    earlier = np.where(np.tri(n, k=-1, dtype=np.bool_), cosine, -np.inf)
+    found: np.ndarray = n - 1 - earlier[1:, ::-1].argmax(axis=1)
+    return found
+
+
+def overlap(important: np.ndarray, earlier: np.ndarray) -> float:
+    """How far a query and an earlier one find the same keys important, as `Attention` has it.
+
+    important: b1[n, n]. earlier: i64[n - 1], an earlier query for each but the first. 0 where no key is
+    important to any.
+    """
+    own = important[1:] & (np.arange(len(important)) <= earlier[:, None])
+    # an earlier query has seen no more than that itself
+    other = important[earlier]
+    n_either = int((own | other).sum())
+    return int((own & other).sum()) / n_either if n_either else 0.0
+
+
+def effective_rank(singular: np.ndarray) -> int:
+    """How many of these falling singular values carry 90 % of the sum of their squares; 0 of zeros."""
+    carried = np.cumsum(singular**2)
+    return int(np.searchsorted(carried, CARRIED * carried[-1])) + 1 if carried[-1] > 0 else 0
+
+
+def _columns(rows: Iterable[tuple[float, ...]]) -> list[np.ndarray]:
+    """The columns of rows that begin with layer and head: i32[head], i32[head], then f64[head] each."""
+    layer, head, *rest = zip(*rows, strict=True)
+    return [np.array(layer, np.int32), np.array(head, np.int32), *map(np.array, rest)]
