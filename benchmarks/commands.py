@@ -166,6 +166,8 @@ class Eval:
         Further options.
     limit
         Items of each file; 0 for all.
+    example
+        The item whose outputs are kept; none if empty.
     model
         The file of the model; empty for kvtool's default.
     """
@@ -177,6 +179,7 @@ class Eval:
     more: tuple[str, ...] = ()
     limit: int = 0
     model: str = ""
+    example: str = ""
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
         """A command for each policy and budget of which items are missing."""
@@ -216,8 +219,14 @@ class Eval:
                 "items": [record["id"] for record in items],
                 "cells": [record.get("budget_cells") for record in items],
                 "scores": {name: [scores.get(name) for scores in scored] for name in names},
+                **self._example(items),
                 **_about(*items),
             }
+
+    def _example(self, items: Sequence[records.Record]) -> Line:
+        """What was written of the item whose outputs are kept, and its place among the items."""
+        found = [(i, record) for i, record in enumerate(items) if record["id"] == self.example]
+        return {"example": found[0][0], "output": found[0][1]["output"]} if found else {}
 
     def _runs(self) -> Iterator[tuple[str, str | None]]:
         for label in self.policies:
@@ -280,7 +289,133 @@ class Inspect:
         return ("inspect", file, "--policy", *_options(label), *size, "--json")
 
 
-Run = Compare | Eval | Inspect
+@dataclass(frozen=True, slots=True)
+class Map:
+    """A `kvtool inspect --map` for each text; instead of policies, a line has a part of what the map says.
+
+    Attributes
+    ----------
+    kind
+        "attention", "queries", "share" or "values".
+    files, max_tokens, model
+        As in Compare.
+    """
+
+    kind: str
+    files: tuple[str, ...]
+    max_tokens: int
+    model: str = ""
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return ()
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        there = {line["of"] for line in kept}
+        for file in self.files:
+            if Path(file).name not in there:
+                yield Ask(self._command(file), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            yield self._command(file)
+
+    def shown(self) -> str:
+        command = shell(self._command("FILE")[:-1], self.model)
+        names = ", ".join(Path(file).name for file in self.files)
+        return f"{command} --png {self.kind}.png\n    # FILE: {names}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            for part, label, value in _MAPS[self.kind](record):
+                yield {
+                    "label": label,
+                    "budget": None,
+                    "of": record["file"],
+                    "part": part,
+                    "tokens": record["tokens"],
+                    "scores": {self.kind: [value]},
+                    **_about(record),
+                }
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        return ("inspect", file, "--map", self.kind, "--max-tokens", str(self.max_tokens), "--json")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A `benchmarks/chosen_keys.py` for each text: how near the keys of all tokens are to those that stay."""
+
+    files: tuple[str, ...]
+    policies: tuple[str, ...]
+    max_tokens: int
+    model: str = ""
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        there = {line["of"] for line in kept}
+        for file in self.files:
+            if Path(file).name not in there:
+                yield Ask(self._command(file), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            yield self._command(file)
+
+    def shown(self) -> str:
+        words = " ".join(self._command("FILE")[1:])
+        names = ", ".join(Path(file).name for file in self.files)
+        return f"python benchmarks/chosen_keys.py {words} --png chosen.png\n    # FILE: {names}"
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            for label in self.policies:
+                yield {
+                    "label": label,
+                    "budget": None,
+                    "of": record["file"],
+                    "tokens": record["tokens"],
+                    "scores": {"nearest": [float(np.mean(record["nearest"][label]))]},
+                    **_about(record),
+                }
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        labels = ",".join(self.policies)
+        return ("chosen_keys.py", file, "--policies", labels, "--max-tokens", str(self.max_tokens))
+
+
+_Parts = Iterator[tuple[str, str, float]]
+"""Column, row and value."""
+
+
+def _share(record: records.Record) -> _Parts:
+    """Of the first two layers and of the others."""
+    share, first = np.array(record["share"]), np.array(record["layer"]) < 2
+    yield "important keys", "the first two layers", share[first].mean()
+    yield "important keys", "all other layers", share[~first].mean()
+
+
+def _overlap(record: records.Record) -> _Parts:
+    for name, label in (("similar", "the most similar query"), ("previous", "the query before")):
+        yield "overlap", label, record["mean"][name]
+    yield "overlap", "a random query", record["mean"]["random"]
+
+
+def _near(record: records.Record) -> _Parts:
+    for n in (1, 16, 256):
+        yield f"within {n}", "the most similar query", record["mean"][f"within_{n}"]
+        yield f"within {n}", "by chance", record["chance"][f"within_{n}"]
+
+
+def _ranks(record: records.Record) -> _Parts:
+    """The part of the dimensions that the ranks are, the mean over heads."""
+    for name, label in (("keys_before", "keys before RoPE"), ("keys", "keys"), ("values", "values")):
+        n_dim = len(record[name]["normalised"])
+        yield "rank", label, float(np.mean(record[name]["rank"])) / n_dim
+
+
+_MAPS = {"share": _share, "attention": _overlap, "queries": _near, "values": _ranks}
+
+Run = Compare | Eval | Inspect | Map | Chosen
 
 
 def shell(command: Sequence[str], model: str = "") -> str:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +76,9 @@ def run(
             store.parent.mkdir(parents=True, exist_ok=True)
             own = ["-m", str(models / asked.model)] if asked.model else []
             words = [str(data / part) if "/" in part else part for part in ask.command]
-            if ask.command[0] == "inspect":
+            if ask.command[0].endswith(".py"):
+                _script(store, [*words, *own, *more])
+            elif ask.command[0] == "inspect":
                 _inspected(store, ask.command, [*words, *own, *more])
             else:
                 _kvtool(*words, *own, *more, "--json", str(store), "--resume")
@@ -108,6 +112,17 @@ def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> 
         found = json.loads(_kvtool(*arguments))
         about = {"command": list(command), "file": Path(command[1]).name, **records.versions()}
         records.append(path, found | about)
+
+
+def _script(path: Path, arguments: Sequence[str]) -> None:
+    """Run one of the other benchmarks, which writes one record, and add that to the file of records."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, started = Path(folder) / "result.json", time.monotonic()
+        program = str(Path(__file__).with_name(arguments[0]))
+        done = subprocess.run([sys.executable, program, *arguments[1:], "--json", str(result)], check=False)
+        if done.returncode:
+            sys.exit(f"{' '.join(arguments)}: exit code {done.returncode}")
+        records.append(path, json.loads(result.read_text()) | {"seconds": time.monotonic() - started})
 
 
 def _rounded(line: Line) -> Line:

@@ -3,181 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import LARGE, SMALL, Experiment, Place, Table
+from experiments.kinds import LARGE, SMALL, Examples, Experiment, Place, Table
+from samples import SCORES, Sample
 
 from kvtool.measure import records, statistics
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "papers" / "records"
 
-_LEAST_UNITS = 6
-"""Of fewer differences no signs are rarer than one in twenty."""
-
 MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
 _NAMES = MODELS | {SMALL: "Qwen2.5-Coder-0.5B-Instruct"}
 """The names of the models that the papers' experiments run with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How a score is shown.
-
-    Attributes
-    ----------
-    title
-        Heading of the table.
-    lower
-        Whether lower is better.
-    scale
-        Factor of the printed number.
-    digits
-        Its decimal places.
-    exp
-        Whether the exponential of the mean is printed.
-    words
-        For a higher number, and for a lower one.
-    """
-
-    title: str
-    lower: bool = False
-    scale: float = 1.0
-    digits: int = 2
-    exp: bool = False
-    words: tuple[str, str] = ("better", "worse")
-
-
-_PERCENT = {"scale": 100, "digits": 1}
-
-SCORES = {
-    "found": Score("Found, %", **_PERCENT),
-    "nll": Score("Perplexity", lower=True, exp=True),
-    "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", **_PERCENT),
-    "logp": Score("Log-probability of the right answer, nats a token"),
-    "rouge1": Score("ROUGE-1, %", **_PERCENT),
-    "rouge2": Score("ROUGE-2, %", **_PERCENT),
-    "rougeL": Score("ROUGE-L, %", **_PERCENT),
-    "f1": Score("F1, %", **_PERCENT),
-    "em": Score("Exact match, %", **_PERCENT),
-    "subspan_em": Score("Right answer somewhere in the output, %", **_PERCENT),
-    "acc": Score("Accuracy, %", **_PERCENT),
-    "right": Score("Log-probability of the right choice among all choices, nats"),
-    "score": Score("LongBench's metrics, %", **_PERCENT),
-    "self_bleu": Score("Self-BLEU", digits=1),
-    "distance": Score("Distance of Self-BLEU from the full cache's", lower=True, digits=1),
-    "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
-    "ms": Score("CPU time of a token, ms", lower=True, digits=2),
-    "held": Score("Share of the rows that hold a token at the end, %", words=("more", "less"), **_PERCENT),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A mean difference between two policies on the same units.
-
-    Attributes
-    ----------
-    mean
-        It.
-    p
-        The chance of one as large without a true difference.
-    """
-
-    mean: float
-    p: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The numbers of which a place of a table shows the mean.
-
-    Attributes
-    ----------
-    score
-        One of SCORES.
-    values
-        Value and weight by file and item, or by text and block of tokens.
-    of_text
-        Whether they are blocks of texts, in their order, which depend on each other.
-    same_item
-        Whether the same item of several files is one unit.
-    strata
-        The category of each file; none if empty.
-    """
-
-    score: str
-    of_text: bool = False
-    same_item: bool = False
-    strata: Mapping[str, str] = field(default_factory=dict)
-    values: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-
-    def mean(self) -> tuple[float, float]:
-        """The mean and its standard error; the error is nan for a single unit."""
-        if self.strata:
-            return self._stratified()
-        return statistics.mean_error(*self._units(self.values))
-
-    def minus(self, other: Sample) -> Difference | None:
-        """The mean of the differences, unit by unit; None of fewer units than a test needs."""
-        both = {
-            place: (value - other.values[place][0], weight)
-            for place, (value, weight) in self.values.items()
-            if place in other.values
-        }
-        if len(both) < 2:
-            return None
-        sums, weights = self._units(both)
-        if len(sums) < _LEAST_UNITS:
-            return None
-        return Difference(float(sums.sum() / weights.sum()), statistics.sign_test(sums))
-
-    def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Sum and weight of each unit: a block of a text, one of several texts, an item."""
-        value, weight = np.array(list(values.values())).T
-        places = list(values)
-        if self.strata:
-            weight = self._weights(places)
-        n_text = len({of for of, _ in places})
-        if self.of_text and n_text == 1:
-            return statistics.joined(value * weight, weight)
-        if self.of_text or self.same_item:
-            units = defaultdict(list)
-            for i, (of, item) in enumerate(places):
-                # "file-12": the twelfth item of its file
-                units[of if self.of_text else item.rpartition("-")[2]].append(i)
-            means = [np.average(value[unit], weights=weight[unit]) for unit in units.values()]
-            return np.array(means), np.ones(len(means))
-        return value * weight, weight
-
-    def _weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
-        """The part of each item in the mean of categories' means of data sets' means."""
-        n_item: dict[str, int] = defaultdict(int)
-        for of, _ in places:
-            n_item[of] += 1
-        in_category: dict[str, int] = defaultdict(int)
-        for of in n_item:
-            in_category[self.strata[of]] += 1
-        n_category = len(in_category)
-        return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
-
-    def _stratified(self) -> tuple[float, float]:
-        """The mean, and its error from what items of the same data set differ."""
-        places, (value, _) = list(self.values), np.array(list(self.values.values())).T
-        weight = self._weights(places)
-        variance = 0.0
-        for name in dict.fromkeys(of for of, _ in places):
-            of_set = np.array([of == name for of, _ in places])
-            n = of_set.sum()
-            if n > 1:
-                variance += weight[of_set].sum() ** 2 * value[of_set].var(ddof=1) / n
-        return float((value * weight).sum()), float(np.sqrt(variance))
 
 
 def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
@@ -332,8 +176,6 @@ def render(name: str, results: Path = RESULTS) -> str:
 
 def _of_model(experiment: Experiment, runs: Sequence[str], results: Path) -> Iterator[str]:
     yield "\n".join(f"    {line}" for run in runs for line in RUNS[run].shown().splitlines())
-    if not experiment.tables:
-        return
     lines = kept(runs, results)
     if not lines:
         yield "Not measured yet."
@@ -344,7 +186,30 @@ def _of_model(experiment: Experiment, runs: Sequence[str], results: Path) -> Ite
             yield "\n".join(_drawn(places, table))
             if told := _told(places, table, experiment.model):
                 yield told
+    if experiment.examples:
+        yield from _examples(lines, experiment.examples)
     yield _of_what(lines)
+
+
+def _examples(lines: Sequence[Line], shown: Examples) -> Iterator[str]:
+    """What each policy wrote of one item, and its ROUGE scores."""
+    written = {(line["label"], line["budget"]): line for line in lines if "output" in line}
+    for label in shown.rows:
+        for budget in (*shown.budgets, None):
+            if line := written.get((label, budget)):
+                scores = (
+                    f"{100 * line['scores'][name][line['example']]:.1f}"
+                    for name in ("rouge1", "rouge2", "rougeL")
+                )
+                head = f"`{label}`" + f", {budget}" * bool(budget)
+                said = " ".join(line["output"].split())
+                yield f"{head}, ROUGE-1, -2 and -L {', '.join(scores)}:\n\n{fill_lines(said)}"
+                break
+
+
+def fill_lines(text: str) -> str:
+    """A quotation in lines that are not too long."""
+    return textwrap.fill(text, 130, initial_indent="> ", subsequent_indent="> ")
 
 
 def _drawn(places: Mapping[Place, Sample], table: Table) -> Iterator[str]:

@@ -18,7 +18,7 @@ from tests.test_maps import Watched
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # modules that the benchmarks import
-PARTS = ("commands.py", "common.py", "index.py", "tables.py")
+PARTS = ("commands.py", "common.py", "index.py", "samples.py", "tables.py")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import tables
 from commands import Eval
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import Experiment, Table
+from experiments.kinds import Examples, Experiment, Table
 
 VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": "3"}
 
@@ -340,3 +340,24 @@ def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
     assert "75.0" in first
     assert "25.0" in second
     assert "-m qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" in second
+
+
+def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
+    monkeypatch.setitem(RUNS, "made-up", Eval("summarize", ("x.jsonl",), ("full", "h2o"), ("50%", "20%")))
+    experiment = Experiment(("made-up",), examples=Examples(("h2o", "full"), ("50%", "20%")))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", experiment)
+    scores = {"rouge1": [0.1, 0.5], "rouge2": [0.1, 0.25], "rougeL": [0.1, 0.4]}
+    found = [
+        line | {"example": 1, "output": f"It is\n{line['label']} {line['budget']}"}
+        for line in lines(full=scores, h2o__50=scores, h2o__20=scores)
+    ]
+    for line in found[1:]:
+        line["budget"] += "%"
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+    shown = tables.render("made-up", tmp_path).split("\n\n")[1:5]
+    assert shown == [
+        "`h2o`, 50%, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
+        "> It is h2o 50%",
+        "`full`, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
+        "> It is full None",
+    ]

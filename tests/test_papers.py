@@ -20,8 +20,9 @@ from kvtool.measure.grid import split_policy
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import index
 import papers
+import samples
 import tables
-from commands import Compare, Eval, Inspect
+from commands import Chosen, Compare, Eval, Inspect, Map
 from experiments import EXPERIMENTS, RUNS, kinds
 
 VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": "3"}
@@ -46,6 +47,8 @@ def test_what_is_kept_is_of_a_run_and_tells_no_folder():
     for path in tables.RESULTS.glob("*.jsonl"):
         assert path.stem in RUNS, path.name
         labels = {split_policy(label.partition(",")[0])[0] for label in RUNS[path.stem].policies}
+        if isinstance(RUNS[path.stem], Map):
+            continue
         for line in records.read(path):
             assert split_policy(line["label"].partition(",")[0])[0] in labels
             assert "/" not in line["of"] + line["model"]
@@ -81,6 +84,9 @@ def test_every_command_is_one_that_kvtool_takes(name):
     commands = list(run.commands())
     assert commands
     for command in commands:
+        if command[0].endswith(".py"):
+            assert (Path(papers.__file__).parent / command[0]).exists()
+            continue
         kind = typer.main.get_command(app).commands[command[0]]
         # raises for an option that there is not, or a value of another kind
         kind.make_context(command[0], list(command[1:]))
@@ -92,10 +98,12 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
         labels = {label for run in each.runs for label in RUNS[run].policies}
         for table in each.tables:
             scores = table.scores.values() or [table.score]
-            assert set(scores) <= set(tables.SCORES)
+            assert set(scores) <= set(samples.SCORES)
             assert set(table.scores) <= {getattr(RUNS[run], "task", None) for run in each.runs}
             asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
-            assert asked - {"corm, capped"} <= labels
+            asked = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in asked}
+            # a map's rows are no policies
+            assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], Map)
             assert not table.paper or each.model
 
 
@@ -239,6 +247,46 @@ def test_of_a_look_at_the_cells_each_quarters_share_is_kept():
     assert len({line["part"] for line in kept}) == 4
     assert {line["label"] for line in kept} == {"h2o:sinks=2"}
     assert [command[3:6] for command in run.commands()][1] == ("h2o", "-o", "sinks=2")
+
+
+def test_of_a_map_its_means_are_kept():
+    about = {"file": "a.txt", "tokens": 64, "seconds": 1.0, **VERSIONS}
+    share = about | {"layer": [0, 0, 1, 2, 3], "share": [0.5, 0.3, 0.1, 0.04, 0.02]}
+    found = list(Map("share", ("a.txt",), 64).lines([share]))
+    assert [line["scores"]["share"] for line in found] == [[pytest.approx(0.3)], [pytest.approx(0.03)]]
+    near = {"within_1": 0.5, "within_16": 0.7, "within_256": 1.0}
+    chance = {"within_1": 0.1, "within_16": 0.2, "within_256": 0.9}
+    queries = Map("queries", ("a.txt", "b.txt"), 64)
+    found = list(queries.lines([about | {"mean": near, "chance": chance}]))
+    assert {(line["label"], line["part"]): line["scores"]["queries"] for line in found} == {
+        (label, f"within {n}"): [of[f"within_{n}"]]
+        for label, of in (("the most similar query", near), ("by chance", chance))
+        for n in (1, 16, 256)
+    }
+    assert [ask.command[1] for ask in queries.missing(found, "made-up")] == ["b.txt"]
+    ranks = {"keys_before": [2, 4], "keys": [4, 4], "values": [6, 8]}
+    values = {name: {"rank": rank, "normalised": [1.0] * 10} for name, rank in ranks.items()}
+    found = list(Map("values", ("a.txt",), 64).lines([about | values]))
+    assert [line["scores"]["values"] for line in found] == [[0.3], [0.4], [0.7]]
+
+
+def test_of_chosen_keys_the_mean_over_rows_is_kept():
+    run = Chosen(("a.txt", "b.txt"), ("h2o", "buzz"), 64)
+    nearest = {"h2o": [0.5, 0.7], "buzz": [0.9, 1.0]}
+    record = {"file": "a.txt", "tokens": 64, "seconds": 1.0, "nearest": nearest, **VERSIONS}
+    found = list(run.lines([record]))
+    assert [(line["label"], line["scores"]["nearest"]) for line in found] == [
+        ("h2o", [pytest.approx(0.6)]),
+        ("buzz", [pytest.approx(0.95)]),
+    ]
+    assert [ask.command[1] for ask in run.missing(found, "made-up")] == ["b.txt"]
+
+
+def test_of_one_item_the_output_is_kept_if_asked():
+    run = Eval("qa", ("folder/qa.jsonl",), ("full",), (), example="i2")
+    found = [answered("full", [], None, i, {"f1": 0.5}, output=f"answer {i}") for i in (1, 2, 3)]
+    (line,) = run.lines(found)
+    assert (line["output"], line["example"]) == ("answer 2", 1)
 
 
 # running

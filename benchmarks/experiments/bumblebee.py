@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commands import Compare, Eval, Inspect, Run
+from commands import Chosen, Compare, Eval, Inspect, Run
 
 from experiments.kinds import (
     ALL,
@@ -97,6 +97,7 @@ RUNS: dict[str, Run] = {
     ),
     "xsum-mixture": Eval("summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24),
     "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192),
+    "chosen": Chosen(_ESSAYS[:12], ("random", "streamingllm", "h2o", _OWN), 512),
     "speed": Compare((*BOOKS, *PAPERS), ("full", _OWN, "h2o"), ("410", "205"), 2048, ("-b", "1")),
 }
 
@@ -184,6 +185,11 @@ EXPERIMENTS = {
     "bumblebee-growing": Experiment(("xsum-mixture",), (Table("logp", ("budget",), _OWN, (_OWN, _GROWS)),)),
     "bumblebee-figure-6": Experiment(
         ("inspect",), (Table("held", ("part",), _OWN, theirs=_SPREAD),), minutes=(7,)
+    ),
+    "bumblebee-figure-8": Experiment(
+        ("chosen",),
+        (Table("nearest", ("tokens",), _OWN, worse=("random", "streamingllm", "h2o")),),
+        minutes=(6,),
     ),
     "bumblebee-table-6": Experiment(("speed",), (Table("ms", against=_OWN, worse=("full",)),), minutes=(20,)),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commands import Compare, Eval, Run
 
-from experiments.kinds import ALL, CNN, LARGE, WIKI, XSUM, Experiment, Table, each, numbers
+from experiments.kinds import ALL, CNN, LARGE, WIKI, XSUM, Examples, Experiment, Table, each, numbers
 
 # `kept=true`: its budget is what it holds after an eviction, as the others' is
 _KEPT = "buzz:kept=true"
@@ -15,6 +15,7 @@ _WINDOWS = tuple(f"buzz:window={window}" for window in (78, 56, 43, 35, 30, 26))
 _BEST_WINDOW = "buzz:window=35"
 _SHARES = ("10%", "20%", "30%", "40%", "50%", "60%")
 _TEN = {at: f"DERIVED-nq10_random_distractors_gold_at_{at}.jsonl.gz" for at in (0, 4, 9)}
+_EXAMPLE = "xsum_0shot_first300-1"
 _WHOLE = ("--prefill", "whole")
 _LIKELIHOOD = (*_WHOLE, "--set", "likelihood=true")
 
@@ -22,8 +23,8 @@ RUNS: dict[str, Run] = {
     "wikitext": Compare((WIKI,), _ALL, ("50", "100"), 4096),
     "wikitext-1.5b": Compare((WIKI,), _ALL, ("50", "100"), 2048, model=LARGE),
     "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096),
-    "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24),
-    "xsum-1.5b": Eval("summarize", (XSUM,), _ALL, ("20%", "40%"), _LIKELIHOOD, 10, LARGE),
+    "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, example=_EXAMPLE),
+    "xsum-1.5b": Eval("summarize", (XSUM,), _ALL, ("20%", "40%"), _LIKELIHOOD, 10, LARGE, example=_EXAMPLE),
     "xsum-ablation": Eval("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24),
     "cnn": Eval("summarize", (CNN,), _WINDOWS, ("200",), _LIKELIHOOD, 16),
     **{
@@ -74,6 +75,10 @@ EXPERIMENTS = {
             for score in ("rouge1", "rouge2", "rougeL")
         ),
         "Llama-2-7B",
+    ),
+    "buzz-figure-9": Experiment(
+        ("xsum", "xsum-1.5b"),
+        examples=Examples(("buzz:logn=true", "buzz", "h2o", "streamingllm", "full"), ("50%", "40%")),
     ),
     "buzz-table-c": Experiment(
         ("xsum-1.5b",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commands import Compare, Eval, Run
+from commands import Compare, Eval, Map, Run
 
 from experiments.kinds import ALL, BOOKS, LARGE, OF_TEXTS, PAPERS, TEXTS, Experiment, Table, numbers
 from experiments.longbench import CHINESE, ENGLISH, POOLED, STRATA
@@ -16,6 +16,8 @@ _WHOLE = ("-b", "2048", *_LONG)
 _SIZES = (512, 1024, 2048, 4096)
 _EIGHT = (*BOOKS, *PAPERS)
 
+_MAPS = ("share", "attention", "queries")
+
 RUNS: dict[str, Run] = {
     "texts-corm": Compare(TEXTS, ("full", "corm", *_OTHERS), ("1792",), 4096),
     "texts-corm-1.5b": Compare(_EIGHT, ("full", "corm", *_OTHERS), ("1024",), 2048, model=LARGE),
@@ -23,6 +25,8 @@ RUNS: dict[str, Run] = {
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size) for size in _SIZES},
     **{f"corm-{size}-1.5b": Compare(_EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:3]},
+    **{f"map-{kind}": Map(kind, TEXTS, 1024) for kind in _MAPS},
+    **{f"map-{kind}-1.5b": Map(kind, _EIGHT, 512, LARGE) for kind in _MAPS},
     "longbench": Eval("longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG)),
     "longbench-corm": Eval("longbench", (ENGLISH,), ("corm", *_WINDOWS), ("100%",), _WHOLE),
     "longbench-zh": Eval(
@@ -41,6 +45,36 @@ _LONGBENCH = {
 }
 
 EXPERIMENTS = {
+    "corm-figure-1": Experiment(
+        ("map-share", "map-share-1.5b"),
+        (
+            Table(
+                *("share", ("part",), "all other layers"),
+                theirs={("the first two layers", "important keys"): 1},
+            ),
+        ),
+        minutes=(5, 5),
+    ),
+    "corm-figure-2": Experiment(
+        ("map-attention", "map-attention-1.5b"),
+        (
+            Table(
+                *("attention", ("part",), "a random query"),
+                theirs={("the most similar query", "overlap"): 1},
+            ),
+        ),
+        minutes=(8, 6),
+    ),
+    "corm-figure-3": Experiment(
+        ("map-queries", "map-queries-1.5b"),
+        (
+            Table(
+                *("queries", ("part",), "by chance"),
+                theirs={("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
+            ),
+        ),
+        minutes=(5, 5),
+    ),
     "corm-tables-1-2": Experiment(
         ("longbench", "longbench-corm", "longbench-zh", "longbench-zh-corm"),
         (

@@ -98,6 +98,22 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Examples:
+    """What was written of one item.
+
+    Attributes
+    ----------
+    rows
+        The policies, in their order.
+    budgets
+        The first of these that was measured is shown.
+    """
+
+    rows: tuple[str, ...]
+    budgets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Experiment:
     """What a section of the documents shows.
 
@@ -109,6 +125,8 @@ class Experiment:
         What is shown of their results.
     model
         The paper's model; its numbers are in brackets.
+    examples
+        Outputs that are shown.
     minutes
         What it takes on one core of a small machine, about: with each of the models of its runs.
     """
@@ -116,6 +134,7 @@ class Experiment:
     runs: tuple[str, ...]
     tables: tuple[Table, ...] = ()
     model: str = ""
+    examples: Examples | None = None
     minutes: tuple[int, ...] = ()
 
 

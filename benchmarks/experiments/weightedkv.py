@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commands import Compare, Run
+from commands import Compare, Map, Run
 
 from experiments.kinds import ALL, BOOKS, LARGE, OF_TEXTS, PAPERS, TEXTS, Experiment, Table, numbers
 
@@ -16,6 +16,8 @@ RUNS: dict[str, Run] = {
     "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096),
     "texts-1.5b": Compare(_EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE),
     "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,)),
+    "map-values": Map("values", TEXTS, 1024),
+    "map-values-1.5b": Map("values", _EIGHT, 512, LARGE),
     "curve": Compare(BOOKS[:1], ("weightedkv", _EVICTS), ("256",), 32768),
 }
 
@@ -45,6 +47,16 @@ EXPERIMENTS = {
         ),
         "Llama-2-7B, PG19, cache of 256",
         minutes=(12,),
+    ),
+    "weightedkv-figure-1": Experiment(
+        ("map-values", "map-values-1.5b"),
+        (
+            Table(
+                *("values", ("part",), "values"),
+                theirs={("keys", "rank"): -1, ("keys before RoPE", "rank"): -1},
+            ),
+        ),
+        minutes=(5, 5),
     ),
     "weightedkv-figure-4": Experiment(
         ("texts", "texts-1.5b"),

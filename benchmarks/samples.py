@@ -1,0 +1,179 @@
+"""The numbers behind a place of a table: their mean and its error, and the test of a difference."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtool.measure import statistics
+
+_LEAST_UNITS = 6
+"""Of fewer differences no signs are rarer than one in twenty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a score is shown.
+
+    Attributes
+    ----------
+    title
+        Heading of the table.
+    lower
+        Whether lower is better.
+    scale
+        Factor of the printed number.
+    digits
+        Its decimal places.
+    exp
+        Whether the exponential of the mean is printed.
+    words
+        For a higher number, and for a lower one.
+    """
+
+    title: str
+    lower: bool = False
+    scale: float = 1.0
+    digits: int = 2
+    exp: bool = False
+    words: tuple[str, str] = ("better", "worse")
+
+
+_PERCENT = {"scale": 100, "digits": 1}
+
+SCORES = {
+    "found": Score("Found, %", **_PERCENT),
+    "nll": Score("Perplexity", lower=True, exp=True),
+    "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", **_PERCENT),
+    "logp": Score("Log-probability of the right answer, nats a token"),
+    "rouge1": Score("ROUGE-1, %", **_PERCENT),
+    "rouge2": Score("ROUGE-2, %", **_PERCENT),
+    "rougeL": Score("ROUGE-L, %", **_PERCENT),
+    "f1": Score("F1, %", **_PERCENT),
+    "em": Score("Exact match, %", **_PERCENT),
+    "subspan_em": Score("Right answer somewhere in the output, %", **_PERCENT),
+    "acc": Score("Accuracy, %", **_PERCENT),
+    "right": Score("Log-probability of the right choice among all choices, nats"),
+    "score": Score("LongBench's metrics, %", **_PERCENT),
+    "self_bleu": Score("Self-BLEU", digits=1),
+    "distance": Score("Distance of Self-BLEU from the full cache's", lower=True, digits=1),
+    "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
+    "ms": Score("CPU time of a token, ms", lower=True, digits=2),
+    "nearest": Score("Similarity to the nearest key that stays", digits=4, words=("more", "less")),
+    "share": Score("Share of a query's keys that are important to it, %", words=("more", "less"), **_PERCENT),
+    "attention": Score(
+        "Important keys that a query shares with another, % of those of either",
+        words=("more", "less"),
+        **_PERCENT,
+    ),
+    "queries": Score("Most similar earlier query that near, %", words=("more", "less"), **_PERCENT),
+    "values": Score(
+        "Singular values that carry 90 % of the squares, % of all", words=("more", "less"), **_PERCENT
+    ),
+    "held": Score("Share of the rows that hold a token at the end, %", words=("more", "less"), **_PERCENT),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean difference between two policies on the same units.
+
+    Attributes
+    ----------
+    mean
+        It.
+    p
+        The chance of one as large without a true difference.
+    """
+
+    mean: float
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The numbers of which a place of a table shows the mean.
+
+    Attributes
+    ----------
+    score
+        One of SCORES.
+    values
+        Value and weight by file and item, or by text and block of tokens.
+    of_text
+        Whether they are blocks of texts, in their order, which depend on each other.
+    same_item
+        Whether the same item of several files is one unit.
+    strata
+        The category of each file; none if empty.
+    """
+
+    score: str
+    of_text: bool = False
+    same_item: bool = False
+    strata: Mapping[str, str] = field(default_factory=dict)
+    values: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def mean(self) -> tuple[float, float]:
+        """The mean and its standard error; the error is nan for a single unit."""
+        if self.strata:
+            return self._stratified()
+        return statistics.mean_error(*self._units(self.values))
+
+    def minus(self, other: Sample) -> Difference | None:
+        """The mean of the differences, unit by unit; None of fewer units than a test needs."""
+        both = {
+            place: (value - other.values[place][0], weight)
+            for place, (value, weight) in self.values.items()
+            if place in other.values
+        }
+        if len(both) < 2:
+            return None
+        sums, weights = self._units(both)
+        if len(sums) < _LEAST_UNITS:
+            return None
+        return Difference(float(sums.sum() / weights.sum()), statistics.sign_test(sums))
+
+    def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+        """Sum and weight of each unit: a block of a text, one of several texts, an item."""
+        value, weight = np.array(list(values.values())).T
+        places = list(values)
+        if self.strata:
+            weight = self._weights(places)
+        n_text = len({of for of, _ in places})
+        if self.of_text and n_text == 1:
+            return statistics.joined(value * weight, weight)
+        if self.of_text or self.same_item:
+            units = defaultdict(list)
+            for i, (of, item) in enumerate(places):
+                # "file-12": the twelfth item of its file
+                units[of if self.of_text else item.rpartition("-")[2]].append(i)
+            means = [np.average(value[unit], weights=weight[unit]) for unit in units.values()]
+            return np.array(means), np.ones(len(means))
+        return value * weight, weight
+
+    def _weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
+        """The part of each item in the mean of categories' means of data sets' means."""
+        n_item: dict[str, int] = defaultdict(int)
+        for of, _ in places:
+            n_item[of] += 1
+        in_category: dict[str, int] = defaultdict(int)
+        for of in n_item:
+            in_category[self.strata[of]] += 1
+        n_category = len(in_category)
+        return np.array([1 / (n_category * in_category[self.strata[of]] * n_item[of]) for of, _ in places])
+
+    def _stratified(self) -> tuple[float, float]:
+        """The mean, and its error from what items of the same data set differ."""
+        places, (value, _) = list(self.values), np.array(list(self.values.values())).T
+        weight = self._weights(places)
+        variance = 0.0
+        for name in dict.fromkeys(of for of, _ in places):
+            of_set = np.array([of == name for of, _ in places])
+            n = of_set.sum()
+            if n > 1:
+                variance += weight[of_set].sum() ** 2 * value[of_set].var(ddof=1) / n
+        return float((value * weight).sum()), float(np.sqrt(variance))
