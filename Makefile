@@ -50,7 +50,8 @@ help:
 	@echo 'make fuzz-serve   send kvtool serve 10,000 random requests, and a crowd of clients'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
-	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, IDS="..." for some; see docs/papers.md'
+	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
+	@echo '                 see docs/papers.md'
 	@echo 'make papers-tables  write the tables of the documents from docs/papers/records'
 	@echo 'make docs         write docs/cli.md from the help texts of the commands'
 	@echo 'make clean        remove $(VENV); builds and downloads stay in the cache'
@@ -180,7 +181,7 @@ fuzz-sanitized: $(READY)
 
 papers: setup
 	@test -d "$(DATA)" || { echo 'name the folder with the texts and data sets: make papers DATA=folder' >&2; exit 2; }
-	@$(ONE_THREAD) $(PY) benchmarks/papers.py run "$(DATA)" $(IDS)
+	@$(ONE_THREAD) $(PY) benchmarks/papers.py run "$(DATA)" $(IDS) $(if $(MODELS),--models "$(MODELS)")
 
 papers-tables: $(READY)
 	@$(PY) benchmarks/papers.py tables

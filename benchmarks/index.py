@@ -125,6 +125,21 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
                 said = [words, ""]
             yield f"| {entry.name} | {entry.shows} | {' | '.join(said)} |"
         yield ""
+    hours = {name: _hours(model, results) for model, name in tables.MODELS.items()}
+    took = " and ".join(f"{hour:.1f} hours with {name}" for name, hour in hours.items())
+    yield f"All this took {took}, on one core of a small machine."
+
+
+def _hours(model: str, results: Path) -> float:
+    """The time of all that is measured with a model for the papers' tables and figures."""
+    entries = (entry for entries in PAPERS.values() for entry in entries)
+    runs = {
+        run
+        for entry in entries
+        for name in entry.experiments
+        for run in tables.of_model(EXPERIMENTS[name], model)
+    }
+    return sum(line["seconds"] for line in tables.kept(sorted(runs), results)) / 3600
 
 
 def _verdict(names: Sequence[str], model: str, results: Path) -> str:
@@ -142,7 +157,7 @@ def _verdict(names: Sequence[str], model: str, results: Path) -> str:
     if not found.n:
         return "numbers, without a test"
     if not found.here and not found.reverse:
-        return f"cannot be told ({found.n} differences)"
+        return f"cannot be told ({found.n} difference{'s' * (found.n > 1)})"
     counts = f"{found.here} of {found.n}, {found.reverse} reversed"
     if not found.reverse:
         return f"**reproduced** where a test tells: {counts}"

@@ -12,6 +12,7 @@ import pytest
 from kvtool.measure import records, statistics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import index
 import tables
 from commands import Eval
 from experiments import EXPERIMENTS, RUNS
@@ -348,7 +349,7 @@ def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
     monkeypatch.setitem(EXPERIMENTS, "made-up", experiment)
     scores = {"rouge1": [0.1, 0.5], "rouge2": [0.1, 0.25], "rougeL": [0.1, 0.4]}
     found = [
-        line | {"example": 1, "output": f"It is\n{line['label']} {line['budget']}"}
+        line | {"example": 1, "output": f"It is\n{line['label']} {line['budget']} %"}
         for line in lines(full=scores, h2o__50=scores, h2o__20=scores)
     ]
     for line in found[1:]:
@@ -357,7 +358,39 @@ def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
     shown = tables.render("made-up", tmp_path).split("\n\n")[1:5]
     assert shown == [
         "`h2o`, 50%, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
-        "> It is h2o 50%",
+        "> It is h2o 50 %",
         "`full`, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
-        "> It is full None",
+        "> It is full None %",
     ]
+
+
+def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
+    own, other = [0.5, 0.4] * 5, [0.4, 0.3] * 5
+    entries = (
+        index.Entry("Table 1", "answers", ("made-up",)),
+        index.Entry("Table 2", "more", ("not-run",)),
+        index.Entry("Figure 1", "the method", said="a drawing"),
+    )
+    monkeypatch.setattr(index, "PAPERS", {"buzz": entries})
+    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o", "tova"), ("64",)))
+    monkeypatch.setitem(EXPERIMENTS, "not-run", Experiment(("not-there",), (Table("f1", against="buzz"),)))
+    monkeypatch.setitem(RUNS, "not-there", Eval("qa", ("qa.jsonl",), ("buzz",), ("64",)))
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": own}, h2o__64={"f1": other}))
+    said = {
+        ("h2o",): "**reproduced** where a test tells: 1 of 1, 0 reversed",
+        (): "numbers, without a test",
+    }
+    for worse, verdict in said.items():
+        table = Table("f1", against="buzz", worse=worse)
+        monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
+        shown = list(index.rows(tmp_path))
+        assert f"| Table 1 | answers | {verdict} | not measured |" in shown
+        assert "| Table 2 | more | not measured | not measured |" in shown
+        assert "| Figure 1 | the method | a drawing |  |" in shown
+    table = Table("f1", against="h2o", worse=("buzz",))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
+    assert "**refuted** where a test tells: 0 of 1, 1 reversed" in "".join(index.rows(tmp_path))
+    noise = lines(buzz__64={"f1": own}, h2o__64={"f1": own[::-1]})
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
+    assert "cannot be told (1 difference)" in "".join(index.rows(tmp_path))
+    assert index.fill_index("a\n<!-- index -->\nold\n<!-- end -->\n", tmp_path).count("Table 1") == 1
