@@ -167,4 +167,4 @@ def _verdict(names: Sequence[str], model: str, results: Path) -> str:
 def fill_index(text: str, results: Path = RESULTS) -> str:
     """The document with the index between its marks made anew."""
     mark = re.compile(r"(<!-- index -->\n).*?(<!-- end -->)", re.S)
-    return mark.sub(lambda found: f"{found[1]}" + "\n".join(rows(results)) + found[2], text)
+    return mark.sub(lambda found: found[1] + "\n".join(rows(results)) + "\n" + found[2], text)
