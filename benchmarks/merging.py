@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import gguf
 import numpy as np
 from common import add_common, describe, load_tokens, machine, make_parser, note
+from ungroup import ungroup
 
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
@@ -32,7 +32,6 @@ from kvtool.policies.weightedkv import WeightedKV
 from kvtool.policy import Merge, Plan, State, View, protected
 
 BLOCK = 64
-_HEADS = ("head_count", "head_count_kv")
 RIGHT, KEPT, LEFT = range(3)
 OWN, WEIGHT, SUM, POOLED = range(4)
 
@@ -271,29 +270,6 @@ def paired(difference: np.ndarray) -> str:
     n = len(difference) // BLOCK
     error = difference[: n * BLOCK].reshape(n, BLOCK).mean(axis=1).std(ddof=1) / n**0.5
     return f"{difference.mean():+.4f} +- {error:.4f} | {(difference < 0).mean():.0%}"
-
-
-def ungroup(source: Path, target: Path) -> None:
-    """Write a llama in which every query head has its own copy of its KV head: same function, more rows."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    n_head, n_head_kv = (reader.fields[f"llama.attention.{key}"].contents() for key in _HEADS)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        kind, *of = field.types
-        value = n_head if name == f"llama.attention.{_HEADS[1]}" else field.contents()
-        writer.add_key_value(name, value, kind, *of[-1:])
-    for tensor in reader.tensors:
-        data = tensor.data
-        if tensor.name.endswith(("attn_k.weight", "attn_v.weight")):
-            heads = data.reshape(n_head_kv, -1, data.shape[1])
-            data = np.repeat(heads, n_head // n_head_kv, axis=0).reshape(-1, data.shape[1])
-        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _run(args, model: Model, tokens: np.ndarray, name: str) -> tuple[np.ndarray, float]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from common import add_common, load_model, load_tokens, make_parser, note, write_json
-from merging import ungroup
+from ungroup import ungroup
 
 from kvtool.models.resolve import resolve
 

@@ -144,7 +144,7 @@ def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
             n_all = sum(len(list(RUNS[each].commands())) for each in runs)
             n = sum(len(missing(each, results)) for each in runs)
             left = f"{n} of {n_all} commands missing, about {minutes * n // max(n_all, 1)} minutes"
-            yield f"{name} ({tables.MODELS[model]}): {minutes} minutes; {left if n else 'all there'}"
+            yield f"{name} ({tables.NAMES[model]}): {minutes} minutes; {left if n else 'all there'}"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import LARGE, SMALL, Examples, Experiment, Place, Table
+from experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
 from samples import SCORES, Sample
 
 from kvtool.measure import records, statistics
@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "papers" / "records"
 
 MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
-_NAMES = MODELS | {SMALL: "Qwen2.5-Coder-0.5B-Instruct"}
+NAMES = MODELS | {
+    SMALL: "Qwen2.5-Coder-0.5B-Instruct",
+    UNGROUPED: "SmolLM2-135M-Instruct without groups",
+}
 """The names of the models that the papers' experiments run with."""
 
 
@@ -169,7 +172,7 @@ def render(name: str, results: Path = RESULTS) -> str:
     models = models_of(name)
     parts = []
     for model in models:
-        title = [f"**{_NAMES[model]}**"] if len(models) > 1 else []
+        title = [f"**{NAMES[model]}**"] if len(models) > 1 else []
         parts += [*title, *_of_model(experiment, of_model(experiment, model), results)]
     return "\n\n".join(parts)
 

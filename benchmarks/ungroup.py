@@ -1,0 +1,53 @@
+"""Write a llama in which every query head has its own copy of its KV head: the same function, more rows.
+
+    python benchmarks/ungroup.py SmolLM2-135M-Instruct.Q4_1.gguf SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf
+
+The papers' models have no grouped queries.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from common import make_parser
+
+from kvtool.models.resolve import resolve
+
+_HEADS = ("head_count", "head_count_kv")
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("source", help="a name of models.txt or a path")
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    ungroup(resolve(args.source), args.target)
+
+
+def ungroup(source: Path, target: Path) -> None:
+    """Write a llama in which every query head has its own copy of its KV head: same function, more rows."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    n_head, n_head_kv = (reader.fields[f"llama.attention.{key}"].contents() for key in _HEADS)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind, *of = field.types
+        value = n_head if name == f"llama.attention.{_HEADS[1]}" else field.contents()
+        writer.add_key_value(name, value, kind, *of[-1:])
+    for tensor in reader.tensors:
+        data = tensor.data
+        if tensor.name.endswith(("attn_k.weight", "attn_v.weight")):
+            heads = data.reshape(n_head_kv, -1, data.shape[1])
+            data = np.repeat(heads, n_head // n_head_kv, axis=0).reshape(-1, data.shape[1])
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()
