@@ -6,6 +6,7 @@ Run as a module, this is the client: devices are registered for a whole process.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.errors import StreamEnd
 from kvtool.llama.library import library_path
 from kvtool.llama.log import set_verbose
 from kvtool.llama.workers import add_rpc
@@ -28,7 +30,7 @@ import wire  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
-# index, type of the archive, flash attention, type of the cache, how many of the model's layers the worker has
+# index, type of the archive, flash attention, type of the cache, how many layers the worker has
 RUNS = [
     ("keys", "f32", "off", "f32", 99),
     ("q8", "f16", "on", "f16", 99),
@@ -43,8 +45,8 @@ N_ARCHIVE = 100
 def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, **more):
     """What a stream gives, and what goes on from its state in the middle: here, or on a worker."""
     policy = policies.fit("recall", 48, 16, [f"index={index}"])
-    settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type, "archive": N_ARCHIVE}
-    settings |= more
+    settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
+    settings |= {"archive": N_ARCHIVE} | more
     tokens, found = text(N_TOKENS), {}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         archive = engine.context.archive
@@ -53,11 +55,10 @@ def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, **more
         before = meter.read() if meter else ()
         found["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[N_FIRST:])]).tolist()
         if meter:
-            sent, received = (
-                {kind: n - old[kind] for kind, n in new.items()} for new, old in zip(meter.read(), before, strict=True)
-            )
+            sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
             found["sent"], found["received"] = sent["set"], received["get"]
         found["recalled"] = holdings.recalled_last(engine).tolist()
+        found["machines"] = [free > 0 for _, free in archive._machines()]
         found["span"] = [archive.span.start, archive.span.stop]
         found["bytes"] = archive.n_bytes
         found["stored"] = archive.read(archive.span.start + 3, archive.end).tolist()
@@ -76,10 +77,21 @@ def goes_on(path, saved, settings, policy, n_gpu_layers):
         return perplexity.stream(engine, text(N_TOKENS)[N_FIRST:]).tolist()
 
 
+def resized(path, n_gpu_layers):
+    """The log-likelihoods of a stream whose cache changes its size."""
+    nll = []
+    with open_engine(path, policies.fit("recall", 48, 16), n_gpu_layers) as engine:
+        for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 256, 96), strict=True):
+            if n_cell:
+                engine.context.resize(np.full(len(engine.context.layer_cells), n_cell))
+            nll += perplexity.stream(engine, part).tolist()
+    return nll
+
+
 def grown(path):
     """The bytes of an archive on the worker, one after the other."""
     policy = policies.fit("recall", 48, 16)
-    for _ in range(2):
+    for _ in range(6):
         with open_engine(path, policy, 99, archive_type="f32") as engine:
             engine.read(text(60))
             for _ in range(10):
@@ -87,20 +99,49 @@ def grown(path):
             yield engine.context.archive.n_bytes
 
 
-def client(endpoint, path, file):
-    """Prints what the runs give, as JSON; llama.cpp's log goes to stderr."""
+def without_memory(path, pid):
+    """Why a worker cannot archive more, and whether it then has what it had before."""
+    import resource
+
+    with open_engine(path, policies.fit("recall", 48, 16), 99, archive_type="f32") as engine:
+        engine.read(text(60))
+        archive, before = engine.context.archive, []
+        n_page = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+        limits = resource.prlimit(pid, resource.RLIMIT_AS)
+        most = n_page * resource.getpagesize() + 8 * archive.slab_bytes
+        resource.prlimit(pid, resource.RLIMIT_AS, (most, limits[1]))
+        try:
+            while archive.n < 200_000:
+                before[:] = [archive.span, archive.n_bytes]
+                archive.push(np.zeros(100, np.int32), archive.end)
+        except StreamEnd as error:
+            said = str(error)
+        resource.prlimit(pid, resource.RLIMIT_AS, limits)
+        same = before == [archive.span, archive.n_bytes]
+        n_read = len(archive.read(archive.span.start, archive.end))
+        archive.push(np.zeros(100, np.int32), archive.end)
+        return said, same and n_read == len(before[0]) * sum(archive.layer_bytes), archive.n - len(before[0])
+
+
+def client(endpoint, path, file=None, pid=None):
+    """Prints what the runs give, as JSON; llama.cpp's log goes to stderr. Without a file: one run."""
     set_verbose(True)
     meter = wire.Meter(endpoint)
     add_rpc(meter.endpoint)
     results = []
-    for each in RUNS:
+    for each in RUNS if file else RUNS[1:2]:
         sys.stderr.write(f"\nrun {' '.join(map(str, each))}\n")
         found, saved, settings, policy = run(path, *each, meter)
         found["here"] = goes_on(path, saved, settings, policy, 0)
         results.append(found)
-    sys.stderr.write("\nrun others\n")
-    in_file = run(path, *RUNS[0], meter, archive_file=file)[0]
-    print(json.dumps({"results": results, "in_file": in_file, "bytes": list(grown(path))}))
+    printed = {"results": results}
+    if file:
+        sys.stderr.write("\nrun others\n")
+        printed["in_file"] = run(path, *RUNS[0], meter, archive_file=file)[0]
+        printed["resized"] = resized(path, 99)
+        printed["bytes"] = list(grown(path))
+        printed["full"] = without_memory(path, int(pid)) if Path("/proc/self/statm").exists() else None
+    print(json.dumps(printed))
 
 
 class Serving:
@@ -115,13 +156,17 @@ class Serving:
         worker = Worker()
         try:
             self.printed, _ = rpc_server.client(
-                "tests.test_remote_archive", worker.serves().endpoint, str(path), str(file)
+                "tests.test_remote_archive",
+                worker.serves().endpoint,
+                str(path),
+                str(file),
+                str(worker.process.pid),
             )
-            self.peak = self.now = None
+            self.peak = None
             status = Path(f"/proc/{worker.process.pid}/status")
             if status.exists():
                 lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-                self.peak, self.now = (int(lines[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS"))
+                self.peak = int(lines["VmHWM"].split()[0]) * 1024
         finally:
             worker.end()
 
@@ -152,6 +197,8 @@ def test_a_worker_recalls_what_is_recalled_here(both):
 
 def test_a_worker_keeps_the_same_tokens(both):
     there, here = both
+    assert True in there["machines"]
+    assert here["machines"] == [False]
     assert here["span"][1] - here["span"][0] == N_ARCHIVE
     assert there["span"] == here["span"]
     assert there["kept"] == here["kept"]
@@ -182,7 +229,12 @@ def test_no_keys_and_values_go_over_the_wire(remote):
 
 
 def test_an_archive_in_a_file_is_here(remote):
-    assert np.abs(np.subtract(remote.printed["in_file"]["nll"], remote.printed["results"][0]["nll"])).max() < 1e-4
+    in_file, in_memory = remote.printed["in_file"], remote.printed["results"][0]
+    assert np.abs(np.subtract(in_file["nll"], in_memory["nll"])).max() < 1e-4
+
+
+def test_a_cache_that_changes_its_size_is_archived_on(remote, path):
+    assert np.abs(np.subtract(remote.printed["resized"], resized(path, 0))).max() < 1e-4
 
 
 def test_the_memory_of_an_archive_goes_with_its_context(remote):
@@ -190,8 +242,45 @@ def test_the_memory_of_an_archive_goes_with_its_context(remote):
     assert min(n_bytes) > 2**24
     if remote.peak is None:
         pytest.skip("reads the memory of a process as Linux tells it")
-    assert remote.peak - remote.now > 0.8 * n_bytes[0]
-    assert remote.peak < 2 * n_bytes[0] + 2**28
+    assert len(n_bytes) == 6
+    assert remote.peak < 4 * n_bytes[0]
+
+
+def test_a_worker_without_memory_for_more_changes_nothing(remote):
+    if remote.printed["full"] is None:
+        pytest.skip("limits memory as Linux counts it")
+    said, same, n_more = remote.printed["full"]
+    assert re.fullmatch("no memory for [0-9]+ KiB more of the archive, on a worker", said)
+    assert same
+    assert n_more == 100
+
+
+def test_a_device_whose_memory_is_not_its_hosts_recalls_the_same(remote, path):
+    with rpc_server.running() as behind, rpc_server.running(behind) as endpoint:
+        printed, _ = rpc_server.client("tests.test_remote_archive", endpoint, str(path))
+    there, want = printed["results"][0], remote.printed["results"][1]
+    assert there["machines"] == [True]
+    for what in ("nll", "recalled", "stored", "again"):
+        assert there[what] == want[what]
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("llama_kvtool_recalling(None)", "dev must not be null"),
+        ("llama_kvtool_use_archive(None, None)", "dev and archive must not be null"),
+    ],
+)
+def test_a_device_that_is_none_is_refused(call, line):
+    # in a process of its own, as it would be one of a worker's
+    code = (
+        "import ctypes; from kvtool.llama.library import bind, error_text, lib; pointer = ctypes.c_void_p;"
+        "bind('llama_kvtool_recalling', pointer, pointer);"
+        "bind('llama_kvtool_use_archive', ctypes.c_int32, pointer, pointer);"
+        f"assert lib.{call} in (None, -1); print(error_text())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{line}\n"
 
 
 if __name__ == "__main__":

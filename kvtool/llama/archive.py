@@ -35,8 +35,8 @@ class Archive:
     """The archive of a patched llama.cpp's context: tokens by their positions in the stream, without gaps.
 
     It takes memory in slabs: slab i has room for tokens i * n .. (i + 1) * n - 1 of the stream in all layers.
-    They are in host memory, or in a file that has no name: its space is free again when the process ends. What
-    layers on a worker have archived is in the worker's memory, but for a file, which is here.
+    They are in host memory, or in a file that has no name: its space is free again when the process ends.
+    Without a file, what layers on a worker have archived is in the worker's memory.
 
     Parameters
     ----------
@@ -92,8 +92,8 @@ class Archive:
         if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
             raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
         if n_max is None:
-            n_slab = min(map(self._half_of, self._machines())) if max_bytes is None else max_bytes // self.slab_bytes
-            n_max = self._tokens_in(n_slab)
+            n_half = min(map(self._half_of, self._machines()))
+            n_max = self._tokens_in(n_half if max_bytes is None else max_bytes // self.slab_bytes)
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
