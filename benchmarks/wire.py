@@ -263,7 +263,7 @@ def show(rows: list[dict]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_common(parser)
-    parser.add_argument("--policies", default="streamingllm,h2o,buzz,weightedkv,bumblebee")
+    parser.add_argument("--policies", default="streamingllm,h2o,buzz,weightedkv,bumblebee,recall")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--evict-every", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="tokens that are counted")

@@ -1,8 +1,9 @@
 """ggml's own RPC server on loopback, from the library that kvtool loads: a device whose memory is not ours.
 
-    python tests/rpc_server.py PORT
+    python tests/rpc_server.py PORT [ENDPOINT]
 
-Ends by itself after TIME_LIMIT seconds.
+With ENDPOINT it is one as `kvtool worker` starts it, of the device that is served there: a device whose
+memory is not that of the worker's host, such as a GPU. Ends by itself after TIME_LIMIT seconds.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ def serve(port):
     start(f"127.0.0.1:{port}".encode(), None, 1, 1, (pointer * 1)(device))
 
 
+def pass_on(port, endpoint):
+    """Serves the device of another server, until the process ends."""
+    from kvtool.llama.workers import add_rpc, server
+
+    add_rpc(endpoint)
+    signal.alarm(TIME_LIMIT)
+    server(f"127.0.0.1:{port}", 1)()
+
+
 class Endpoint(str):
     """ "127.0.0.1:port"; process: the one that serves it."""
 
@@ -53,13 +63,16 @@ class Endpoint(str):
 
 
 @contextmanager
-def running():
-    """The Endpoint of a server in a process of its own, which ends with the block."""
+def running(*behind):
+    """The Endpoint of a server in a process of its own, which ends with the block.
+
+    behind: the endpoint whose device it serves, if not the CPU.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = subprocess.Popen(
-        [sys.executable, __file__, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, __file__, str(port), *behind], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         _wait(server, port)
@@ -101,4 +114,4 @@ def _wait(server, port):
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    (pass_on if sys.argv[2:] else serve)(int(sys.argv[1]), *sys.argv[2:])

@@ -35,10 +35,10 @@ def check_recalls(names: Sequence[str], typed: Collection[str]) -> None:
         )
 
 
-def archive_of(text: str, file: str | None = None) -> dict[str, int]:
+def archive_of(text: str, file: str | None = None, rpc: str | None = None) -> dict[str, int]:
     """The settings that --archive stands for: "20000" tokens, or "2GiB". Raises UsageError.
 
-    file: what --archive-file says, checked already.
+    file, rpc: what --archive-file and --rpc say, checked already.
     """
     from kvtool.system.files import free_disk_bytes
     from kvtool.system.memory import total_bytes
@@ -56,6 +56,9 @@ def archive_of(text: str, file: str | None = None) -> dict[str, int]:
     if not is_bytes:
         # a cap, which the stream may never reach
         return {"archive": n}
+    if file is None and rpc is not None:
+        # other machines have some of it
+        return {"archive_bytes": n}
     most, what = total_bytes(), "this machine's memory"
     if file is not None:
         most, what = free_disk_bytes(file), f"the disk of {file} has free"

@@ -152,7 +152,7 @@ def compare(
             raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
     check_archive_type(archive_type)
     check_archive_file(archive_file)
-    archived = {} if archive is None else archive_of(archive, archive_file)
+    archived = {} if archive is None else archive_of(archive, archive_file, rpc)
     if not type_texts:
         raise UsageError("--types names no cache type")
     if names:

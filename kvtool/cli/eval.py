@@ -279,7 +279,7 @@ def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
         "type_v": wanted.type_v,
         "flash": wanted.flash,
         "gpu_layers": wanted.gpu_layers,
-        "archive": archive_of(wanted.archive, wanted.archive_file)
+        "archive": archive_of(wanted.archive, wanted.archive_file, wanted.rpc)
         if recalls and wanted.archive is not None
         else None,
         "archive_type": wanted.archive_type if recalls else None,

@@ -253,8 +253,8 @@ ArchiveFile = Annotated[
     typer.Option(
         "--archive-file",
         metavar="PATH",
-        help="With --policy recall: keep the archive in a new file, not in host memory. The file loses its "
-        "name at once, and its space is free again when kvtool ends.",
+        help="With --policy recall: keep the archive in a new file on this machine, not in host memory. "
+        "The file loses its name at once, and its space is free again when kvtool ends.",
         show_default="host memory",
         rich_help_panel=ARCHIVES,
     ),

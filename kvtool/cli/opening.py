@@ -209,7 +209,7 @@ def checked_model(wanted: EngineOptions) -> tuple[Path, ModelInfo]:
     policies.parse_options(policy, wanted.options or [])
     check_archive_file(wanted.archive_file)
     if wanted.archive is not None:
-        archive_of(wanted.archive, wanted.archive_file)
+        archive_of(wanted.archive, wanted.archive_file, wanted.rpc)
     check_recalls([wanted.policy], wanted.typed)
     workers_of(wanted.rpc, wanted.gpu_layers)
     path, info = resolved(wanted.model)
@@ -362,5 +362,5 @@ def settings_of(
         archive_type=wanted.archive_type,
         flash=wanted.flash,
         n_threads=wanted.threads,
-        **(archive_of(wanted.archive, wanted.archive_file) if wanted.archive is not None else {}),
+        **(archive_of(wanted.archive, wanted.archive_file, wanted.rpc) if wanted.archive is not None else {}),
     )

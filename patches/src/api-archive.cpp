@@ -33,7 +33,7 @@ int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
         return fail("the archive has memory already, or a file");
     }
     return guarded([&]() -> int32_t {
-        kvtool->archive.open(path);
+        kvtool->archive.open(*kvtool, *ctx, path);
         return 0;
     });
 }
@@ -43,23 +43,23 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
     if (!kvtool) {
         return -1;
     }
-    const auto & archive = kvtool->archive;
+    const auto & all = kvtool->archive;
 
     const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
     if (n_cell < 0 || (n_cell > 0 && !cells) || std::any_of(cells, cells + n_cell, [&](int32_t c) { return c < 0 || c >= n; })) {
         return fail(format("cells must not be null, and all in 0..%d", n - 1));
     }
-    if (archive.size() > 0 && pos_0 != archive.end()) {
-        return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) archive.end(), (long long) pos_0));
+    if (all.size() > 0 && pos_0 != all.end()) {
+        return fail(format("pos_0 must be %lld, which comes next, got %lld", (long long) all.end(), (long long) pos_0));
     }
-    if (pos_0 < 0 || pos_0 > archive.most - n_cell) {
-        return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive.most - n_cell, (long long) pos_0));
+    if (pos_0 < 0 || pos_0 > archive::most - n_cell) {
+        return fail(format("pos_0 must be in 0..%lld, got %lld", (long long) archive::most - n_cell, (long long) pos_0));
     }
     if (n_max < 1) {
         return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
     }
     return guarded([&]() -> int32_t {
-        const bool first = archive.size() == 0;
+        const bool first = all.size() == 0;
         kvtool->archive.push(*kvtool, *ctx, cells, n_cell, pos_0, n_max);
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
@@ -98,9 +98,6 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
                 llama_kvtool::forget_graphs(*ctx, true);
             }
             kvtool->archive.clear();
-            for (auto & l : kvtool->recalled) {
-                std::fill(l.chosen.begin(), l.chosen.end(), -1);
-            }
         }
         kvtool->fill_recalled(*llama_kvtool::cache(*ctx));
         return 0;
@@ -116,15 +113,22 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     if (layer < 0 || layer >= n_layer) {
         return fail(format("layer must be in 0..%d, got %d", n_layer - 1, layer));
     }
-    const auto & l = kvtool->archive[layer];
+    const auto span = kvtool->archive.span(layer);
 
-    const int64_t least = out ? l.begin() : 0;
-    const int64_t most  = out ? l.end()   : archive::most;
+    const int64_t least = out ? span.first  : 0;
+    const int64_t most  = out ? span.second : archive::most;
     if (begin < least || begin > end || end > most) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
                 (long long) least, (long long) most, (long long) begin, (long long) end));
     }
-    return guarded([&]() -> int64_t { return in ? kvtool->archive.set(layer, in, begin, end) : l.copy(out, nullptr, begin, end); });
+    return guarded([&]() -> int64_t {
+        if (in) {
+            kvtool->archive.set(layer, in, begin, end);
+        } else if (out) {
+            kvtool->archive.get(layer, out, begin, end);
+        }
+        return (end - begin)*kvtool->archive.token_bytes(layer);
+    });
 }
 
 int64_t llama_kvtool_get_archive(llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end) {
@@ -179,8 +183,22 @@ int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) 
     return kvtool->archive.slab_bytes();
 }
 
+int32_t llama_kvtool_archive_machines(const llama_context * ctx, int64_t * out, int32_t n) {
+    const auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const auto slabs = kvtool->archive.slab_bytes_by_part();
+    const auto free  = kvtool->archive.free_bytes_by_part();
+    for (int32_t i = 0; out && i < n && i < (int32_t) slabs.size(); ++i) {
+        out[2*i]     = slabs[i];
+        out[2*i + 1] = free[i];
+    }
+    return slabs.size();
+}
+
 int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall) {
-    const auto * kvtool = with_archive(ctx);
+    auto * kvtool = with_archive(ctx);
     if (!kvtool) {
         return -1;
     }
@@ -188,10 +206,13 @@ int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row,
         return fail(format("out must not be null, n_row must be %d and n_recall %d, got %d and %d",
                 kvtool->n_row, kvtool->params.n_recall, n_row, n_recall));
     }
-    for (const auto & l : kvtool->recalled) {
-        out = std::copy(l.chosen.begin(), l.chosen.end(), out);
-    }
-    return 0;
+    return guarded([&]() -> int32_t {
+        for (size_t i = 0; i < kvtool->layers.size(); ++i) {
+            const auto chosen = kvtool->archive.chosen(i);
+            out = std::copy_n(chosen.begin(), kvtool->layers[i].n_head*n_recall, out);
+        }
+        return 0;
+    });
 }
 
 int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {

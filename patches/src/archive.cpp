@@ -1,12 +1,8 @@
 #include "archive.h"
 
 #include "convert.h"
-#include "state.h"
 
-#include "llama-context.h"
-#include "llama-impl.h"
-#include "llama-kv-cache.h"
-#include "llama-model.h"
+#include "ggml-backend.h"
 
 #include <algorithm>
 #include <cstring>
@@ -96,44 +92,29 @@ void archived_layer::set_index(int head, int64_t i, const float * key) {
 // all layers
 //
 
-void archive::make(const llama_kvtool & kvtool, const llama_context & lctx) {
-    const auto & params = kvtool.params;
-
-    const int n_map = llama_kvtool::key_map(*llama_kvtool::cache(lctx));
-
-    n_near = params.n_near;
+void archive::make(const archive_params & params, const std::vector<archive_shape> & shapes) {
+    n_near  = params.n_near;
+    v_trans = params.v_trans != 0;
 
     layers.clear();
     rope  .clear();
 
     size_t at = 0;
-    for (const auto & l : kvtool.layers) {
-        layers.emplace_back(memory, at, l.n_head, l.n_embd_k, l.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
-        rope  .emplace_back(l, l.rope.is_mapped ? n_map : 0, 2*n_near);
+    for (const auto & s : shapes) {
+        layers.emplace_back(memory, at, s.n_head, s.n_embd_k, s.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
+        rope  .emplace_back(s.turns, s.n_embd_k, 2*n_near);
 
         at = layers.back().slab_end();
     }
     memory.make(at);
 }
 
-void archive::push(
-        const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
-    if (n_cell == 0) {
-        return;
-    }
-    lctx.synchronize();
-
-    std::vector<uint8_t> raw;
-    std::vector<float>   k;
-    std::vector<float>   v;
-    std::vector<float>   tmp;
-
+void archive::start(const leaving & some) {
     frames.reserve(frames.size() + 1);
 
-    const int64_t end   = pos_0 + n_cell;
-    const int64_t first = std::max(size() > 0 ? begin() : pos_0, end - n_max);
+    const int64_t first = first_of(some);
 
-    memory.fit(first, end);
+    memory.fit(first, some.end());
 
     if (size() == 0) {
         // another stream, whose tokens may be before those that were here
@@ -141,41 +122,50 @@ void archive::push(
         far = first;
     }
     forget(first);
+}
 
-    for (size_t i = 0; i < layers.size(); ++i) {
-        const auto & l = kvtool.layers[i];
+void archive::put(size_t layer, const ggml_tensor * k, const ggml_tensor * v, const leaving & some) {
+    auto & l = layers[layer];
 
-        const int64_t n_embd_k = l.k->ne[0];
-        const int64_t n_embd_v = l.v ? l.v->ne[0] : 0;
+    const int64_t n_embd_k = l.n_head*l.n_embd_k;
+    const int64_t n_embd_v = l.n_head*l.n_embd_v;
 
-        k.resize(n_embd_k);
-        v.resize(n_embd_v);
+    std::vector<uint8_t> raw;
+    std::vector<float>   key  (n_embd_k);
+    std::vector<float>   value(n_embd_v);
+    std::vector<float>   tmp;
 
-        // what is to be forgotten at once is not stored
-        for (int32_t c = std::max<int64_t>(0, first - pos_0); c < n_cell; ++c) {
-            raw.resize(l.k->nb[1]);
-            ggml_backend_tensor_get(l.k, raw.data(), cells[c]*l.k->nb[1], l.k->nb[1]);
-            to_float(l.k->type, raw.data(), k.data(), n_embd_k);
+    // what is to be forgotten at once is not stored
+    for (int32_t c = std::max<int64_t>(0, first_of(some) - some.pos_0); c < some.n_cell; ++c) {
+        const size_t cell = some.cells[c];
 
-            if (l.v) {
-                raw.resize(l.v->nb[1]);
-                if (kvtool.v_trans) {
-                    const size_t one = ggml_type_size(l.v->type);
-                    ggml_backend_tensor_get_2d(l.v, raw.data(), cells[c]*one, one, n_embd_v, one*l.n_cell, one);
-                } else {
-                    ggml_backend_tensor_get(l.v, raw.data(), cells[c]*l.v->nb[1], l.v->nb[1]);
-                }
-                to_float(l.v->type, raw.data(), v.data(), n_embd_v);
+        raw.resize(k->nb[1]);
+        ggml_backend_tensor_get(k, raw.data(), cell*k->nb[1], k->nb[1]);
+        to_float(k->type, raw.data(), key.data(), n_embd_k);
+
+        if (v) {
+            raw.resize(v->nb[1]);
+            if (v_trans) {
+                const size_t one = ggml_type_size(v->type);
+                ggml_backend_tensor_get_2d(v, raw.data(), cell*one, one, n_embd_v, one*k->ne[1], one);
+            } else {
+                ggml_backend_tensor_get(v, raw.data(), cell*v->nb[1], v->nb[1]);
             }
-
-            layers[i].put(pos_0 + c, k.data(), v.data(), tmp);
+            to_float(v->type, raw.data(), value.data(), n_embd_v);
         }
+
+        l.put(some.pos_0 + c, key.data(), value.data(), tmp);
     }
+}
+
+void archive::finish(const leaving & some) {
+    const int64_t first = first_of(some);
+
     for (auto & l : layers) {
-        l.set_span(first, end);
+        l.set_span(first, some.end());
     }
 
-    move_far(llama_kvtool::cache(lctx)->seq_pos_max(0) + 1 + base() - n_near);
+    move_far(some.next + base() - n_near);
 }
 
 void archive::set_base(int64_t base) {
@@ -247,7 +237,7 @@ void archive::clear() {
     frames.clear();
 }
 
-size_t archive::set(size_t layer, const uint8_t * in, int64_t begin, int64_t end) {
+void archive::expect(int64_t begin, int64_t end) {
     memory.fit(begin, end);
 
     for (auto & l : layers) {
@@ -258,9 +248,11 @@ size_t archive::set(size_t layer, const uint8_t * in, int64_t begin, int64_t end
             far = begin;
         }
     }
-    layers[layer].set_span(begin, end);
+}
 
-    return layers[layer].copy(nullptr, in, begin, end);
+void archive::fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end) {
+    layers[layer].set_span(begin, end);
+    layers[layer].copy(nullptr, in, i, i + n);
 }
 
 std::vector<int64_t> archive::table() const {

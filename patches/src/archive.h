@@ -9,12 +9,10 @@
 
 #include "ggml.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
-
-struct llama_context;
-struct llama_kvtool;
 
 namespace kvtool {
 
@@ -23,6 +21,40 @@ namespace kvtool {
 struct frame {
     int64_t first; // the position of its first token
     int64_t base;
+};
+
+// what the layers of an archive have in common
+struct archive_params {
+    int32_t n_recall;
+    int32_t n_near;
+    int32_t n_bit;
+    int32_t type_k;
+    int32_t type_v;
+    int32_t v_trans;
+};
+
+// one of them
+struct archive_shape {
+    int32_t n_head;
+    int32_t n_embd_k; // of a head
+    int32_t n_embd_v;
+
+    rotation turns;
+};
+
+// tokens that leave the cache
+struct leaving {
+    const int32_t * cells;
+
+    int32_t n_cell;
+    int64_t pos_0; // of the first of them
+    int64_t n_max; // tokens that stay in the archive: the newest
+    int64_t next;  // what the next token of the cache will be rotated to
+
+    int64_t end() const { return pos_0 + n_cell; }
+
+    // the oldest token that an archive has with these, which has tokens begin .. end - 1 now
+    int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
 // The archived tokens of one layer, by their positions in the stream, which have no gaps.
@@ -96,17 +128,20 @@ private:
 
 class archive {
 public:
-    // as many layers as the cache has, all empty
-    void make(const llama_kvtool & kvtool, const llama_context & lctx);
+    // layers of these shapes, all empty
+    void make(const archive_params & params, const std::vector<archive_shape> & shapes);
 
     // from now on it lies in a new file at that path; nothing may be archived yet. Throws where that cannot be.
     void open(const std::string & path) { memory.open(path); }
 
     bool has_file() const { return memory.has_file(); }
 
-    // Copies these cells of all rows, the first of which has position pos_0, and keeps the newest n_max tokens; the cache
-    // stays as it is. Throws no_room, and nothing has changed then.
-    void push(const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
+    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` copies
+    // a layer's cells out of its cache; `finish` ends it.
+    void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
+    void start  (const leaving & some);
+    void put    (size_t layer, const ggml_tensor * k, const ggml_tensor * v, const leaving & some);
+    void finish (const leaving & some);
 
     // keys in the cache are rotated to their positions less base
     void set_base(int64_t base);
@@ -119,8 +154,11 @@ public:
 
     void clear();
 
-    // see llama_kvtool_set_archive; a layer with other tokens forgets them. Throws no_room, and nothing has changed then.
-    size_t set(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
+    // Layers with other tokens than begin .. end - 1 forget them. Throws no_room, and nothing has changed then.
+    void expect(int64_t begin, int64_t end);
+
+    // a layer's tokens are begin .. end - 1; some of them, from i on, as `copy` gave them
+    void fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end);
 
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
     std::vector<int64_t> table() const;
@@ -132,6 +170,8 @@ public:
 
     int64_t bytes()      const { return memory.bytes(); }
     int64_t slab_bytes() const { return memory.slab_bytes(); }
+
+    size_t n_layer() const { return layers.size(); }
 
     const archived_layer & operator[](size_t i) const { return layers[i]; }
 
@@ -156,7 +196,11 @@ private:
     std::vector<archived_layer> layers;
     std::vector<turns>          rope;
 
+    bool v_trans = false;
+
     int64_t far = 0;
+
+    int64_t first_of(const leaving & some) const { return some.first(begin(), end()); }
 
     void move_far(int64_t end);
 

@@ -40,7 +40,7 @@ static void get_limited_memory(ggml_backend_dev_t dev, size_t * free, size_t * t
 
 static std::mutex                                       g_spares_mutex;
 static std::map<ggml_backend_dev_t, spare_devices>      g_spares;   // a client's: of each of a worker's devices
-static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_spare_of; // a worker's: the device that each spare repeats
+static std::map<ggml_backend_dev_t, ggml_backend_dev_t> g_archives; // a client's: for the archives of each
 
 bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     std::lock_guard<std::mutex> lock(g_spares_mutex);
@@ -54,25 +54,61 @@ bool find_spares(ggml_backend_dev_t dev, spare_devices & spares) {
     return true;
 }
 
-static ggml_backend_dev_t spare_of(ggml_backend_dev_t spare) {
+ggml_backend_dev_t archive_spare(ggml_backend_dev_t dev) {
     std::lock_guard<std::mutex> lock(g_spares_mutex);
-    return g_spare_of.at(spare);
+
+    const auto it = g_archives.find(dev);
+    return it == g_archives.end() ? nullptr : it->second;
 }
 
 // llama.cpp takes the host's memory for a device that reports none at all
-static void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
+void get_spare_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     *free  = 0;
     *total = LLAMA_KVTOOL_SPARE_BYTES;
 }
 
-static ggml_backend_t init_spare(ggml_backend_dev_t spare, const char * params) {
-    ggml_backend_dev_t dev = spare_of(spare);
+//
+// changed devices
+//
+
+struct change {
+    ggml_backend_dev_t dev;
+    void (*make)(ggml_backend_t);
+};
+
+static std::mutex                           g_changes_mutex;
+static std::map<ggml_backend_dev_t, change> g_changes;
+
+static change change_of(ggml_backend_dev_t own) {
+    std::lock_guard<std::mutex> lock(g_changes_mutex);
+    return g_changes.at(own);
+}
+
+static void get_own_memory(ggml_backend_dev_t own, size_t * free, size_t * total) {
+    ggml_backend_dev_memory(change_of(own).dev, free, total);
+}
+
+static ggml_backend_t init_changed(ggml_backend_dev_t own, const char * params) {
+    const auto [dev, make] = change_of(own);
 
     ggml_backend_t res = dev->iface.init_backend(dev, params);
     if (res) {
         // a server asks this device for its memory
-        res->device = spare;
+        res->device = own;
+        make(res);
     }
+    return res;
+}
+
+ggml_backend_dev_t changed_device(ggml_backend_dev_t dev, void (*make)(ggml_backend_t)) {
+    auto * res = new ggml_backend_device(*dev);
+
+    res->iface.init_backend = init_changed;
+    res->iface.get_memory   = get_own_memory;
+
+    std::lock_guard<std::mutex> lock(g_changes_mutex);
+    g_changes[res] = { dev, make };
+
     return res;
 }
 
@@ -102,14 +138,8 @@ ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev) {
         fail("dev must not be null");
         return nullptr;
     }
-    // it lives as long as the process, as all devices do
-    auto * res = new ggml_backend_device(*dev);
-
-    res->iface.get_memory   = get_spare_memory;
-    res->iface.init_backend = init_spare;
-
-    std::lock_guard<std::mutex> lock(g_spares_mutex);
-    g_spare_of[res] = dev;
+    ggml_backend_dev_t res = changed_device(dev, [](ggml_backend_t) {});
+    res->iface.get_memory = get_spare_memory;
 
     return res;
 }
@@ -121,6 +151,17 @@ int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits
     return guarded([&]() -> int32_t {
         std::lock_guard<std::mutex> lock(g_spares_mutex);
         g_spares[dev] = { edits, keys };
+        return 0;
+    });
+}
+
+int32_t llama_kvtool_use_archive(ggml_backend_dev_t dev, ggml_backend_dev_t archive) {
+    if (!dev || !archive) {
+        return fail("dev and archive must not be null");
+    }
+    return guarded([&]() -> int32_t {
+        std::lock_guard<std::mutex> lock(g_spares_mutex);
+        g_archives[dev] = archive;
         return 0;
     });
 }

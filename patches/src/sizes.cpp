@@ -163,6 +163,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
     }
 
     graphs.clear();
+    archive.forget_caches();
 
     auto & theirs = kv.layers[kv.map_layer_ids.at(l.il)];
 

@@ -176,10 +176,13 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     }
 
     if (params.n_recall > 0) {
-        res->archive.make(*res, lctx);
-        for (size_t i = 0; i < res->layers.size(); ++i) {
-            const size_t n = (size_t) res->layers[i].n_head*params.n_recall;
-            res->recalled.push_back({ res.get(), i, 0.0f, std::vector<int64_t>(n, -1) });
+        try {
+            res->archive.make(*res, lctx, false);
+        } catch (...) {
+            lctx.kvtool.reset();
+            lctx.cparams.kvtool     = nullptr;
+            lctx.sched_need_reserve = true;
+            throw;
         }
     }
 

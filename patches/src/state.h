@@ -2,8 +2,7 @@
 
 #pragma once
 
-#include "archive.h"
-#include "choice.h"
+#include "archives.h"
 #include "graphs.h"
 #include "layer.h"
 #include "llama-kvtool.h"
@@ -21,20 +20,6 @@ struct llama_context;
 struct llama_hparams;
 struct llama_memory_i;
 struct llama_model;
-
-namespace kvtool {
-
-// what recall of one layer reads while a graph is computed
-struct recalled_layer {
-    llama_kvtool * kvtool;
-    size_t         i;
-
-    float scale; // of the products of keys and queries, in the graph that was made last
-
-    std::vector<int64_t> chosen; // [n_head][n_recall]: the positions that the last step recalled, the oldest first; then -1
-};
-
-} // namespace kvtool
 
 struct llama_kvtool {
     llama_kvtool_params params;
@@ -64,11 +49,8 @@ struct llama_kvtool {
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
     kvtool::graphs  graphs;
-    kvtool::archive archive;
+    kvtool::archives archive;
     kvtool::places  places; // with ALiBi alone
-
-    std::vector<kvtool::recalled_layer> recalled; // one a layer
-    kvtool::choice_work                 work;
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 

@@ -134,32 +134,31 @@ void store::open(const std::string & path) {
     file = std::make_unique<slab_file>(path, size);
 }
 
+void store::reserve(int64_t begin, int64_t end) {
+    const int64_t n = n_slab(begin, end);
+
+    spares.reserve(std::max<int64_t>(spares.size() + slabs.size(), n));
+    while ((int64_t) (slabs.size() + spares.size()) < n) {
+        spares.push_back(take());
+    }
+}
+
 void store::fit(int64_t begin, int64_t end) {
     const int64_t n_old = slabs.size();
     const int64_t from  = begin/n_block;
-    const int64_t n     = begin < end ? (end - 1)/n_block - from + 1 : 0;
+    const int64_t n     = n_slab(begin, end);
 
     if (from == first && n == n_old) {
         return;
     }
 
-    // those that stay
-    const int64_t stay_0 = std::min(std::max(from, first), from + n);
-    const int64_t stay_1 = std::max(std::min(from + n, first + n_old), stay_0);
-
-    const int64_t n_new   = n - (stay_1 - stay_0);
-    const int64_t n_spare = spares.size() + n_old - (stay_1 - stay_0);
-
     std::vector<uint8_t *> fitting(n);
 
-    spares.reserve(std::max(n_spare, n_new));
-    for (int64_t i = n_spare; i < n_new; ++i) {
-        spares.push_back(take());
-    }
+    reserve(begin, end);
 
     // nothing fails from here on
     for (int64_t i = first; i < first + n_old; ++i) {
-        if (i >= stay_0 && i < stay_1) {
+        if (i >= from && i < from + n) {
             fitting[i - from] = slabs[i - first];
         } else {
             spares.push_back(slabs[i - first]);

@@ -42,6 +42,9 @@ class store {
 public:
     static constexpr int n_block = 256;
 
+    // how many slabs these tokens lie in
+    static int64_t n_slab(int64_t begin, int64_t end) { return begin < end ? (end - 1)/n_block - begin/n_block + 1 : 0; }
+
     store() = default;
     ~store();
 
@@ -58,6 +61,9 @@ public:
     // Has slabs for the tokens begin .. end - 1. Those that have been there stay as they are; others are used again. Throws
     // no_room where there is no memory, and then all is as it was.
     void fit(int64_t begin, int64_t end);
+
+    // takes the memory that `fit` will need. Throws no_room.
+    void reserve(int64_t begin, int64_t end);
 
     // gives back what is not in use, but for what lies in a file
     void trim();

@@ -9,8 +9,25 @@
 
 namespace kvtool {
 
-turns::turns(const layer & l, int n_map, int n_most) : n_map(n_map), n_embd(l.n_embd_k) {
-    const auto & rope = l.rope;
+rotation::rotation(const layer & l, int n_map) : rope(l.rope), n_map(l.rope.is_mapped ? n_map : 0) {
+    const auto numbers = [](const ggml_tensor * t, int64_t n) {
+        std::vector<float> res(t ? n : 0);
+        if (t) {
+            ggml_backend_tensor_get(t, res.data(), 0, n*sizeof(float));
+        }
+        return res;
+    };
+
+    if (rope.is_rotary()) {
+        factors = numbers(rope.factors, rope.n_dims/2);
+        scale   = numbers(rope.scale, l.n_embd_k);
+    }
+    rope.factors = nullptr;
+    rope.scale   = nullptr;
+}
+
+turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n_embd(n_embd), scale(r.scale) {
+    const auto & rope = r.rope;
 
     if (!rope.is_rotary()) {
         return;
@@ -20,24 +37,15 @@ turns::turns(const layer & l, int n_map, int n_most) : n_map(n_map), n_embd(l.n_
     first   = rope.first;
     n_pair  = rope.n_dims/2;
 
-    std::vector<float> factors(n_pair, 1.0f);
-    if (rope.factors) {
-        ggml_backend_tensor_get(rope.factors, factors.data(), 0, n_pair*sizeof(float));
-    }
-
-    if (rope.scale) {
-        scale.resize(n_embd);
-        ggml_backend_tensor_get(rope.scale, scale.data(), 0, n_embd*sizeof(float));
-        for (const float x : scale) {
-            unscale.push_back(1.0f/x);
-        }
+    for (const float x : scale) {
+        unscale.push_back(1.0f/x);
     }
 
     float range[2];
     ggml_rope_yarn_corr_dims(2*n_pair, rope.n_ctx_orig, rope.freq_base, rope.beta_fast, rope.beta_slow, range);
 
     for (int i = 0; i < n_pair; ++i) {
-        const double own  = pow(rope.freq_base, -i/(double) n_pair)/factors[i];
+        const double own  = pow(rope.freq_base, -i/(double) n_pair)/(r.factors.empty() ? 1.0f : r.factors[i]);
         const double ramp = 1.0 - std::min(1.0, std::max(0.0, (i - range[0])/(double) std::max(0.001f, range[1] - range[0])));
         const double mix  = ramp*rope.ext_factor;
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "rope.h"
+
 #include <cstdint>
 #include <vector>
 
@@ -9,13 +11,27 @@ namespace kvtool {
 
 struct layer;
 
+// how a layer's keys are rotated, in numbers alone: nothing of it lies in a model
+struct rotation {
+    rotation() = default;
+
+    // n_map: the size of the map that quantized keys are stored under
+    rotation(const layer & l, int n_map);
+
+    kvtool::rope rope; // its tensors are null
+
+    int n_map = 0; // 0: there is no map
+
+    std::vector<float> factors; // what the rope's tensors hold
+    std::vector<float> scale;
+};
+
 class turns {
 public:
     turns() = default;
 
-    // the rotation of a layer's keys, for turns by less than n_most positions either way; n_map: the size of the map that
-    // quantized keys are stored under, 0 without one
-    turns(const layer & l, int n_map, int n_most);
+    // the rotation of keys of n_embd numbers, for turns by less than n_most positions either way
+    turns(const rotation & r, int64_t n_embd, int n_most);
 
     // rotates a key by delta positions
     void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }

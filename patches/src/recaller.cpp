@@ -1,0 +1,172 @@
+#include "recaller.h"
+
+#include "convert.h"
+
+#include "llama-graph.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtool {
+
+// how chosen tokens are given to the cache
+template <typename T>
+struct gathering {
+    const archived_layer & l;
+    const turns          & rope;
+
+    const int  k;
+    const bool v_trans;
+
+    T * to_k; // [k][n_head][n_embd_k]
+    T * to_v; // [k][n_head][n_embd_v], or [n_head][n_embd_v][k]
+
+    std::vector<float> key    = {};
+    std::vector<T>     values = {}; // of n_side tokens
+
+    static void from(ggml_type type, const uint8_t * x, ggml_fp16_t * y, int64_t n) { to_half(type, x, y, n); }
+    static void from(ggml_type type, const uint8_t * x, float       * y, int64_t n) { to_float(type, x, y, n); }
+
+    static void from(const float * x, ggml_fp16_t * y, int64_t n) { to_half(x, y, n); }
+    static void from(const float * x, float       * y, int64_t n) { std::copy_n(x, n, y); }
+
+    // a head's; zeros where there are less than k
+    void copy(int head, const choice & one, const std::vector<int64_t> & chosen, int64_t rot) {
+        const int n = chosen.size();
+
+        key.resize(l.n_embd_k);
+        for (int i = 0; i < k; ++i) {
+            T * to = to_k + ((size_t) i*l.n_head + head)*l.n_embd_k;
+            const int64_t delta = i < n ? one.turn_of(chosen[i], rot) : 0;
+            if (i >= n) {
+                std::fill_n(to, l.n_embd_k, T {});
+            } else if (delta == 0) {
+                from(l.type_k, l.raw_key(head, chosen[i]), to, l.n_embd_k);
+            } else {
+                l.keys(head, chosen[i], 1, key.data());
+                rope.turn(key.data(), delta);
+                from(key.data(), to, l.n_embd_k);
+            }
+        }
+
+        values.resize(n_side*l.n_embd_v);
+        for (int i = 0; i < k; ++i) {
+            T * to = v_trans ? values.data() + i % n_side*l.n_embd_v : to_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
+            if (i < n) {
+                from(l.type_v, l.raw_value(head, chosen[i]), to, l.n_embd_v);
+            } else {
+                std::fill_n(to, l.n_embd_v, T {});
+            }
+            if (v_trans && l.n_embd_v > 0 && (i % n_side == n_side - 1 || i == k - 1)) {
+                const int first = i - i % n_side;
+                for (int64_t e = 0; e < l.n_embd_v; ++e) {
+                    for (int j = first; j <= i; ++j) {
+                        to_v[(head*l.n_embd_v + e)*k + j] = values[j % n_side*l.n_embd_v + e];
+                    }
+                }
+            }
+        }
+    }
+};
+
+template <typename T>
+static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & layer = *(recalled_layer *) userdata;
+
+    auto & tokens = layer.all->tokens;
+    auto & work   = layer.all->work;
+
+    const auto & l = tokens[layer.i];
+
+    const ggml_tensor * q = dst->src[0];
+
+    const int64_t rot = *(const int32_t *) dst->src[1]->data;
+
+    const auto * most = (const float *) dst->src[2]->data;
+    const auto * prob = (const float *) dst->src[3]->data;
+
+    const int k     = layer.all->params.n_recall;
+    const int n_gqa = q->ne[1]/l.n_head;
+
+    T * to_k = (T *) dst->data;
+    T * to_v = to_k + (size_t) k*l.n_head*l.n_embd_k;
+
+    choice       one(tokens, layer.i, rot, work, ith, nth);
+    gathering<T> all { l, tokens.turns_of(layer.i), k, layer.all->params.v_trans != 0, to_k, to_v };
+
+    if (tokens.size() > k) {
+        if (ith == 0) {
+            one.make_room(n_gqa*q->ne[2]);
+        }
+        work.meet(nth);
+
+        std::vector<float> queries;
+        std::vector<float> live;
+
+        for (int head = 0; head < l.n_head; ++head) {
+            queries.clear();
+            live   .clear();
+            for (int64_t t = 0; t < q->ne[2]; ++t) {
+                for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
+                    const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
+                    queries.insert(queries.end(), from, from + l.n_embd_k);
+
+                    const size_t at = g*q->ne[2] + t;
+                    live.push_back(layer.scale*most[at] - std::log(prob[at]));
+                }
+            }
+            one.set_scores(head, queries, live, layer.scale);
+        }
+        work.meet(nth);
+    }
+
+    for (int head = ith; head < l.n_head; head += nth) {
+        const auto & chosen = one.choose(head, k);
+        std::fill_n(std::copy(chosen.begin(), chosen.end(), layer.chosen.begin() + head*k), k - chosen.size(), -1);
+        all.copy(head, one, chosen, rot);
+    }
+}
+
+void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (dst->type == GGML_TYPE_F16) {
+        recall<ggml_fp16_t>(dst, ith, nth, userdata);
+    } else {
+        recall<float>(dst, ith, nth, userdata);
+    }
+}
+
+recaller::recaller(const archive_params & params, const std::vector<archive_shape> & shapes) : params(params) {
+    tokens.make(params, shapes);
+
+    for (size_t i = 0; i < shapes.size(); ++i) {
+        recalled.push_back({ this, i, 0.0f, std::vector<int64_t>((size_t) shapes[i].n_head*params.n_recall, -1) });
+    }
+}
+
+void recaller::push(const std::vector<const layer *> & from, const leaving & some) {
+    tokens.start(some);
+    for (size_t i = 0; i < from.size(); ++i) {
+        tokens.put(i, from[i]->k, from[i]->v, some);
+    }
+    tokens.finish(some);
+}
+
+void recaller::clear() {
+    tokens.clear();
+    for (auto & l : recalled) {
+        std::fill(l.chosen.begin(), l.chosen.end(), -1);
+    }
+}
+
+ggml_tensor * recaller::build(
+        const llm_graph_context & graph, size_t i, const ggml_tensor *, ggml_tensor ** args, ggml_type type, int64_t n, float scale) {
+    recalled[i].scale = scale;
+
+    ggml_tensor * t = ggml_custom_4d(graph.ctx0, type, n, 1, 1, 1, args, 4, recall_into, GGML_N_TASKS_MAX, &recalled[i]);
+    // what another machine's device says it can do, it may not
+    ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
+
+    return t;
+}
+
+} // namespace kvtool
