@@ -305,10 +305,10 @@ class Nothing:
     n_read, is_cut = 3, False
 
     class engine:
-        n_evicted, cache_bytes = 0, 1
+        n_evicted, cache_bytes, mean_kv = 0, 1, 5.0
 
         class policy:
-            budget = 7
+            budget = n_asked = 7
 
 
 ITEMS = [Item(str(i), "x" * i, about={"kind": i % 2}) for i in range(1, 6)]
