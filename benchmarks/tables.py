@@ -173,11 +173,13 @@ def render(name: str, results: Path = RESULTS) -> str:
     parts = []
     for model in models:
         title = [f"**{NAMES[model]}**"] if len(models) > 1 else []
-        parts += [*title, *_of_model(experiment, of_model(experiment, model), results)]
+        # what the paper has and nobody measured is shown once, with the first model
+        only = model != models[0]
+        parts += [*title, *_of_model(experiment, of_model(experiment, model), results, only)]
     return "\n\n".join(parts)
 
 
-def _of_model(experiment: Experiment, runs: Sequence[str], results: Path) -> Iterator[str]:
+def _of_model(experiment: Experiment, runs: Sequence[str], results: Path, only: bool) -> Iterator[str]:
     yield "\n".join(f"    {line}" for run in runs for line in RUNS[run].shown().splitlines())
     lines = kept(runs, results)
     if not lines:
@@ -186,7 +188,7 @@ def _of_model(experiment: Experiment, runs: Sequence[str], results: Path) -> Ite
     for table in experiment.tables:
         places = samples(lines, table)
         if places:
-            yield "\n".join(_drawn(places, table))
+            yield "\n".join(_drawn(places, table, only))
             if told := _told(places, table, experiment.model):
                 yield told
     if experiment.examples:
@@ -215,9 +217,10 @@ def fill_lines(text: str) -> str:
     return textwrap.fill(text, 130, initial_indent="> ", subsequent_indent="> ")
 
 
-def _drawn(places: Mapping[Place, Sample], table: Table) -> Iterator[str]:
+def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator[str]:
+    """A table. only: whether it has only columns of which something was measured."""
     signs = compared(places, table)
-    asked = dict.fromkeys(column for _, column in [*table.paper, *places])
+    asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
     heads = [column for column in asked if not is_pooled(column, table)]
     heads += [column for column in asked if is_pooled(column, table)]
     rows = list(table.rows or dict.fromkeys(row for row, _ in [*places, *table.paper]))
