@@ -109,8 +109,10 @@ def _kvtool(*arguments: str) -> str:
 def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> None:
     """Run `kvtool inspect`, which keeps no file of records itself, unless it was run before."""
     if all(record["command"] != list(command) for record in records.read(path)):
+        started = time.monotonic()
         found = json.loads(_kvtool(*arguments))
         about = {"command": list(command), "file": Path(command[1]).name, **records.versions()}
+        about["seconds"] = found.get("seconds", time.monotonic() - started)
         records.append(path, found | about)
 
 

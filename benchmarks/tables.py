@@ -233,10 +233,11 @@ def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator
         for column in heads:
             yield f"| {column} | {' | '.join(cells[row, column] for row in rows)} |"
     else:
-        yield f"| policy | {' | '.join(heads)} |"
+        yield f"| {table.head} | {' | '.join(heads)} |"
         yield "| --- |" + " ---: |" * len(heads)
         for row in rows:
-            yield f"| `{row}` | {' | '.join(cells[row, column] for column in heads)} |"
+            name = f"`{row}`" if table.head == "policy" else row
+            yield f"| {name} | {' | '.join(cells[row, column] for column in heads)} |"
 
 
 def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
@@ -317,7 +318,8 @@ def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
         if found.untested:
             parts.append(f"\n{found.untested} {_are(found.untested)} of too few numbers for a test")
         told = ", ".join(parts).replace(", \n", ",\n")
-        said += [words, f"Of its {found.n} difference{'s' * (found.n > 1)} from `{table.against}`, {told}."]
+        own = f"`{table.against}`" if table.head == "policy" else table.against
+        said += [words, f"Of its {found.n} difference{'s' * (found.n > 1)} from {own}, {told}."]
     # a line each
     return "\n".join(said)
 

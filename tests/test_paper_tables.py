@@ -394,3 +394,11 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
     assert "cannot be told (1 difference)" in "".join(index.rows(tmp_path))
     assert index.fill_index("a\n<!-- index -->\nold\n<!-- end -->\n", tmp_path).count("Table 1") == 1
+
+
+def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
+    found = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
+    table = Table("f1", against="chance", theirs={("here", "None"): 1}, head="where")
+    text = measured(found, table)
+    assert "| where | None |\n| --- | ---: |\n| here | 90.0 ±0.0 better |\n| chance | 10.0 ±0.0 |" in text
+    assert "it is the paper's.\nOf its 1 difference from chance, 1 appears here" in text

@@ -50,6 +50,7 @@ EXPERIMENTS = {
         (
             Table(
                 *("share", ("part",), "all other layers"),
+                head="layers",
                 theirs={("the first two layers", "important keys"): 1},
             ),
         ),
@@ -60,6 +61,7 @@ EXPERIMENTS = {
         (
             Table(
                 *("attention", ("part",), "a random query"),
+                head="the other query",
                 theirs={("the most similar query", "overlap"): 1},
             ),
         ),
@@ -70,6 +72,7 @@ EXPERIMENTS = {
         (
             Table(
                 *("queries", ("part",), "by chance"),
+                head="where",
                 theirs={("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
             ),
         ),

@@ -80,6 +80,8 @@ class Table:
         Heading of the table; by default the score's title.
     transposed
         Whether policies are the columns.
+    head
+        What the rows are.
     """
 
     score: str
@@ -98,6 +100,7 @@ class Table:
     scores: Mapping[str, str] = field(default_factory=dict)
     title: str = ""
     transposed: bool = False
+    head: str = "policy"
 
 
 @dataclass(frozen=True, slots=True)

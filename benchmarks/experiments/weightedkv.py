@@ -67,6 +67,7 @@ EXPERIMENTS = {
         (
             Table(
                 *("values", ("part",), "values"),
+                head="matrix",
                 theirs={("keys", "rank"): -1, ("keys before RoPE", "rank"): -1},
             ),
         ),
