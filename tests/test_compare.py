@@ -243,6 +243,12 @@ def test_a_run_that_fails_is_tried_again(compare, folder):
 
 
 @pytest.mark.engine
+def test_policies_that_keep_all_they_need_take_no_budget(compare):
+    done = compare("--policies", "corm:window=16:history=16", "--budgets", "", "--max-tokens", "64")
+    assert "corm" in done.stdout
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

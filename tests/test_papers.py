@@ -14,7 +14,7 @@ import typer
 
 from kvtool import policies, tasks
 from kvtool.cli import app
-from kvtool.measure import records
+from kvtool.measure import grid, records
 from kvtool.measure.grid import split_policy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -81,6 +81,8 @@ def test_every_command_is_one_that_kvtool_takes(name):
     if isinstance(run, Eval):
         given = [run.more[i + 1] for i, word in enumerate(run.more) if word == "--set"]
         tasks.make(run.task, given)
+    if isinstance(run, Compare) and not run.budgets:
+        assert all(map(grid.keeps_all_it_needs, run.policies))
     commands = list(run.commands())
     assert commands
     for command in commands:

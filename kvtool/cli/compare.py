@@ -140,10 +140,11 @@ def compare(
     names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
     if policies is not None and not names:
         raise UsageError("--policies names no policy; leave it out for all")
-    if not budget_texts:
-        raise UsageError("--budgets names no budget")
 
     from kvtool.measure import grid
+
+    if not budget_texts and not (names and all(map(grid.keeps_all_it_needs, names))):
+        raise UsageError("--budgets names no budget; only full and corm need none")
     from kvtool.models.download import sha256
     from kvtool.models.layers import CACHE_TYPES
 

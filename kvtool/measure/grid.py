@@ -194,9 +194,8 @@ def runs(
         found.setdefault(records.key(identity(common, run), KEY), run)
 
     for label, name, options in split:
-        policy = policies.load(name)
-        if policy.ragged or not policy.evicts:
-            for kind in types if combine or not policy.evicts else types[:1]:
+        if keeps_all_it_needs(name):
+            for kind in types if combine or not policies.load(name).evicts else types[:1]:
                 add(label, name, options, None, kind)
     for asked in budgets:
         for label, name, options in split:
@@ -204,6 +203,12 @@ def runs(
                 for kind in types if combine else types[:1]:
                     add(label, name, options, asked, kind)
     return list(found.values())
+
+
+def keeps_all_it_needs(wanted: str) -> bool:
+    """Whether a policy, as typed, has a run without a budget. Raises UsageError."""
+    policy = policies.load(split_policy(wanted)[0])
+    return policy.ragged or not policy.evicts
 
 
 def full_run(common: Common) -> Run:
