@@ -98,11 +98,9 @@ class Compare:
             yield self._command(file, self.policies)
 
     def shown(self) -> str:
-        several = len(self.files) > 1
-        command = shell(self._command("FILE" if several else self.files[0], self.policies), self.model)
-        return (
-            f"{command}\n    # FILE: {', '.join(Path(file).name for file in self.files)}" * several or command
-        )
+        if len(self.files) == 1:
+            return shell(self._command(self.files[0], self.policies), self.model)
+        return shell(self._command("FILE", self.policies), self.model) + _each(self.files)
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
@@ -289,8 +287,29 @@ class Inspect:
         return ("inspect", file, "--policy", *_options(label), *size, "--json")
 
 
+class _ByText:
+    """A run of one command for each text."""
+
+    __slots__ = ()
+
+    files: tuple[str, ...]
+
+    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
+        there = {line["of"] for line in kept}
+        for file in self.files:
+            if Path(file).name not in there:
+                yield Ask(self._command(file), name)
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        for file in self.files:
+            yield self._command(file)
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class Map:
+class Map(_ByText):
     """A `kvtool inspect --map` for each text; instead of policies, a line has a part of what the map says.
 
     Attributes
@@ -310,20 +329,9 @@ class Map:
     def policies(self) -> tuple[str, ...]:
         return ()
 
-    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        there = {line["of"] for line in kept}
-        for file in self.files:
-            if Path(file).name not in there:
-                yield Ask(self._command(file), name)
-
-    def commands(self) -> Iterator[tuple[str, ...]]:
-        for file in self.files:
-            yield self._command(file)
-
     def shown(self) -> str:
         command = shell(self._command("FILE")[:-1], self.model)
-        names = ", ".join(Path(file).name for file in self.files)
-        return f"{command} --png {self.kind}.png\n    # FILE: {names}"
+        return f"{command} --png {self.kind}.png{_each(self.files)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
@@ -343,7 +351,7 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(_ByText):
     """A `benchmarks/chosen_keys.py` for each text: how near the keys of all tokens are to those that stay."""
 
     files: tuple[str, ...]
@@ -351,20 +359,8 @@ class Chosen:
     max_tokens: int
     model: str = ""
 
-    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        there = {line["of"] for line in kept}
-        for file in self.files:
-            if Path(file).name not in there:
-                yield Ask(self._command(file), name)
-
-    def commands(self) -> Iterator[tuple[str, ...]]:
-        for file in self.files:
-            yield self._command(file)
-
     def shown(self) -> str:
-        words = " ".join(self._command("FILE")[1:])
-        names = ", ".join(Path(file).name for file in self.files)
-        return f"python benchmarks/chosen_keys.py {words} --png chosen.png\n    # FILE: {names}"
+        return f"{shell(self._command('FILE'), self.model)} --png chosen.png{_each(self.files)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
@@ -420,8 +416,14 @@ Run = Compare | Eval | Inspect | Map | Chosen
 
 def shell(command: Sequence[str], model: str = "") -> str:
     """The command as one types it: without folders, with quotes around an empty argument."""
+    program = "python benchmarks/" if command[0].endswith(".py") else "kvtool "
     words = [*command, *(("-m", model) if model else ())]
-    return "kvtool " + " ".join(Path(part).name if "/" in part else part or "''" for part in words)
+    return program + " ".join(Path(part).name if "/" in part else part or "''" for part in words)
+
+
+def _each(files: Sequence[str]) -> str:
+    """The line below a command that stands for one of each text."""
+    return f"\n    # FILE: {', '.join(Path(file).name for file in files)}"
 
 
 def _typed(label: str, type_k: str) -> str:

@@ -98,11 +98,14 @@ def _place(line: Line) -> tuple[object, ...]:
 
 def _kvtool(*arguments: str) -> str:
     """The stdout of a kvtool command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtool", *arguments], stdout=subprocess.PIPE, check=False, text=True
-    )
+    return _python("-m", "kvtool", *arguments)
+
+
+def _python(*arguments: str) -> str:
+    """The stdout of a Python program. Ends this one if it fails."""
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, check=False, text=True)
     if done.returncode:
-        sys.exit(f"kvtool {' '.join(arguments)}: exit code {done.returncode}")
+        sys.exit(f"python {' '.join(arguments)}: exit code {done.returncode}")
     return done.stdout
 
 
@@ -120,10 +123,7 @@ def _script(path: Path, arguments: Sequence[str]) -> None:
     """Run one of the other benchmarks, which writes one record, and add that to the file of records."""
     with tempfile.TemporaryDirectory() as folder:
         result, started = Path(folder) / "result.json", time.monotonic()
-        program = str(Path(__file__).with_name(arguments[0]))
-        done = subprocess.run([sys.executable, program, *arguments[1:], "--json", str(result)], check=False)
-        if done.returncode:
-            sys.exit(f"{' '.join(arguments)}: exit code {done.returncode}")
+        _python(str(Path(__file__).with_name(arguments[0])), *arguments[1:], "--json", str(result))
         records.append(path, json.loads(result.read_text()) | {"seconds": time.monotonic() - started})
 
 
@@ -143,6 +143,9 @@ def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
         for model, minutes in zip(tables.models_of(name), EXPERIMENTS[name].minutes, strict=False):
             runs = [each for each in tables.of_model(EXPERIMENTS[name], model) if each not in planned]
             planned.update(runs)
+            # others have them, too
+            if not runs:
+                continue
             n_all = sum(len(list(RUNS[each].commands())) for each in runs)
             n = sum(len(missing(each, results)) for each in runs)
             left = f"{n} of {n_all} commands missing, about {minutes * n // max(n_all, 1)} minutes"

@@ -6,9 +6,8 @@ from commands import Chosen, Compare, Eval, Inspect, Run
 
 from experiments.kinds import (
     ALL,
-    BOOKS,
+    EIGHT,
     LARGE,
-    PAPERS,
     XSUM,
     Experiment,
     Table,
@@ -98,7 +97,7 @@ RUNS: dict[str, Run] = {
     "xsum-mixture": Eval("summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24),
     "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192),
     "chosen": Chosen((*_ESSAYS[:3], *_ESSAYS[6:15]), ("random", "streamingllm", "h2o", _OWN), 512),
-    "speed": Compare((*BOOKS, *PAPERS), ("full", _OWN, "h2o"), ("410", "205"), 2048, ("-b", "1")),
+    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("410", "205"), 2048, ("-b", "1")),
 }
 
 EXPERIMENTS = {

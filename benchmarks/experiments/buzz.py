@@ -45,6 +45,15 @@ RUNS: dict[str, Run] = {
     "diversity": Eval("diversity", (XSUM,), ("buzz", *_ALL[3:-1]), ("20%",), _WHOLE, 12),
 }
 
+
+def _three_rouges(table: str) -> tuple[Table, ...]:
+    """A table for each of the ROUGE scores, with the numbers of the paper's table."""
+    return tuple(
+        Table(score, against="buzz", rows=_ALL, paper=numbers("buzz", f"{table}-{score}"))
+        for score in ("rouge1", "rouge2", "rougeL")
+    )
+
+
 EXPERIMENTS = {
     "buzz-table-3": Experiment(
         ("wikitext", "wikitext-1.5b"),
@@ -72,10 +81,7 @@ EXPERIMENTS = {
     ),
     "buzz-figure-5": Experiment(
         ("xsum",),
-        tuple(
-            Table(score, against="buzz", rows=_ALL, paper=numbers("buzz", f"table-b-{score}"))
-            for score in ("rouge1", "rouge2", "rougeL")
-        ),
+        _three_rouges("table-b"),
         "Llama-2-7B",
     ),
     "buzz-figure-9": Experiment(
@@ -84,10 +90,7 @@ EXPERIMENTS = {
     ),
     "buzz-table-c": Experiment(
         ("xsum-1.5b",),
-        tuple(
-            Table(score, against="buzz", rows=_ALL, paper=numbers("buzz", f"table-c-{score}"))
-            for score in ("rouge1", "rouge2", "rougeL")
-        ),
+        _three_rouges("table-c"),
         "Llama-2-13B",
     ),
     "buzz-figure-4": Experiment(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commands import Compare, Eval, Map, Run
 
-from experiments.kinds import ALL, BOOKS, LARGE, OF_TEXTS, PAPERS, TEXTS, Experiment, Table, numbers
+from experiments.kinds import ALL, EIGHT, LARGE, OF_TEXTS, TEXTS, Experiment, Table, numbers, of_map
 from experiments.longbench import CHINESE, ENGLISH, POOLED, STRATA
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
@@ -14,19 +14,18 @@ _LONG = ("--max-prompt", "2048")
 # read in one batch, so that the first plan comes after the prompt, as with --prefill whole
 _WHOLE = ("-b", "2048", *_LONG)
 _SIZES = (512, 1024, 2048, 4096)
-_EIGHT = (*BOOKS, *PAPERS)
 
 _MAPS = ("share", "attention", "queries")
 
 RUNS: dict[str, Run] = {
     "texts-corm": Compare(TEXTS, ("full", "corm", *_OTHERS), ("1792",), 4096),
-    "texts-corm-1.5b": Compare(_EIGHT, ("full", "corm", *_OTHERS), ("1024",), 2048, model=LARGE),
+    "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1024",), 2048, model=LARGE),
     "texts-corm-windows": Compare(TEXTS, ("corm", *_WINDOWS), (), 4096),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size) for size in _SIZES},
-    **{f"corm-{size}-1.5b": Compare(_EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:3]},
+    **{f"corm-{size}-1.5b": Compare(EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:3]},
     **{f"map-{kind}": Map(kind, TEXTS, 1024) for kind in _MAPS},
-    **{f"map-{kind}-1.5b": Map(kind, _EIGHT, 512, LARGE) for kind in _MAPS},
+    **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE) for kind in _MAPS},
     "longbench": Eval("longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG)),
     "longbench-corm": Eval("longbench", (ENGLISH,), ("corm", *_WINDOWS), ("100%",), _WHOLE),
     "longbench-zh": Eval(
@@ -47,34 +46,21 @@ _LONGBENCH = {
 EXPERIMENTS = {
     "corm-figure-1": Experiment(
         ("map-share", "map-share-1.5b"),
-        (
-            Table(
-                *("share", ("part",), "all other layers"),
-                head="layers",
-                theirs={("the first two layers", "important keys"): 1},
-            ),
-        ),
+        of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
         minutes=(5, 5),
     ),
     "corm-figure-2": Experiment(
         ("map-attention", "map-attention-1.5b"),
-        (
-            Table(
-                *("attention", ("part",), "a random query"),
-                head="the other query",
-                theirs={("the most similar query", "overlap"): 1},
-            ),
-        ),
+        of_map("attention", "the other query", "a random query", {("the most similar query", "overlap"): 1}),
         minutes=(8, 6),
     ),
     "corm-figure-3": Experiment(
         ("map-queries", "map-queries-1.5b"),
-        (
-            Table(
-                *("queries", ("part",), "by chance"),
-                head="where",
-                theirs={("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
-            ),
+        of_map(
+            "queries",
+            "where",
+            "by chance",
+            {("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
         ),
         minutes=(5, 5),
     ),

@@ -31,6 +31,9 @@ CHAPTERS = tuple(f"proofpile/hott-{name}.tex" for name in ("basics", "hlevels", 
 TEXTS = (*BOOKS, *CHAPTERS, *PAPERS)
 """Twelve texts of three kinds: each is a unit of the tests."""
 
+EIGHT = (*BOOKS, *PAPERS)
+"""Fewer, for a model that reads slowly: with these a test of six policies is still possible."""
+
 OF_TEXTS = {
     Path(file).name: kind
     for kind, files in {"PG19": BOOKS, "ProofPile": CHAPTERS, "ArXiv": PAPERS}.items()
@@ -146,6 +149,11 @@ class Experiment:
 
 ALL: Mapping[str, frozenset[str] | None] = {"all": None}
 """One pooled column with everything."""
+
+
+def of_map(kind: str, head: str, against: str, theirs: Mapping[Place, int]) -> tuple[Table, ...]:
+    """The table of a map. head: what its rows are. theirs: as in `Table`."""
+    return (Table(kind, ("part",), against, theirs=theirs, head=head),)
 
 
 def numbers(paper: str, *tables: str) -> dict[Place, str]:

@@ -7,31 +7,30 @@ from commands import Compare, Map, Run
 from experiments.kinds import (
     ALL,
     BOOKS,
+    EIGHT,
     LARGE,
     OF_TEXTS,
-    PAPERS,
     TEXTS,
     UNGROUPED,
     Experiment,
     Table,
     numbers,
+    of_map,
 )
 
 # the paper gives every policy 4 sinks
 _POLICIES = ("streamingllm", "tova:sinks=4", "h2o:sinks=4", "cam", "weightedkv")
 _EVICTS = "weightedkv:merge=false"
-# with these a test of six policies is still possible
-_EIGHT = (*BOOKS, *PAPERS)
 
 RUNS: dict[str, Run] = {
     "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096),
-    "texts-1.5b": Compare(_EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE),
+    "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE),
     "texts-ungrouped": Compare(
         TEXTS, ("h2o:sinks=4", "weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED
     ),
     "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,)),
     "map-values": Map("values", TEXTS, 1024),
-    "map-values-1.5b": Map("values", _EIGHT, 512, LARGE),
+    "map-values-1.5b": Map("values", EIGHT, 512, LARGE),
     "curve": Compare(BOOKS[:1], ("weightedkv", _EVICTS), ("256",), 32768),
 }
 
@@ -64,13 +63,7 @@ EXPERIMENTS = {
     ),
     "weightedkv-figure-1": Experiment(
         ("map-values", "map-values-1.5b"),
-        (
-            Table(
-                *("values", ("part",), "values"),
-                head="matrix",
-                theirs={("keys", "rank"): -1, ("keys before RoPE", "rank"): -1},
-            ),
-        ),
+        of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),
         minutes=(5, 5),
     ),
     "weightedkv-figure-4": Experiment(

@@ -142,12 +142,11 @@ def compare(
         raise UsageError("--policies names no policy; leave it out for all")
 
     from kvtool.measure import grid
-
-    if not budget_texts and not (names and all(map(grid.keeps_all_it_needs, names))):
-        raise UsageError("--budgets names no budget; only full and corm need none")
     from kvtool.models.download import sha256
     from kvtool.models.layers import CACHE_TYPES
 
+    if not budget_texts and not (names and all(map(grid.keeps_all_it_needs, names))):
+        raise UsageError("--budgets names no budget; only full and corm need none")
     for kind in type_texts:
         if kind not in CACHE_TYPES:
             raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")

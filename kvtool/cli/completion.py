@@ -73,7 +73,9 @@ def prefills(incomplete: str) -> list[str]:
 
 def maps(incomplete: str) -> list[str]:
     """Kinds of --map."""
-    return _from(incomplete, ("attention", "queries", "values", "share"))
+    from kvtool.cli.inspect_map import KINDS
+
+    return _from(incomplete, KINDS)
 
 
 def on_off_auto(incomplete: str) -> list[str]:
