@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
+from experiments.kinds import LARGE, UNGROUPED, Examples, Experiment, Place, Table
 from samples import SCORES, Sample
 
 from kvtool.measure import records, statistics
@@ -21,7 +21,6 @@ RESULTS = ROOT / "docs" / "papers" / "records"
 
 MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
 NAMES = MODELS | {
-    SMALL: "Qwen2.5-Coder-0.5B-Instruct",
     UNGROUPED: "SmolLM2-135M-Instruct without groups",
 }
 """The names of the models that the papers' experiments run with."""
