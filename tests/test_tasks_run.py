@@ -107,6 +107,23 @@ def test_every_task_runs_and_scores_and_says_so(tiny_chat, tmp_path, task):
 
 
 @pytest.mark.engine
+def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
+    def written(*how, out=None):
+        out = out or tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        evaluate(tiny_chat, "qa", "--policy", "full", "--limit", 2, "--json", out, "--resume", *how)
+        return [record["output"] for record in records_of(out)]
+
+    likeliest = written()
+    assert likeliest == written("--temp", "0", "--seed", "4")
+    drawn = written("--temp", "0.9", "--seed", "4")
+    assert drawn == written("--seed", "4", "--temp", "0.9")
+    others = (written("--temp", "0.9", "--seed", "5"), written("--temp", "0.3", "--seed", "4"))
+    assert drawn not in (likeliest, *others)
+    # what was drawn in another way is another record
+    assert written("--temp", "0.9", out=tmp_path / "0.jsonl") == likeliest + written("--temp", "0.9")
+
+
+@pytest.mark.engine
 def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     drawn = []
     monkeypatch.setattr("kvtool.measure.statistics.item_interval", lambda scores: drawn.append(1) or (0, 1))

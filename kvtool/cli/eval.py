@@ -14,7 +14,7 @@ import typer
 from kvtool.cli import completion, output
 from kvtool.cli import flags as opt
 from kvtool.cli.archive import archive_of
-from kvtool.cli.command import KEEPS
+from kvtool.cli.command import DRAWS, KEEPS
 from kvtool.cli.console import table_console
 from kvtool.cli.opening import (
     EngineOptions,
@@ -120,6 +120,27 @@ def evaluate(
     archive_file: opt.ArchiveFile = None,
     archive_type: opt.ArchiveType = "q8_0",
     flash: opt.Flash = "auto",
+    temp: Annotated[
+        float,
+        typer.Option(
+            "--temp",
+            metavar="T",
+            min=0,
+            help="Temperature of answers, with the other samplers of kvtool generate; 0 takes the likeliest "
+            "tokens. The task diversity has its own.",
+            rich_help_panel=DRAWS,
+        ),
+    ] = 0.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            min=0,
+            help="Seed for drawing tokens, of each answer.",
+            rich_help_panel=DRAWS,
+        ),
+    ] = 0,
     json_to: Annotated[
         str | None,
         typer.Option(
@@ -168,7 +189,7 @@ def evaluate(
     as_chat = chosen.chat if chat is None else chat
     with (
         loaded(path, wanted) as loaded_model,
-        closing(_reader(wanted, info, loaded_model, as_chat, max_prompt)) as reader,
+        closing(_reader(wanted, info, loaded_model, as_chat, max_prompt, temp, seed)) as reader,
     ):
         items = chosen.items(files or [], loaded_model)[:limit]
         about = {
@@ -176,6 +197,9 @@ def evaluate(
             "task_params": asdict(chosen),
             "chat": as_chat,
             "max_prompt": reader.n_prompt,
+            # a seed that draws nothing is none of a result's
+            "temp": temp or None,
+            "seed": seed if temp else None,
             **_about(wanted, path),
         }
         results = of_items.Results(about, items, records_path, one_stream=chosen.one_stream)
@@ -243,16 +267,20 @@ def _reader(
     model: Model,
     as_chat: bool,
     max_prompt: int | None,
+    temp: float,
+    seed: int,
 ) -> Reader:
     from kvtool import policies
     from kvtool.chats.prompt import template_of
+    from kvtool.llama.sampling import Sampling
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None
     policy_for, n_batch = _policy_for(wanted, info, model.layers, n_held(model, template))
     settings = settings_of(wanted, n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
     full_for = _full_for(wanted, info) if policies.load(wanted.policy).evicts else None
-    return Reader(model, policy_for, settings, template, max_prompt, full_for)
+    sampling = Sampling(temp, top_k=opt.TOP_K, top_p=opt.TOP_P, min_p=opt.MIN_P) if temp else None
+    return Reader(model, policy_for, settings, template, max_prompt, full_for, sampling, seed)
 
 
 def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:

@@ -284,7 +284,9 @@ Flash = Annotated[
     ),
 ]
 
-# how tokens are drawn
+# how tokens are drawn; the defaults are llama.cpp's
+
+TEMP, TOP_K, TOP_P, MIN_P = 0.8, 40, 0.95, 0.05
 
 Temp = Annotated[
     float,

@@ -55,6 +55,7 @@ class Reader:
     chat template for prompts that are a user's turn; None for plain text. n_prompt: longer prompts lose their
     middle, as in LongBench; by default the trained context, which is also the most without evictions.
     full_for: like policy_for, for the policy that keeps everything; None if policy_for gives that.
+    sampling, seed: how answers are drawn; the likeliest tokens if not given.
 
     Attributes
     ----------
@@ -74,6 +75,8 @@ class Reader:
         template: Template | None = None,
         n_prompt: int | None = None,
         full_for: Callable[[int, int], Policy] | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -82,7 +85,9 @@ class Reader:
         self._is_beyond = n_prompt is not None and full_for is not None
         self.n_read = 0
         self.is_cut = False
-        self.full = Reader(model, full_for, settings, template, n_prompt) if full_for else self
+        drawn = (None, sampling, seed)
+        self.full = Reader(model, full_for, settings, template, n_prompt, *drawn) if full_for else self
+        self._sampling, self._seed = sampling, seed
         self._policy_for = policy_for
         self._engine: Engine | None = None
         self._turns: list[Message] = []
@@ -148,11 +153,11 @@ class Reader:
         return text.strip() if self.template else f" {text.strip()}"
 
     def write(self, n_max: int, stop: Sequence[str] = ()) -> str:
-        """Write greedily, up to the end of the model's turn, n_max tokens, or one of the stop strings.
+        """Write an answer, up to the end of the model's turn, n_max tokens, or one of the stop strings.
 
         A stop string does not count within the white space at the start of the text.
         """
-        return self._write(Sampler(self.model), n_max, stop)
+        return self._write(Sampler(self.model, self._sampling, seed=self._seed), n_max, stop)
 
     def sample(self, n_max: int, *, temp: float, top_p: float, seed: int) -> str:
         """Write with random draws, up to the end of the model's turn or n_max tokens."""
