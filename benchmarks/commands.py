@@ -29,6 +29,8 @@ weights
     By name the tokens of each block.
 cells
     The budget of each item, in cells.
+bytes
+    Of keys and values on the device, and of the archive on the host.
 seconds, and VERSIONS
     The time that it took, and what it was measured with.
 """
@@ -68,6 +70,8 @@ class Compare:
         The file of the model; empty for kvtool's default.
     upto
         Shorter beginnings of the texts whose scores are kept, too.
+    types
+        Types of keys and values; of all but the first only for `full`.
     """
 
     files: tuple[str, ...]
@@ -77,6 +81,7 @@ class Compare:
     more: tuple[str, ...] = ()
     model: str = ""
     upto: tuple[int, ...] = ()
+    types: tuple[str, ...] = ("f16",)
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
         """A command for each text of which lines are missing, with the policies that it lacks."""
@@ -112,7 +117,7 @@ class Compare:
             if label == "corm" and not has_all:
                 label = "corm, capped"
             line = {
-                "label": label,
+                "label": _typed(label, record["type_k"]),
                 "budget": None if has_all else str(record["budget"]),
                 "of": record["text"],
                 "tokens": record["tokens"],
@@ -122,6 +127,7 @@ class Compare:
                     "ms": [1000 * record["cpu_s"] / record["tokens"]],
                 },
                 "weights": {"nll": counts.astype(int).tolist()},
+                "bytes": [record["kv_bytes"], record["archive_bytes"]],
                 **_about(record),
             }
             yield line
@@ -134,14 +140,14 @@ class Compare:
         """What a policy's runs on a text are kept as."""
         name, _ = split_policy(label)
         if not policies.load(name).evicts:
-            return {(label, None)}
+            return {(_typed(label, type_k), None) for type_k in self.types}
         capped = f"{label}, capped" if label == "corm" else label
         return {(capped, budget) for budget in self.budgets} or {(label, None)}
 
     def _command(self, file: str, labels: Sequence[str]) -> tuple[str, ...]:
         return (
             *("compare", file, "--policies", ",".join(labels)),
-            *("--budgets", ",".join(self.budgets), "--types", "f16"),
+            *("--budgets", ",".join(self.budgets), "--types", ",".join(self.types)),
             *("--max-tokens", str(self.max_tokens), *self.more),
         )
 
@@ -418,6 +424,11 @@ def shell(command: Sequence[str], model: str = "") -> str:
 def _each(files: Sequence[str]) -> str:
     """The line below a command that stands for one of each text."""
     return f"\n    # FILE: {', '.join(Path(file).name for file in files)}"
+
+
+def _typed(label: str, type_k: str) -> str:
+    """The policy with the type of its cache, if that is not f16."""
+    return label if type_k == "f16" else f"{label} {type_k}"
 
 
 def _options(label: str) -> list[str]:

@@ -17,6 +17,7 @@ tokens, and nothing of the data sets. What is there is not measured again.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -153,6 +154,8 @@ def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
 
 
 def main() -> None:
+    # `plan | head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     planning = commands.add_parser("plan")

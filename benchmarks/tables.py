@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import LARGE, UNGROUPED, Examples, Experiment, Place, Table
+from experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
 from samples import SCORES, Sample
 
 from kvtool.measure import records, statistics
@@ -21,6 +21,7 @@ RESULTS = ROOT / "docs" / "papers" / "records"
 
 MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
 NAMES = MODELS | {
+    SMALL: "Qwen2.5-Coder-0.5B-Instruct",
     UNGROUPED: "SmolLM2-135M-Instruct without groups",
 }
 """The names of the models that the papers' experiments run with."""
@@ -41,7 +42,13 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
                 strata = table.strata if is_pooled else {}
                 sample = Sample(score, of_text, table.same_item and is_pooled, strata)
                 places.setdefault((line["label"], column), sample).values.update(found)
-    return {place: sample for place, sample in places.items() if sample.values}
+    return {place: sample for place, sample in places.items() if _is_whole(place, sample, table)}
+
+
+def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
+    """Whether a place has all that its column is to have: an average of LongBench all of its data sets."""
+    asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
+    return bool(sample.values) and asked <= {of for of, _ in sample.values}
 
 
 def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:

@@ -316,6 +316,14 @@ def test_a_macro_average_is_of_categories_of_sets_of_items(measured):
     assert "| a | 50.0 ±20.4 |" in text
 
 
+def test_an_average_that_lacks_a_data_set_is_not_shown(measured):
+    found = [line | {"of": of} for of in "ac" for line in lines(full={"f1": [0.5, 0.7]})]
+    pooled = {"EN": frozenset("ac"), "ZH": frozenset("bc")}
+    text = measured(found, Table("f1", ("of",), pooled=pooled, transposed=True))
+    assert "| EN | 60.0" in text
+    assert "ZH" not in text
+
+
 def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean(measured):
     found = [
         line | {"of": of}

@@ -103,6 +103,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             assert set(scores) <= set(samples.SCORES)
             assert set(table.scores) <= {getattr(RUNS[run], "task", None) for run in each.runs}
             asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
+            asked = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in asked}
             # a map's rows are no policies
             assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], Map)
             assert not table.paper or each.model
@@ -142,6 +143,9 @@ def compared(policy, params, budget, nll, **more):
         "n_scored": 64,
         "nll_blocks": [2 * value for value in nll],
         "cells": 13.0,
+        "type_k": "f16",
+        "kv_bytes": 2**20,
+        "archive_bytes": 0,
         "cpu_s": 0.65,
         "seconds": 5.0,
         **VERSIONS,
@@ -389,6 +393,22 @@ def test_a_plan_says_what_is_missing_and_what_it_costs(monkeypatch, tmp_path):
         "made-up (SmolLM2-135M-Instruct): 10 minutes; 1 of 2 commands missing, about 5 minutes",
         "made-up (Qwen2.5-Coder-1.5B-Instruct): 7 minutes; all there",
     ]
+
+
+def test_of_types_full_alone_has_several():
+    run = Compare(("f/t.txt",), ("full", "h2o"), ("50",), 65, types=("f16", "q8_0"))
+    assert [command[7:9] for command in run.commands()] == [("f16,q8_0", "--max-tokens")]
+    nll = np.linspace(1, 2, 32).tolist()
+    found = [
+        compared("full", {}, 65, nll),
+        compared("full", {}, 65, nll, type_k="q8_0", kv_bytes=2**19),
+        compared("h2o", {}, 50, nll),
+    ]
+    kept = list(run.lines(found))
+    assert [line["label"] for line in kept] == ["full", "full q8_0", "h2o"]
+    assert [line["bytes"] for line in kept] == [[2**20, 0], [2**19, 0], [2**20, 0]]
+    assert not list(run.missing(kept, "made-up"))
+    assert [ask.command[3] for ask in run.missing(kept[::2], "made-up")] == ["full"]
 
 
 def test_a_beginning_of_a_text_is_kept_beside_the_whole():

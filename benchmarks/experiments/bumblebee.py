@@ -27,6 +27,7 @@ CHOICES = {
 }
 # on these a model of 135M parameters is better than guessing
 _TOLD_APART = ("OpenBookQA", "COPA", "PiQA")
+_LARGE = _TOLD_APART[:2]
 _HOTPOT = "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"
 _HOTPOT_NAME = {"hotpotqa_distractor_100.jsonl": "hotpotqa"}
 _ESSAYS = tuple(
@@ -41,6 +42,7 @@ _ESSAYS = tuple(
 _OWN = "bumblebee:sinks=0"
 _POWER = "bumblebee:sinks=0:phi=power"
 _ALL = ("full", "local", "random", "streamingllm", "h2o", _OWN, _POWER)
+_FEW = ("full", "random", "streamingllm", "h2o", _OWN)
 _MIXTURES = tuple(f"bumblebee:sinks=0:mixture={mixture}" for mixture in (0, 0.2, 0.4, 0.6, 0.8, 1))
 _COSINES = tuple(f"bumblebee:sinks=0:cosine={cosine}" for cosine in ("shifted", "absolute"))
 _GROWS = "bumblebee:sinks=0:grow=5"
@@ -51,16 +53,8 @@ _QUESTIONS = ("--set", "n_max=24")
 _STREAM = ("--prefill", "stream", "-b", "1", "--evict-every", "1", "--set", "shots=5")
 
 
-def _choices(suffix: str = "", model: str = "", told: int = 60, rest: int = 12) -> dict[str, Run]:
-    return {
-        f"choice-{name.lower()}{suffix}": Eval(
-            *("choice", (f"lm_eval_tasks/{file}",), _ALL, ("10%",), _STREAM),
-            told if name in _TOLD_APART else rest,
-            model,
-        )
-        for name, file in CHOICES.items()
-        if rest or name in _TOLD_APART
-    }
+def _choice(name: str, policies: tuple[str, ...], n: int, model: str = "") -> Eval:
+    return Eval("choice", (f"lm_eval_tasks/{CHOICES[name]}",), policies, ("10%",), _STREAM, n, model)
 
 
 def _few_shot(names: tuple[str, ...], runs: tuple[str, ...], minutes: tuple[int, ...]) -> Experiment:
@@ -79,8 +73,8 @@ _SPREAD = {
 }
 
 RUNS: dict[str, Run] = {
-    **_choices(),
-    **_choices("-1.5b", LARGE, 16, 0),
+    **{f"choice-{name.lower()}": _choice(name, _ALL, 40 if name in _TOLD_APART else 12) for name in CHOICES},
+    **{f"choice-{name.lower()}-1.5b": _choice(name, _FEW, 12, LARGE) for name in _LARGE},
     "hotpotqa": Eval("qa", (_HOTPOT,), ("full", *_ALL[3:]), ("20%",), (*_WHOLE, *_QUESTIONS), 24),
     # four times as far as the windows reach
     "hotpotqa-windows": Eval(
@@ -97,7 +91,7 @@ RUNS: dict[str, Run] = {
     "xsum-mixture": Eval("summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24),
     "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192),
     "chosen": Chosen((*_ESSAYS[:3], *_ESSAYS[6:15]), ("random", "streamingllm", "h2o", _OWN), 512),
-    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("410", "205"), 2048, ("-b", "1")),
+    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("205", "102"), 1024, ("-b", "1")),
 }
 
 EXPERIMENTS = {
@@ -105,9 +99,9 @@ EXPERIMENTS = {
         _TOLD_APART,
         (
             *(f"choice-{name.lower()}" for name in _TOLD_APART),
-            *(f"choice-{name.lower()}-1.5b" for name in _TOLD_APART),
+            *(f"choice-{name.lower()}-1.5b" for name in _LARGE),
         ),
-        (50, 60),
+        (35, 40),
     ),
     "bumblebee-table-1-rest": _few_shot(
         ("RTE", "MathQA", "Winogrande"),
@@ -190,5 +184,5 @@ EXPERIMENTS = {
         (Table("nearest", ("tokens",), _OWN, worse=("random", "streamingllm", "h2o")),),
         minutes=(6,),
     ),
-    "bumblebee-table-6": Experiment(("speed",), (Table("ms", against=_OWN, worse=("full",)),), minutes=(20,)),
+    "bumblebee-table-6": Experiment(("speed",), (Table("ms", against=_OWN, worse=("full",)),), minutes=(10,)),
 }

@@ -23,7 +23,7 @@ _LIKELIHOOD = (*_WHOLE, "--set", "likelihood=true")
 
 RUNS: dict[str, Run] = {
     "wikitext": Compare((WIKI,), _STREAMED, ("50", "100"), 4096),
-    "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 2048, model=LARGE),
+    "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE),
     "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096),
     "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, example=_EXAMPLE),
     "xsum-1.5b": Eval("summarize", (XSUM,), _ALL, ("20%", "40%"), _LIKELIHOOD, 10, LARGE, example=_EXAMPLE),
@@ -59,7 +59,7 @@ EXPERIMENTS = {
         ("wikitext", "wikitext-1.5b"),
         (Table("nll", against="buzz", rows=_STREAMED, paper=numbers("buzz", "table-3")),),
         "Llama-2-7B",
-        minutes=(7, 16),
+        minutes=(7, 8),
     ),
     "buzz-table-2": Experiment(
         ("xsum", "xsum-1.5b"),

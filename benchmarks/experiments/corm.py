@@ -5,7 +5,7 @@ from __future__ import annotations
 from commands import Compare, Eval, Map, Run
 
 from experiments.kinds import ALL, EIGHT, LARGE, OF_TEXTS, TEXTS, Experiment, Table, numbers, of_map
-from experiments.longbench import CHINESE, ENGLISH, POOLED, STRATA
+from experiments.longbench import CHINESE, ENGLISH, ONLY_THREE, POOLED, STRATA
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
@@ -18,16 +18,19 @@ _SIZES = (512, 1024, 2048, 4096)
 _MAPS = ("share", "attention", "queries")
 
 RUNS: dict[str, Run] = {
-    "texts-corm": Compare(TEXTS, ("full", "corm", *_OTHERS), ("1792",), 4096),
-    "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1024",), 2048, model=LARGE),
-    "texts-corm-windows": Compare(TEXTS, ("corm", *_WINDOWS), (), 4096),
+    "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096),
+    "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE),
+    "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 4096),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size) for size in _SIZES},
-    **{f"corm-{size}-1.5b": Compare(EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:3]},
+    **{f"corm-{size}-1.5b": Compare(EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:2]},
     **{f"map-{kind}": Map(kind, TEXTS, 1024) for kind in _MAPS},
     **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE) for kind in _MAPS},
     "longbench": Eval("longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG)),
-    "longbench-corm": Eval("longbench", (ENGLISH,), ("corm", *_WINDOWS), ("100%",), _WHOLE),
+    "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE),
+    "longbench-windows": Eval(
+        "longbench", (ENGLISH,), ("full", "corm", *_WINDOWS), ("100%",), (*_WHOLE, *ONLY_THREE)
+    ),
     "longbench-zh": Eval(
         "longbench", (CHINESE,), ("full", _OTHERS[-1]), ("512",), ("--prefill", "whole", *_LONG)
     ),
@@ -75,7 +78,7 @@ EXPERIMENTS = {
             ),
         ),
         "LLaMA2-7B-Chat",
-        minutes=(220,),
+        minutes=(170,),
     ),
     "corm-tables-5-6": Experiment(
         ("longbench", "longbench-corm", "longbench-zh", "longbench-zh-corm"),
@@ -83,17 +86,17 @@ EXPERIMENTS = {
         "LLaMA3-8B-Instruct",
     ),
     "corm-tables-9-10": Experiment(
-        ("longbench", "longbench-corm"),
+        ("longbench-windows",),
         (
             Table(
                 "score",
-                **_LONGBENCH,
+                **_LONGBENCH | {"pooled": ALL},
                 rows=("full", "corm", *_WINDOWS),
                 paper=numbers("corm", "table-9", "table-10"),
             ),
         ),
         "LLaMA2-7B-Chat",
-        minutes=(32,),
+        minutes=(42,),
     ),
     "corm-windows": Experiment(
         ("texts-corm-windows",),
@@ -107,7 +110,7 @@ EXPERIMENTS = {
             ),
             Table("evicted", ("of",), rows=("corm", *_WINDOWS), names=OF_TEXTS, pooled=ALL),
         ),
-        minutes=(30,),
+        minutes=(20,),
     ),
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
@@ -121,7 +124,7 @@ EXPERIMENTS = {
             ),
         ),
         "LLaMA2-7B",
-        minutes=(40, 50),
+        minutes=(27, 30),
     ),
     "corm-table-4": Experiment(
         ("corm-128",),
@@ -133,7 +136,7 @@ EXPERIMENTS = {
         minutes=(8,),
     ),
     "corm-figure-4": Experiment(
-        (*(f"corm-{size}" for size in _SIZES), *(f"corm-{size}-1.5b" for size in _SIZES[:3])),
+        (*(f"corm-{size}" for size in _SIZES), *(f"corm-{size}-1.5b" for size in _SIZES[:2])),
         (Table("evicted", ("tokens",), rows=("corm",)),),
         minutes=(8, 7),
     ),

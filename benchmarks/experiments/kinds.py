@@ -19,6 +19,9 @@ LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
 """The first model without groups, as the papers' models are: benchmarks/ungroup.py makes it."""
 
+SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+"""A third model, for docs/which-policy.md."""
+
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""
 

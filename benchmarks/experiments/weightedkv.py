@@ -25,9 +25,7 @@ _EVICTS = "weightedkv:merge=false"
 RUNS: dict[str, Run] = {
     "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096),
     "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE),
-    "texts-ungrouped": Compare(
-        TEXTS, ("h2o:sinks=4", "weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED
-    ),
+    "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED),
     "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,)),
     "map-values": Map("values", TEXTS, 1024),
     "map-values-1.5b": Map("values", EIGHT, 512, LARGE),
@@ -77,7 +75,7 @@ EXPERIMENTS = {
                 worse=(_EVICTS,),
             ),
         ),
-        minutes=(0, 25, 0),
+        minutes=(0, 17, 0),
     ),
     "weightedkv-figure-4-curve": Experiment(
         ("curve",),
