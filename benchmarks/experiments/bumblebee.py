@@ -73,7 +73,7 @@ _SPREAD = {
 }
 
 RUNS: dict[str, Run] = {
-    **{f"choice-{name.lower()}": _choice(name, _ALL, 40 if name in _TOLD_APART else 12) for name in CHOICES},
+    **{f"choice-{name.lower()}": _choice(name, _ALL, 24 if name in _TOLD_APART else 8) for name in CHOICES},
     **{f"choice-{name.lower()}-1.5b": _choice(name, _FEW, 12, LARGE) for name in _LARGE},
     "hotpotqa": Eval("qa", (_HOTPOT,), ("full", *_ALL[3:]), ("20%",), (*_WHOLE, *_QUESTIONS), 24),
     # four times as far as the windows reach
@@ -101,7 +101,7 @@ EXPERIMENTS = {
             *(f"choice-{name.lower()}" for name in _TOLD_APART),
             *(f"choice-{name.lower()}-1.5b" for name in _LARGE),
         ),
-        (35, 40),
+        (42, 40),
     ),
     "bumblebee-table-1-rest": _few_shot(
         ("RTE", "MathQA", "Winogrande"),
@@ -159,7 +159,7 @@ EXPERIMENTS = {
             rows=_ALL,
             worse=("local", "random", "streamingllm", "h2o"),
         ),
-        minutes=(35, 40),
+        minutes=(42, 40),
     ),
     "bumblebee-lambda": Experiment(
         ("xsum-mixture",),

@@ -38,7 +38,7 @@ RUNS: dict[str, Run] = {
                 ("300",),
             ),
             (*_WHOLE, "--set", "n_max=24"),
-            24,
+            16,
         )
         for at, file in _TEN.items()
     },
@@ -123,7 +123,7 @@ EXPERIMENTS = {
             same_item=True,
             worse=("h2o", "streamingllm"),
         ),
-        minutes=(30,),
+        minutes=(50,),
     ),
     "buzz-figure-7": Experiment(
         ("diversity",),
