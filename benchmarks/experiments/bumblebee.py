@@ -159,7 +159,7 @@ EXPERIMENTS = {
             rows=_ALL,
             worse=("local", "random", "streamingllm", "h2o"),
         ),
-        minutes=(42, 40),
+        minutes=(30, 20),
     ),
     "bumblebee-lambda": Experiment(
         ("xsum-mixture",),
