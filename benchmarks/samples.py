@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +30,12 @@ class Score:
         Its decimal places.
     exp
         Whether the exponential of the mean is printed.
+    less
+        What is taken off that.
+    has_error
+        Whether numbers differ, so that a mean has an error.
+    of
+        The score that it is made of, if that has another name.
     words
         For a higher number, and for a lower one.
     """
@@ -39,6 +45,9 @@ class Score:
     scale: float = 1.0
     digits: int = 2
     exp: bool = False
+    less: float = 0.0
+    has_error: bool = True
+    of: str = ""
     words: tuple[str, str] = ("better", "worse")
 
 
@@ -47,6 +56,9 @@ _PERCENT = {"scale": 100, "digits": 1}
 SCORES = {
     "found": Score("Found, %", **_PERCENT),
     "nll": Score("Perplexity", lower=True, exp=True),
+    "above": Score("Perplexity above the full cache's, %", True, 100, 1, True, 1, of="nll"),
+    "device": Score("Keys and values on the device, MiB", lower=True, digits=1, has_error=False),
+    "host": Score("In host memory, MiB", lower=True, digits=1, has_error=False),
     "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", **_PERCENT),
     "logp": Score("Log-probability of the right answer, nats a token"),
     "rouge1": Score("ROUGE-1, %", **_PERCENT),
@@ -125,17 +137,22 @@ class Sample:
 
     def minus(self, other: Sample) -> Difference | None:
         """The mean of the differences, unit by unit; None of fewer units than a test needs."""
-        both = {
-            place: (value - other.values[place][0], weight)
-            for place, (value, weight) in self.values.items()
-            if place in other.values
-        }
+        both = self.apart(other).values
         if len(both) < 2:
             return None
         sums, weights = self._units(both)
         if len(sums) < _LEAST_UNITS:
             return None
         return Difference(float(sums.sum() / weights.sum()), statistics.sign_test(sums))
+
+    def apart(self, other: Sample) -> Sample:
+        """The differences from another sample, value by value where both have one."""
+        values = {
+            place: (value - other.values[place][0], weight)
+            for place, (value, weight) in self.values.items()
+            if place in other.values
+        }
+        return replace(self, values=values)
 
     def _units(self, values: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
         """Sum and weight of each unit: a block of a text, one of several texts, an item."""

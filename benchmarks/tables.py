@@ -29,20 +29,27 @@ NAMES = MODELS | {
 
 def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
     """The places of a table. A line without a budget is in the column of every budget."""
-    lines = [line for line in lines if not table.rows or line["label"] in table.rows]
+    lines = [line for line in lines if not table.rows or line["label"] in (*table.rows, table.apart)]
     budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
     places: dict[Place, Sample] = {}
     for line in lines:
         score = table.scores.get(line["task"], "") if table.scores else table.score
         if not score:
             continue
-        found, of_text = _values(line, score), bool(line.get("weights", {}).get(score))
+        found, of_text = _values(line, score), bool(line.get("weights", {}).get(SCORES[score].of or score))
         for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
             for column, is_pooled in _columns(line | {"budget": budget}, table):
                 strata = table.strata if is_pooled else {}
                 sample = Sample(score, of_text, table.same_item and is_pooled, strata)
                 places.setdefault((line["label"], column), sample).values.update(found)
-    return {place: sample for place, sample in places.items() if _is_whole(place, sample, table)}
+    places = {place: sample for place, sample in places.items() if _is_whole(place, sample, table)}
+    if table.apart:
+        return {
+            (row, column): sample.apart(places[table.apart, column])
+            for (row, column), sample in places.items()
+            if row != table.apart and (table.apart, column) in places
+        }
+    return places
 
 
 def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
@@ -66,7 +73,8 @@ def is_pooled(column: str, table: Table) -> bool:
 
 
 def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]]:
-    found = _rouge(line["scores"]) if score == "rouge" else line["scores"].get(score, [])
+    score = SCORES[score].of or score
+    found = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
     weights = line.get("weights", {}).get(score, [1] * len(found))
     items = line.get("items", range(len(found)))
     return {
@@ -74,6 +82,12 @@ def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]
         for item, value, weight in zip(items, found, weights, strict=True)
         if value is not None
     }
+
+
+def _of_line(line: Line) -> dict[str, list[float | None]]:
+    """The scores of a line, and its bytes in MiB."""
+    sizes = zip(("device", "host"), line.get("bytes", ()), strict=False)
+    return line["scores"] | {name: [size / 2**20] for name, size in sizes}
 
 
 def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
@@ -251,9 +265,9 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
     if place in places:
         score, (mean, error) = SCORES[places[place].score], places[place].mean()
         if score.exp:
-            mean, error = np.exp(mean), np.exp(mean) * error
+            mean, error = np.exp(mean) - score.less, np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
-        if np.isfinite(error):
+        if score.has_error and np.isfinite(error):
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
         parts.append(f"({table.paper[place]})")

@@ -275,6 +275,35 @@ def test_of_several_texts_a_text_is_the_unit(measured):
     assert f"{np.exp(np.mean(level)):.2f} ±{error:.2f} |" in text
 
 
+def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
+    more = np.array([0.05, 0.06, 0.07, 0.05, 0.06, 0.07])
+    # the texts differ by far more than the policies do
+    found = [
+        line | {"label": "full", "budget": None} if line["label"] == "buzz" else line
+        for line in of_texts(6, more)
+    ]
+    means = [
+        np.average(np.subtract(line["scores"]["nll"], full["scores"]["nll"]), weights=line["weights"]["nll"])
+        for full, line in zip(found[::2], found[1::2], strict=True)
+    ]
+    above, error = np.expm1(np.mean(means)), np.exp(np.mean(means)) * np.std(means, ddof=1) / np.sqrt(6)
+    text = measured(found, Table("above", ("budget",), apart="full"))
+    assert f"| `h2o` | {100 * above:.1f} ±{100 * error:.1f} |" in text
+    assert "`full`" not in text
+
+
+def test_bytes_are_shown_in_mib_without_an_error(measured):
+    found = [
+        line | {"bytes": [n * 2**20, 2**19]}
+        for n, line in enumerate(lines(h2o__64={"nll": [0.1]}, buzz__64={"nll": [0.2]}), 3)
+    ]
+    text = measured(found, Table("device"), Table("host"))
+    assert re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M) == [
+        *(("h2o", "3.0"), ("buzz", "4.0")),
+        *(("h2o", "0.5"), ("buzz", "0.5")),
+    ]
+
+
 def test_only_pooled_columns_are_compared_if_asked(measured):
     found = [
         line | {"of": f"of{i}"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from commands import Compare, Eval, Run
 
-from experiments.kinds import LARGE, SMALL, WIKI, XSUM, Experiment, Table
+from experiments.kinds import ALL, LARGE, SMALL, WIKI, XSUM, Experiment, Table, each
 
 POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
 # larger models are asked less, as they take longer
 _FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "weightedkv"))
-_FULL = ("full", "full q8_0", "full q4_0")
+_QUANTIZED = ("full q8_0", "full q4_0")
 # two texts of each of four kinds
 _TEXTS = {
     "books": ("pg19/10321.txt", "janeausten/emma.txt"),
@@ -61,14 +61,27 @@ def _task_table(title: str, task: str, score: str) -> Table:
     return Table("", ("budget",), "full", ("full", *POLICIES), scores={task: score}, title=title)
 
 
+_SIZES = each("device", "host", rows=("full", *_QUANTIZED, *POLICIES))
+
 EXPERIMENTS = {
     "which-texts": Experiment(
         ("which-texts", "which-texts-0.5b", "which-texts-1.5b"),
-        (Table("nll", ("budget",), "h2o", (*_FULL, *POLICIES)),),
+        (
+            Table(
+                *("above", ("of", "budget"), "h2o", (*_QUANTIZED, *POLICIES)),
+                apart="full",
+                names=KINDS,
+                pooled=ALL,
+                only_pooled=True,
+            ),
+            *_SIZES,
+        ),
         minutes=(100, 50, 80),
     ),
     "which-texts-long": Experiment(
-        ("which-texts-long",), (Table("nll", ("budget",), "h2o", ("full", *POLICIES)),), minutes=(60,)
+        ("which-texts-long",),
+        (Table("above", ("budget",), "h2o", POLICIES, apart="full"), *_SIZES),
+        minutes=(60,),
     ),
     "which-tasks": Experiment(
         tuple(_TASKS),
