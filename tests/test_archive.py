@@ -17,6 +17,7 @@ from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system import memory
 from kvtool.units import format_bytes
+from tests import tiny_kinds
 from tests.terminal import Terminal
 from tests.test_chat_session import TURNS
 from tests.test_cli import kvtool
@@ -73,7 +74,7 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [
-        ("generate", ["--archive", "2GiB"], "`h2o` has no archive; leave out --archive, or choose"),
+        ("chat", ["--archive", "2GiB"], "`h2o` has no archive; leave out --archive, or choose"),
         ("perplexity", ["-", "--archive-type", "q8_0"], "`h2o` has no archive; leave out --archive-type, or"),
         ("chat", ["--policy", "full", "--archive", "9"], "`full` has no archive; leave out --archive, or"),
         (
@@ -162,8 +163,33 @@ def test_generate_says_what_is_archived(chat_model):
     assert (result["archived"], result["archive_limit"]) == (100, 100)
     said = kvtool("generate", *own, "-v", stdin="word " * 60).stderr
     assert re.search(r"tokens in .*, archive 100 of at most 100 tokens, [0-9.]+ KiB of host memory\n", said)
-    without = kvtool("generate", *own[:6], "--budget", 96, "-v", stdin="word " * 60)
+    without = kvtool("generate", *own[:6], "--policy", "h2o", "--budget", 96, "-v", stdin="word " * 60)
     assert "archive" not in re.search("\nread .* tokens in .*", without.stderr)[0]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("write", "options", "why"),
+    [
+        (tiny_kinds.write_refact, [], "in this model (ALiBi)"),
+        (None, ["--prefill", "whole"], "from a prompt that is read whole"),
+        (None, ["--positions", "in-cache"], "with --positions in-cache"),
+        (None, [], None),
+    ],
+)
+def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tmp_path, write, options, why):
+    model = tmp_path / "kind.gguf" if write else tiny_model()
+    if write:
+        write(model)
+    command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
+    done = kvtool(*command, stdin="word " * 300)
+    result = json.loads(done.stdout)
+    said = f"nothing can be recalled {why}: the policy is h2o\n"
+    assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
+    assert bool(result["archived"]) == (why is None)
+    if why:
+        asked = kvtool(*command, "--policy", "recall", stdin="word " * 300)
+        assert (asked.returncode, asked.stdout) == (2, "")
 
 
 @pytest.mark.engine

@@ -20,6 +20,9 @@ N_TEXT_BATCH = 64
 POLICY = "h2o"
 """Default of --policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
 
+ANSWERING = "recall"
+"""Default where an answer about a text is asked for: what was read must be found again."""
+
 
 def check_cache_types(type_k: str, type_v: str) -> None:
     """Raises UsageError for types that llama.cpp does not have for cached keys or values."""

@@ -40,7 +40,7 @@ def generate(
     system_file: opt.SystemFile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     n: opt.Predict = None,
-    policy: opt.Policy = opt.POLICY,
+    policy: opt.Policy = opt.ANSWERING,
     budget: opt.Budget = None,
     options: opt.Options = None,
     evict_every: opt.EvictEvery = None,
@@ -125,7 +125,7 @@ def generate(
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         if explain:
-            explain_run(engine, policy, "prompt", len(tokens))
+            explain_run(engine, opened.policy, "prompt", len(tokens))
         else:
             say_spare(engine)
             Notice(engine, "prompt")(len(tokens))
@@ -150,7 +150,7 @@ def generate(
                 raise
             wrote_in = time.monotonic() - started
             _finish(
-                *(as_json, pieces, writer, policy, len(tokens)),
+                *(as_json, pieces, writer, opened.policy, len(tokens)),
                 *(read_in, wrote_in, verbose, likely),
             )
         if writer.stop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,10 +70,13 @@ class Opened:
         Ready to read.
     info
         The header of its model.
+    policy
+        The name of its policy.
     """
 
     engine: Engine
     info: ModelInfo
+    policy: str
 
 
 class Fitted(NamedTuple):
@@ -127,7 +130,8 @@ def open_engine(
 
     with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx
-        if found and found.in_bytes:
+        asked, wanted = wanted, able(wanted, model.layers)
+        if found and (found.in_bytes or wanted is not asked):
             found = fitted(wanted, info, model.layers, text, n_batch, over_budget=not scoring)
         if found:
             policy, n_batch = found.policy, found.n_batch
@@ -140,9 +144,27 @@ def open_engine(
 
         engine = Engine(model, policy, settings)
         try:
-            yield Opened(engine, info)
+            yield Opened(engine, info, wanted.policy)
         finally:
             engine.close()
+
+
+def able(wanted: EngineOptions, layers: Layers) -> EngineOptions:
+    """The options with POLICY in place of a default policy that recalls, where nothing can be recalled."""
+    from kvtool import policies
+    from kvtool.cli.flags import POLICY
+
+    why = None
+    if layers.has_alibi:
+        why = "in this model (ALiBi)"
+    elif wanted.prefill == "whole":
+        why = "from a prompt that is read whole"
+    elif wanted.positions == "in-cache":
+        why = "with --positions in-cache"
+    if not why or "policy" in wanted.typed or not policies.recalls(policies.load(wanted.policy)):
+        return wanted
+    sys.stderr.write(f"nothing can be recalled {why}: the policy is {POLICY}\n")
+    return replace(wanted, policy=POLICY)
 
 
 def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
