@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import tables
 from experiments import EXPERIMENTS
+from experiments.kinds import UNGROUPED
 from tables import RESULTS, Verdict
 
 
@@ -100,6 +102,9 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     ),
 }
 
+_VERSIONS = {"": ("", UNGROUPED)}
+"""What counts as a model: it without groups, too."""
+
 _TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
 
 
@@ -139,9 +144,9 @@ def _hours(model: str, results: Path) -> float:
 def _verdict(names: Sequence[str], model: str, results: Path) -> str:
     """What became of the differences that a paper's table or figure shows, with one model."""
     found, measured = Verdict(), False
-    for name in names:
+    for name, version in product(names, _VERSIONS.get(model, (model,))):
         experiment = EXPERIMENTS[name]
-        lines = tables.kept(tables.of_model(experiment, model), results)
+        lines = tables.kept(tables.of_model(experiment, version), results)
         if experiment.examples and any("output" in line for line in lines):
             return "shown"
         for table in experiment.tables:
