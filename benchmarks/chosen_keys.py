@@ -1,6 +1,6 @@
 """How well the keys that a policy keeps of a prompt stand for all: BumbleBee's Figure 8 in numbers.
 
-    python benchmarks/chosen_keys.py FILE --policies h2o,bumblebee:sinks=0 --budget 20% [--png chosen.png]
+    python benchmarks/chosen_keys.py FILE --policies h2o,bumblebee:sinks=0 --budget 20 [--png chosen.png]
 
 The text is read whole and evicted from once. Of each row: the mean over all tokens of the similarity, the
 positive part of the cosine of keys before RoPE, to the nearest key that stays. 1 is a key that stays

@@ -47,7 +47,7 @@ class Ask:
     Attributes
     ----------
     command
-        Its words after `kvtool`, without the model.
+        Its words after `kvtool`, or after `python benchmarks/`, without the model.
     store
         The name of its file of records.
     """
@@ -72,6 +72,8 @@ class Compare:
         Shorter beginnings of the texts whose scores are kept, too.
     types
         Types of keys and values; of all but the first only for `full`.
+    minutes
+        What it takes on one core of a small machine, about.
     """
 
     files: tuple[str, ...]
@@ -82,9 +84,11 @@ class Compare:
     model: str = ""
     upto: tuple[int, ...] = ()
     types: tuple[str, ...] = ("f16",)
+    minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
         """A command for each text of which lines are missing, with the policies that it lacks."""
+        kept = [line for line in kept if line["tokens"] == self.max_tokens]
         for file in self.files:
             there = {(line["label"], line["budget"]) for line in kept if line["of"] == Path(file).name}
             lacking = tuple(label for label in self.policies if not self._places(label) <= there)
@@ -163,11 +167,13 @@ class Eval:
     more
         Further options.
     limit
-        Items of each file; 0 for all.
+        The first items of all; 0 for all.
     example
         The item whose outputs are kept; none if empty.
     model
         The file of the model; empty for kvtool's default.
+    minutes
+        As in Compare.
     """
 
     task: str
@@ -178,12 +184,14 @@ class Eval:
     limit: int = 0
     model: str = ""
     example: str = ""
+    minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        """A command for each policy and budget of which items are missing."""
+        """A command for each policy and budget of which items are missing, or what was written of one."""
         there = defaultdict(int)
         for line in kept:
-            there[line["label"], line["budget"]] += len(line["items"])
+            if not self.example or "output" in line:
+                there[line["label"], line["budget"]] += len(line["items"])
         for label, budget in self._runs():
             if there[label, budget] < max(self.limit, 1):
                 yield Ask(self._command(label, budget), name)
@@ -215,7 +223,7 @@ class Eval:
                 "task": self.task,
                 "of": of,
                 "items": [record["id"] for record in items],
-                "cells": [record.get("budget_cells") for record in items],
+                "cells": [record.get("asked_cells", record.get("budget_cells")) for record in items],
                 "scores": {name: [scores.get(name) for scores in scored] for name in names},
                 **self._example(items),
                 **_about(*items),
@@ -250,6 +258,7 @@ class Inspect:
     budget: str
     max_tokens: int
     model: str = ""
+    minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
         there = {(line["of"], line["label"]) for line in kept}
@@ -279,7 +288,7 @@ class Inspect:
                     "of": record["file"],
                     "part": part,
                     "scores": {"held": [of_part.mean()]},
-                    **_about(record),
+                    **_about(record, lines=len(_QUARTERS)),
                 }
 
     def _command(self, file: str, label: str) -> tuple[str, ...]:
@@ -293,9 +302,10 @@ class _ByText:
     __slots__ = ()
 
     files: tuple[str, ...]
+    max_tokens: int
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        there = {line["of"] for line in kept}
+        there = {line["of"] for line in kept if line["tokens"] == self.max_tokens}
         for file in self.files:
             if Path(file).name not in there:
                 yield Ask(self._command(file), name)
@@ -316,7 +326,7 @@ class Map(_ByText):
     ----------
     kind
         "attention", "queries", "share" or "values".
-    files, max_tokens, model
+    files, max_tokens, model, minutes
         As in Compare.
     """
 
@@ -324,6 +334,7 @@ class Map(_ByText):
     files: tuple[str, ...]
     max_tokens: int
     model: str = ""
+    minutes: int = 0
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -335,7 +346,8 @@ class Map(_ByText):
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
-            for part, label, value in _MAPS[self.kind](record):
+            parts = list(_MAPS[self.kind](record))
+            for part, label, value in parts:
                 yield {
                     "label": label,
                     "budget": None,
@@ -343,7 +355,7 @@ class Map(_ByText):
                     "part": part,
                     "tokens": record["tokens"],
                     "scores": {self.kind: [value]},
-                    **_about(record),
+                    **_about(record, lines=len(parts)),
                 }
 
     def _command(self, file: str) -> tuple[str, ...]:
@@ -358,6 +370,7 @@ class Chosen(_ByText):
     policies: tuple[str, ...]
     max_tokens: int
     model: str = ""
+    minutes: int = 0
 
     def shown(self) -> str:
         return f"{shell(self._command('FILE'), self.model)} --png chosen.png{_each(self.files)}"
@@ -371,7 +384,7 @@ class Chosen(_ByText):
                     "of": record["file"],
                     "tokens": record["tokens"],
                     "scores": {"nearest": [float(np.mean(record["nearest"][label]))]},
-                    **_about(record),
+                    **_about(record, lines=len(self.policies)),
                 }
 
     def _command(self, file: str) -> tuple[str, ...]:
@@ -453,8 +466,13 @@ def _names(label: str, record: records.Record) -> bool:
 
 
 def _scores(record: records.Record) -> dict[str, float]:
-    """An item's scores; for `choice` also the log-probability of the right choice among all, in nats."""
+    """An item's scores and how many cells it held.
+
+    For `choice` also the log-probability of the right choice among all, in nats.
+    """
     scores = dict(record["scores"])
+    if scores and "cells" in record:
+        scores["cells_held"] = record["cells"]
     if scores and record["task"] == "choice":
         logp = np.array(record["logp"])
         right = record["choices"].index(record["references"][0])
@@ -462,9 +480,9 @@ def _scores(record: records.Record) -> dict[str, float]:
     return scores
 
 
-def _about(*found: records.Record) -> Line:
-    """The total time of these records, and the versions that they were measured with."""
+def _about(*found: records.Record, lines: int = 1) -> Line:
+    """The time of these records, of which so many lines have a part each, and what measured them."""
     versions = {name: found[0][name] for name in VERSIONS} | {"model": Path(found[0]["model"]).name}
     # CPU time if it is known: it does not depend on what else was running
     seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in found)
-    return {"seconds": seconds, **versions}
+    return {"seconds": seconds / lines, **versions}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,7 +12,10 @@ from pathlib import Path
 import tables
 from experiments import EXPERIMENTS
 from experiments.kinds import UNGROUPED
-from tables import RESULTS, Verdict
+from places import samples
+from samples import SCORES
+from tables import RESULTS
+from verdicts import Verdict, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Entry:
     said
         In place of that: why it is not, or what to look at.
     link
-        Where that is; by default the paper's own page.
+        Where that is; none if empty.
     """
 
     name: str
@@ -49,6 +53,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         Entry("Figure 2", "attention before and after a merge", said="measured", link=_ONE_MERGE),
         Entry("Figure 3", "an example of the algorithm", said=_DRAWING),
         Entry("Figure 4", "merging against evicting", ("weightedkv-figure-4", "weightedkv-figure-4-curve")),
+        Entry("Figure 4, no groups", "the same, as in the paper's model", ("weightedkv-figure-4-ungrouped",)),
         Entry("Table I, 4k", "perplexity of policies", ("weightedkv-table-1",)),
         Entry("Table I, 8k and 16k", "longer contexts", ("weightedkv-table-1-long",)),
     ),
@@ -102,8 +107,8 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     ),
 }
 
-_VERSIONS = {"": ("", UNGROUPED)}
-"""What counts as a model: it without groups, too."""
+_COLUMNS = {model: (model, UNGROUPED) if not model else (model,) for model in tables.MODELS}
+"""The models of each column. SmolLM2's has it without groups, too, in entries of its own."""
 
 _TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
 
@@ -136,27 +141,43 @@ def _hours(model: str, results: Path) -> float:
         run
         for entry in entries
         for name in entry.experiments
-        for run in tables.of_model(EXPERIMENTS[name], model)
+        for version in _COLUMNS[model]
+        for run in tables.of_model(EXPERIMENTS[name], version)
     }
     return sum(line["seconds"] for line in tables.kept(sorted(runs), results)) / 3600
 
 
 def _verdict(names: Sequence[str], model: str, results: Path) -> str:
     """What became of the differences that a paper's table or figure shows, with one model."""
-    found, measured = Verdict(), False
-    for name, version in product(names, _VERSIONS.get(model, (model,))):
+    # by what the scores are about
+    found: dict[str, Verdict] = defaultdict(Verdict)
+    measured = lacks_own = False
+    for name, version in product(names, _COLUMNS[model]):
         experiment = EXPERIMENTS[name]
         lines = tables.kept(tables.of_model(experiment, version), results)
         if experiment.examples and any("output" in line for line in lines):
             return "shown"
         for table in experiment.tables:
-            places = tables.samples(lines, table)
+            places = samples(lines, table)
             measured = measured or bool(places)
-            found += tables.verdict(places, table)
+            rows = {row for row, _ in places}
+            lacks_own = lacks_own or bool(rows and table.against and table.against not in rows)
+            if (told := verdict(places, table)).n:
+                found[SCORES[table.score].short] += told
     if not measured:
         return "not measured"
-    if not found.n:
-        return "numbers, without a test"
+    if lacks_own:
+        return "only the other policies are measured"
+    if not found:
+        return "numbers; nothing to compare them with"
+    if len(found) == 1:
+        return _in_words(*found.values())
+    return "; ".join(f"{short}: {_in_words(told)}" for short, told in found.items())
+
+
+def _in_words(found: Verdict) -> str:
+    if found.untested == found.n:
+        return "too few texts or items for a test"
     if not found.here and not found.reverse:
         return f"cannot be told ({found.n} difference{'s' * (found.n > 1)})"
     counts = f"{found.here} of {found.n}, {found.reverse} reversed"

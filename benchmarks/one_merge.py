@@ -27,6 +27,7 @@ from kvtool.models.resolve import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tiny
+from reference.models import linear
 from reference.transformer import Llama
 
 
@@ -51,9 +52,8 @@ def main() -> None:
         tiny.dequantize(path, Path(folder) / "f32.gguf")
         model = Llama(Path(folder) / "f32.gguf")
     found = []
-    steps = np.arange(args.at, 0, -1)
     for attention, output, value in rows(model, tokens):
-        average = attention[:, : args.at, : args.at].sum(axis=(0, 1)) / steps
+        average = average_of(attention, args.at)
         lowest = average[args.sinks : args.at - args.window].argsort()[: args.victims]
         for gone in (args.sinks + lowest).tolist():
             later = attention[:, args.at :], output[:, args.at :]
@@ -108,7 +108,7 @@ def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = Non
         note(f"layer {number + 1} of {model.n_layer}")
         h = model.norm(x, layer["attn_norm"])
         query, key, value = (
-            (h @ layer[name].T).reshape(n, -1, model.head_dim).swapaxes(0, 1)
+            linear(layer, name, h).reshape(n, -1, model.head_dim).swapaxes(0, 1)
             for name in ("attn_q", "attn_k", "attn_v")
         )
         query, key = (model.rotate(model.pairs(each), np.arange(n), number) for each in (query, key))
@@ -121,15 +121,14 @@ def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = Non
             attention /= attention.sum(axis=-1, keepdims=True)
             output[mine] = attention @ value[i]
             if change:
-                average = attention[:, :at, :at].sum(axis=(0, 1)) / np.arange(at, 0, -1)
+                average = average_of(attention, at)
                 # the last one has no neighbour yet
                 gone = int(average[:-1].argmin())
                 attention[:, at:, gone] = 0
                 attention[:, at:] /= attention[:, at:].sum(axis=-1, keepdims=True)
                 left = value[i].copy()
                 if change == "merge":
-                    share = average[gone] / (average[gone] + average[gone + 1])
-                    left[gone + 1] += share * (left[gone] - left[gone + 1])
+                    left[gone + 1] += share_of(average, gone) * (left[gone] - left[gone + 1])
                 output[mine, at:] = attention[:, at:] @ left
             yield attention, output[mine], value[i]
         x = x + output.swapaxes(0, 1).reshape(n, -1) @ layer["attn_output"].T
@@ -138,10 +137,20 @@ def rows(model: Llama, tokens: np.ndarray, at: int = 0, change: str | None = Non
         x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["ffn_up"].T)) @ layer["ffn_down"].T
 
 
+def average_of(attention, at: int):
+    """The attention f64[token] to each of the first `at` tokens, a step that it has lived."""
+    return attention[:, :at, :at].sum(axis=(0, 1)) / np.arange(at, 0, -1)
+
+
+def share_of(average, gone: int) -> float:
+    """The part that an evicted value has in the mixture with its neighbour's."""
+    return average[gone] / max(average[gone] + average[gone + 1], np.finfo(float).tiny)
+
+
 def one_merge(attention, output, value, average, gone: int) -> dict[str, float]:
     """The attention f64[head, query, token] and output f64[head, query, dim] of queries after the merge."""
     lost, read = attention[:, :, gone, None], attention[:, :, gone + 1, None]
-    share = average[gone] / max(average[gone] + average[gone + 1], np.finfo(float).tiny)
+    share = share_of(average, gone)
     error = (output - lost * value[gone]) / (1 - lost) - output
     change = read / (1 - lost) * (value[gone] - value[gone + 1])
     evicted, merged = error**2, (error + share * change) ** 2

@@ -22,12 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tables
-from commands import Ask, Line, Run, shell
+from commands import Ask, Line, shell
 from common import make_parser, note
 from experiments import EXPERIMENTS, RUNS
 from index import fill_index
@@ -43,16 +42,9 @@ DOCUMENTS = (
 )
 
 
-def missing(name: str, results: Path = RESULTS, only: Container[str] = ()) -> list[Ask]:
-    """The commands of a run of which lines are missing. only: labels of policies that count, or all."""
-    return list(_chosen(name, only).missing(records.read(results / f"{name}.jsonl"), name))
-
-
-def _chosen(name: str, only: Container[str]) -> Run:
-    asked = RUNS[name]
-    if not only:
-        return asked
-    return replace(asked, policies=tuple(label for label in asked.policies if label in only))
+def missing(name: str, results: Path = RESULTS) -> list[Ask]:
+    """The commands of a run of which lines are missing."""
+    return list(RUNS[name].missing(records.read(results / f"{name}.jsonl"), name))
 
 
 def run(
@@ -61,17 +53,16 @@ def run(
     names: Sequence[str],
     more: Sequence[str] = (),
     results: Path = RESULTS,
-    only: Sequence[str] = (),
     models: Path = Path(),
 ) -> None:
     """Measure what is missing of these runs, and keep what the tables need after each command.
 
-    more: further options of each command. only: labels of the policies that are measured. models: folder of
-    the runs' own models. Ends the program if a command fails.
+    more: further options of each command. models: folder of the runs' own models. Ends the program if a
+    command fails.
     """
     for name in names:
         asked, path = RUNS[name], results / f"{name}.jsonl"
-        for ask in missing(name, results, only):
+        for ask in missing(name, results):
             note(f"{name}: {shell(ask.command, asked.model)}")
             store = work / Path(asked.model or "default").stem / f"{ask.store}.jsonl"
             store.parent.mkdir(parents=True, exist_ok=True)
@@ -138,19 +129,29 @@ def _rounded(line: Line) -> Line:
 
 
 def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
-    """A line for each experiment: the commands that are missing, and the minutes of all and of those."""
-    planned: set[str] = set()
+    """A line for each experiment and model: the minutes of its runs, and of the commands that are missing."""
+    names = list(names)
     for name in names:
-        for model, minutes in zip(tables.models_of(name), EXPERIMENTS[name].minutes, strict=False):
-            runs = [each for each in tables.of_model(EXPERIMENTS[name], model) if each not in planned]
-            planned.update(runs)
-            # others have them, too
-            if not runs:
-                continue
-            n_all = sum(len(list(RUNS[each].commands())) for each in runs)
-            n = sum(len(missing(each, results)) for each in runs)
-            left = f"{n} of {n_all} commands missing, about {minutes * n // max(n_all, 1)} minutes"
-            yield f"{name} ({tables.NAMES[model]}): {minutes} minutes; {left if n else 'all there'}"
+        for model in tables.models_of(name):
+            runs = tables.of_model(EXPERIMENTS[name], model)
+            n, n_all, minutes, left = _cost(runs, results)
+            there = f"{n} of {n_all} commands missing, about {left} minutes" if n else "all there"
+            yield f"{name} ({tables.NAMES[model]}): {minutes} minutes; {there}"
+    # a run may belong to several
+    runs = tuple(dict.fromkeys(run for name in names for run in EXPERIMENTS[name].runs))
+    _, _, minutes, left = _cost(runs, results)
+    yield f"in all {minutes / 60:.1f} hours of one core, of which {left / 60:.1f} are missing"
+
+
+def _cost(runs: Iterable[str], results: Path) -> tuple[int, int, int, int]:
+    """Commands that are missing, all commands, minutes of all, and minutes of those that are missing."""
+    n_missing = n_all = minutes = 0
+    left = 0.0
+    for name in runs:
+        n, n_of_run = len(missing(name, results)), len(list(RUNS[name].commands()))
+        n_missing, n_all, minutes = n_missing + n, n_all + n_of_run, minutes + RUNS[name].minutes
+        left += RUNS[name].minutes * n / n_of_run
+    return n_missing, n_all, minutes, round(left)
 
 
 def main() -> None:
@@ -170,7 +171,6 @@ def main() -> None:
     running.add_argument("--work", type=Path, default=ROOT / "build" / "papers", help="where all results are")
     for each in (running, showing):
         each.add_argument("--results", type=Path, default=RESULTS, help="where the tables' part of them is")
-    running.add_argument("--only", default="", metavar="POLICY,...", help="measure these")
     commands.add_parser("tables")
     args = parser.parse_args()
     names = getattr(args, "names", None) or list(EXPERIMENTS)
@@ -184,7 +184,7 @@ def main() -> None:
         return
     if args.command == "run":
         runs = dict.fromkeys(run for name in names for run in EXPERIMENTS[name].runs)
-        only, more = list(filter(None, args.only.split(","))), ["-t", args.threads]
+        more = ["-t", args.threads]
         if args.model:
             if args.results == RESULTS:
                 parser.error(
@@ -198,7 +198,6 @@ def main() -> None:
             list(runs),
             more,
             args.results,
-            only,
             args.models,
         )
         if args.model:

@@ -11,7 +11,7 @@ import numpy as np
 from kvtool.measure import statistics
 
 _LEAST_UNITS = 6
-"""Of fewer differences no signs are rarer than one in twenty."""
+"""Of fewer differences, other than 0, no signs are rarer than one in twenty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class Score:
     ----------
     title
         Heading of the table.
+    short
+        What the score is about, in a word or two; scores of the same are one verdict.
     lower
         Whether lower is better.
     scale
@@ -32,8 +34,6 @@ class Score:
         Whether the exponential of the mean is printed.
     less
         What is taken off that.
-    has_error
-        Whether numbers differ, so that a mean has an error.
     of
         The score that it is made of, if that has another name.
     words
@@ -41,51 +41,53 @@ class Score:
     """
 
     title: str
+    short: str = ""
     lower: bool = False
     scale: float = 1.0
     digits: int = 2
     exp: bool = False
     less: float = 0.0
-    has_error: bool = True
     of: str = ""
     words: tuple[str, str] = ("better", "worse")
 
 
 _PERCENT = {"scale": 100, "digits": 1}
+_MORE = ("more", "less")
 
 SCORES = {
     "found": Score("Found, %", **_PERCENT),
-    "nll": Score("Perplexity", lower=True, exp=True),
-    "above": Score("Perplexity above the full cache's, %", True, 100, 1, True, 1, of="nll"),
-    "device": Score("Keys and values on the device, MiB", lower=True, digits=1, has_error=False),
-    "host": Score("In host memory, MiB", lower=True, digits=1, has_error=False),
-    "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", **_PERCENT),
-    "logp": Score("Log-probability of the right answer, nats a token"),
-    "rouge1": Score("ROUGE-1, %", **_PERCENT),
-    "rouge2": Score("ROUGE-2, %", **_PERCENT),
-    "rougeL": Score("ROUGE-L, %", **_PERCENT),
-    "f1": Score("F1, %", **_PERCENT),
-    "em": Score("Exact match, %", **_PERCENT),
-    "subspan_em": Score("Right answer somewhere in the output, %", **_PERCENT),
-    "acc": Score("Accuracy, %", **_PERCENT),
-    "right": Score("Log-probability of the right choice among all choices, nats"),
+    "nll": Score("Perplexity", "perplexity", lower=True, exp=True),
+    "above": Score(
+        "Perplexity above the full cache's, %", lower=True, scale=100, digits=1, exp=True, less=1, of="nll"
+    ),
+    "device": Score("Keys and values on the device, MiB", lower=True, digits=1),
+    "host": Score("In host memory, MiB", lower=True, digits=1),
+    "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", "ROUGE", **_PERCENT),
+    "logp": Score("Log-probability of the right text, nats a token", "likelihood"),
+    "rouge1": Score("ROUGE-1, %", "ROUGE", **_PERCENT),
+    "rouge2": Score("ROUGE-2, %", "ROUGE", **_PERCENT),
+    "rougeL": Score("ROUGE-L, %", "ROUGE", **_PERCENT),
+    "f1": Score("F1, %", "F1", **_PERCENT),
+    "em": Score("Exact match, %", "matches", **_PERCENT),
+    "subspan_em": Score("Right answer somewhere in the output, %", "matches", **_PERCENT),
+    "acc": Score("Accuracy, %", "accuracy", **_PERCENT),
+    "acc_norm": Score("Accuracy by likelihood a byte, %", "accuracy", **_PERCENT),
+    "right": Score("Log-probability of the right choice among all choices, nats", "likelihood"),
     "score": Score("LongBench's metrics, %", **_PERCENT),
+    "cells_held": Score("Tokens a row holds at the end", digits=0),
     "self_bleu": Score("Self-BLEU", digits=1),
-    "distance": Score("Distance of Self-BLEU from the full cache's", lower=True, digits=1),
+    "full_self_bleu": Score("Self-BLEU of the full cache's samples", digits=1),
+    "alike": Score("Self-BLEU less that of the full cache's samples", digits=1, words=_MORE),
     "evicted": Score("Tokens evicted at the end, %, the mean over rows", **_PERCENT),
     "ms": Score("CPU time of a token, ms", lower=True, digits=2),
-    "nearest": Score("Similarity to the nearest key that stays", digits=4, words=("more", "less")),
-    "share": Score("Share of a query's keys that are important to it, %", words=("more", "less"), **_PERCENT),
+    "nearest": Score("Similarity to the nearest key that stays", digits=4, words=_MORE),
+    "share": Score("Share of a query's keys that are important to it, %", words=_MORE, **_PERCENT),
     "attention": Score(
-        "Important keys that a query shares with another, % of those of either",
-        words=("more", "less"),
-        **_PERCENT,
+        "Important keys that a query shares with another, % of those of either", words=_MORE, **_PERCENT
     ),
-    "queries": Score("Most similar earlier query that near, %", words=("more", "less"), **_PERCENT),
-    "values": Score(
-        "Singular values that carry 90 % of the squares, % of all", words=("more", "less"), **_PERCENT
-    ),
-    "held": Score("Share of the rows that hold a token at the end, %", words=("more", "less"), **_PERCENT),
+    "queries": Score("Most similar earlier query that near, %", words=_MORE, **_PERCENT),
+    "values": Score("Singular values that carry 90 % of the squares, % of all", words=_MORE, **_PERCENT),
+    "held": Score("Share of the rows that hold a token at the end, %", words=_MORE, **_PERCENT),
 }
 
 
@@ -99,10 +101,13 @@ class Difference:
         It.
     p
         The chance of one as large without a true difference.
+    least_p
+        The smallest that it can be, of so many units.
     """
 
     mean: float
     p: float
+    least_p: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +146,11 @@ class Sample:
         if len(both) < 2:
             return None
         sums, weights = self._units(both)
-        if len(sums) < _LEAST_UNITS:
+        n_unit = np.count_nonzero(sums)
+        if n_unit < _LEAST_UNITS:
             return None
-        return Difference(float(sums.sum() / weights.sum()), statistics.sign_test(sums))
+        mean = float(sums.sum() / weights.sum())
+        return Difference(mean, statistics.sign_flip_test(sums), 2.0 ** (1 - n_unit))
 
     def apart(self, other: Sample) -> Sample:
         """The differences from another sample, value by value where both have one."""

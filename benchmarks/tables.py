@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
 from experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
+from places import is_pooled, samples
 from samples import SCORES, Sample
+from verdicts import compared, verdict
 
-from kvtool.measure import records, statistics
+from kvtool.measure import records
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "papers" / "records"
@@ -25,150 +26,6 @@ NAMES = MODELS | {
     UNGROUPED: "SmolLM2-135M-Instruct without groups",
 }
 """The names of the models that the papers' experiments run with."""
-
-
-def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
-    """The places of a table. A line without a budget is in the column of every budget."""
-    lines = [line for line in lines if not table.rows or line["label"] in (*table.rows, table.apart)]
-    budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
-    places: dict[Place, Sample] = {}
-    for line in lines:
-        score = table.scores.get(line["task"], "") if table.scores else table.score
-        if not score:
-            continue
-        found, of_text = _values(line, score), bool(line.get("weights", {}).get(SCORES[score].of or score))
-        for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
-            for column, is_pooled in _columns(line | {"budget": budget}, table):
-                strata = table.strata if is_pooled else {}
-                sample = Sample(score, of_text, table.same_item and is_pooled, strata)
-                places.setdefault((line["label"], column), sample).values.update(found)
-    places = {place: sample for place, sample in places.items() if _is_whole(place, sample, table)}
-    if table.apart:
-        return {
-            (row, column): sample.apart(places[table.apart, column])
-            for (row, column), sample in places.items()
-            if row != table.apart and (table.apart, column) in places
-        }
-    return places
-
-
-def _is_whole(place: Place, sample: Sample, table: Table) -> bool:
-    """Whether a place has all that its column is to have: an average of LongBench all of its data sets."""
-    asked = table.pooled.get(place[1].partition(", ")[0]) or frozenset()
-    return bool(sample.values) and asked <= {of for of, _ in sample.values}
-
-
-def _columns(line: Line, table: Table) -> Iterator[tuple[str, bool]]:
-    """The columns that a line is in, and whether they are pooled ones."""
-    first, *rest = (table.names.get(str(line[name]), str(line[name])) for name in table.by)
-    yield ", ".join([first, *rest]), False
-    for heading, members in table.pooled.items():
-        if members is None or str(line[table.by[0]]) in members:
-            yield ", ".join([heading, *rest]), True
-
-
-def is_pooled(column: str, table: Table) -> bool:
-    """Whether a column has what is in several others."""
-    return column.partition(", ")[0] in table.pooled
-
-
-def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]]:
-    score = SCORES[score].of or score
-    found = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
-    weights = line.get("weights", {}).get(score, [1] * len(found))
-    items = line.get("items", range(len(found)))
-    return {
-        (line["of"], str(item)): (value, weight)
-        for item, value, weight in zip(items, found, weights, strict=True)
-        if value is not None
-    }
-
-
-def _of_line(line: Line) -> dict[str, list[float | None]]:
-    """The scores of a line, and its bytes in MiB."""
-    sizes = zip(("device", "host"), line.get("bytes", ()), strict=False)
-    return line["scores"] | {name: [size / 2**20] for name, size in sizes}
-
-
-def _rouge(scores: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    """What each item adds to the geometric mean of three means, to the first order (the delta method).
-
-    The mean of these numbers is that geometric mean, and their error is its error. If one of the means is 0,
-    the result is a single 0: no error is known.
-    """
-    items = list(zip(*(scores[name] for name in ("rouge1", "rouge2", "rougeL")), strict=True))
-    means = np.mean([item for item in items if None not in item], axis=0)
-    if not means.all():
-        return [0.0] + [None] * (len(items) - 1)
-    whole = np.prod(means) ** (1 / 3)
-    return [None if None in item else float(whole * np.mean(item / means)) for item in items]
-
-
-# what is compared
-
-
-def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
-    """Of each place that a test can compare with the paper's own method: 1 better, -1 worse, 0 not told.
-
-    A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
-    no test.
-    """
-    found = {}
-    for place in places:
-        own = table.against, place[1]
-        if place[0] == table.against or own not in places:
-            continue
-        if table.only_pooled and not is_pooled(place[1], table):
-            continue
-        if found_one := places[place].minus(places[own]):
-            found[place] = found_one
-    adjusted = statistics.holm(np.array([each.p for each in found.values()]))
-    return {
-        place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= 0.05)
-        for (place, each), p in zip(found.items(), adjusted, strict=True)
-    }
-
-
-def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
-    """Places that were measured here, and whether the paper calls them better (1) or worse (-1).
-
-    Compared is with the paper's own method; `full` does not count, unless the paper says that it is worse.
-    """
-    for place in places:
-        own = table.against, place[1]
-        if own not in places or (table.only_pooled and not is_pooled(place[1], table)):
-            continue
-        if place[0] in table.worse:
-            yield place, -1
-        elif place in table.theirs:
-            yield place, table.theirs[place] * _sign(places[place].score)
-        elif place[0] != "full":
-            theirs = _theirs(place, table) * _sign(places[place].score)
-            if theirs:
-                yield place, theirs
-
-
-def _theirs(place: Place, table: Table) -> int:
-    """The sign of the paper's difference; of a pooled column without numbers that of the others' mean."""
-    row, column = place
-    if {place, (table.against, column)} <= table.paper.keys():
-        return int(np.sign(float(table.paper[place]) - float(table.paper[table.against, column])))
-    if not is_pooled(column, table):
-        return 0
-    rest = column.partition(", ")[2]
-    both = [
-        float(table.paper[row, other]) - float(number)
-        for (own, other), number in table.paper.items()
-        if own == table.against and other.partition(", ")[2] == rest and (row, other) in table.paper
-    ]
-    return int(np.sign(round(sum(both), 9)))
-
-
-def _sign(score: str) -> int:
-    return -1 if SCORES[score].lower else 1
-
-
-# what is shown
 
 
 def models_of(name: str) -> tuple[str, ...]:
@@ -267,7 +124,8 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
         if score.exp:
             mean, error = np.exp(mean) - score.less, np.exp(mean) * error
         parts.append(f"{mean * score.scale:.{score.digits}f}")
-        if score.has_error and np.isfinite(error):
+        # where all are the same, nothing says how much others would differ
+        if np.isfinite(error) and error:
             parts.append(f"±{error * score.scale:.{score.digits}f}")
     if place in table.paper:
         parts.append(f"({table.paper[place]})")
@@ -277,69 +135,18 @@ def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Ma
     return " ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How many of the paper's differences are found here.
-
-    Attributes
-    ----------
-    here
-        A test tells them, as the paper has them.
-    reverse
-        A test tells the reverse.
-    unclear
-        A test tells nothing.
-    untested
-        Single numbers, or too few units for a test.
-    n_test
-        Tests of the table.
-    """
-
-    here: int = 0
-    reverse: int = 0
-    unclear: int = 0
-    untested: int = 0
-    n_test: int = 0
-
-    def __add__(self, other: Verdict) -> Verdict:
-        return Verdict(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
-
-    @property
-    def n(self) -> int:
-        """All of the paper's differences that were looked at."""
-        return self.here + self.reverse + self.unclear + self.untested
-
-
-def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
-    """The verdict on a table."""
-    signs = compared(places, table)
-    theirs = dict(ordered(places, table))
-    found = [sign * signs[place] for place, sign in theirs.items() if place in signs]
-    return Verdict(*(found.count(sign) for sign in (1, -1, 0)), len(theirs) - len(found), len(signs))
-
-
 def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
     """In words, how many of the paper's differences from its own method are found here."""
     found = verdict(places, table)
     said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
     if found.n:
-        words = "No difference can be told here."
-        if found.here or found.reverse:
-            words = "Where a difference can be told here, it is "
-            words += "either way."
-            if not (found.here and found.reverse):
-                words = words.replace("either way", "the paper's" if found.here else "the other way round")
-        tests = f"{found.n_test} test{'s' * (found.n_test != 1)} in the table"
         parts = [f"{found.here} appear{'s' * (found.here == 1)} here"]
-        parts += [
-            f"{found.reverse} {_are(found.reverse)} reversed",
-            f"{found.unclear} cannot be told ({tests})",
-        ]
+        parts += [f"{found.reverse} {_are(found.reverse)} reversed", f"{found.unclear} cannot be told"]
         if found.untested:
-            parts.append(f"\n{found.untested} {_are(found.untested)} of too few numbers for a test")
-        told = ", ".join(parts).replace(", \n", ",\n")
+            parts.append(f"{found.untested} {_are(found.untested)} of too few numbers for a test")
         own = f"`{table.against}`" if table.head == "policy" else table.against
-        said += [words, f"Of its {found.n} difference{'s' * (found.n > 1)} from {own}, {told}."]
+        differences = f"{found.n} difference{'s' * (found.n > 1)}"
+        said.append(textwrap.fill(f"Of the paper's {differences} from {own}, {', '.join(parts)}.", 130))
     # a line each
     return "\n".join(said)
 

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def ungroup(source: Path, target: Path) -> None:
-    """Write a llama in which every query head has its own copy of its KV head: same function, more rows."""
+    """Write the model. Raises KeyError for another architecture than llama."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     n_head, n_head_kv = (reader.fields[f"llama.attention.{key}"].contents() for key in _HEADS)

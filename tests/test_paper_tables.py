@@ -13,10 +13,12 @@ from kvtool.measure import records, statistics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import index
+import places
 import tables
 from commands import Eval
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import Examples, Experiment, Table
+from experiments.kinds import Examples, Experiment, Table, directions
+from samples import SCORES
 
 VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": "3"}
 
@@ -67,8 +69,9 @@ def test_a_table_of_tasks_has_a_score_of_each(measured):
     assert shown.split("\n\n")[1:3] == [
         "All:",
         "| policy | qa | stream, perplexity |\n| --- | ---: | ---: |\n"
-        "| `full` | 0.00 ±0.00 | 1.00 ±0.00 |\n"
-        # a difference of two standard errors and no more is none
+        # where all are the same there is no error
+        "| `full` | 0.00 | 1.00 |\n"
+        # of three items there is no test
         "| `h2o` | -2.00 ±1.00 | 1.22 ±0.12 |",
     ]
 
@@ -166,34 +169,75 @@ def test_the_papers_differences_are_counted(measured):
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
         "In brackets: the paper's numbers, with Llama.\n"
-        "Where a difference can be told here, it is either way.\n"
-        "Of its 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told (5 tests in the "
-        "table).\n" in text
+        "Of the paper's 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told.\n" in text
     )
     lower = measured(
         [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
         Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
     )
-    assert "it is the paper's.\nOf its 1 difference from `buzz`, 1 appears here, 0 are" in lower
+    assert "Of the paper's 1 difference from `buzz`, 1 appears here, 0 are" in lower
     # one number each is no test
     single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
     text = measured(single, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
-    assert "No difference can be told here.\nOf its 3 differences" in text
-    assert "0 cannot be told (0 tests in the table),\n3 are of too few numbers for a test." in text
+    assert "Of the paper's 3 differences from `buzz`, 0 appear" in text
+    assert "0 cannot be told, 3 are of too few numbers for a test." in text
+
+
+def test_too_few_that_differ_for_so_many_tests_are_no_test(measured):
+    # seven answers differ: with p = 2 / 2^7 at best a test of four can tell nothing, but one alone can
+    own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
+    found = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
+    rows = ("buzz", "h2o", "tova", "cam")
+    assert "1 appears here" in measured(found, Table("f1", against="buzz", rows=rows[:2], worse=rows[1:]))
+    more = [*found, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
+    text = measured(more, Table("f1", against="buzz", worse=rows[1:]))
+    assert "0 cannot be told, 3 are of too few" in text
+    # of five that differ there is no test at all
+    five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
+    assert "1 is of too few numbers" in measured(five, Table("f1", against="buzz", worse=("h2o",)))
+
+
+def test_the_rows_of_a_column_have_the_same_items(measured):
+    found = lines(full={"f1": [0.1, 0.2]}, h2o__64={"f1": [0.3, 0.4, 0.9]}, h2o__128={"f1": [0.5, 0.6, None]})
+    text = measured(found, Table("f1"))
+    assert "| `full` | 15.0 ±5.0 | 15.0 ±5.0 |\n| `h2o` | 35.0 ±5.0 | 55.0 ±5.0 |" in text
+
+
+def test_how_much_more_alike_samples_are_is_told_item_by_item(measured):
+    scores = {"self_bleu": [9.0, 5.0, None], "full_self_bleu": [10.0, 7.0, None]}
+    text = measured(lines(h2o__64=scores), Table("alike"))
+    assert "| `h2o` | -1.5 ±0.5 |" in text
+
+
+def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, tmp_path):
+    for name, run in RUNS.items():
+        labels = run.policies or ("a", "b")
+        for number, label in enumerate(labels):
+            line = {
+                **{"label": label, "budget": "64", "of": "qasper", "part": "p", "task": "qa", "tokens": 9},
+                **{"bytes": [2**20, 0], "items": ["f-1", "f-2"], "seconds": 1, **VERSIONS},
+                "scores": {score: [0.1 * number, 0.2] for score in SCORES},
+            }
+            records.append(tmp_path / f"{name}.jsonl", line)
+    for name in EXPERIMENTS:
+        text = tables.render(name, tmp_path)
+        assert "Not measured yet." not in text
+        assert "1 minute" in text or "minutes" in text or "less than a minute" in text
+    assert len(list(index.rows(tmp_path))) > 40
 
 
 def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
     better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
     found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     told = {
-        "h2o": "it is the other way round.\nOf its 1 difference from `buzz`, 0 appear here, 1 is reversed",
-        "local": "No difference can be told here.\nOf its 1 difference from `buzz`, 0 appear here, 0 are",
+        "h2o": "Of the paper's 1 difference from `buzz`, 0 appear here, 1 is reversed, 0 cannot be told.",
+        "local": "Of the paper's 1 difference from `buzz`, 0 appear here, 0 are reversed, 1 cannot be told.",
     }
     for worse, said in told.items():
         assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
     text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
     assert (
-        "it is the paper's.\nOf its 3 differences from `h2o`, 1 appears here, 0 are reversed, 2 cannot be"
+        "Of the paper's 3 differences from `h2o`, 2 appear here, 0 are reversed, 0 cannot be told, 1 is"
         in text
     )
     # what was not measured tells nothing
@@ -206,15 +250,15 @@ def test_the_geometric_means_error_is_that_of_draws():
     scores = {
         name: rng.gamma(3, size, 400) for name, size in (("rouge1", 0.1), ("rouge2", 0.02), ("rougeL", 0.08))
     }
-    linear = tables._rouge({name: values.tolist() for name, values in scores.items()})
+    linear = places._rouge({name: values.tolist() for name, values in scores.items()})
     drawn = rng.integers(400, size=(4000, 400))
     geometric = np.prod([values[drawn].mean(axis=1) for values in scores.values()], axis=0) ** (1 / 3)
     mean, error = statistics.mean_error(np.array(linear), np.ones(400))
     assert mean == pytest.approx(np.prod([values.mean() for values in scores.values()]) ** (1 / 3))
     assert error == pytest.approx(geometric.std(), rel=0.05)
     # an item that failed is none, and no bigram at all leaves no error
-    assert tables._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
-    assert tables._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
+    assert places._rouge({"rouge1": [0.5, None], "rouge2": [0.5, None], "rougeL": [0.5, None]}) == [0.5, None]
+    assert places._rouge({"rouge1": [0.5, 0.5], "rouge2": [0, 0], "rougeL": [0.5, 0.5]}) == [0, None]
 
 
 def test_a_pooled_column_has_the_items_of_all(measured):
@@ -235,7 +279,7 @@ def test_rows_and_budgets_are_those_asked_for(measured):
     assert re.findall(r"^\| .*", text, re.M) == [
         "| policy | 128 |",
         "| --- | ---: |",
-        "| `h2o` | 0.0 ±0.0 |",
+        "| `h2o` | 0.0 |",
         "| `full` | 50.0 ±50.0 |",
     ]
 
@@ -315,7 +359,7 @@ def test_only_pooled_columns_are_compared_if_asked(measured):
     text = measured(found, Table("f1", **table, only_pooled=True))
     assert text.count("worse") == 1
     assert (
-        "Of its 1 difference from `buzz`, 1 appears here, 0 are reversed, 0 cannot be told (1 test in" in text
+        "Of the paper's 1 difference from `buzz`, 1 appears here, 0 are reversed, 0 cannot be told." in text
     )
 
 
@@ -361,10 +405,10 @@ def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean(me
     ]
     paper = {("buzz", "x"): "10", ("h2o", "x"): "11", ("buzz", "y"): "10", ("h2o", "y"): "7"}
     table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
-    assert "it is the paper's.\nOf its 1 difference" in measured(found, table)
+    assert "1 appears here, 0 are reversed" in measured(found, table)
     paper = paper | {("h2o", "x"): "14"}
     table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
-    assert "it is the other way round.\nOf its 1 difference" in measured(found, table)
+    assert "0 appear here, 1 is reversed" in measured(found, table)
 
 
 def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
@@ -401,6 +445,27 @@ def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
     ]
 
 
+def test_a_papers_directions_are_those_of_its_own_method():
+    paper = {("buzz", "64"): "3", ("h2o", "64"): "2.5", ("tova", "64"): "4", ("cam", "64"): "3"}
+    paper |= {("full", "64"): "9", ("h2o", "128"): "9"}
+    assert directions(paper, "buzz") == {("h2o", "64"): -1, ("tova", "64"): 1}
+
+
+def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_path):
+    entry = index.Entry("Table 1", "answers", ("made-up",))
+    monkeypatch.setattr(index, "PAPERS", {"buzz": (entry,)})
+    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
+    shown = tuple(Table(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp"))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown))
+    own = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
+    other = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64=own, h2o__64=other))
+    said = "F1: too few texts or items for a test; likelihood: **reproduced** where a test tells: 1 of 1"
+    assert said in "".join(index.rows(tmp_path))
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(h2o__64=other))
+    assert "only the other policies are measured" in "".join(index.rows(tmp_path))
+
+
 def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
     own, other = [0.5, 0.4] * 5, [0.4, 0.3] * 5
     entries = (
@@ -415,7 +480,7 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": own}, h2o__64={"f1": other}))
     said = {
         ("h2o",): "**reproduced** where a test tells: 1 of 1, 0 reversed",
-        (): "numbers, without a test",
+        (): "numbers; nothing to compare them with",
     }
     for worse, verdict in said.items():
         table = Table("f1", against="buzz", worse=worse)
@@ -437,5 +502,5 @@ def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
     found = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
     table = Table("f1", against="chance", theirs={("here", "None"): 1}, head="where")
     text = measured(found, table)
-    assert "| where | None |\n| --- | ---: |\n| here | 90.0 ±0.0 better |\n| chance | 10.0 ±0.0 |" in text
-    assert "it is the paper's.\nOf its 1 difference from chance, 1 appears here" in text
+    assert "| where | None |\n| --- | ---: |\n| here | 90.0 better |\n| chance | 10.0 |" in text
+    assert "Of the paper's 1 difference from chance, 1 appears here" in text

@@ -330,8 +330,8 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     assert not asked
     monkeypatch.setitem(RUNS, "made-up", replace(run, limit=2))
     assert len(papers.missing("made-up", results)) == 2
-    papers.run(data, tmp_path / "other", ["made-up"], [], results, only=["h2o"])
-    assert [arguments[arguments.index("--policy") + 1] for arguments in asked] == ["h2o"]
+    papers.run(data, tmp_path / "other", ["made-up"], [], results)
+    assert [arguments[arguments.index("--policy") + 1] for arguments in asked] == ["full", "h2o"]
     assert [line["label"] for line in records.read(results / "made-up.jsonl")] == ["full", "h2o"]
 
 
@@ -384,14 +384,21 @@ def test_of_a_text_only_policies_without_lines_are_compared(tmp_path):
 
 
 def test_a_plan_says_what_is_missing_and_what_it_costs(monkeypatch, tmp_path):
-    monkeypatch.setitem(RUNS, "small", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",), limit=1))
-    monkeypatch.setitem(RUNS, "large", Eval("qa", ("qa.jsonl",), ("full",), (), limit=1, model=kinds.LARGE))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", kinds.Experiment(("small", "large"), minutes=(10, 7)))
+    monkeypatch.setitem(
+        RUNS, "small", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",), limit=1, minutes=10)
+    )
+    large = Eval("qa", ("qa.jsonl",), ("full",), (), limit=1, model=kinds.LARGE, minutes=7)
+    monkeypatch.setitem(RUNS, "large", large)
+    monkeypatch.setitem(EXPERIMENTS, "made-up", kinds.Experiment(("small", "large")))
+    monkeypatch.setitem(EXPERIMENTS, "shares-it", kinds.Experiment(("small",)))
     records.rewrite(tmp_path / "small.jsonl", lambda _: [{"label": "h2o", "budget": "64", "items": ["a"]}])
     records.rewrite(tmp_path / "large.jsonl", lambda _: [{"label": "full", "budget": None, "items": ["a"]}])
-    assert list(papers.plan(["made-up"], tmp_path)) == [
-        "made-up (SmolLM2-135M-Instruct): 10 minutes; 1 of 2 commands missing, about 5 minutes",
+    small = "(SmolLM2-135M-Instruct): 10 minutes; 1 of 2 commands missing, about 5 minutes"
+    assert list(papers.plan(["made-up", "shares-it"], tmp_path)) == [
+        f"made-up {small}",
         "made-up (Qwen2.5-Coder-1.5B-Instruct): 7 minutes; all there",
+        f"shares-it {small}",
+        "in all 0.3 hours of one core, of which 0.1 are missing",
     ]
 
 

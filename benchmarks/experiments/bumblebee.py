@@ -12,6 +12,7 @@ from experiments.kinds import (
     Experiment,
     Table,
     columns,
+    directions,
     each,
     numbers,
 )
@@ -29,6 +30,9 @@ CHOICES = {
 _TOLD_APART = ("OpenBookQA", "COPA", "PiQA")
 _LARGE = _TOLD_APART[:2]
 _HOTPOT = "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"
+_HOTPOT_NUMBERS, _WINDOW_NUMBERS = (
+    columns(numbers("bumblebee", table), ("hotpotqa",)) for table in ("table-2", "table-2-windows")
+)
 _HOTPOT_NAME = {"hotpotqa_distractor_100.jsonl": "hotpotqa"}
 _ESSAYS = tuple(
     f"paul_graham_essays/{name}.txt"
@@ -54,16 +58,26 @@ _STREAM = ("--prefill", "stream", "-b", "1", "--evict-every", "1", "--set", "sho
 
 
 def _choice(name: str, policies: tuple[str, ...], n: int, model: str = "") -> Eval:
-    return Eval("choice", (f"lm_eval_tasks/{CHOICES[name]}",), policies, ("10%",), _STREAM, n, model)
+    minutes = 20 if model else max(n // 2, 7)
+    files = (f"lm_eval_tasks/{CHOICES[name]}",)
+    return Eval("choice", files, policies, ("10%",), _STREAM, n, model, minutes=minutes)
 
 
-def _few_shot(names: tuple[str, ...], runs: tuple[str, ...], minutes: tuple[int, ...]) -> Experiment:
+def _few_shot(names: tuple[str, ...], runs: tuple[str, ...]) -> Experiment:
     """Some columns of Table 1."""
-    heads = {CHOICES[name]: name for name in names}
     paper = columns(numbers("bumblebee", "table-1"), names)
-    how = {"by": ("of",), "against": _OWN, "rows": _ALL, "names": heads, "pooled": ALL}
-    tables = (Table("acc", **how, paper=paper), Table("right", **how, worse=("local", "random", "h2o")))
-    return Experiment(runs, tables, "LLaMA-7B", minutes)
+    how = {
+        "by": ("of",),
+        "against": _OWN,
+        "rows": _ALL,
+        "names": {CHOICES[name]: name for name in names},
+        "pooled": ALL,
+        "only_pooled": True,
+    }
+    worse = ("local", "random", "h2o")
+    return Experiment(
+        runs, (Table("acc_norm", **how, paper=paper), Table("right", **how, worse=worse)), "LLaMA-7B"
+    )
 
 
 # it spreads over time, where H2O holds on to the first and does not move with the last
@@ -75,23 +89,29 @@ _SPREAD = {
 RUNS: dict[str, Run] = {
     **{f"choice-{name.lower()}": _choice(name, _ALL, 24 if name in _TOLD_APART else 8) for name in CHOICES},
     **{f"choice-{name.lower()}-1.5b": _choice(name, _FEW, 12, LARGE) for name in _LARGE},
-    "hotpotqa": Eval("qa", (_HOTPOT,), ("full", *_ALL[3:]), ("20%",), (*_WHOLE, *_QUESTIONS), 24),
+    "hotpotqa": Eval("qa", (_HOTPOT,), ("full", *_ALL[3:]), ("20%",), (*_WHOLE, *_QUESTIONS), 24, minutes=25),
     # four times as far as the windows reach
     "hotpotqa-windows": Eval(
-        "qa", (_HOTPOT,), ("h2o", _OWN, _POWER), ("20%",), (*_WHOLE, "-c", "512", *_QUESTIONS), 24
+        "qa", (_HOTPOT,), ("h2o", _OWN, _POWER), ("20%",), (*_WHOLE, "-c", "512", *_QUESTIONS), 24, minutes=13
     ),
     "longbench-bumblebee": Eval(
         *("longbench", (ENGLISH,), ("full", *_ALL[3:]), ("20%",)),
         (*_WHOLE, "--max-prompt", "2048", *ONLY_SIX),
+        minutes=40,
     ),
-    "xsum-3shots": Eval("summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12),
+    "xsum-3shots": Eval(
+        "summarize", (XSUM,), _ALL, ("20%",), (*_SUMMARY, "--set", "shots=3"), 12, minutes=30
+    ),
     "xsum-3shots-1.5b": Eval(
-        *("summarize", (XSUM,), ("full", *_ALL[3:-1]), ("20%",), (*_SUMMARY, "--set", "shots=3"), 8, LARGE)
+        *("summarize", (XSUM,), ("full", *_ALL[3:-1]), ("20%",), (*_SUMMARY, "--set", "shots=3"), 8, LARGE),
+        minutes=20,
     ),
-    "xsum-mixture": Eval("summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24),
-    "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192),
-    "chosen": Chosen((*_ESSAYS[:3], *_ESSAYS[6:15]), ("random", "streamingllm", "h2o", _OWN), 512),
-    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("205", "102"), 1024, ("-b", "1")),
+    "xsum-mixture": Eval(
+        "summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24, minutes=17
+    ),
+    "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192, minutes=2),
+    "chosen": Chosen((*_ESSAYS[:3], *_ESSAYS[6:15]), ("random", "streamingllm", "h2o", _OWN), 512, minutes=5),
+    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("205", "102"), 1024, ("-b", "1"), minutes=10),
 }
 
 EXPERIMENTS = {
@@ -101,12 +121,10 @@ EXPERIMENTS = {
             *(f"choice-{name.lower()}" for name in _TOLD_APART),
             *(f"choice-{name.lower()}-1.5b" for name in _LARGE),
         ),
-        (42, 40),
     ),
     "bumblebee-table-1-rest": _few_shot(
         ("RTE", "MathQA", "Winogrande"),
         ("choice-rte", "choice-mathqa", "choice-winogrande"),
-        (22,),
     ),
     "bumblebee-table-2": Experiment(
         ("longbench-bumblebee",),
@@ -123,7 +141,6 @@ EXPERIMENTS = {
             ),
         ),
         "Llama-2-7B-chat",
-        minutes=(50,),
     ),
     "bumblebee-table-2-hotpotqa": Experiment(
         ("hotpotqa",),
@@ -131,12 +148,11 @@ EXPERIMENTS = {
             Table(
                 *("f1", ("of",), _OWN),
                 names=_HOTPOT_NAME,
-                paper=columns(numbers("bumblebee", "table-2"), ("hotpotqa",)),
+                paper=_HOTPOT_NUMBERS,
             ),
-            Table("logp", ("of",), _OWN, names=_HOTPOT_NAME, worse=("streamingllm", "h2o")),
+            Table("logp", ("of",), _OWN, names=_HOTPOT_NAME, theirs=directions(_HOTPOT_NUMBERS, _OWN)),
         ),
         "Llama-2-7B-chat",
-        minutes=(26,),
     ),
     "bumblebee-table-2-windows": Experiment(
         ("hotpotqa-windows",),
@@ -144,12 +160,11 @@ EXPERIMENTS = {
             Table(
                 *("f1", ("of",), _POWER),
                 names=_HOTPOT_NAME,
-                paper=columns(numbers("bumblebee", "table-2-windows"), ("hotpotqa",)),
+                paper=_WINDOW_NUMBERS,
             ),
-            Table("logp", ("of",), _POWER, names=_HOTPOT_NAME, worse=("h2o",)),
+            Table("logp", ("of",), _POWER, names=_HOTPOT_NAME, theirs=directions(_WINDOW_NUMBERS, _POWER)),
         ),
         "LongChat-7B-32k",
-        minutes=(12,),
     ),
     "bumblebee-figure-3": Experiment(
         ("xsum-3shots", "xsum-3shots-1.5b"),
@@ -159,7 +174,6 @@ EXPERIMENTS = {
             rows=_ALL,
             worse=("local", "random", "streamingllm", "h2o"),
         ),
-        minutes=(30, 20),
     ),
     "bumblebee-lambda": Experiment(
         ("xsum-mixture",),
@@ -169,7 +183,6 @@ EXPERIMENTS = {
             rows=(*_MIXTURES[:2], _OWN, *_MIXTURES[2:]),
             worse=(_MIXTURES[0], _MIXTURES[-1]),
         ),
-        minutes=(15,),
     ),
     "bumblebee-cosines": Experiment(
         ("xsum-mixture",),
@@ -177,12 +190,15 @@ EXPERIMENTS = {
     ),
     "bumblebee-growing": Experiment(("xsum-mixture",), (Table("logp", ("budget",), _OWN, (_OWN, _GROWS)),)),
     "bumblebee-figure-6": Experiment(
-        ("inspect",), (Table("held", ("part",), _OWN, theirs=_SPREAD),), minutes=(7,)
+        ("inspect",),
+        (Table("held", ("part",), _OWN, theirs=_SPREAD),),
     ),
     "bumblebee-figure-8": Experiment(
         ("chosen",),
         (Table("nearest", ("tokens",), _OWN, worse=("random", "streamingllm", "h2o")),),
-        minutes=(6,),
     ),
-    "bumblebee-table-6": Experiment(("speed",), (Table("ms", against=_OWN, worse=("full",)),), minutes=(10,)),
+    "bumblebee-table-6": Experiment(
+        ("speed",),
+        (Table("ms", against=_OWN, worse=("full",)),),
+    ),
 }

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from commands import Compare, Eval, Run
 
-from experiments.kinds import ALL, CNN, LARGE, WIKI, XSUM, Examples, Experiment, Table, each, numbers
+from experiments.kinds import (
+    ALL,
+    CNN,
+    LARGE,
+    WIKI,
+    XSUM,
+    Examples,
+    Experiment,
+    Place,
+    Table,
+    directions,
+    each,
+    numbers,
+)
 
 # `kept=true`: its budget is what it holds after an eviction, as the others' is
 _KEPT = "buzz:kept=true"
@@ -22,13 +35,15 @@ _WHOLE = ("--prefill", "whole")
 _LIKELIHOOD = (*_WHOLE, "--set", "likelihood=true")
 
 RUNS: dict[str, Run] = {
-    "wikitext": Compare((WIKI,), _STREAMED, ("50", "100"), 4096),
-    "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE),
-    "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096),
-    "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, example=_EXAMPLE),
-    "xsum-1.5b": Eval("summarize", (XSUM,), _ALL, ("20%", "40%"), _LIKELIHOOD, 10, LARGE, example=_EXAMPLE),
-    "xsum-ablation": Eval("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24),
-    "cnn": Eval("summarize", (CNN,), _WINDOWS, ("200",), _LIKELIHOOD, 16),
+    "wikitext": Compare((WIKI,), _STREAMED, ("50", "100"), 4096, minutes=7),
+    "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE, minutes=8),
+    "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096, minutes=2),
+    "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, "", _EXAMPLE, minutes=60),
+    "xsum-1.5b": Eval(
+        "summarize", (XSUM,), _ALL, ("20%", "40%"), _LIKELIHOOD, 10, LARGE, _EXAMPLE, minutes=40
+    ),
+    "xsum-ablation": Eval("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24, minutes=6),
+    "cnn": Eval("summarize", (CNN,), _WINDOWS, ("200",), _LIKELIHOOD, 16, minutes=7),
     **{
         f"qa-{at}": Eval(
             *(
@@ -39,19 +54,31 @@ RUNS: dict[str, Run] = {
             ),
             (*_WHOLE, "--set", "n_max=24"),
             16,
+            minutes=20,
         )
         for at, file in _TEN.items()
     },
-    "diversity": Eval("diversity", (XSUM,), ("buzz", *_ALL[3:-1]), ("20%",), _WHOLE, 12),
+    "diversity": Eval("diversity", (XSUM,), ("buzz", *_ALL[3:-1]), ("20%",), _WHOLE, 12, minutes=11),
 }
+
+
+def _kept(*tables: str) -> dict[Place, str]:
+    """The numbers of these tables of the paper, of which BUZZ's cache sizes are those after an eviction."""
+    return {
+        (_KEPT if row == "buzz" else row, column): number
+        for (row, column), number in numbers("buzz", *tables).items()
+    }
 
 
 def _three_rouges(table: str) -> tuple[Table, ...]:
     """A table for each of the ROUGE scores, with the numbers of the paper's table."""
     return tuple(
-        Table(score, against="buzz", rows=_ALL, paper=numbers("buzz", f"{table}-{score}"))
+        Table(score, against=_KEPT, rows=_ALL, paper=_kept(f"{table}-{score}"))
         for score in ("rouge1", "rouge2", "rougeL")
     )
+
+
+_TABLE_2 = _kept("table-2")
 
 
 EXPERIMENTS = {
@@ -59,25 +86,14 @@ EXPERIMENTS = {
         ("wikitext", "wikitext-1.5b"),
         (Table("nll", against="buzz", rows=_STREAMED, paper=numbers("buzz", "table-3")),),
         "Llama-2-7B",
-        minutes=(7, 8),
     ),
     "buzz-table-2": Experiment(
         ("xsum", "xsum-1.5b"),
         (
-            Table("rouge", against="buzz", rows=_ALL, paper=numbers("buzz", "table-2")),
-            Table("logp", against="buzz", rows=_ALL, worse=("streamingllm", "local")),
+            Table("rouge", against=_KEPT, rows=_ALL, paper=_TABLE_2),
+            Table("logp", against=_KEPT, rows=_ALL, theirs=directions(_TABLE_2, _KEPT)),
         ),
         "Llama-2-7B",
-        minutes=(55, 40),
-    ),
-    "buzz-equal-cells": Experiment(
-        ("xsum", "xsum-1.5b"),
-        (
-            Table(
-                *("logp", ("budget",), _KEPT, (_KEPT, "h2o", "streamingllm", "local")),
-                worse=("streamingllm", "local"),
-            ),
-        ),
     ),
     "buzz-figure-5": Experiment(
         ("xsum",),
@@ -101,7 +117,6 @@ EXPERIMENTS = {
                 worse=tuple(label for label in _WINDOWS if label != _BEST_WINDOW),
             ),
         ),
-        minutes=(2,),
     ),
     "buzz-figure-4-cnn": Experiment(
         ("cnn",),
@@ -110,25 +125,27 @@ EXPERIMENTS = {
             Table("logp", against=_BEST_WINDOW),
         ),
         "Llama-2-7B",
-        minutes=(7,),
     ),
     "buzz-figure-6": Experiment(
         tuple(f"qa-{at}" for at in _TEN),
         each(
             *("subspan_em", "f1", "logp"),
             by=("of",),
-            against="buzz",
+            against=_KEPT,
             names={file: f"gold at {at}" for at, file in _TEN.items()},
             pooled=ALL,
+            only_pooled=True,
             same_item=True,
             worse=("h2o", "streamingllm"),
         ),
-        minutes=(50,),
     ),
     "buzz-figure-7": Experiment(
         ("diversity",),
-        (Table("self_bleu"), Table("distance", against="buzz", worse=("streamingllm",))),
-        minutes=(11,),
+        (
+            Table("self_bleu"),
+            Table("full_self_bleu"),
+            Table("alike", against="buzz", theirs={("streamingllm", "20%"): 1}),
+        ),
     ),
     "buzz-figure-8": Experiment(
         ("xsum", "xsum-ablation"),
@@ -139,6 +156,5 @@ EXPERIMENTS = {
             budgets=("10%", "20%"),
             worse=_ABLATIONS,
         ),
-        minutes=(6,),
     ),
 }

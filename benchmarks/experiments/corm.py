@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from commands import Compare, Eval, Map, Run
 
-from experiments.kinds import ALL, EIGHT, LARGE, OF_TEXTS, TEXTS, Experiment, Table, numbers, of_map
-from experiments.longbench import CHINESE, ENGLISH, ONLY_THREE, POOLED, STRATA
+from experiments.kinds import ALL, EIGHT, LARGE, OF_TEXTS, TEXTS, Experiment, Table, columns, numbers, of_map
+from experiments.longbench import CHINESE, ENGLISH, ONLY_THREE, POOLED, STRATA, THREE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
@@ -18,23 +18,28 @@ _SIZES = (512, 1024, 2048, 4096)
 _MAPS = ("share", "attention", "queries")
 
 RUNS: dict[str, Run] = {
-    "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096),
-    "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE),
-    "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 4096),
-    "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048),
-    **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size) for size in _SIZES},
-    **{f"corm-{size}-1.5b": Compare(EIGHT, ("corm",), (), size, model=LARGE) for size in _SIZES[:2]},
-    **{f"map-{kind}": Map(kind, TEXTS, 1024) for kind in _MAPS},
-    **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE) for kind in _MAPS},
-    "longbench": Eval("longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG)),
-    "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE),
+    "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096, minutes=27),
+    "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
+    "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 4096, minutes=20),
+    "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
+    **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
+    **{
+        f"corm-{size}-1.5b": Compare(EIGHT, ("corm",), (), size, model=LARGE, minutes=size // 200)
+        for size in _SIZES[:2]
+    },
+    **{f"map-{kind}": Map(kind, TEXTS, 1024, minutes=3) for kind in _MAPS},
+    **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE, minutes=5) for kind in _MAPS},
+    "longbench": Eval(
+        "longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG), minutes=120
+    ),
+    "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=35),
     "longbench-windows": Eval(
-        "longbench", (ENGLISH,), ("full", "corm", *_WINDOWS), ("100%",), (*_WHOLE, *ONLY_THREE)
+        "longbench", (ENGLISH,), ("full", "corm", *_WINDOWS), ("100%",), (*_WHOLE, *ONLY_THREE), minutes=36
     ),
     "longbench-zh": Eval(
-        "longbench", (CHINESE,), ("full", _OTHERS[-1]), ("512",), ("--prefill", "whole", *_LONG)
+        "longbench", (CHINESE,), ("full", _OTHERS[-1]), ("512",), ("--prefill", "whole", *_LONG), minutes=20
     ),
-    "longbench-zh-corm": Eval("longbench", (CHINESE,), ("corm",), ("100%",), _WHOLE),
+    "longbench-zh-corm": Eval("longbench", (CHINESE,), ("corm",), ("100%",), _WHOLE, minutes=10),
 }
 
 _LONGBENCH = {
@@ -50,12 +55,10 @@ EXPERIMENTS = {
     "corm-figure-1": Experiment(
         ("map-share", "map-share-1.5b"),
         of_map("share", "layers", "all other layers", {("the first two layers", "important keys"): 1}),
-        minutes=(5, 5),
     ),
     "corm-figure-2": Experiment(
         ("map-attention", "map-attention-1.5b"),
         of_map("attention", "the other query", "a random query", {("the most similar query", "overlap"): 1}),
-        minutes=(8, 6),
     ),
     "corm-figure-3": Experiment(
         ("map-queries", "map-queries-1.5b"),
@@ -65,7 +68,6 @@ EXPERIMENTS = {
             "by chance",
             {("the most similar query", f"within {n}"): 1 for n in (1, 16, 256)},
         ),
-        minutes=(5, 5),
     ),
     "corm-tables-1-2": Experiment(
         ("longbench", "longbench-corm", "longbench-zh", "longbench-zh-corm"),
@@ -78,7 +80,6 @@ EXPERIMENTS = {
             ),
         ),
         "LLaMA2-7B-Chat",
-        minutes=(170,),
     ),
     "corm-tables-5-6": Experiment(
         ("longbench", "longbench-corm", "longbench-zh", "longbench-zh-corm"),
@@ -92,11 +93,10 @@ EXPERIMENTS = {
                 "score",
                 **_LONGBENCH | {"pooled": ALL},
                 rows=("full", "corm", *_WINDOWS),
-                paper=numbers("corm", "table-9", "table-10"),
+                paper=columns(numbers("corm", "table-9", "table-10"), THREE),
             ),
         ),
         "LLaMA2-7B-Chat",
-        minutes=(42,),
     ),
     "corm-windows": Experiment(
         ("texts-corm-windows",),
@@ -110,7 +110,6 @@ EXPERIMENTS = {
             ),
             Table("evicted", ("of",), rows=("corm", *_WINDOWS), names=OF_TEXTS, pooled=ALL),
         ),
-        minutes=(20,),
     ),
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
@@ -121,10 +120,10 @@ EXPERIMENTS = {
                 pooled=ALL,
                 only_pooled=True,
                 paper=numbers("corm", "table-3"),
+                worse=_OTHERS,
             ),
         ),
         "LLaMA2-7B",
-        minutes=(27, 30),
     ),
     "corm-table-4": Experiment(
         ("corm-128",),
@@ -137,11 +136,9 @@ EXPERIMENTS = {
             Table("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
         ),
         "LLaMA1-7B",
-        minutes=(8,),
     ),
     "corm-figure-4": Experiment(
         (*(f"corm-{size}" for size in _SIZES), *(f"corm-{size}-1.5b" for size in _SIZES[:2])),
         (Table("evicted", ("tokens",), rows=("corm",)),),
-        minutes=(8, 7),
     ),
 }

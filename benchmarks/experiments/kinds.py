@@ -52,7 +52,7 @@ class Table:
     Attributes
     ----------
     score
-        One of tables.SCORES.
+        One of samples.SCORES.
     by
         Fields of a line whose values are the columns.
     against
@@ -139,15 +139,12 @@ class Experiment:
         The paper's model; its numbers are in brackets.
     examples
         Outputs that are shown.
-    minutes
-        What it takes on one core of a small machine, about: with each of the models of its runs.
     """
 
     runs: tuple[str, ...]
     tables: tuple[Table, ...] = ()
     model: str = ""
     examples: Examples | None = None
-    minutes: tuple[int, ...] = ()
 
 
 ALL: Mapping[str, frozenset[str] | None] = {"all": None}
@@ -168,6 +165,15 @@ def numbers(paper: str, *tables: str) -> dict[Place, str]:
         for policy, row in read[table]["rows"].items()
         for column, number in zip(read[table]["columns"], row, strict=True)
         if number is not None
+    }
+
+
+def directions(paper: Mapping[Place, str], own: str) -> dict[Place, int]:
+    """Of each of a paper's numbers whether it is higher (1) or lower (-1) than that of its own method."""
+    return {
+        (row, column): 1 if float(number) > float(paper[own, column]) else -1
+        for (row, column), number in paper.items()
+        if row not in (own, "full") and (own, column) in paper and number != paper[own, column]
     }
 
 

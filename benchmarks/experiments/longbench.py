@@ -10,8 +10,10 @@ CHINESE = "longbench/minilongbench_zh.jsonl"
 ONLY_SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 """The data sets of BumbleBee's Table 2."""
 
-ONLY_THREE = ("--set", "only=qasper,2wikimqa,trec")
-"""One data set of three categories each, with short answers."""
+THREE = ("qasper", "2wikimqa", "trec")
+"""A data set of three categories each, with short answers."""
+
+ONLY_THREE = ("--set", f"only={','.join(THREE)}")
 
 STRATA = {name: category for category, names in CATEGORIES.items() for name in names}
 """The category of each data set."""

@@ -23,14 +23,22 @@ _POLICIES = ("streamingllm", "tova:sinks=4", "h2o:sinks=4", "cam", "weightedkv")
 _EVICTS = "weightedkv:merge=false"
 
 RUNS: dict[str, Run] = {
-    "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096),
-    "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE),
-    "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED),
-    "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,)),
-    "map-values": Map("values", TEXTS, 1024),
-    "map-values-1.5b": Map("values", EIGHT, 512, LARGE),
-    "curve": Compare(BOOKS[:1], ("weightedkv", _EVICTS), ("256",), 32768),
+    "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
+    "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
+    "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED, minutes=17),
+    "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,), minutes=12),
+    "map-values": Map("values", TEXTS, 1024, minutes=3),
+    "map-values-1.5b": Map("values", EIGHT, 512, LARGE, minutes=5),
+    "curve": Compare(BOOKS[:1], ("weightedkv", _EVICTS), ("256",), 32768, minutes=10),
 }
+
+_MERGING = Table(
+    *("nll", ("of", "budget"), "weightedkv", ("weightedkv", _EVICTS)),
+    names=OF_TEXTS,
+    pooled=ALL,
+    only_pooled=True,
+    worse=(_EVICTS,),
+)
 
 EXPERIMENTS = {
     "weightedkv-table-1": Experiment(
@@ -45,7 +53,6 @@ EXPERIMENTS = {
             ),
         ),
         "Llama-2-7B, context 4k",
-        minutes=(100, 70),
     ),
     "weightedkv-table-1-long": Experiment(
         ("texts-16k",),
@@ -57,29 +64,15 @@ EXPERIMENTS = {
             ),
         ),
         "Llama-2-7B, PG19, cache of 256",
-        minutes=(12,),
     ),
     "weightedkv-figure-1": Experiment(
         ("map-values", "map-values-1.5b"),
         of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),
-        minutes=(5, 5),
     ),
-    "weightedkv-figure-4": Experiment(
-        ("texts", "texts-ungrouped", "texts-1.5b"),
-        (
-            Table(
-                *("nll", ("of", "budget"), "weightedkv", ("weightedkv", _EVICTS)),
-                names=OF_TEXTS,
-                pooled=ALL,
-                only_pooled=True,
-                worse=(_EVICTS,),
-            ),
-        ),
-        minutes=(0, 17, 0),
-    ),
+    "weightedkv-figure-4": Experiment(("texts", "texts-1.5b"), (_MERGING,)),
+    "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped",), (_MERGING,)),
     "weightedkv-figure-4-curve": Experiment(
         ("curve",),
         (Table("nll", against="weightedkv", worse=(_EVICTS,)),),
-        minutes=(10,),
     ),
 }

@@ -23,18 +23,33 @@ _TYPES = ("f16", "q8_0", "q4_0")
 _SHARES = ("5%", "10%", "20%", "40%")
 
 
+def _eval(
+    task: str,
+    files: tuple[str, ...],
+    policies: tuple[str, ...],
+    how: tuple[str, ...],
+    n: int,
+    model: str,
+    rate: float,
+) -> Eval:
+    """A task at all shares. rate: minutes of twenty items with the first model."""
+    slower = {"": 1, SMALL: 2, LARGE: 4}[model]
+    minutes = round(rate * slower * n / 20 * (1 + len(policies) * len(_SHARES)))
+    return Eval(task, files, ("full", *policies), _SHARES, how, n, model, minutes=minutes)
+
+
 def _passkey(policies: tuple[str, ...], repeats: int, model: str = "") -> Eval:
     hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
-    return Eval("passkey", (), ("full", *policies), _SHARES, hidden, 5 * repeats, model)
+    return _eval("passkey", (), policies, hidden, 5 * repeats, model, 1.3)
 
 
 def _qa(policies: tuple[str, ...], n: int, model: str = "") -> Eval:
     file = "lost_in_the_middle/nq-open-oracle.jsonl.gz"
-    return Eval("qa", (file,), ("full", *policies), _SHARES, ("--set", "n_max=24"), n, model)
+    return _eval("qa", (file,), policies, ("--set", "n_max=24"), n, model, 0.4)
 
 
 def _summarize(policies: tuple[str, ...], n: int, model: str = "") -> Eval:
-    return Eval("summarize", (XSUM,), ("full", *policies), _SHARES, ("--set", "likelihood=true"), n, model)
+    return _eval("summarize", (XSUM,), policies, ("--set", "likelihood=true"), n, model, 1.0)
 
 
 _TASKS: dict[str, Run] = {
@@ -49,10 +64,14 @@ _TASKS: dict[str, Run] = {
 }
 
 RUNS: dict[str, Run] = {
-    "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 4096, types=_TYPES),
-    "which-texts-long": Compare(_FILES[::2], ("full", *POLICIES), ("2048", "4096"), 8192),
-    "which-texts-0.5b": Compare(_FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES),
-    "which-texts-1.5b": Compare(_FILES, ("full", *_FEWER), ("512",), 2048, model=LARGE, types=_TYPES),
+    "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 4096, types=_TYPES, minutes=100),
+    "which-texts-long": Compare(_FILES[::2], ("full", *POLICIES), ("2048", "4096"), 8192, minutes=60),
+    "which-texts-0.5b": Compare(
+        _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=50
+    ),
+    "which-texts-1.5b": Compare(
+        _FILES, ("full", *_FEWER), ("512",), 2048, model=LARGE, types=_TYPES, minutes=80
+    ),
     **_TASKS,
 }
 
@@ -76,12 +95,10 @@ EXPERIMENTS = {
             ),
             *_SIZES,
         ),
-        minutes=(100, 50, 80),
     ),
     "which-texts-long": Experiment(
         ("which-texts-long",),
         (Table("above", ("budget",), "h2o", POLICIES, apart="full"), *_SIZES),
-        minutes=(60,),
     ),
     "which-tasks": Experiment(
         tuple(_TASKS),
@@ -90,6 +107,5 @@ EXPERIMENTS = {
             _task_table("Likelihood of the right answer to a question, nats a token", "qa", "logp"),
             _task_table("Likelihood of a right summary, nats a token", "summarize", "logp"),
         ),
-        minutes=(85, 70, 90),
     ),
 }

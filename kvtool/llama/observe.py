@@ -186,10 +186,12 @@ class _Observer:
 
 
 class _KeysBefore:
-    """Keys before RoPE, of which nobody knows what they are before they are gone.
+    """Keys before RoPE.
 
-    So all that may be such keys is kept, until a layer's keys meet its queries: then the graph says from what
-    RoPE made them. shapes: dimensions and KV heads of the keys of some layers, for n tokens.
+    They have no name in the graph. So every tensor that may be such keys is kept until the layer's keys meet
+    its queries: then the graph says from what RoPE made them.
+
+    shapes: dimensions and KV heads of the keys of some layers, for n tokens.
     """
 
     def __init__(self, n: int, shapes: Collection[tuple[int, int]]) -> None:

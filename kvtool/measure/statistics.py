@@ -130,7 +130,7 @@ def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float
     return float(max(middle - half, 0) / (1 + z * z / n)), float(min((middle + half) / (1 + z * z / n), 1))
 
 
-def sign_test(differences: np.ndarray) -> float:
+def sign_flip_test(differences: np.ndarray) -> float:
     """The chance, without a true difference, that the mean of differences f64[n] is as far from 0 as it is.
 
     By changing signs (Fisher 1935): all of them for up to 16 differences that are not 0, else 20,000 draws.
