@@ -166,8 +166,6 @@ class _Observer:
 
     def _heads(self, what: What, layer: int, address: int) -> None:
         """Visits each head of a tensor: [head, n, dim], for keys and values with unused cells behind n."""
-        if what not in self.wanted:
-            return
         tensor, n = _Tensor.from_address(address), self._n
         # values lie cell by cell within each dimension
         of_tokens = 0 if what is What.VALUES else 1
