@@ -36,6 +36,11 @@ RUNS: dict[str, Run] = {
     "longbench-windows": Eval(
         "longbench", (ENGLISH,), ("full", "corm", *_WINDOWS), ("100%",), (*_WHOLE, *ONLY_THREE), minutes=36
     ),
+    # about what CORM holds of 2,048 tokens
+    "longbench-equal": Eval(
+        *("longbench", (ENGLISH,), _OTHERS, ("55%",), ("--prefill", "whole", *_LONG, *ONLY_THREE)),
+        minutes=18,
+    ),
     "longbench-zh": Eval(
         "longbench", (CHINESE,), ("full", _OTHERS[-1]), ("512",), ("--prefill", "whole", *_LONG), minutes=20
     ),
@@ -97,6 +102,18 @@ EXPERIMENTS = {
             ),
         ),
         "LLaMA2-7B-Chat",
+    ),
+    "corm-equal-cells": Experiment(
+        ("longbench-windows", "longbench-equal"),
+        tuple(
+            Table(
+                score,
+                **_LONGBENCH | {"pooled": ALL, "against": against},
+                rows=("full", "corm", *_OTHERS),
+                worse=_OTHERS,
+            )
+            for score, against in (("score", "corm"), ("cells_held", ""))
+        ),
     ),
     "corm-windows": Experiment(
         ("texts-corm-windows",),
