@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from commands import Compare, Eval, Map, Run
 
-from experiments.kinds import ALL, EIGHT, LARGE, OF_TEXTS, TEXTS, Experiment, Table, columns, numbers, of_map
+from experiments.kinds import (
+    ALL,
+    BOOKS,
+    CHAPTERS,
+    EIGHT,
+    LARGE,
+    OF_TEXTS,
+    TEXTS,
+    Experiment,
+    Table,
+    columns,
+    numbers,
+    of_map,
+)
 from experiments.longbench import CHINESE, ENGLISH, ONLY_THREE, POOLED, STRATA, THREE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
@@ -20,6 +33,9 @@ _MAPS = ("share", "attention", "queries")
 RUNS: dict[str, Run] = {
     "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096, minutes=27),
     "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
+    "texts-corm-long": Compare(
+        (*BOOKS, *CHAPTERS), ("full", "corm", _OTHERS[-1]), ("3328",), 8192, minutes=40
+    ),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 4096, minutes=20),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
@@ -141,6 +157,19 @@ EXPERIMENTS = {
             ),
         ),
         "LLaMA2-7B",
+    ),
+    "corm-tables-7-8": Experiment(
+        ("texts-corm-long",),
+        (
+            Table(
+                *("nll", ("of", "budget"), "corm", ("full", "corm", "corm, capped", _OTHERS[-1])),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+                worse=_OTHERS,
+            ),
+            Table("evicted", ("of",), rows=("corm",), names=OF_TEXTS, pooled=ALL),
+        ),
     ),
     "corm-table-4": Experiment(
         ("corm-128",),
