@@ -155,8 +155,6 @@ def _cost(runs: Iterable[str], results: Path) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    # `plan | head` is no error
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     planning = commands.add_parser("plan")
@@ -208,4 +206,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # `plan | head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
