@@ -104,8 +104,10 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, op
             )
         said = b""
         if n_kill % 5:
-            # while it reads, writes and saves
-            said = chat.stdout.read(1)
+            # while it reads, writes and saves: some replies later, as fast as the machine may be
+            n_said = rng.randint(1, 80)
+            while len(said) < n_said and (part := chat.stdout.read(n_said - len(said))):
+                said += part
             time.sleep(rng.uniform(0, 0.1))
         else:
             # while it starts

@@ -203,13 +203,20 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
 
-def test_a_prompt_is_read_in_steps_of_the_chunk(tiny_model):
+def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_model):
     steps = []
     with open_engine(tiny_model(), fit(96, 8, chunk=12)) as engine:
         decode = engine.decode
-        engine.decode = lambda tokens, n_output: (steps.append(len(tokens)), decode(tokens, n_output))
+        engine.decode = lambda tokens, n_output: (
+            steps.append((len(tokens), engine.n_archived)),
+            decode(tokens, n_output),
+        )
         engine.read(text(300))
-    assert max(steps) == 12
+        n_live = engine.policy.n_live
+    # before that there is nothing to choose
+    assert steps[0] == (n_live, 0)
+    assert max(n for n, n_archived in steps if n_archived) <= 12
+    assert sum(n for n, n_archived in steps if not n_archived) == n_live
 
 
 @pytest.mark.parametrize(

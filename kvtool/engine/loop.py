@@ -40,7 +40,7 @@ class Engine:
     n_cell
         The most tokens that the cache takes before an eviction.
     n_batch
-        The most tokens of a step.
+        The most tokens of a step; of a policy that recalls, once there is something to recall.
     context
         The cache in llama.cpp, whose `logits()` are those of the last step.
     rows
@@ -167,8 +167,9 @@ class Engine:
 
     def room(self) -> int:
         """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
-        # n_cell is at most n_ctx
-        return min(self.n_batch, self.n_cell - self.rows.n_kv)
+        # what chooses nothing yet needs no choice of its own; n_cell is at most n_ctx
+        n_batch = self.n_batch if self.n_archived else self.settings.n_batch
+        return min(n_batch, self.n_cell - self.rows.n_kv)
 
     @property
     def n_until_plan(self) -> int:

@@ -200,7 +200,8 @@ class Talk:
 
         The batches are those in which the whole chat would be read: what follows does not depend on it.
         """
-        n_batch = self.engine.n_batch
+        # nothing is archived yet
+        n_batch = self.engine.settings.n_batch
         n = self.engine.n_pinned // n_batch * n_batch
         is_system = messages[0]["role"] == "system"
         if n < _LEAST_START or not is_system or self.engine.reads_whole(len(tokens)):
