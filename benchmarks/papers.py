@@ -39,6 +39,7 @@ DOCUMENTS = (
     ROOT / "docs" / "papers.md",
     *(_PAPERS / f"{name}.md" for name in ("weightedkv", "buzz", "bumblebee", "corm")),
     ROOT / "docs" / "eval.md",
+    ROOT / "docs" / "choosing.md",
 )
 
 

@@ -18,7 +18,9 @@ from tests.test_maps import Watched
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # modules that the benchmarks import
-PARTS = ("commands.py", "common.py", "index.py", "samples.py", "tables.py")
+PARTS = tuple(
+    f"{name}.py" for name in ("commands", "common", "index", "places", "samples", "tables", "verdicts")
+)
 
 
 @pytest.mark.parametrize(

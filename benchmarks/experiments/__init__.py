@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from commands import Run
 
-from experiments import bumblebee, buzz, corm, tasks, weightedkv
+from experiments import bumblebee, buzz, corm, tasks, weightedkv, which
 from experiments.kinds import Experiment
 
-_MODULES = (weightedkv, buzz, bumblebee, corm, tasks)
+_MODULES = (weightedkv, buzz, bumblebee, corm, tasks, which)
 
 RUNS: dict[str, Run] = {name: run for module in _MODULES for name, run in module.RUNS.items()}
 EXPERIMENTS: dict[str, Experiment] = {

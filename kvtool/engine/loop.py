@@ -167,9 +167,8 @@ class Engine:
 
     def room(self) -> int:
         """The largest step that fits beside the live cells. 0 if an eviction has to come first."""
-        # what chooses nothing yet needs no choice of its own; n_cell is at most n_ctx
-        n_batch = self.n_batch if self.n_archived else self.settings.n_batch
-        return min(n_batch, self.n_cell - self.rows.n_kv)
+        # n_cell is at most n_ctx
+        return min(self.n_batch if self.n_archived else self.settings.n_batch, self.n_cell - self.rows.n_kv)
 
     @property
     def n_until_plan(self) -> int:
