@@ -47,7 +47,8 @@ class Verdict:
 
 def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
     """The verdict on a table. A difference counts by its direction, not by its size."""
-    found, signs = _differences(places, table), compared(places, table)
+    found = _differences(places, table)
+    signs = _signs(places, found)
     counts = dict.fromkeys(("here", "reverse", "unclear", "untested"), 0)
     for place, theirs in ordered(places, table):
         if sign := signs.get(place):
@@ -65,7 +66,10 @@ def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
     A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
     no test.
     """
-    found = _differences(places, table)
+    return _signs(places, _differences(places, table))
+
+
+def _signs(places: Mapping[Place, Sample], found: Mapping[Place, Difference]) -> dict[Place, int]:
     adjusted = statistics.holm(np.array([each.p for each in found.values()]))
     return {
         place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= _LEVEL)

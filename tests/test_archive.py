@@ -193,6 +193,21 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 
 
 @pytest.mark.engine
+def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
+    # nor has a session's
+    assert talk(TURNS[:1], *RECALL).returncode == 0
+    refused = talk(TURNS[1:2], "--prefill", "whole")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(r"kvtool: Recall cannot read a prompt whole; [^\n]*\n", refused.stderr)
+    # nor one of a settings file
+    (tmp_path / "config.toml").write_text('policy = "recall"\n')
+    monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
+    done = kvtool("generate", "-m", tiny_model(), "--raw", "--prefill", "whole", stdin="word " * 9)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Recall cannot read a prompt whole" in done.stderr
+
+
+@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
 def test_a_chat_says_what_is_archived(chat_model):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)

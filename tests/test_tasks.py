@@ -525,6 +525,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
         (["passkey", "--policy", "full", "--budget", "20%"], 2, "takes no --budget"),
         (["passkey", "--budget", "0%"], 2, "above 0% and at most 100%"),
         (["passkey", "-o", "x=1"], 2, "no parameter 'x'"),
+        (["passkey", "--temp", "nan", "-m", "missing.gguf"], 2, "--temp must be in 0"),
     ],
 )
 def test_what_cannot_work_is_one_line(arguments, code, words):

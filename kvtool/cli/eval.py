@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvtool.llama.model import Model
+    from kvtool.llama.sampling import Sampling
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
@@ -163,6 +164,7 @@ def evaluate(
     Without a task, it lists all tasks with their parameters.
     """
     from kvtool import tasks
+    from kvtool.llama.sampling import Sampling
 
     if task is None:
         _list()
@@ -179,6 +181,8 @@ def evaluate(
     if plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", plot)
+    # what is out of its range is refused before a download
+    sampling = Sampling(temp, top_k=opt.TOP_K, top_p=opt.TOP_P, min_p=opt.MIN_P) if temp else None
     wanted = EngineOptions.of(context)
     path, info = checked_model(wanted)
     # refuses what cannot work before the model is loaded
@@ -189,7 +193,7 @@ def evaluate(
     as_chat = chosen.chat if chat is None else chat
     with (
         loaded(path, wanted) as loaded_model,
-        closing(_reader(wanted, info, loaded_model, as_chat, max_prompt, temp, seed)) as reader,
+        closing(_reader(wanted, info, loaded_model, as_chat, max_prompt, sampling, seed)) as reader,
     ):
         items = chosen.items(files or [], loaded_model)[:limit]
         about = {
@@ -267,19 +271,17 @@ def _reader(
     model: Model,
     as_chat: bool,
     max_prompt: int | None,
-    temp: float,
+    sampling: Sampling | None,
     seed: int,
 ) -> Reader:
     from kvtool import policies
     from kvtool.chats.prompt import template_of
-    from kvtool.llama.sampling import Sampling
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None
     policy_for, n_batch = _policy_for(wanted, info, model.layers, n_held(model, template))
     settings = settings_of(wanted, n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
     full_for = _full_for(wanted, info) if policies.load(wanted.policy).evicts else None
-    sampling = Sampling(temp, top_k=opt.TOP_K, top_p=opt.TOP_P, min_p=opt.MIN_P) if temp else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for, sampling, seed)
 
 

@@ -13,7 +13,7 @@ from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
 from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
-from kvtool.cli.opening import EngineOptions, open_engine, system_text, take_positional
+from kvtool.cli.opening import EngineOptions, is_default, open_engine, system_text, take_positional
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length, read_text
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -109,7 +109,9 @@ def generate(
         raise UsageError("--logprobs goes into the JSON; add --json")
     wanted = EngineOptions.of(context)
     settings = draw.settings(context)
-    with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH) as opened:
+    # a policy that was asked for is refused instead, where it cannot run
+    instead = opt.POLICY if is_default(context, "policy") else None
+    with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH, instead=instead) as opened:
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
 

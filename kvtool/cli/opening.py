@@ -108,12 +108,14 @@ def open_engine(
     n_batch: int,
     length: Callable[[Any], int] | None = None,
     scoring: bool = False,
+    instead: str | None = None,
 ) -> Iterator[Opened]:
     """Load the model, fit the policy and make the engine; close them at the end. Raises KvtoolError.
 
     default_budget: cells of a row unless --budget is given. n_batch: unless -b is given. length: given the
     loaded model, returns how many tokens there will be; `full` allocates no more cells. scoring: the logits
-    of every token are needed, and no batch may go over the budget.
+    of every token are needed, and no batch may go over the budget. instead: the policy in place of one that
+    recalls, where nothing can be recalled; without it that is refused.
     """
     from kvtool import policies
 
@@ -130,7 +132,7 @@ def open_engine(
 
     with loaded(path, wanted) as model:
         n_tokens = length(model) if length else n_ctx
-        asked, wanted = wanted, able(wanted, model.layers)
+        asked, wanted = wanted, able(wanted, model.layers, instead) if instead else wanted
         if found and (found.in_bytes or wanted is not asked):
             found = fitted(wanted, info, model.layers, text, n_batch, over_budget=not scoring)
         if found:
@@ -149,10 +151,9 @@ def open_engine(
             engine.close()
 
 
-def able(wanted: EngineOptions, layers: Layers) -> EngineOptions:
-    """The options with POLICY in place of a default policy that recalls, where nothing can be recalled."""
+def able(wanted: EngineOptions, layers: Layers, instead: str) -> EngineOptions:
+    """The options with another policy in place of one that recalls, where nothing can be recalled."""
     from kvtool import policies
-    from kvtool.cli.flags import POLICY
 
     why = None
     if layers.has_alibi:
@@ -161,10 +162,10 @@ def able(wanted: EngineOptions, layers: Layers) -> EngineOptions:
         why = "from a prompt that is read whole"
     elif wanted.positions == "in-cache":
         why = "with --positions in-cache"
-    if not why or "policy" in wanted.typed or not policies.recalls(policies.load(wanted.policy)):
+    if not why or not policies.recalls(policies.load(wanted.policy)):
         return wanted
-    sys.stderr.write(f"nothing can be recalled {why}: the policy is {POLICY}\n")
-    return replace(wanted, policy=POLICY)
+    sys.stderr.write(f"nothing can be recalled {why}: the policy is {instead}\n")
+    return replace(wanted, policy=instead)
 
 
 def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
@@ -172,6 +173,12 @@ def take_saved(context: typer.Context, saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
         if name in context.params and not is_typed(context, name):
             context.params[name] = value
+
+
+def is_default(context: typer.Context, name: str) -> bool:
+    """Whether the running command's parameter of that name was neither typed nor set in a settings file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT"
 
 
 def is_typed(context: typer.Context, name: str) -> bool:

@@ -85,8 +85,9 @@ class Reader:
         self._is_beyond = n_prompt is not None and full_for is not None
         self.n_read = 0
         self.is_cut = False
-        drawn = (None, sampling, seed)
-        self.full = Reader(model, full_for, settings, template, n_prompt, *drawn) if full_for else self
+        self.full = self
+        if full_for:
+            self.full = Reader(model, full_for, settings, template, n_prompt, sampling=sampling, seed=seed)
         self._sampling, self._seed = sampling, seed
         self._policy_for = policy_for
         self._engine: Engine | None = None
