@@ -17,7 +17,7 @@ tokens, and nothing of the data sets. What is there is not measured again.
 from __future__ import annotations
 
 import json
-import signal
+import os
 import subprocess
 import sys
 import tempfile
@@ -207,6 +207,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # `plan | head` is no error
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `plan | head` is no error, and what was not read has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

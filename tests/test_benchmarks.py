@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,10 +31,20 @@ PARTS = tuple(
 def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    before = signal.getsignal(signal.SIGPIPE)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(path), run_name="__main__")
     assert end.value.code == 0
+    assert signal.getsignal(signal.SIGPIPE) == before
     assert path.read_text().split('"""')[1].split("\n")[0] in capsys.readouterr().out
+
+
+def test_a_plan_may_be_read_in_part():
+    command = [sys.executable, str(FOLDER / "papers.py"), "plan"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 0
 
 
 @pytest.mark.engine

@@ -36,7 +36,7 @@ RUNS: dict[str, Run] = {
     "texts-corm-long": Compare(
         (*BOOKS, *CHAPTERS), ("full", "corm", _OTHERS[-1]), ("3328",), 8192, minutes=40
     ),
-    "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 4096, minutes=20),
+    "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
     **{
