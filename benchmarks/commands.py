@@ -172,6 +172,8 @@ class Eval:
         The item whose outputs are kept; none if empty.
     model
         The file of the model; empty for kvtool's default.
+    named
+        What a table's row is called, in place of its only policy.
     minutes
         As in Compare.
     """
@@ -184,6 +186,7 @@ class Eval:
     limit: int = 0
     model: str = ""
     example: str = ""
+    named: str = ""
     minutes: int = 0
 
     def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
@@ -193,7 +196,7 @@ class Eval:
             if not self.example or "output" in line:
                 there[line["label"], line["budget"]] += len(line["items"])
         for label, budget in self._runs():
-            if there[label, budget] < max(self.limit, 1):
+            if there[self.named or label, budget] < max(self.limit, 1):
                 yield Ask(self._command(label, budget), name)
 
     def commands(self) -> Iterator[tuple[str, ...]]:
@@ -205,6 +208,8 @@ class Eval:
         chosen = ", ".join(
             " -o ".join([name, *options]) for name, options in map(split_policy, self.policies)
         )
+        if self.named:
+            return command.replace("--policy POLICY --budget BUDGET", f"--policy {chosen}")
         return f"{command}\n    # POLICY: {chosen}\n    # BUDGET: {', '.join(self.budgets)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
@@ -218,7 +223,7 @@ class Eval:
             scored = [_scores(record) for record in items]
             names = dict.fromkeys(name for scores in scored for name in scores)
             yield {
-                "label": label,
+                "label": self.named or label,
                 "budget": budget,
                 "task": self.task,
                 "of": of,

@@ -39,7 +39,8 @@ DOCUMENTS = (
     ROOT / "docs" / "papers.md",
     *(_PAPERS / f"{name}.md" for name in ("weightedkv", "buzz", "bumblebee", "corm")),
     ROOT / "docs" / "eval.md",
-    ROOT / "docs" / "choosing.md",
+    ROOT / "docs" / "which-policy.md",
+    ROOT / "docs" / "policy-numbers.md",
 )
 
 

@@ -12,19 +12,21 @@ from samples import SCORES, Sample
 
 
 def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
-    """The places of a table. A line without a budget is in the column of every budget.
+    """The places of a table. A line without a budget is in the column of every budget of its model.
 
     All rows of a column have the same items: those that every row has.
     """
     lines = [line for line in lines if not table.rows or line["label"] in (*table.rows, table.apart)]
-    budgets = table.budgets or tuple(dict.fromkeys(line["budget"] for line in lines if line["budget"]))
+    measured = _budgets(lines)
     places: dict[Place, Sample] = {}
     for line in lines:
         score = table.scores.get(line["task"], "") if table.scores else table.score
         if not score:
             continue
         found, of_text = _values(line, score), bool(line.get("weights", {}).get(SCORES[score].of or score))
-        for budget in {line["budget"]}.intersection(budgets) if line["budget"] else budgets or [None]:
+        budgets = [name for name in measured[line.get("model")] if not table.budgets or name in table.budgets]
+        unlimited = budgets or [None] * (not table.budgets)
+        for budget in {line["budget"]}.intersection(budgets) if line["budget"] else unlimited:
             for column, is_pooled in _columns(line | {"budget": budget}, table):
                 strata = table.strata if is_pooled else {}
                 sample = Sample(score, of_text, table.same_item and is_pooled, strata)
@@ -38,6 +40,15 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
             if row != table.apart and (table.apart, column) in places
         }
     return places
+
+
+def _budgets(lines: Sequence[Line]) -> dict[str | None, list[str]]:
+    """The budgets that were measured of each model."""
+    found: dict[str | None, list[str]] = defaultdict(list)
+    for line in lines:
+        if line["budget"] and line["budget"] not in found[line.get("model")]:
+            found[line.get("model")].append(line["budget"])
+    return found
 
 
 def _share(places: Mapping[Place, Sample]) -> None:

@@ -46,6 +46,8 @@ def kept(names: Sequence[str], results: Path = RESULTS) -> list[Line]:
 def render(name: str, results: Path = RESULTS) -> str:
     """An experiment's commands and tables with each model, with the paper's numbers in brackets."""
     experiment = EXPERIMENTS[name]
+    if experiment.together:
+        return "\n\n".join(_of_model(experiment, experiment.runs, results, only=False))
     models = models_of(name)
     parts = []
     for model in models:
@@ -100,7 +102,8 @@ def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator
     asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
     heads = [column for column in asked if not is_pooled(column, table)]
     heads += [column for column in asked if is_pooled(column, table)]
-    rows = list(table.rows or dict.fromkeys(row for row, _ in [*places, *table.paper]))
+    there = dict.fromkeys(row for row, _ in [*places, *table.paper])
+    rows = [row for row in table.rows or there if row in there]
     cells = {(row, column): _shown(places, table, (row, column), signs) for row in rows for column in heads}
     yield f"{table.title or SCORES[table.score].title}:"
     yield ""

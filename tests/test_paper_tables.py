@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import index
 import places
 import tables
-from commands import Eval
+from commands import Compare, Eval
 from experiments import EXPERIMENTS, RUNS
 from experiments.kinds import Examples, Experiment, Table, directions
 from samples import SCORES
@@ -211,13 +211,16 @@ def test_how_much_more_alike_samples_are_is_told_item_by_item(measured):
 
 def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, tmp_path):
     for name, run in RUNS.items():
-        labels = run.policies or ("a", "b")
+        named = getattr(run, "named", "")
+        labels = [named] if named else run.policies or ("a", "b")
         for number, label in enumerate(labels):
             line = {
                 **{"label": label, "budget": "64", "of": "qasper", "part": "p", "task": "qa", "tokens": 9},
                 **{"bytes": [2**20, 0], "items": ["f-1", "f-2"], "seconds": 1, **VERSIONS},
                 "scores": {score: [0.1 * number, 0.2] for score in SCORES},
             }
+            if isinstance(run, Compare):
+                del line["items"]
             records.append(tmp_path / f"{name}.jsonl", line)
     for name in EXPERIMENTS:
         text = tables.render(name, tmp_path)
@@ -422,6 +425,29 @@ def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
     assert "75.0" in first
     assert "25.0" in second
     assert "-m qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" in second
+
+
+def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tmp_path):
+    of_model = {
+        "small": lines(full={"f1": [1, 1]}, h2o__64={"f1": [0, 0]}, h2o__32={"f1": [0, 1]}),
+        "large": [
+            line | {"model": "large.gguf"} for line in lines(full={"f1": [1, 0]}, h2o__8={"f1": [1, 1]})
+        ],
+    }
+    for name, found in of_model.items():
+        model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
+        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: found)
+    # a row that nobody measured is none
+    table = Table("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))
+    text = tables.render("made-up", tmp_path)
+    assert re.findall(r"^\| .*", text, re.M) == [
+        "| policy | small, 64 | small, 32 | large.gguf, 8 |",
+        "| --- | ---: | ---: | ---: |",
+        "| `full` | 100.0 | 100.0 | 50.0 ±50.0 |",
+        "| `h2o` | 0.0 | 50.0 ±50.0 | 100.0 |",
+    ]
 
 
 def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):

@@ -49,6 +49,10 @@ def test_what_is_kept_is_of_a_run_and_tells_no_folder():
         labels = {split_policy(label.partition(",")[0])[0] for label in RUNS[path.stem].policies}
         if isinstance(RUNS[path.stem], Map):
             continue
+        labels |= {
+            f"{label} {type_k}" for label in labels for type_k in getattr(RUNS[path.stem], "types", ())
+        }
+        labels.add(getattr(RUNS[path.stem], "named", ""))
         for line in records.read(path):
             assert split_policy(line["label"].partition(",")[0])[0] in labels
             assert "/" not in line["of"] + line["model"]
@@ -104,6 +108,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             assert set(table.scores) <= {getattr(RUNS[run], "task", None) for run in each.runs}
             asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
             asked = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in asked}
+            labels |= {getattr(RUNS[run], "named", "") for run in each.runs}
             # a map's rows are no policies
             assert asked - {"corm, capped"} <= labels or isinstance(RUNS[each.runs[0]], Map)
             assert not table.paper or each.model
@@ -121,6 +126,8 @@ def test_an_eval_is_shown_once_and_run_for_each_policy_and_budget():
         "kvtool eval qa qa.jsonl --policy POLICY --budget BUDGET --limit 3\n"
         "    # POLICY: full, h2o -o decay=0.9\n    # BUDGET: 10%, 64"
     )
+    named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), ("--temp", "0"), limit=3, named="--temp 0")
+    assert named.shown() == "kvtool eval qa qa.jsonl --policy full --temp 0 --limit 3"
     assert Compare(("f/t.txt",), ("corm",), (), 9).shown() == (
         "kvtool compare t.txt --policies corm --budgets '' --types f16 --max-tokens 9"
     )
@@ -217,6 +224,10 @@ def test_of_a_task_scores_are_kept_and_no_outputs():
         "seconds": 2,
         **VERSIONS,
     }
+    named = Eval("qa", ("folder/qa.jsonl",), ("full",), (), named="--temp 0")
+    (line,) = named.lines(found[:1])
+    assert line == full | {"label": "--temp 0"}
+    assert list(named.missing([], "a")) != list(named.missing([line], "a")) == []
     assert (h2o["label"], h2o["budget"], h2o["items"], h2o["seconds"]) == (
         "h2o:decay=0.9",
         "10%",

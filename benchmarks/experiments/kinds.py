@@ -139,12 +139,15 @@ class Experiment:
         The paper's model; its numbers are in brackets.
     examples
         Outputs that are shown.
+    together
+        Whether one table has all models.
     """
 
     runs: tuple[str, ...]
     tables: tuple[Table, ...] = ()
     model: str = ""
     examples: Examples | None = None
+    together: bool = False
 
 
 ALL: Mapping[str, frozenset[str] | None] = {"all": None}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from commands import Compare, Eval, Run
 
 from experiments.kinds import ALL, LARGE, SMALL, WIKI, XSUM, Experiment, Table
@@ -48,6 +51,19 @@ _TASKS: dict[str, Run] = {
     "which-qa-1.5b": _qa(_FEWER, 12, 35, LARGE),
 }
 
+_SAMPLED = {
+    f"sampling-{temp}{size}": Eval(
+        *("qa", ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("full",), ()),
+        ("--set", "n_max=24", "--temp", temp),
+        n,
+        model,
+        named=f"--temp {temp}",
+        minutes=minutes,
+    )
+    for model, size, n, minutes in (("", "", 80, 4), (SMALL, "-0.5b", 40, 4), (LARGE, "-1.5b", 32, 6))
+    for temp in ("0", "0.4", "0.8")
+}
+
 RUNS: dict[str, Run] = {
     "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
     "which-texts-long": Compare(_FILES[::2], ("full", *_FEWER), ("2048", "4096"), 6144, minutes=45),
@@ -58,41 +74,79 @@ RUNS: dict[str, Run] = {
         _FILES, ("full", *_FEWER), ("512",), 2048, model=LARGE, types=_TYPES, minutes=70
     ),
     **_TASKS,
+    **_SAMPLED,
 }
 
 
-def _task(title: str, task: str, score: str) -> Table:
-    return Table("", ("budget",), "full", ("full", *POLICIES), scores={task: score}, title=title)
+_ROWS = ("full", *POLICIES)
+_SIZED = ("full", *_QUANTIZED, *POLICIES)
+_EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
+_OF_KINDS = Table("above", ("of", "budget"), **_EXCESS, names=KINDS, pooled=ALL)
+_SIZES = tuple(Table(score, rows=_SIZED) for score in ("device", "host"))
+_BY_MODEL = {
+    "by": ("model", "budget"),
+    "names": {
+        "SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2 135M",
+        SMALL: "Qwen 0.5B",
+        LARGE: "Qwen 1.5B",
+    },
+}
+_TEXT_RUNS = ("which-texts", "which-texts-0.5b", "which-texts-1.5b")
+_ASKED = {
+    "passkey": ("Hidden numbers found, %", "found"),
+    "qa": ("Log-probability of the right answer to a question, nats a token", "logp"),
+    "summarize": ("Log-probability of a good summary, nats a token", "logp"),
+}
 
 
-_SIZES = tuple(Table(score, rows=("full", *_QUANTIZED, *POLICIES)) for score in ("device", "host"))
+def _tasks(only: tuple[str, ...], **how: Any) -> tuple[Table, ...]:
+    """A table for each task."""
+    how = {"rows": _ROWS} | how
+    return tuple(
+        Table("", **how, scores={name: score}, title=title)
+        for name, (title, score) in _ASKED.items()
+        if name in only
+    )
+
 
 EXPERIMENTS = {
-    "which-texts": Experiment(
-        ("which-texts", "which-texts-0.5b", "which-texts-1.5b"),
+    # what the page shows: all models side by side
+    "which-short": Experiment(
+        _TEXT_RUNS,
         (
-            Table(
-                *("above", ("of", "budget"), "h2o", (*_QUANTIZED, *POLICIES)),
-                apart="full",
-                names=KINDS,
-                pooled=ALL,
-            ),
-            *_SIZES,
+            Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
+            Table("device", **_BY_MODEL, rows=_SIZED),
+            Table("host", **_BY_MODEL, rows=("recall",)),
         ),
+        together=True,
     ),
+    # few comparisons, so that eight texts can tell
+    "which-default": Experiment(
+        _TEXT_RUNS,
+        (Table("above", **_BY_MODEL, **_EXCESS | {"rows": ("h2o", "roco", "recall")}, budgets=("512",)),),
+        together=True,
+    ),
+    "which-tasks-short": Experiment(
+        tuple(name for name in _TASKS if "summarize" not in name),
+        _tasks(("passkey", "qa"), **_BY_MODEL, rows=("full", *_FEWER), budgets=("5%", "20%")),
+        together=True,
+    ),
+    "which-sampling": Experiment(
+        tuple(_SAMPLED),
+        tuple(
+            Table(score, ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling", title=title)
+            for score, title in (("f1", "F1, %"), ("subspan_em", "Right answer somewhere in the output, %"))
+        ),
+        together=True,
+    ),
+    # and all of it
+    "which-texts": Experiment(_TEXT_RUNS, (_OF_KINDS, *_SIZES)),
     "which-texts-long": Experiment(
         ("which-texts-long",),
         (
-            Table(*("above", ("of", "budget"), "h2o", POLICIES), apart="full", names=KINDS, pooled=ALL),
-            *_SIZES,
+            replace(_OF_KINDS, rows=_FEWER),
+            *(replace(table, rows=("full", *_FEWER)) for table in _SIZES),
         ),
     ),
-    "which-tasks": Experiment(
-        tuple(_TASKS),
-        (
-            _task("Hidden numbers found, %", "passkey", "found"),
-            _task("Log-probability of the right answer to a question, nats a token", "qa", "logp"),
-            _task("Log-probability of a good summary, nats a token", "summarize", "logp"),
-        ),
-    ),
+    "which-tasks": Experiment(tuple(_TASKS), _tasks(tuple(_ASKED), against="full")),
 }
