@@ -187,9 +187,11 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     said = f"nothing can be recalled {why}: the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
-    if why:
-        asked = kvtool(*command, "--policy", "recall", stdin="word " * 300)
+    # who names recall, or an option that it alone has, is not given another policy
+    for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
+        asked = kvtool(*command, *typed, stdin="word " * 300)
         assert (asked.returncode, asked.stdout) == (2, "")
+        assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", asked.stderr)
 
 
 @pytest.mark.engine

@@ -42,6 +42,8 @@ def test_h_and_v_work_on_every_command(words):
     titles = re.findall(r"^(\S.*):$", first, re.M)
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
+    # a value has a name, and not a type
+    assert not re.search(r"^  -.*<(int|float|text)", first, re.M)
 
 
 def test_every_command_has_two_examples_that_it_takes():

@@ -49,6 +49,17 @@ def file(tmp_path, monkeypatch):
     return write
 
 
+def test_how_a_chat_is_drawn_is_no_matter_of_a_task(file, monkeypatch):
+    file("temp = 0.9\nthreads = 3\n[models.other]\nseed = 4\n")
+    monkeypatch.setenv("KVTOOL_SEED", "5")
+    assert held("eval", "-m", "other") == {"threads": 3}
+    assert held("generate", "-m", "other") == {"threads": 3, "temp": 0.9, "seed": "5"}
+    file("temp = 0.9\n[eval]\ntemp = 0.5\n[models.other.eval]\nseed = 4\n")
+    assert held("eval", "-m", "other") == {"temp": 0.5, "seed": 4}
+    monkeypatch.setenv("KVTOOL_EVAL_SEED", "6")
+    assert held("eval") == {"temp": 0.5, "seed": "6"}
+
+
 def held(words, *arguments):
     """The values and sources of a command that was called so, by parameter."""
     command = dict(settings.all_commands())[tuple(words.split())]

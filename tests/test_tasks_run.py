@@ -124,6 +124,28 @@ def test_answers_are_drawn_by_temperature_and_seed(tiny_chat, tmp_path):
 
 
 @pytest.mark.engine
+def test_a_result_says_how_it_was_drawn(tiny_chat):
+    asked = ("--policy", "full", "--limit", 1)
+    drawn = evaluate(tiny_chat, "qa", *asked, "--temp", "0.5", "--seed", "3").stdout
+    assert drawn.split("\n")[0].endswith(", full, temperature 0.5, seed 3")
+    assert evaluate(tiny_chat, "qa", *asked).stdout.split("\n")[0].endswith(", full")
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "said"),
+    [
+        ("choice", ["--temp", "0.5"], "choice has no --temp: it draws no answers"),
+        ("stream", ["--temp", "0.5", "--set", "scored=true"], "stream has no --temp: it draws no answers"),
+        ("diversity", ["--temp", "0.5"], "diversity has no --temp: --set temp=T is its own"),
+        ("qa", ["--seed", "3"], "--seed draws nothing without a temperature; add --temp T"),
+    ],
+)
+def test_a_temperature_or_a_seed_without_effect_is_refused(task, more, said):
+    # before a model is looked for
+    assert f"kvtool: {said}\n" in evaluate("none.gguf", task, *more, code=2).stderr
+
+
+@pytest.mark.engine
 def test_intervals_are_for_the_end(tiny_chat, monkeypatch):
     drawn = []
     monkeypatch.setattr("kvtool.measure.statistics.item_interval", lambda scores: drawn.append(1) or (0, 1))

@@ -20,6 +20,7 @@ from kvtool.cli.opening import (
     EngineOptions,
     checked_model,
     fitted,
+    is_typed,
     loaded,
     n_ctx_of,
     say_n_batch,
@@ -127,8 +128,8 @@ def evaluate(
             "--temp",
             metavar="T",
             min=0,
-            help="Temperature of answers, with the other samplers of kvtool generate; 0 takes the likeliest "
-            "tokens. The task diversity has its own.",
+            help="Temperature of answers; 0 takes the likeliest tokens. Above 0 the other samplers are "
+            f"kvtool generate's: --top-k {opt.TOP_K}, --top-p {opt.TOP_P}, --min-p {opt.MIN_P}.",
             rich_help_panel=DRAWS,
         ),
     ] = 0.0,
@@ -138,7 +139,7 @@ def evaluate(
             "--seed",
             metavar="N",
             min=0,
-            help="Seed for drawing tokens, of each answer.",
+            help="Seed for drawing tokens, of each answer; needs --temp.",
             rich_help_panel=DRAWS,
         ),
     ] = 0,
@@ -182,6 +183,7 @@ def evaluate(
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", plot)
     # what is out of its range is refused before a download
+    _check_drawing(context, chosen, task)
     sampling = Sampling(temp, top_k=opt.TOP_K, top_p=opt.TOP_P, min_p=opt.MIN_P) if temp else None
     wanted = EngineOptions.of(context)
     path, info = checked_model(wanted)
@@ -221,6 +223,15 @@ def evaluate(
                     sys.stdout.flush()
                 step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, plot)
+
+
+def _check_drawing(context: typer.Context, chosen: Task, task: str) -> None:
+    """Raises UsageError for a temperature or a seed without effect."""
+    if context.params["temp"] and not chosen.draws:
+        own = "--set temp=T is its own" if hasattr(chosen, "temp") else "it draws no answers"
+        raise UsageError(f"{task} has no --temp: {own}")
+    if is_typed(context, "seed") and not is_typed(context, "temp") and not context.params["temp"]:
+        raise UsageError("--seed draws nothing without a temperature; add --temp T")
 
 
 def _policy_for(
@@ -381,7 +392,8 @@ def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups)
     about = results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""
-    title = f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}"
+    drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
+    title = f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}{drawn}"
     console.print(f"{title}\n", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
     for column in ("score", "mean", "95 % interval", "items"):

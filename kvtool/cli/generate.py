@@ -13,7 +13,14 @@ from kvtool.cli import sampling as draw
 from kvtool.cli import utf8
 from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
-from kvtool.cli.opening import EngineOptions, is_default, open_engine, system_text, take_positional
+from kvtool.cli.opening import (
+    EngineOptions,
+    is_default,
+    is_typed,
+    open_engine,
+    system_text,
+    take_positional,
+)
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length, read_text
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -109,8 +116,10 @@ def generate(
         raise UsageError("--logprobs goes into the JSON; add --json")
     wanted = EngineOptions.of(context)
     settings = draw.settings(context)
-    # a policy that was asked for is refused instead, where it cannot run
-    instead = opt.POLICY if is_default(context, "policy") else None
+    # what was asked for is refused instead, where it cannot run: the policy, or an option of it
+    asked = any(is_typed(context, name) for name in ("archive", "archive_file", "archive_type"))
+    asked = asked or not (is_default(context, "policy") and is_default(context, "options"))
+    instead = None if asked else opt.POLICY
     with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH, instead=instead) as opened:
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer

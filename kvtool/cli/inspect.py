@@ -63,7 +63,9 @@ def inspect(
     prefill: Annotated[
         str,
         typer.Option(
-            "--prefill", help="How the text is read: stream evicts while reading, whole once at the end."
+            "--prefill",
+            metavar="MODE",
+            help="How the text is read: stream evicts while reading, whole once at the end.",
         ),
     ] = "stream",
     max_tokens: Annotated[
@@ -71,18 +73,21 @@ def inspect(
         typer.Option(
             "--max-tokens",
             min=2,
+            metavar="N",
             help="Read at most this many tokens.",
             show_default=f"all, with --map {inspect_map.N_TOKENS}",
         ),
     ] = None,
     snapshots: Annotated[
-        int, typer.Option("--snapshots", min=1, max=255, help="Points in time that --html can show.")
+        int,
+        typer.Option("--snapshots", metavar="N", min=1, max=255, help="Points in time that --html can show."),
     ] = 32,
     last: Annotated[
         int | None,
         typer.Option(
             "--last",
             min=1,
+            metavar="N",
             help="Number of last tokens to show.",
             show_default=f"{LAST}, in --html {_LAST_HTML}",
         ),
@@ -109,6 +114,7 @@ def inspect(
         typer.Option(
             "--layer",
             min=0,
+            metavar="N",
             help="With --map attention or queries: a layer to draw. Repeatable.",
             show_default="the first, the middle and the last",
         ),
@@ -118,6 +124,7 @@ def inspect(
         typer.Option(
             "--head",
             min=0,
+            metavar="N",
             help="The same: a query head to draw. Repeatable.",
             show_default="the first and the one in the middle",
         ),

@@ -51,10 +51,13 @@ def serve(
     positions: opt.Positions = "auto",
     prefill: opt.Prefill = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on.", rich_help_panel=SERVES)
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.", rich_help_panel=SERVES)
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on.", rich_help_panel=SERVES)
+        int,
+        typer.Option(
+            "--port", metavar="N", min=0, max=65535, help="Port to listen on.", rich_help_panel=SERVES
+        ),
     ] = 8080,
     api_key_file: Annotated[
         Path | None,
@@ -90,12 +93,18 @@ def serve(
     ] = "forget",
     queue: Annotated[
         int,
-        typer.Option("--queue", min=1, help="The most requests that wait.", rich_help_panel=SERVES),
+        typer.Option(
+            "--queue", metavar="N", min=1, help="The most requests that wait.", rich_help_panel=SERVES
+        ),
     ] = 64,
     read_timeout: Annotated[
         float,
         typer.Option(
-            "--read-timeout", min=0.1, help="Seconds that a request's body may take.", rich_help_panel=SERVES
+            "--read-timeout",
+            metavar="SECONDS",
+            min=0.1,
+            help="Seconds that a request's body may take.",
+            rich_help_panel=SERVES,
         ),
     ] = 30.0,
     metrics: Annotated[

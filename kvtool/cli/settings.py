@@ -25,6 +25,9 @@ Table = tuple[dict[str, Any], str, bool]
 LISTS = (("policies",),)
 """Commands whose options say what to show: only their own table and variables are about them."""
 
+OWN: dict[tuple[str, ...], tuple[str, ...]] = {("eval",): ("temp", "seed")}
+"""Options that only a command's own table and variables are about: a chat's drawing is no task's."""
+
 _MODELS = "models"
 _MODEL = ("model", "model_name")
 """The parameters that name a model: an option and an argument."""
@@ -64,15 +67,17 @@ def of_command(command: Any, words: tuple[str, ...], typed: Mapping[str, Any]) -
     """The same. words: the command's, ("models", "show") for example. typed: parameters with their values."""
     data, path = read()
     params = {param.name: param for param in options_of(command)}
+    shared = {name: param for name, param in params.items() if name not in OWN.get(words, ())}
     is_list = words in LISTS
     tables_of = [table for of, table in tables(data, path) if of == words[: len(of)] and (of or not is_list)]
-    layers = [_from_table(*each, params) for each in tables_of]
-    variables = [dict(_from_variables(params, each)) for each in ((), words)[is_list:]]
+    layers = [_from_table(*each, params if each[2] else shared) for each in tables_of]
+    variables = [dict(_from_variables(params if each else shared, each)) for each in ((), words)[is_list:]]
     if isinstance(data.get(_MODELS), dict) and "model" in params:
         model = next((typed[name] for name in _MODEL if typed.get(name)), None)
         for layer in [*layers, *variables] if model is None else []:
             model = layer["model"].value if "model" in layer else model
-        layers += [_from_table(*each, params) for each in _tables_of_model(data[_MODELS], path, words, model)]
+        of_model = _tables_of_model(data[_MODELS], path, words, model)
+        layers += [_from_table(*each, params if each[2] else shared) for each in of_model]
     found: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
         # parameters belong to the policy that stands beside them

@@ -87,6 +87,7 @@ class Choice(Task):
 
     source: ClassVar[str] = "lm-evaluation-harness"
     by: ClassVar[tuple[str, ...]] = ("file",)
+    draws: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.shots <= 5:

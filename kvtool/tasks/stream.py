@@ -55,6 +55,10 @@ class Stream(Task):
     chat: ClassVar[bool] = True
     one_stream: ClassVar[bool] = True
 
+    @property
+    def draws(self) -> bool:
+        return not self.scored
+
     def __post_init__(self) -> None:
         if self.n_max < 1:
             raise ValueError(f"n_max must be at least 1, got {self.n_max}")

@@ -75,6 +75,8 @@ class Task(ABC):
         Names in an item's `about` by which the summary is broken down. Two of them make a heat map.
     packages
         Modules that the task needs, from the extra `eval`.
+    draws
+        Whether its answers are drawn as `kvtool eval --temp` says.
     one_stream
         Whether its items share one cache. Then they are asked in order, and only a complete set of records
         counts.
@@ -90,6 +92,11 @@ class Task(ABC):
     by: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[tuple[str, ...]] = ()
     one_stream: ClassVar[bool] = False
+
+    @property
+    def draws(self) -> bool:
+        """A task that writes nothing, or has a way of its own, replaces it."""
+        return True
 
     @property
     def n_max(self) -> int:
