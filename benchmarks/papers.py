@@ -1,16 +1,19 @@
 """Repeat the papers' experiments, and write their tables.
 
     python benchmarks/papers.py plan [ID ...]        what is missing, and how many minutes of a core it takes
+    python benchmarks/papers.py files [ID ...]       the files that DATA is to have
     python benchmarks/papers.py run DATA [ID ...]    measure what is missing of these experiments, or of all
     python benchmarks/papers.py tables               write the tables of the documents from
     docs/papers/records
     python benchmarks/papers.py run DATA [ID ...] -m MODEL --results FOLDER        the same with another model
     python benchmarks/papers.py show ID ... --results FOLDER                       and its tables, on stdout
 
+`run` writes the documents' tables, too, unless it has a folder of results of its own.
+
 An experiment is a list of `kvtool compare`, `kvtool eval` and `kvtool inspect` commands, which the
-documents show. DATA is a folder with the texts and data sets, in the folders that benchmarks/experiments
-names. Some runs are of a second model: `--models` is the folder that has it. All results are kept in
-`--work`; docs/papers/records has the part of them that the tables need: scores of items and of blocks of
+documents show. DATA is a folder with the texts and data sets: docs/papers.md says where they are from. Some
+runs are of other models than kvtool's default: `--models` is the folder that has them. All results are kept
+in `--work`; docs/papers/records has the part of them that the tables need: scores of items and of blocks of
 tokens, and nothing of the data sets. What is there is not measured again.
 """
 
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -56,19 +60,21 @@ def run(
     more: Sequence[str] = (),
     results: Path = RESULTS,
     models: Path = Path(),
+    model: str = "",
 ) -> None:
     """Measure what is missing of these runs, and keep what the tables need after each command.
 
-    more: further options of each command. models: folder of the runs' own models. Ends the program if a
-    command fails.
+    more: further options of each command. models: folder of the runs' own models. model: in place of those.
+    Ends the program if a command fails.
     """
     for name in names:
         asked, path = RUNS[name], results / f"{name}.jsonl"
         for ask in missing(name, results):
-            note(f"{name}: {shell(ask.command, asked.model)}")
+            note(f"{name}: {shell(ask.command, model or asked.model)}")
             store = work / Path(asked.model or "default").stem / f"{ask.store}.jsonl"
             store.parent.mkdir(parents=True, exist_ok=True)
-            own = ["-m", str(models / asked.model)] if asked.model else []
+            path_of_model = model or (str(models / asked.model) if asked.model else "")
+            own = ["-m", path_of_model] if path_of_model else []
             words = [str(data / part) if "/" in part else part for part in ask.command]
             if ask.command[0].endswith(".py"):
                 _script(store, [*words, *own, *more])
@@ -77,6 +83,23 @@ def run(
             else:
                 _kvtool(*words, *own, *more, "--json", str(store), "--resume")
             _keep(path, asked.lines(records.read(store)))
+
+
+def files(names: Iterable[str]) -> list[str]:
+    """The texts and data sets that these runs read, relative to DATA."""
+    commands = (command for name in names for command in RUNS[name].commands())
+    return sorted({part for command in commands for part in command if "/" in part})
+
+
+def _lacking(runs: Sequence[str], data: Path, results: Path, models: Path, model: str) -> list[Path]:
+    """What the commands that are missing read, and nobody has."""
+    left = [name for name in runs if missing(name, results)]
+    own = {RUNS[name].model for name in left} - {""} if not model else set()
+    return [
+        path
+        for path in (*(data / file for file in files(left)), *map(models.joinpath, sorted(own)))
+        if not path.exists()
+    ]
 
 
 def _keep(path: Path, found: Iterable[Line]) -> None:
@@ -97,10 +120,19 @@ def _kvtool(*arguments: str) -> str:
 
 def _python(*arguments: str) -> str:
     """The stdout of a Python program. Ends this one if it fails."""
-    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, check=False, text=True)
+    # whoever measures may have defaults of their own
+    clean = {name: value for name, value in os.environ.items() if not _is_setting(name)}
+    clean["KVTOOL_CONFIG"] = os.devnull
+    done = subprocess.run(
+        [sys.executable, *arguments], env=clean, stdout=subprocess.PIPE, check=False, text=True
+    )
     if done.returncode:
         sys.exit(f"python {' '.join(arguments)}: exit code {done.returncode}")
     return done.stdout
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("KVTOOL_") and name not in ("KVTOOL_CACHE", "KVTOOL_WHEELS")
 
 
 def _inspected(path: Path, command: Sequence[str], arguments: Sequence[str]) -> None:
@@ -130,6 +162,16 @@ def _rounded(line: Line) -> Line:
     return line | {"scores": scores, "seconds": round(line["seconds"], 1)}
 
 
+def runs_of(names: Iterable[str], others: bool = False) -> tuple[str, ...]:
+    """The runs of these experiments. others: with another model, in place of the first of each."""
+    runs = []
+    for name in names:
+        experiment = EXPERIMENTS[name]
+        runs += tables.of_model(experiment, tables.models_of(name)[0]) if others else experiment.runs
+    # a run may belong to several
+    return tuple(dict.fromkeys(runs))
+
+
 def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
     """A line for each experiment and model: the minutes of its runs, and of the commands that are missing."""
     names = list(names)
@@ -139,9 +181,7 @@ def plan(names: Iterable[str], results: Path = RESULTS) -> Iterator[str]:
             n, n_all, minutes, left = _cost(runs, results)
             there = f"{n} of {n_all} commands missing, about {left} minutes" if n else "all there"
             yield f"{name} ({tables.NAMES[model]}): {minutes} minutes; {there}"
-    # a run may belong to several
-    runs = tuple(dict.fromkeys(run for name in names for run in EXPERIMENTS[name].runs))
-    _, _, minutes, left = _cost(runs, results)
+    _, _, minutes, left = _cost(runs_of(names), results)
     yield f"in all {minutes / 60:.1f} hours of one core, of which {left / 60:.1f} are missing"
 
 
@@ -159,15 +199,15 @@ def _cost(runs: Iterable[str], results: Path) -> tuple[int, int, int, int]:
 def main() -> None:
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    planning = commands.add_parser("plan")
+    planning, naming = commands.add_parser("plan"), commands.add_parser("files")
     running = commands.add_parser("run")
-    running.add_argument("data", type=Path)
+    running.add_argument("data", type=Path, metavar="DATA")
     showing = commands.add_parser("show")
-    for each in (planning, running, showing):
+    for each in (planning, naming, running, showing):
         each.add_argument("names", nargs="*", metavar="ID", help="; ".join(EXPERIMENTS))
-    running.add_argument("--models", type=Path, default=Path(), help="folder of the second model")
-    running.add_argument("-m", "--model", help="another model in place of both; needs --results")
-    running.add_argument("-t", "--threads", default="1")
+    running.add_argument("--models", type=Path, default=Path(), help="folder of the runs' own models")
+    running.add_argument("-m", "--model", default="", help="another model in place of all; needs --results")
+    running.add_argument("-t", "--threads", type=int, default=1)
     running.add_argument("--work", type=Path, default=ROOT / "build" / "papers", help="where all results are")
     for each in (running, showing):
         each.add_argument("--results", type=Path, default=RESULTS, help="where the tables' part of them is")
@@ -178,33 +218,33 @@ def main() -> None:
         parser.error(f"no experiment {', '.join(unknown)}; there are: {', '.join(EXPERIMENTS)}")
     if args.command == "plan":
         print("\n".join(plan(names)))
-        return
-    if args.command == "show":
-        print("\n\n".join(tables.render(name, args.results) for name in names))
-        return
-    if args.command == "run":
-        runs = dict.fromkeys(run for name in names for run in EXPERIMENTS[name].runs)
-        more = ["-t", args.threads]
-        if args.model:
-            if args.results == RESULTS:
-                parser.error(
-                    "-m needs --results: docs/papers/records is of the models that the documents name"
-                )
-            runs, more = dict.fromkeys(run for run in runs if not RUNS[run].model), [*more, "-m", args.model]
-        args.results.mkdir(parents=True, exist_ok=True)
-        run(
-            args.data,
-            args.work / Path(args.model or "").stem,
-            list(runs),
-            more,
-            args.results,
-            args.models,
-        )
-        if args.model:
-            return
-    for path in DOCUMENTS:
-        text = fill_index(tables.fill(path.read_text(encoding="utf-8")))
-        path.write_text(text, encoding="utf-8")
+    elif args.command == "files":
+        print("\n".join(files(runs_of(names))))
+    elif args.command == "show":
+        if not args.results.is_dir():
+            parser.error(f"no folder {args.results}")
+        others = args.results != RESULTS
+        print("\n\n".join(tables.render(name, args.results, others) for name in names))
+    elif args.command == "run":
+        _measure(parser, args, names)
+    if args.command == "tables" or (args.command == "run" and args.results == RESULTS):
+        for path in DOCUMENTS:
+            text = fill_index(tables.fill(path.read_text(encoding="utf-8")))
+            path.write_text(text, encoding="utf-8")
+
+
+def _measure(parser: ArgumentParser, args: Namespace, names: Sequence[str]) -> None:
+    """Run what is missing, once all that it reads is there."""
+    if args.model and args.results == RESULTS:
+        parser.error("-m needs --results: docs/papers/records is of the models that the documents name")
+    runs = runs_of(names, others=bool(args.model))
+    if lacking := _lacking(runs, args.data, args.results, args.models, args.model):
+        parser.error(f"not there: {', '.join(map(str, lacking))}; docs/papers.md says where they are from")
+    args.results.mkdir(parents=True, exist_ok=True)
+    if not any(missing(name, args.results) for name in runs):
+        note("all of it is there")
+    work = args.work / Path(args.model).stem
+    run(args.data, work, runs, ["-t", str(args.threads)], args.results, args.models, args.model)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +44,15 @@ def kept(names: Sequence[str], results: Path = RESULTS) -> list[Line]:
     return [line for name in names for line in records.read(results / f"{name}.jsonl")]
 
 
-def render(name: str, results: Path = RESULTS) -> str:
-    """An experiment's commands and tables with each model, with the paper's numbers in brackets."""
-    experiment = EXPERIMENTS[name]
-    if experiment.together:
-        return "\n\n".join(_of_model(experiment, experiment.runs, results, only=False))
-    models = models_of(name)
+def render(name: str, results: Path = RESULTS, others: bool = False) -> str:
+    """An experiment's commands and tables with each model, with the paper's numbers in brackets.
+
+    others: the results are another model's, which ran in place of the experiment's first.
+    """
+    experiment, models = EXPERIMENTS[name], models_of(name)
+    if experiment.together or others:
+        runs = of_model(experiment, models[0]) if others else experiment.runs
+        return "\n\n".join(_of_model(experiment, runs, results, only=False))
     parts = []
     for model in models:
         title = [f"**{NAMES[model]}**"] if len(models) > 1 else []
@@ -59,8 +63,9 @@ def render(name: str, results: Path = RESULTS) -> str:
 
 
 def _of_model(experiment: Experiment, runs: Sequence[str], results: Path, only: bool) -> Iterator[str]:
-    yield "\n".join(f"    {line}" for run in runs for line in RUNS[run].shown().splitlines())
     lines = kept(runs, results)
+    asked = [replace(RUNS[run], model=_model(run, results)) for run in runs]
+    yield "\n".join(f"    {line}" for run in asked for line in run.shown().splitlines())
     if not lines:
         yield "Not measured yet."
         return
@@ -73,6 +78,13 @@ def _of_model(experiment: Experiment, runs: Sequence[str], results: Path, only: 
     if experiment.examples:
         yield from _examples(lines, experiment.examples)
     yield _of_what(lines)
+
+
+def _model(run: str, results: Path) -> str:
+    """The model that a run had; its own, where nothing was measured."""
+    if results == RESULTS:
+        return RUNS[run].model
+    return next((str(line["model"]) for line in kept([run], results)), RUNS[run].model)
 
 
 def _examples(lines: Sequence[Line], shown: Examples) -> Iterator[str]:

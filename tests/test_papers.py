@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -344,6 +346,81 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     papers.run(data, tmp_path / "other", ["made-up"], [], results)
     assert [arguments[arguments.index("--policy") + 1] for arguments in asked] == ["full", "h2o"]
     assert [line["label"] for line in records.read(results / "made-up.jsonl")] == ["full", "h2o"]
+
+
+def program(monkeypatch, *arguments):
+    """Run papers.py, with one text and one run with each of two models."""
+    texts = ("texts/a.txt",)
+    small, large = (Compare(texts, ("full",), (), 64, model=model, minutes=1) for model in ("", kinds.LARGE))
+    monkeypatch.setattr(papers, "RUNS", {"small": small, "large": large})
+    for name, run in papers.RUNS.items():
+        monkeypatch.setitem(RUNS, name, run)
+        monkeypatch.setitem(EXPERIMENTS, f"of-{name}", kinds.Experiment((name,), (kinds.Table("nll"),)))
+    monkeypatch.setattr(sys, "argv", ["papers.py", *map(str, arguments)])
+    papers.main()
+
+
+def test_what_is_not_there_is_said_before_anything_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(papers, "_python", lambda *_: pytest.fail("it ran"))
+    there = ("--results", tmp_path / "results", "--work", tmp_path)
+    for more, said in (
+        (["of-small"], f"not there: {tmp_path / 'texts' / 'a.txt'}; docs/papers.md says"),
+        (["of-large"], f"a.txt, {kinds.LARGE}; docs/papers.md says"),
+        (["of-small", "-t", "x"], "argument -t/--threads: invalid int value: 'x'"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            program(monkeypatch, "run", tmp_path, *more, *there)
+        assert stopped.value.code == 2
+        assert said in capsys.readouterr().err
+    program(monkeypatch, "files", "of-large")
+    assert capsys.readouterr().out == "texts/a.txt\n"
+    with pytest.raises(SystemExit):
+        program(monkeypatch, "show", "of-small", "--results", tmp_path / "typo")
+    assert f"no folder {tmp_path / 'typo'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["of-small", "of-large"])
+def test_another_models_results_are_its_own(monkeypatch, tmp_path, capsys, name):
+    document = tmp_path / "document.md"
+    document.write_text(f"<!-- experiment {name} -->\n<!-- end -->")
+    monkeypatch.setattr(papers, "DOCUMENTS", (document,))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    asked = []
+
+    def kvtool(*arguments):
+        asked.append(arguments)
+        path = Path(arguments[arguments.index("--json") + 1])
+        line = compared("full", {}, 64, [1.5] * 32, text="a.txt", tokens=64, model="/m/b.gguf")
+        records.append(path, line)
+        return ""
+
+    monkeypatch.setattr(papers, "_kvtool", kvtool)
+    there = ("--results", tmp_path / "results")
+    program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *there)
+    assert asked[0][-7:-4] == ("-m", "b.gguf", "-t")
+    # the documents are of the repository's own results
+    assert "kvtool" not in document.read_text()
+    program(monkeypatch, "show", name, *there)
+    shown = capsys.readouterr().out
+    assert "-m b.gguf" in shown
+    assert f"| `full` | {np.exp(1.5):.2f}" in shown
+    assert "SmolLM2" not in shown
+    assert "Qwen" not in shown
+    del asked[:]
+    program(monkeypatch, "run", tmp_path, name, "-m", "b.gguf", "--work", tmp_path / "work", *there)
+    assert not asked
+    assert "all of it is there" in capsys.readouterr().err
+
+
+def test_defaults_of_whoever_measures_do_not_count(monkeypatch):
+    for name in ("KVTOOL_TEMP", "KVTOOL_CONFIG", "KVTOOL_CACHE"):
+        monkeypatch.setenv(name, "/mine")
+    code = "import os; print(sorted((k, v) for k, v in os.environ.items() if k.startswith('KVTOOL_')))"
+    left = ast.literal_eval(papers._python("-c", code))
+    assert ("KVTOOL_CACHE", "/mine") in left
+    assert ("KVTOOL_CONFIG", os.devnull) in left
+    assert {name for name, _ in left} <= {"KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"}
 
 
 def test_inspect_is_run_once_a_text_and_policy(monkeypatch, tmp_path):
