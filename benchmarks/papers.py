@@ -45,6 +45,7 @@ DOCUMENTS = (
     ROOT / "docs" / "eval.md",
     ROOT / "docs" / "which-policy.md",
     ROOT / "docs" / "policy-numbers.md",
+    ROOT / "docs" / "sampling.md",
 )
 
 

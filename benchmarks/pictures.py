@@ -97,7 +97,7 @@ def quality(path: Path, run: str, title: str) -> None:
 
 PICTURES: dict[str, Callable[[], None]] = {
     "curve": lambda: curve(_DOCS / "papers" / "weightedkv-figure-4.png"),
-    "smollm2": lambda: quality(_DOCS / "which-smollm2.png", "which-texts", "SmolLM2-135M, 4,096 tokens"),
+    "smollm2": lambda: quality(_DOCS / "which-smollm2.png", "which-texts", "SmolLM2-135M, 3,072 tokens"),
     "qwen-0.5b": lambda: quality(
         _DOCS / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
     ),

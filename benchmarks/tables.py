@@ -188,7 +188,8 @@ def _of_what(lines: Sequence[Line]) -> str:
     )
     minutes = round(sum(line["seconds"] for line in lines) / 60)
     took = f"{minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
-    return f"*{', '.join([*sizes, took])}; {versions}.*"
+    said = f"*{', '.join([*sizes, took])}; {versions}.*"
+    return "\n".join(textwrap.fill(line, 140, break_on_hyphens=False) for line in said.split("\n"))
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
