@@ -52,7 +52,7 @@ def render(name: str, results: Path = RESULTS, others: bool = False) -> str:
     experiment, models = EXPERIMENTS[name], models_of(name)
     if experiment.together or others:
         runs = of_model(experiment, models[0]) if others else experiment.runs
-        return "\n\n".join(_of_model(experiment, runs, results, only=False))
+        return "\n\n".join(_of_model(experiment, runs, results, others=others))
     parts = []
     for model in models:
         title = [f"**{NAMES[model]}**"] if len(models) > 1 else []
@@ -62,9 +62,11 @@ def render(name: str, results: Path = RESULTS, others: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def _of_model(experiment: Experiment, runs: Sequence[str], results: Path, only: bool) -> Iterator[str]:
+def _of_model(
+    experiment: Experiment, runs: Sequence[str], results: Path, only: bool = False, others: bool = False
+) -> Iterator[str]:
     lines = kept(runs, results)
-    asked = [replace(RUNS[run], model=_model(run, results)) for run in runs]
+    asked = [replace(RUNS[run], model=_model(run, results)) if others else RUNS[run] for run in runs]
     yield "\n".join(f"    {line}" for run in asked for line in run.shown().splitlines())
     if not lines:
         yield "Not measured yet."
@@ -82,8 +84,6 @@ def _of_model(experiment: Experiment, runs: Sequence[str], results: Path, only: 
 
 def _model(run: str, results: Path) -> str:
     """The model that a run had; its own, where nothing was measured."""
-    if results == RESULTS:
-        return RUNS[run].model
     return next((str(line["model"]) for line in kept([run], results)), RUNS[run].model)
 
 

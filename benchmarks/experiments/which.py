@@ -24,16 +24,22 @@ _TEXTS = {
 _FILES = tuple(file for files in _TEXTS.values() for file in files)
 KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for file in files}
 _SHARES = ("5%", "10%", "20%", "40%")
+# of these which-policy.md shows all models; the largest is asked no others
+_TWO = ("5%", "20%")
 
 
 def _passkey(policies: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
-    hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
-    return Eval("passkey", (), ("full", *policies), _SHARES, hidden, 5 * repeats, model, minutes=minutes)
+    hidden, shares = (
+        ("--set", "lengths=512", "--set", f"repeats={repeats}"),
+        _TWO if model == LARGE else _SHARES,
+    )
+    return Eval("passkey", (), ("full", *policies), shares, hidden, 5 * repeats, model, minutes=minutes)
 
 
 def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
     files, how = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
-    return Eval("qa", files, ("full", *policies), _SHARES, how, n, model, minutes=minutes)
+    shares = _TWO if model == LARGE else _SHARES
+    return Eval("qa", files, ("full", *policies), shares, how, n, model, minutes=minutes)
 
 
 def _summarize(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
@@ -47,8 +53,8 @@ _TASKS: dict[str, Run] = {
     "which-summarize": _summarize(POLICIES, 16, 25),
     "which-passkey-0.5b": _passkey(_FEWER, 2, 30, SMALL),
     "which-qa-0.5b": _qa(_FEWER, 20, 30, SMALL),
-    "which-passkey-1.5b": _passkey(_FEWER, 2, 55, LARGE),
-    "which-qa-1.5b": _qa(_FEWER, 12, 35, LARGE),
+    "which-passkey-1.5b": _passkey(_FEWER, 2, 30, LARGE),
+    "which-qa-1.5b": _qa(_FEWER, 20, 30, LARGE),
 }
 
 _SAMPLED = {
@@ -128,7 +134,7 @@ EXPERIMENTS = {
     ),
     "which-tasks-short": Experiment(
         tuple(name for name in _TASKS if "summarize" not in name),
-        _tasks(("passkey", "qa"), **_BY_MODEL, rows=("full", *_FEWER), budgets=("5%", "20%")),
+        _tasks(("passkey", "qa"), **_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO),
         together=True,
     ),
     "which-sampling": Experiment(
