@@ -323,8 +323,8 @@ def test_logprobs_need_json():
 
 def test_chat_and_generate_and_python_have_the_same_settings():
     defaults = {field.name: field.default for field in fields(Sampling)}
-    shown = {"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-    for command in (chat, generate):
+    for command, temp in ((chat, 0.8), (generate, 0.4)):
+        shown = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
         found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
             assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)

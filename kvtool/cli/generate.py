@@ -53,7 +53,7 @@ def generate(
     evict_every: opt.EvictEvery = None,
     positions: opt.Positions = "auto",
     prefill: opt.Prefill = None,
-    temp: opt.Temp = opt.TEMP,
+    temp: opt.Temp = opt.ANSWERING_TEMP,
     top_k: opt.TopK = opt.TOP_K,
     top_p: opt.TopP = opt.TOP_P,
     min_p: opt.MinP = opt.MIN_P,
