@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,8 @@ def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator
     """A table. only: whether it has only columns of which something was measured."""
     signs = compared(places, table)
     asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
+    if table.by == ("budget",) and not table.budgets:
+        asked = dict.fromkeys(sorted(asked, key=_size))
     heads = [column for column in asked if not is_pooled(column, table)]
     heads += [column for column in asked if is_pooled(column, table)]
     there = dict.fromkeys(row for row, _ in [*places, *table.paper])
@@ -130,6 +133,12 @@ def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator
         for row in rows:
             name = f"`{row}`" if table.head == "policy" else row
             yield f"| {name} | {' | '.join(cells[row, column] for column in heads)} |"
+
+
+def _size(budget: str) -> float:
+    """By which columns of budgets stand in order; what is none comes first."""
+    text = budget.removesuffix("%")
+    return float(text) if text.isdecimal() else 0
 
 
 def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
@@ -177,9 +186,13 @@ def _of_what(lines: Sequence[Line]) -> str:
     shares = [line for line in lines if str(line["budget"]).endswith("%") and line["budget"] != "100%"]
     if cells := [n for line in shares for n in line.get("cells", ()) if n]:
         sizes.append(f"budgets of {min(cells):,} to {max(cells):,} cells")
-    if tokens := {line["tokens"] for line in lines if "tokens" in line}:
-        texts = len({line["of"] for line in lines})
-        sizes.append(f"{max(tokens):,} tokens" + f" of each of {texts} texts" * (texts > 1))
+    if texts := {(line["tokens"], line["model"], line["of"]) for line in lines if "tokens" in line}:
+        lengths = sorted({tokens for tokens, _, _ in texts})
+        counts = Counter((tokens, model) for tokens, model, _ in texts).values()
+        most = max(counts)
+        each = f" of each of {most} texts" if min(counts) == most else f" of up to {most} texts"
+        span = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}"
+        sizes.append(f"{span} tokens" + each * (most > 1))
     made_by = dict.fromkeys(tuple(line[name] for name in VERSIONS) for line in lines)
     # a line each
     versions = ";\n".join(

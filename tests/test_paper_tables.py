@@ -287,6 +287,18 @@ def test_rows_and_budgets_are_those_asked_for(measured):
     ]
 
 
+def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
+    found = [
+        {**line, "tokens": tokens, "of": of}
+        for tokens, of in ((9, "a"), (9, "b"), (5, "a"))
+        for line in lines(h2o__30={"f1": [1]}, h2o__128={"f1": [1]}, h2o__5={"f1": [1]}, full={"f1": [0]})
+    ]
+    text = measured(found, Table("f1"))
+    assert "| policy | 5 | 30 | 128 |" in text
+    assert "5 to 9 tokens of up to 2 texts, " in text
+    assert "9 tokens of each of 2 texts, " in measured(found[:8], Table("f1"))
+
+
 def test_what_was_never_run_says_so(tmp_path):
     for name in EXPERIMENTS:
         text = tables.render(name, tmp_path)
