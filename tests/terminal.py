@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pyte
@@ -132,6 +133,20 @@ class Terminal:
         typed = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
         n_line = (2 + len(typed)) // width + 1
         return "\n".join(shown.split("\n")[n_line:]).removesuffix("> ").strip()
+
+    def ended(self, pressing, seconds=60):
+        """Types a key every half second until the program has ended, and returns its exit code.
+
+        What is typed before a prompt listens is lost.
+        """
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < end, self.text[-2000:]
+            with suppress(OSError):
+                self.type(pressing)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.5)
+        return self.process.returncode
 
     def kill(self):
         self.process.kill()
