@@ -26,20 +26,18 @@ KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for fil
 _SHARES = ("5%", "10%", "20%", "40%")
 # of these which-policy.md shows all models; the largest is asked no others
 _TWO = ("5%", "20%")
+_QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
 
 
 def _passkey(policies: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
-    hidden, shares = (
-        ("--set", "lengths=512", "--set", f"repeats={repeats}"),
-        _TWO if model == LARGE else _SHARES,
-    )
+    hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
+    shares = _TWO if model == LARGE else _SHARES
     return Eval("passkey", (), ("full", *policies), shares, hidden, 5 * repeats, model, minutes=minutes)
 
 
 def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
-    files, how = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
     shares = _TWO if model == LARGE else _SHARES
-    return Eval("qa", files, ("full", *policies), shares, how, n, model, minutes=minutes)
+    return Eval("qa", _QUESTIONS, ("full", *policies), shares, _SHORT, n, model, minutes=minutes)
 
 
 def _summarize(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
@@ -59,8 +57,8 @@ _TASKS: dict[str, Run] = {
 
 _SAMPLED = {
     f"sampling-{temp}{size}": Eval(
-        *("qa", ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("full",), ()),
-        ("--set", "n_max=24", "--temp", temp),
+        *("qa", _QUESTIONS, ("full",), ()),
+        (*_SHORT, "--temp", temp),
         n,
         model,
         named=f"--temp {temp}",
