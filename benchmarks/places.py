@@ -16,6 +16,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
 
     All rows of a column have the same items: those that every row has.
     """
+    lines = [line for line in lines if counts(line, table)]
     lines = [line for line in lines if not table.rows or line["label"] in (*table.rows, table.apart)]
     measured = _budgets(lines)
     places: dict[Place, Sample] = {}
@@ -40,6 +41,11 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
             if row != table.apart and (table.apart, column) in places
         }
     return places
+
+
+def counts(line: Line, table: Table) -> bool:
+    """Whether a table is about what this line is of."""
+    return not table.of or line["of"] in table.of
 
 
 def _budgets(lines: Sequence[Line]) -> dict[str | None, list[str]]:
@@ -89,7 +95,8 @@ def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]
     score = SCORES[score].of or score
     found = _rouge(line["scores"]) if score == "rouge" else _of_line(line).get(score, [])
     weights = line.get("weights", {}).get(score, [1] * len(found))
-    items = line.get("items", range(len(found)))
+    # older lines lack scores that came later
+    items = line.get("items", range(len(found))) if found else ()
     return {
         (line["of"], str(item)): (value, weight)
         for item, value, weight in zip(items, found, weights, strict=True)

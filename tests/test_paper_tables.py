@@ -287,6 +287,20 @@ def test_rows_and_budgets_are_those_asked_for(measured):
     ]
 
 
+def test_data_sets_are_those_asked_for(measured):
+    found = [
+        {**line, "of": of, "items": [f"{of}-{item}" for item in line["items"]]}
+        for of, right in (("qasper", 1), ("trec", 0))
+        for line in lines(full={"f1": [right, 1]}, h2o__64={"f1": [right, 0]})
+    ]
+    # as a line of a version without that score
+    del found[0]["scores"]["f1"]
+    text = measured(found, Table("f1", by=("of",), of=("qasper",), pooled={"all": None}))
+    assert "| policy | qasper | all |\n| --- | ---: | ---: |\n| `h2o` | 50.0 ±50.0 | 50.0 ±50.0 |\n" in text
+    assert "*2 items, " in text
+    assert "*4 items, " in measured(found, Table("f1", by=("of",)))
+
+
 def test_budgets_stand_in_their_order_and_texts_are_counted_by_length(measured):
     found = [
         {**line, "tokens": tokens, "of": of}

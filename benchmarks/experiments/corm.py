@@ -26,23 +26,22 @@ _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64
 _LONG = ("--max-prompt", "2048")
 # read in one batch, so that the first plan comes after the prompt, as with --prefill whole
 _WHOLE = ("-b", "2048", *_LONG)
-_SIZES = (512, 1024, 2048, 4096)
+# 4,096 are in `texts-corm`, and 1,024 with the larger model in `texts-corm-1.5b`
+_SIZES = (512, 1024, 2048)
+# the others' budget is about what CORM holds of 8,192 tokens
+_SIX = (*BOOKS[:3], *CHAPTERS[:3])
 
 _MAPS = ("share", "attention", "queries")
 
 RUNS: dict[str, Run] = {
     "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096, minutes=27),
     "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
-    "texts-corm-long": Compare(
-        (*BOOKS, *CHAPTERS), ("full", "corm", _OTHERS[-1]), ("3328",), 8192, minutes=40
-    ),
+    "texts-corm-long": Compare(_SIX, ("corm",), (), 8192, minutes=12),
+    "texts-corm-long-h2o": Compare(_SIX, _OTHERS[-1:], ("3328",), 8192, minutes=10),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
-    **{
-        f"corm-{size}-1.5b": Compare(EIGHT, ("corm",), (), size, model=LARGE, minutes=size // 200)
-        for size in _SIZES[:2]
-    },
+    "corm-512-1.5b": Compare(EIGHT, ("corm",), (), 512, model=LARGE, minutes=3),
     **{f"map-{kind}": Map(kind, TEXTS, 1024, minutes=3) for kind in _MAPS},
     **{f"map-{kind}-1.5b": Map(kind, EIGHT, 512, LARGE, minutes=5) for kind in _MAPS},
     "longbench": Eval(
@@ -50,7 +49,7 @@ RUNS: dict[str, Run] = {
     ),
     "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=35),
     "longbench-windows": Eval(
-        "longbench", (ENGLISH,), ("full", "corm", *_WINDOWS), ("100%",), (*_WHOLE, *ONLY_THREE), minutes=36
+        "longbench", (ENGLISH,), _WINDOWS, ("100%",), (*_WHOLE, *ONLY_THREE), minutes=18
     ),
     # about what CORM holds of 2,048 tokens
     "longbench-equal": Eval(
@@ -71,6 +70,8 @@ _LONGBENCH = {
     "strata": STRATA,
     "transposed": True,
 }
+# three of the data sets, from runs of all of them and runs of these alone
+_THREE = _LONGBENCH | {"pooled": ALL, "of": THREE, "budgets": ("55%", "100%")}
 
 EXPERIMENTS = {
     "corm-figure-1": Experiment(
@@ -108,11 +109,11 @@ EXPERIMENTS = {
         "LLaMA3-8B-Instruct",
     ),
     "corm-tables-9-10": Experiment(
-        ("longbench-windows",),
+        ("longbench", "longbench-corm", "longbench-windows"),
         (
             Table(
                 "score",
-                **_LONGBENCH | {"pooled": ALL},
+                **_THREE,
                 rows=("full", "corm", *_WINDOWS),
                 paper=columns(numbers("corm", "table-9", "table-10"), THREE),
             ),
@@ -120,11 +121,11 @@ EXPERIMENTS = {
         "LLaMA2-7B-Chat",
     ),
     "corm-equal-cells": Experiment(
-        ("longbench-windows", "longbench-equal"),
+        ("longbench", "longbench-corm", "longbench-equal"),
         tuple(
             Table(
                 score,
-                **_LONGBENCH | {"pooled": ALL, "against": against},
+                **_THREE | {"against": against},
                 rows=("full", "corm", *_OTHERS),
                 worse=_OTHERS,
             )
@@ -159,10 +160,10 @@ EXPERIMENTS = {
         "LLaMA2-7B",
     ),
     "corm-tables-7-8": Experiment(
-        ("texts-corm-long",),
+        ("texts-corm-long", "texts-corm-long-h2o"),
         (
             Table(
-                *("nll", ("of", "budget"), "corm", ("full", "corm", "corm, capped", _OTHERS[-1])),
+                *("nll", ("of", "budget"), "corm", ("corm", _OTHERS[-1])),
                 names=OF_TEXTS,
                 pooled=ALL,
                 only_pooled=True,
@@ -184,7 +185,7 @@ EXPERIMENTS = {
         "LLaMA1-7B",
     ),
     "corm-figure-4": Experiment(
-        (*(f"corm-{size}" for size in _SIZES), *(f"corm-{size}-1.5b" for size in _SIZES[:2])),
+        (*(f"corm-{size}" for size in _SIZES), "texts-corm", "corm-512-1.5b", "texts-corm-1.5b"),
         (Table("evicted", ("tokens",), rows=("corm",)),),
     ),
 }

@@ -61,6 +61,8 @@ class Table:
         The rows in their order; all if empty.
     budgets
         The budgets that count; all if empty.
+    of
+        The files or data sets that count; all if empty.
     apart
         A row that is not shown, but taken off all others, pair by pair.
     names
@@ -94,6 +96,7 @@ class Table:
     against: str = ""
     rows: tuple[str, ...] = ()
     budgets: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()
     apart: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     pooled: Mapping[str, frozenset[str] | None] = field(default_factory=dict)

@@ -24,33 +24,30 @@ _TEXTS = {
 _FILES = tuple(file for files in _TEXTS.values() for file in files)
 KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for file in files}
 _SHARES = ("5%", "10%", "20%", "40%")
-# of these which-policy.md shows all models; the largest is asked no others
+# of these which-policy.md shows all models; the larger ones are asked no others
 _TWO = ("5%", "20%")
 _QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
 
 
 def _passkey(policies: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
     hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
-    shares = _TWO if model == LARGE else _SHARES
+    shares = _TWO if model else _SHARES
     return Eval("passkey", (), ("full", *policies), shares, hidden, 5 * repeats, model, minutes=minutes)
 
 
 def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
-    shares = _TWO if model == LARGE else _SHARES
+    shares = _TWO if model else _SHARES
     return Eval("qa", _QUESTIONS, ("full", *policies), shares, _SHORT, n, model, minutes=minutes)
-
-
-def _summarize(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
-    how = ("--set", "likelihood=true")
-    return Eval("summarize", (XSUM,), ("full", *policies), _SHARES, how, n, model, minutes=minutes)
 
 
 _TASKS: dict[str, Run] = {
     "which-passkey": _passkey(POLICIES, 4, 38),
     "which-qa": _qa(POLICIES, 40, 54),
-    "which-summarize": _summarize(POLICIES, 16, 25),
-    "which-passkey-0.5b": _passkey(_FEWER, 2, 30, SMALL),
-    "which-qa-0.5b": _qa(_FEWER, 20, 30, SMALL),
+    "which-summarize": Eval(
+        "summarize", (XSUM,), ("full", *_FEWER), _SHARES, ("--set", "likelihood=true"), 16, minutes=14
+    ),
+    "which-passkey-0.5b": _passkey(_FEWER, 2, 16, SMALL),
+    "which-qa-0.5b": _qa(_FEWER, 20, 12, SMALL),
     "which-passkey-1.5b": _passkey(_FEWER, 2, 30, LARGE),
     "which-qa-1.5b": _qa(_FEWER, 20, 30, LARGE),
 }
