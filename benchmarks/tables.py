@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -194,16 +194,20 @@ def _of_what(lines: Sequence[Line]) -> str:
         each = f" of each of {most} texts" if min(counts) == most else f" of up to {most} texts"
         span = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}"
         sizes.append(f"{span} tokens" + each * (most > 1))
-    made_by = dict.fromkeys(tuple(line[name] for name in VERSIONS) for line in lines)
-    # a line each
-    versions = ";\n".join(
-        f"{Path(model).stem}, kvtool {own}, llama-cpp-python {llama}, patch {str(patch)[:12]}"
-        for model, own, llama, patch in made_by
-    )
     minutes = round(sum(line["seconds"] for line in lines) / 60)
     took = f"{minutes} minute{'s' * (minutes > 1)}" if minutes else "less than a minute"
-    said = f"*{', '.join([*sizes, took])}; {versions}.*"
-    return "\n".join(textwrap.fill(line, 140, break_on_hyphens=False) for line in said.split("\n"))
+    said = f"*{', '.join([*sizes, took])}; {'; '.join(_made_by(lines))}.*"
+    return textwrap.fill(said, 140, break_on_hyphens=False)
+
+
+def _made_by(lines: Sequence[Line]) -> Iterator[str]:
+    """For each version of kvtool and of llama-cpp-python the models that ran, and their patches."""
+    patches: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for model, own, llama, patch in dict.fromkeys(tuple(line[name] for name in VERSIONS) for line in lines):
+        patches[own, llama][Path(model).stem].append(str(patch)[:12])
+    for (own, llama), of_models in patches.items():
+        models = (f"{model} with patch {' and '.join(each)}" for model, each in of_models.items())
+        yield f"{', '.join(models)}, kvtool {own}, llama-cpp-python {llama}"
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

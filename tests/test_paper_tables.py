@@ -104,7 +104,16 @@ def test_a_cell_is_a_mean_with_its_standard_error_and_the_papers_number(measured
     assert f"| policy | 64 | 128 |\n| --- | ---: | ---: |\n| `full` | {all_kept} | {all_kept} |\n" in text
     assert f"| `h2o` | {evicted} (12.3) | {all_kept} |\n| `tova` | (4.5) |  |\n" in text
     assert "In brackets: the paper's numbers, with Llama." in text
-    assert "*30 items, 3 minutes; m, kvtool 1, llama-cpp-python 2, patch 3.*" in text
+    assert "*30 items, 3 minutes; m with patch 3, kvtool 1, llama-cpp-python 2.*" in text
+
+
+def test_a_table_s_last_line_names_each_model_once_with_its_patches(measured):
+    made_by = [{}, {"patch": "4"}, {"model": "n.gguf"}, {"kvtool": "2"}]
+    found = [line | more for line, more in zip(lines(a={"f1": [1]}) * 4, made_by, strict=True)]
+    assert (
+        "m with patch 3 and 4, n with patch 3, kvtool 1, llama-cpp-python 2; "
+        "m with patch 3, kvtool 2, llama-cpp-python 2.*"
+    ) in measured(found, Table("f1")).replace("\n", " ")
 
 
 def test_differences_are_paired_and_named_where_a_table_s_tests_tell_them(measured):
