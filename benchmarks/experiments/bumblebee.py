@@ -112,7 +112,7 @@ RUNS: dict[str, Run] = {
     ),
     "inspect": Inspect(_ESSAYS, ("h2o", _OWN, "bumblebee"), "20", 192, minutes=2),
     "chosen": Chosen((*_ESSAYS[:3], *_ESSAYS[6:15]), ("random", "streamingllm", "h2o", _OWN), 512, minutes=5),
-    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("205", "102"), 1024, ("-b", "1"), minutes=10),
+    "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("102", "51"), 512, ("-b", "1"), minutes=5),
 }
 
 EXPERIMENTS = {

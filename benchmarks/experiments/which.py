@@ -67,7 +67,7 @@ _SAMPLED = {
 
 RUNS: dict[str, Run] = {
     "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
-    "which-texts-long": Compare(_FILES[::2], ("full", *_FEWER), ("2048", "4096"), 6144, minutes=45),
+    "which-texts-long": Compare(_FILES[::2], ("full", *_FEWER[:3]), ("2048", "4096"), 5120, minutes=30),
     "which-texts-0.5b": Compare(
         _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
     ),
@@ -145,8 +145,8 @@ EXPERIMENTS = {
     "which-texts-long": Experiment(
         ("which-texts-long",),
         (
-            replace(_OF_KINDS, rows=_FEWER),
-            *(replace(table, rows=("full", *_FEWER)) for table in _SIZES),
+            replace(_OF_KINDS, rows=_FEWER[:3]),
+            *(replace(table, rows=("full", *_FEWER[:3])) for table in _SIZES),
         ),
     ),
     "which-tasks": Experiment(tuple(_TASKS), _tasks(tuple(_ASKED), against="full")),
