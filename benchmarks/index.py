@@ -75,7 +75,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         Entry("Table 1", "choices with five examples", ("bumblebee-table-1", "bumblebee-table-1-rest")),
         Entry("Table 2", "LongBench", ("bumblebee-table-2", "bumblebee-table-2-hotpotqa")),
         Entry("Table 2, LongChat", "windows that do not see each other", ("bumblebee-table-2-windows",)),
-        Entry("Figure 3", "summaries with three examples", ("bumblebee-figure-3",)),
+        Entry("Figure 3", "summaries with three examples (1.5B: one)", ("bumblebee-figure-3",)),
         Entry("Section 6.4", "the mixture", ("bumblebee-lambda",)),
         Entry("Appendix D", "other similarities", ("bumblebee-cosines",)),
         Entry("Section 7", "a budget that grows slowly", ("bumblebee-growing",)),

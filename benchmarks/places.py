@@ -16,7 +16,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
 
     All rows of a column have the same items: those that every row has.
     """
-    lines = [line for line in lines if counts(line, table)]
+    lines = [line for line in lines if is_about(table, line)]
     lines = [line for line in lines if not table.rows or line["label"] in (*table.rows, table.apart)]
     measured = _budgets(lines)
     places: dict[Place, Sample] = {}
@@ -43,7 +43,7 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
     return places
 
 
-def counts(line: Line, table: Table) -> bool:
+def is_about(table: Table, line: Line) -> bool:
     """Whether a table is about what this line is of."""
     return not table.of or line["of"] in table.of
 

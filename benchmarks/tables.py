@@ -13,7 +13,7 @@ import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
 from experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
-from places import counts, is_pooled, samples
+from places import is_about, is_pooled, samples
 from samples import SCORES, Sample
 from verdicts import compared, verdict
 
@@ -80,7 +80,7 @@ def _of_model(
                 yield told
     if experiment.examples:
         yield from _examples(lines, experiment.examples)
-    counted = [line for line in lines if any(counts(line, table) for table in experiment.tables)]
+    counted = [line for line in lines if any(is_about(table, line) for table in experiment.tables)]
     yield _of_what(counted or lines)
 
 

@@ -14,6 +14,7 @@ POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streami
 _FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
+_OF_LARGE_CACHES = ("recall", "roco", "h2o")
 # two texts of each of four kinds
 _TEXTS = {
     "books": ("pg19/10321.txt", "janeausten/emma.txt"),
@@ -67,7 +68,7 @@ _SAMPLED = {
 
 RUNS: dict[str, Run] = {
     "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
-    "which-texts-long": Compare(_FILES[::2], ("full", *_FEWER[:3]), ("2048", "4096"), 5120, minutes=30),
+    "which-texts-long": Compare(_FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30),
     "which-texts-0.5b": Compare(
         _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
     ),
@@ -145,8 +146,8 @@ EXPERIMENTS = {
     "which-texts-long": Experiment(
         ("which-texts-long",),
         (
-            replace(_OF_KINDS, rows=_FEWER[:3]),
-            *(replace(table, rows=("full", *_FEWER[:3])) for table in _SIZES),
+            replace(_OF_KINDS, rows=_OF_LARGE_CACHES),
+            *(replace(table, rows=("full", *_OF_LARGE_CACHES)) for table in _SIZES),
         ),
     ),
     "which-tasks": Experiment(tuple(_TASKS), _tasks(tuple(_ASKED), against="full")),
