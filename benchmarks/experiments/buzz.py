@@ -40,11 +40,15 @@ RUNS: dict[str, Run] = {
     "wikitext": Compare((WIKI,), _STREAMED, ("50", "100"), 4096, minutes=7),
     "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE, minutes=8),
     "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096, minutes=2),
+    "ratio-1.5b": Compare((WIKI,), _WINDOWS, ("200",), 1024, model=LARGE, minutes=4),
     "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, "", _EXAMPLE, minutes=60),
     "xsum-1.5b": Eval(
         "summarize", (XSUM,), _OF_TABLE_C, ("20%", "40%"), _LIKELIHOOD, 9, LARGE, _EXAMPLE, minutes=27
     ),
     "xsum-ablation": Eval("summarize", (XSUM,), _ABLATIONS, ("10%", "20%"), _LIKELIHOOD, 24, minutes=6),
+    "xsum-ablation-1.5b": Eval(
+        "summarize", (XSUM,), ("buzz", *_ABLATIONS), ("20%",), _LIKELIHOOD, 9, LARGE, minutes=9
+    ),
     "cnn": Eval("summarize", (CNN,), _WINDOWS, ("200",), _LIKELIHOOD, 16, minutes=7),
     **{
         f"qa-{at}": Eval(
@@ -93,7 +97,7 @@ EXPERIMENTS = {
         "Llama-2-7B",
     ),
     "buzz-figure-5": Experiment(
-        ("xsum",),
+        ("xsum", "xsum-1.5b"),
         _three_rouges("table-b", _ALL),
         "Llama-2-7B",
     ),
@@ -107,7 +111,7 @@ EXPERIMENTS = {
         "Llama-2-13B",
     ),
     "buzz-figure-4": Experiment(
-        ("ratio",),
+        ("ratio", "ratio-1.5b"),
         (
             Table(
                 *("nll", ("budget",), _BEST_WINDOW, _WINDOWS),
@@ -145,7 +149,7 @@ EXPERIMENTS = {
         ),
     ),
     "buzz-figure-8": Experiment(
-        ("xsum", "xsum-ablation"),
+        ("xsum", "xsum-ablation", "xsum-1.5b", "xsum-ablation-1.5b"),
         each(
             *("rouge", "logp"),
             against="buzz",

@@ -42,6 +42,7 @@ RUNS: dict[str, Run] = {
     "texts-corm-long": Compare(_SIX, ("corm",), (), 8192, minutes=12),
     "texts-corm-long-h2o": Compare(_SIX, _OTHERS[-1:], ("3328",), 8192, minutes=10),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
+    "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
     "corm-512-1.5b": Compare(EIGHT, ("corm",), (), 512, model=LARGE, minutes=3),
@@ -136,7 +137,7 @@ EXPERIMENTS = {
         ),
     ),
     "corm-windows": Experiment(
-        ("texts-corm-windows",),
+        ("texts-corm-windows", "texts-corm-1.5b", "texts-corm-windows-1.5b"),
         (
             Table(
                 *("nll", ("of",), "corm", ("corm", *_WINDOWS)),
@@ -176,11 +177,11 @@ EXPERIMENTS = {
         ),
     ),
     "corm-table-4": Experiment(
-        ("corm-128",),
+        ("corm-128", "texts-corm-1.5b", "texts-corm-windows-1.5b"),
         (
             Table(
-                *("nll", ("tokens",), _WINDOWS[0]),
-                theirs={("full", "2048"): -1},
+                *("nll", ("tokens",), _WINDOWS[0], ("full", _WINDOWS[0])),
+                theirs={("full", tokens): -1 for tokens in ("2048", "1024")},
                 paper=numbers("corm", "table-4"),
             ),
             Table("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
