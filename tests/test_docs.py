@@ -19,7 +19,7 @@ import make_cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "patches" / "README.md", *DOCS.glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "patches" / "README.md", *DOCS.rglob("*.md")])
 
 
 def read(path: Path) -> str:
