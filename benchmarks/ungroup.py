@@ -1,4 +1,4 @@
-"""Write a llama in which every query head has its own copy of its KV head: the same function, more rows.
+"""Write a model in which every query head has its own copy of its KV head: the same function, more rows.
 
     python benchmarks/ungroup.py SmolLM2-135M-Instruct.Q4_1.gguf SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf
 
@@ -15,7 +15,7 @@ from common import make_parser
 
 from kvtool.models.resolve import resolve
 
-_HEADS = ("head_count", "head_count_kv")
+_REPEATED = tuple(f"attn_{kind}.{part}" for kind in "kv" for part in ("weight", "bias"))
 
 
 def main() -> None:
@@ -27,21 +27,23 @@ def main() -> None:
 
 
 def ungroup(source: Path, target: Path) -> None:
-    """Write the model. Raises KeyError for another architecture than llama."""
+    """Write the model. Its queries, keys and values have a tensor each, as those of llama and qwen2."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    n_head, n_head_kv = (reader.fields[f"llama.attention.{key}"].contents() for key in _HEADS)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, arch)
+    grouped = f"{arch}.attention.head_count_kv"
+    n_head, n_head_kv = (reader.fields[key].contents() for key in (grouped.removesuffix("_kv"), grouped))
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         kind, *of = field.types
-        value = n_head if name == f"llama.attention.{_HEADS[1]}" else field.contents()
+        value = n_head if name == grouped else field.contents()
         writer.add_key_value(name, value, kind, *of[-1:])
     for tensor in reader.tensors:
         data = tensor.data
-        if tensor.name.endswith(("attn_k.weight", "attn_v.weight")):
-            heads = data.reshape(n_head_kv, -1, data.shape[1])
-            data = np.repeat(heads, n_head // n_head_kv, axis=0).reshape(-1, data.shape[1])
+        if tensor.name.endswith(_REPEATED):
+            heads = data.reshape(n_head_kv, -1, *data.shape[1:])
+            data = np.repeat(heads, n_head // n_head_kv, axis=0).reshape(-1, *data.shape[1:])
         writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvtool.tasks.longbench import CATEGORIES, LANGUAGES
 
 ENGLISH = "longbench/minilongbench_en.jsonl"
-CHINESE = "longbench/minilongbench_zh.jsonl"
 
 ONLY_SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 """The data sets of BumbleBee's Table 2."""

@@ -12,6 +12,7 @@ from experiments.kinds import (
     OF_TEXTS,
     TEXTS,
     UNGROUPED,
+    UNGROUPED_LARGE,
     Experiment,
     Table,
     numbers,
@@ -26,6 +27,9 @@ RUNS: dict[str, Run] = {
     "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
     "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
     "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED, minutes=17),
+    "texts-ungrouped-1.5b": Compare(
+        EIGHT, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED_LARGE, minutes=20
+    ),
     "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,), minutes=12),
     "map-values": Map("values", TEXTS, 1024, minutes=3),
     "map-values-1.5b": Map("values", EIGHT, 512, LARGE, minutes=5),
@@ -70,7 +74,7 @@ EXPERIMENTS = {
         of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),
     ),
     "weightedkv-figure-4": Experiment(("texts", "texts-1.5b"), (_MERGING,)),
-    "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped",), (_MERGING,)),
+    "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped", "texts-ungrouped-1.5b"), (_MERGING,)),
     "weightedkv-figure-4-curve": Experiment(
         ("curve",),
         (Table("nll", against="weightedkv", worse=(_EVICTS,)),),
