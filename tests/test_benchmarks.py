@@ -14,6 +14,7 @@ import pytest
 from kvtool import policies
 from kvtool.llama.observe import What
 from kvtool.measure import perplexity
+from tests import tiny, tiny_kinds
 from tests.reference import models
 from tests.running import open_engine, text
 from tests.test_maps import Watched
@@ -61,6 +62,23 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
         assert engine.model.n_vocab == 49152
     # logits have a deviation of 1: half a nat more than if all tokens were equally likely
     assert np.mean(nll) == pytest.approx(np.log(49152) + 0.5, abs=0.3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("write", [tiny.write_llama, tiny_kinds.write_qwen2vl], ids=["llama", "biases"])
+def test_a_model_without_groups_is_the_same_function_with_more_rows(monkeypatch, tmp_path, write):
+    grouped, path = tmp_path / "grouped.gguf", tmp_path / "ungrouped.gguf"
+    write(grouped)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", ["ungroup.py", str(grouped), str(path)])
+    runpy.run_path(str(FOLDER / "ungroup.py"), run_name="__main__")
+    nll, rows = [], []
+    for each in (grouped, path):
+        with open_engine(each, policies.fit("full", 64)) as engine:
+            nll.append(perplexity.stream(engine, text(60)))
+            rows.append(len(engine.context.row_layers))
+    assert rows[1] == rows[0] * 2
+    assert nll[1] == pytest.approx(nll[0], abs=1e-5)
 
 
 @pytest.mark.engine
