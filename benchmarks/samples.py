@@ -73,7 +73,7 @@ SCORES = {
     "acc": Score("Accuracy, %", "accuracy", **_PERCENT),
     "acc_norm": Score("Accuracy by likelihood a byte, %", "accuracy", **_PERCENT),
     "right": Score("Log-probability of the right choice among all choices, nats", "likelihood"),
-    "score": Score("LongBench's metrics, %", **_PERCENT),
+    "score": Score("LongBench's metrics, %", "LongBench", **_PERCENT),
     "cells_held": Score("Tokens a row holds at the end", digits=0),
     "self_bleu": Score("Self-BLEU", digits=1),
     "full_self_bleu": Score("Self-BLEU of the full cache's samples", digits=1),

@@ -527,6 +527,13 @@ def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_p
     assert "only the other policies are measured" in "".join(index.rows(tmp_path))
 
 
+def test_scores_that_stand_beside_others_in_the_index_have_a_name():
+    for entry in (entry for entries in index.PAPERS.values() for entry in entries):
+        tables_of = [table for name in entry.experiments for table in EXPERIMENTS[name].tables]
+        told = {table.score for table in tables_of if table.against}
+        assert len(told) < 2 or all(SCORES[score].short for score in told), entry.name
+
+
 def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
     own, other = [0.5, 0.4] * 5, [0.4, 0.3] * 5
     entries = (
