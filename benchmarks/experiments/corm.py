@@ -58,7 +58,7 @@ RUNS: dict[str, Run] = {
     # about what CORM holds of 2,048 tokens
     "longbench-equal": Eval(
         *("longbench", (ENGLISH,), _OTHERS[-1:], ("55%",), ("--prefill", "whole", *_LONG, *ONLY_THREE)),
-        minutes=18,
+        minutes=6,
     ),
 }
 
