@@ -245,12 +245,15 @@ def test_the_page_counts_recalls_as_the_engine_does(recalled):
 
 
 @pytest.mark.engine
-def test_the_tokens_recalled_most_often_are_shown(recalled):
+@pytest.mark.parametrize("width", [80, 40], ids=["wide", "narrow"])
+def test_the_tokens_recalled_most_often_are_shown(recalled, width):
     found, texts = recalled
     said = inspect.recalled_record(found)
     out = io.StringIO()
-    inspect.show_recalled(Console(file=out, width=80, _environ={}), found, texts)
+    inspect.show_recalled(Console(file=out, width=width, _environ={}), found, texts)
     lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[3].split()[:4] == ["times", "rows", "layer/head", "query"]
     assert lines[1] == "recalled most often, of 4 rows:"
     most = np.argsort(-np.array(said["times"]), kind="stable")[:10]
     assert len(lines) == 4 + len(most)

@@ -217,11 +217,10 @@ def inspect(
         of_tokens = {"text": texts, "share": share.round(4).tolist()}
         typer.echo(json_text(result | of_tokens | {"recalled": recalled_record(found)}))
     else:
-        from kvtool.cli.console import plain_console
+        from kvtool.cli.console import plain_console, table_console
 
-        console = plain_console()
-        show(console, texts, share, archived, last or LAST)
-        show_recalled(console, found, texts)
+        show(plain_console(), texts, share, archived, last or LAST)
+        show_recalled(table_console(), found, texts)
     # not earlier: a file that cannot be written must not lose the result
     if failed:
         raise failed
@@ -288,17 +287,18 @@ def show_recalled(console: Console, found: Holdings, texts: Sequence[str]) -> No
     if not said["times"][most[0]]:
         _print(console, "\nthe whole archive came back in every step: nothing was chosen")
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("times", "rows", "layer/head", "query (rows)"):
+    table, room = Table(box=None, pad_edge=False), console.width
+    rows: list[tuple[str, ...]] = []
+    for at in ({name: column[i] for name, column in said.items()} for i in most):
+        query = f"{at['query']:,} ({at['query_rows']})" if at["query"] >= 0 else ""
+        rows.append((f"{at['times']:,}", f"{at['rows']}", f"{at['layer']}/{at['head']}", query))
+    for name, *column in zip(("times", "rows", "layer/head", "query (rows)"), *rows, strict=True):
+        room -= max(map(len, (name, *column))) + 2
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("token", no_wrap=True, overflow="ellipsis")
-    for i in most:
-        of = {name: column[i] for name, column in said.items()}
-        query = f"{of['query']:,} ({of['query_rows']})" if of["query"] >= 0 else ""
-        table.add_row(
-            *(f"{of['times']:,}", f"{of['rows']}", f"{of['layer']}/{of['head']}"),
-            *(query, _with_context(texts, i)),
-        )
+    # the text alone is cut where a line is too short
+    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
+    for i, cells in zip(most, rows, strict=True):
+        table.add_row(*cells, _with_context(texts, i))
     _print(console, f"\nrecalled most often, of {len(found.layer)} rows:\n")
     console.print(table, markup=False, highlight=False)
 
