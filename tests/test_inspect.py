@@ -245,7 +245,7 @@ def test_the_page_counts_recalls_as_the_engine_does(recalled):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("width", [80, 40], ids=["wide", "narrow"])
+@pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
 def test_the_tokens_recalled_most_often_are_shown(recalled, width):
     found, texts = recalled
     said = inspect.recalled_record(found)
