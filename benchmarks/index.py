@@ -119,15 +119,16 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
         names = list(tables.MODELS.values())
         yield f"**{_TITLES[paper]}**, [its page](papers/{paper}.md)"
         yield ""
-        yield f"| there | what it shows | {' | '.join(names)} |"
-        yield f"| --- | --- | {' | '.join('---' for _ in names)} |"
+        yield f"| there | what it shows | {' | '.join(names)} | ID |"
+        yield f"| --- | --- | {' | '.join('---' for _ in names)} | --- |"
         for entry in entries:
             if entry.experiments:
                 said = [_verdict(entry.experiments, model, results) for model in tables.MODELS]
             else:
                 words = f"[{entry.said}]({entry.link})" if entry.link else entry.said
                 said = [words, ""]
-            yield f"| {entry.name} | {entry.shows} | {' | '.join(said)} |"
+            ids = ", ".join(f"`{name}`" for name in entry.experiments)
+            yield f"| {entry.name} | {entry.shows} | {' | '.join(said)} | {ids} |"
         yield ""
     hours = {name: _hours(model, results) for model, name in tables.MODELS.items()}
     took = " and ".join(f"{hour:.1f} hours with {name}" for name, hour in hours.items())

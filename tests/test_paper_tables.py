@@ -554,9 +554,9 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
         table = Table("f1", against="buzz", worse=worse)
         monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
         shown = list(index.rows(tmp_path))
-        assert f"| Table 1 | answers | {verdict} | not measured |" in shown
-        assert "| Table 2 | more | not measured | not measured |" in shown
-        assert "| Figure 1 | the method | a drawing |  |" in shown
+        assert f"| Table 1 | answers | {verdict} | not measured | `made-up` |" in shown
+        assert "| Table 2 | more | not measured | not measured | `not-run` |" in shown
+        assert "| Figure 1 | the method | a drawing |  |  |" in shown
     table = Table("f1", against="h2o", worse=("buzz",))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
     assert "**refuted** where a test tells: 0 of 1, 1 reversed" in "".join(index.rows(tmp_path))
