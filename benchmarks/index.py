@@ -93,7 +93,7 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         Entry("Figures 2, 8 to 10", "similar queries, similar keys", ("corm-figure-2",)),
         Entry("Figures 3, 5, 11, 13", "recent queries are the most similar", ("corm-figure-3",)),
         Entry("Figure 4", "compression by length", ("corm-figure-4",)),
-        Entry("Tables 1 and 2", "LongBench", ("corm-tables-1-2", "corm-equal-cells")),
+        Entry("Tables 1 and 2", "LongBench", ("corm-tables-1-2",)),
         Entry("Table 3", "perplexity", ("corm-table-3",)),
         Entry("Table 4", "other positions", ("corm-table-4",)),
         Entry("Tables 5 and 6", "grouped queries", ("corm-tables-5-6",)),

@@ -51,7 +51,6 @@ _FEW = ("full", "random", "streamingllm", "h2o", _OWN)
 _CHOOSERS = _FEW[1:]
 _HOLDERS = ("h2o", _OWN, "bumblebee")
 _MIXTURES = tuple(f"bumblebee:sinks=0:mixture={mixture}" for mixture in (0, 0.2, 0.4, 0.6, 0.8, 1))
-_ENDS = (_MIXTURES[0], _MIXTURES[-1])
 _COSINES = tuple(f"bumblebee:sinks=0:cosine={cosine}" for cosine in ("shifted", "absolute"))
 _GROWS = "bumblebee:sinks=0:grow=5"
 _WHOLE = ("--prefill", "whole")
@@ -114,15 +113,11 @@ RUNS: dict[str, Run] = {
     "xsum-mixture": Eval(
         "summarize", (XSUM,), (_OWN, *_MIXTURES, *_COSINES, _GROWS), ("20%",), _SUMMARY, 24, minutes=17
     ),
-    "xsum-mixture-1.5b": Eval(
-        "summarize", (XSUM,), (_OWN, *_ENDS, _COSINES[0]), ("20%",), _SUMMARY, 8, LARGE, minutes=11
-    ),
     "inspect": Inspect(_ESSAYS, _HOLDERS, "20", 192, minutes=2),
     "inspect-1.5b": Inspect(_ESSAYS, _HOLDERS, "20", 192, LARGE, minutes=8),
     "chosen": Chosen(_TWELVE, _CHOOSERS, 512, minutes=5),
     "chosen-1.5b": Chosen(_TWELVE[:8], _CHOOSERS, 256, LARGE, minutes=7),
     "speed": Compare(EIGHT, ("full", _OWN, "h2o"), ("102", "51"), 512, ("-b", "1"), minutes=5),
-    "speed-1.5b": Compare(EIGHT, ("full", _OWN), ("51",), 256, ("-b", "1"), LARGE, minutes=6),
 }
 
 EXPERIMENTS = {
@@ -187,16 +182,16 @@ EXPERIMENTS = {
         ),
     ),
     "bumblebee-lambda": Experiment(
-        ("xsum-mixture", "xsum-mixture-1.5b"),
+        ("xsum-mixture",),
         each(
             *("rouge", "logp"),
             against=_OWN,
             rows=(*_MIXTURES[:2], _OWN, *_MIXTURES[2:]),
-            worse=_ENDS,
+            worse=(_MIXTURES[0], _MIXTURES[-1]),
         ),
     ),
     "bumblebee-cosines": Experiment(
-        ("xsum-mixture", "xsum-mixture-1.5b"),
+        ("xsum-mixture",),
         (Table("logp", ("budget",), _OWN, (_OWN, *_COSINES), worse=_COSINES),),
     ),
     "bumblebee-growing": Experiment(("xsum-mixture",), (Table("logp", ("budget",), _OWN, (_OWN, _GROWS)),)),
@@ -209,7 +204,7 @@ EXPERIMENTS = {
         (Table("nearest", ("tokens",), _OWN, worse=("random", "streamingllm", "h2o")),),
     ),
     "bumblebee-table-6": Experiment(
-        ("speed", "speed-1.5b"),
+        ("speed",),
         (Table("ms", against=_OWN, worse=("full",)),),
     ),
 }

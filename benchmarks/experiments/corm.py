@@ -18,13 +18,10 @@ from experiments.kinds import (
     numbers,
     of_map,
 )
-from experiments.longbench import ENGLISH, ONLY_THREE, POOLED, STRATA, THREE
+from experiments.longbench import ENGLISH, POOLED, STRATA, THREE
 
 _OTHERS = ("streamingllm", "scissorhands:window=256:history=256", "h2o:window=256")
 _WINDOWS = tuple(f"corm:window={window}:history={window}" for window in (128, 64, 32, 16))
-# a prompt takes half a minute; perplexity has all windows
-_LEAST = _WINDOWS[-1]
-_OF_LONGBENCH = ("full", "corm", _LEAST)
 # half of the paper's 3,500 tokens and 1,024 cells, which would take four times as long
 _LONG = ("--max-prompt", "2048")
 # read in one batch, so that the first plan comes after the prompt, as with --prefill whole
@@ -42,7 +39,7 @@ RUNS: dict[str, Run] = {
     "texts-corm-long": Compare(_SIX, ("corm",), (), 8192, minutes=12),
     "texts-corm-long-h2o": Compare(_SIX, _OTHERS[-1:], ("3328",), 8192, minutes=10),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
-    "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _LEAST), (), 1024, model=LARGE, minutes=10),
+    "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
     **{f"corm-{size}": Compare(TEXTS, ("corm",), (), size, minutes=size // 512) for size in _SIZES},
     "corm-512-1.5b": Compare(EIGHT, ("corm",), (), 512, model=LARGE, minutes=3),
@@ -52,14 +49,6 @@ RUNS: dict[str, Run] = {
         "longbench", (ENGLISH,), ("full", *_OTHERS), ("512",), ("--prefill", "whole", *_LONG), minutes=120
     ),
     "longbench-corm": Eval("longbench", (ENGLISH,), ("corm",), ("100%",), _WHOLE, minutes=100),
-    "longbench-windows": Eval(
-        "longbench", (ENGLISH,), (_LEAST,), ("100%",), (*_WHOLE, *ONLY_THREE), minutes=16
-    ),
-    # about what CORM holds of 2,048 tokens
-    "longbench-equal": Eval(
-        *("longbench", (ENGLISH,), _OTHERS[-1:], ("55%",), ("--prefill", "whole", *_LONG, *ONLY_THREE)),
-        minutes=6,
-    ),
 }
 
 _LONGBENCH = {
@@ -70,8 +59,8 @@ _LONGBENCH = {
     "strata": STRATA,
     "transposed": True,
 }
-# three of the data sets, from runs of all of them and runs of these alone
-_THREE = _LONGBENCH | {"pooled": ALL, "of": THREE, "budgets": ("55%", "100%")}
+# three of the data sets
+_THREE = _LONGBENCH | {"pooled": ALL, "of": THREE, "budgets": ("100%",)}
 
 EXPERIMENTS = {
     "corm-figure-1": Experiment(
@@ -108,29 +97,18 @@ EXPERIMENTS = {
         (Table("score", **_LONGBENCH, rows=("full", "corm"), paper=numbers("corm", "table-5", "table-6")),),
         "LLaMA3-8B-Instruct",
     ),
+    # a prompt takes half a minute: CORM's other windows are measured by perplexity alone
     "corm-tables-9-10": Experiment(
-        ("longbench", "longbench-corm", "longbench-windows"),
+        ("longbench", "longbench-corm", "texts-corm-windows"),
         (
             Table(
                 "score",
                 **_THREE,
-                rows=_OF_LONGBENCH,
-                paper=columns(numbers("corm", "table-9", "table-10"), THREE, _OF_LONGBENCH),
+                rows=("full", "corm", *_WINDOWS),
+                paper=columns(numbers("corm", "table-9", "table-10"), THREE, ("full", "corm", *_WINDOWS)),
             ),
         ),
         "LLaMA2-7B-Chat",
-    ),
-    "corm-equal-cells": Experiment(
-        ("longbench", "longbench-corm", "longbench-equal"),
-        tuple(
-            Table(
-                score,
-                **_THREE | {"against": against},
-                rows=("full", "corm", *_OTHERS),
-                worse=_OTHERS,
-            )
-            for score, against in (("score", "corm"), ("cells_held", ""))
-        ),
     ),
     "corm-windows": Experiment(
         ("texts-corm-windows", "texts-corm-1.5b", "texts-corm-windows-1.5b"),

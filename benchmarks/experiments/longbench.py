@@ -12,8 +12,6 @@ ONLY_SIX = ("--set", "only=qasper,multifieldqa_en,hotpotqa,2wikimqa,qmsum,trec")
 THREE = ("qasper", "2wikimqa", "trec")
 """A data set of three categories each, with short answers."""
 
-ONLY_THREE = ("--set", f"only={','.join(THREE)}")
-
 STRATA = {name: category for category, names in CATEGORIES.items() for name in names}
 """The category of each data set."""
 

@@ -28,7 +28,7 @@ RUNS: dict[str, Run] = {
     "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
     "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED, minutes=17),
     "texts-ungrouped-1.5b": Compare(
-        EIGHT, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED_LARGE, minutes=20
+        EIGHT[:6], ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED_LARGE, minutes=15
     ),
     "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,), minutes=12),
     "map-values": Map("values", TEXTS, 1024, minutes=3),
