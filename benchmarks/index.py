@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tables
 from experiments import EXPERIMENTS
-from experiments.kinds import LARGE, UNGROUPED, UNGROUPED_LARGE
+from experiments.kinds import UNGROUPED
 from places import samples
 from samples import SCORES
 from tables import RESULTS
@@ -107,8 +107,8 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     ),
 }
 
-_COLUMNS = {"": ("", UNGROUPED), LARGE: (LARGE, UNGROUPED_LARGE)}
-"""The models of each column: each model also without groups, in entries of its own."""
+_COLUMNS = {model: (model, UNGROUPED) if not model else (model,) for model in tables.MODELS}
+"""The models of each column. SmolLM2's has it without groups, too, in entries of its own."""
 
 _TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
 

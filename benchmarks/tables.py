@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from commands import VERSIONS, Line
 from experiments import EXPERIMENTS, RUNS
-from experiments.kinds import LARGE, SMALL, UNGROUPED, UNGROUPED_LARGE, Examples, Experiment, Place, Table
+from experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
 from places import is_about, is_pooled, samples
 from samples import SCORES, Sample
 from verdicts import compared, verdict
@@ -26,7 +26,6 @@ MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
 NAMES = MODELS | {
     SMALL: "Qwen2.5-Coder-0.5B-Instruct",
     UNGROUPED: "SmolLM2-135M-Instruct without groups",
-    UNGROUPED_LARGE: "Qwen2.5-Coder-1.5B-Instruct without groups",
 }
 """The names of the models that the papers' experiments run with."""
 

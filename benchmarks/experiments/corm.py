@@ -37,7 +37,7 @@ RUNS: dict[str, Run] = {
     "texts-corm": Compare(EIGHT, ("full", "corm", *_OTHERS), ("1792",), 4096, minutes=27),
     "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
     "texts-corm-long": Compare(_SIX, ("corm",), (), 8192, minutes=12),
-    "texts-corm-long-h2o": Compare(_SIX, _OTHERS[-1:], ("3328",), 8192, minutes=10),
+    "texts-corm-long-h2o": Compare(_SIX, _OTHERS[-1:], ("2304",), 8192, minutes=13),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
     "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),

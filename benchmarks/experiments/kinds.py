@@ -17,8 +17,7 @@ LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 """The second model; the first is kvtool's default."""
 
 UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
-UNGROUPED_LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m-ungrouped.gguf"
-"""The two models without groups, as the papers' models are: benchmarks/ungroup.py makes them."""
+"""The first model without groups, as the papers' models are: benchmarks/ungroup.py makes it."""
 
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""

@@ -12,7 +12,6 @@ from experiments.kinds import (
     OF_TEXTS,
     TEXTS,
     UNGROUPED,
-    UNGROUPED_LARGE,
     Experiment,
     Table,
     numbers,
@@ -27,9 +26,6 @@ RUNS: dict[str, Run] = {
     "texts": Compare(TEXTS, ("full", *_POLICIES, _EVICTS), ("256", "1024"), 4096, minutes=100),
     "texts-1.5b": Compare(EIGHT, ("full", *_POLICIES, _EVICTS), ("256",), 2048, model=LARGE, minutes=70),
     "texts-ungrouped": Compare(TEXTS, ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED, minutes=17),
-    "texts-ungrouped-1.5b": Compare(
-        EIGHT[:6], ("weightedkv", _EVICTS), ("256",), 2048, model=UNGROUPED_LARGE, minutes=15
-    ),
     "texts-16k": Compare(BOOKS[:1], _POLICIES, ("256",), 16384, upto=(8192,), minutes=12),
     "map-values": Map("values", TEXTS, 1024, minutes=3),
     "map-values-1.5b": Map("values", EIGHT, 512, LARGE, minutes=5),
