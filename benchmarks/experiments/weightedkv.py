@@ -70,7 +70,7 @@ EXPERIMENTS = {
         of_map("values", "matrix", "values", {("keys", "rank"): -1, ("keys before RoPE", "rank"): -1}),
     ),
     "weightedkv-figure-4": Experiment(("texts", "texts-1.5b"), (_MERGING,)),
-    "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped", "texts-ungrouped-1.5b"), (_MERGING,)),
+    "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped",), (_MERGING,)),
     "weightedkv-figure-4-curve": Experiment(
         ("curve",),
         (Table("nll", against="weightedkv", worse=(_EVICTS,)),),
