@@ -362,12 +362,15 @@ def test_a_prompt_is_read_as_asked(smollm2, prefill):
 
 @pytest.mark.engine
 def test_rows_that_differ_need_no_budget(text_file, smollm2):
-    done = kvtool("perplexity", text_file, "-t", 1, "--policy", "corm", "-o", "history=32", "--json")
-    result = json.loads(done.stdout)
-    assert result["budget"] == 8192
-    assert 32 < result["cells"] < result["tokens"]
-    # a mean over rows, not the longest
-    assert result["cells"] % 1
+    means = []
+    for history in (32, 40):
+        given = ("--policy", "corm", "-o", f"history={history}", "--json")
+        result = json.loads(kvtool("perplexity", text_file, "-t", 1, *given).stdout)
+        assert result["budget"] == 8192
+        assert 32 < result["cells"] < result["tokens"]
+        means.append(result["cells"])
+    # means over 90 rows, not the longest: a whole number is one of 90, and depends on the CPU's rounding
+    assert any(mean % 1 for mean in means)
     # allocated is little more than is held: K and V of 30 layers with 3 heads of 64 at f16
     assert result["kv_bytes"] < 1.6 * result["cells"] * 30 * 2 * 3 * 64 * 2
 
