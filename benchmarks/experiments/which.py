@@ -7,7 +7,7 @@ from typing import Any
 
 from commands import Compare, Eval, Run
 
-from experiments.kinds import ALL, LARGE, SMALL, WIKI, XSUM, Experiment, Table
+from experiments.kinds import ALL, LARGE, SMALL, WIKI, Experiment, Table
 
 POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
 # larger models are asked less, as they take longer
@@ -44,9 +44,6 @@ def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eva
 _TASKS: dict[str, Run] = {
     "which-passkey": _passkey(POLICIES, 4, 38),
     "which-qa": _qa(POLICIES, 40, 54),
-    "which-summarize": Eval(
-        "summarize", (XSUM,), ("full", *_FEWER), _SHARES, ("--set", "likelihood=true"), 16, minutes=14
-    ),
     "which-passkey-0.5b": _passkey(_FEWER, 2, 16, SMALL),
     "which-qa-0.5b": _qa(_FEWER, 20, 12, SMALL),
     "which-passkey-1.5b": _passkey(_FEWER, 2, 30, LARGE),
@@ -97,17 +94,14 @@ _TEXT_RUNS = ("which-texts", "which-texts-0.5b", "which-texts-1.5b")
 _ASKED = {
     "passkey": ("Hidden numbers found, %", "found"),
     "qa": ("Log-probability of the right answer to a question, nats a token", "logp"),
-    "summarize": ("Log-probability of a good summary, nats a token", "logp"),
 }
 
 
-def _tasks(only: tuple[str, ...], **how: Any) -> tuple[Table, ...]:
+def _tasks(**how: Any) -> tuple[Table, ...]:
     """A table for each task."""
     how = {"rows": _ROWS} | how
     return tuple(
-        Table("", **how, scores={name: score}, title=title)
-        for name, (title, score) in _ASKED.items()
-        if name in only
+        Table("", **how, scores={name: score}, title=title) for name, (title, score) in _ASKED.items()
     )
 
 
@@ -129,8 +123,8 @@ EXPERIMENTS = {
         together=True,
     ),
     "which-tasks-short": Experiment(
-        tuple(name for name in _TASKS if "summarize" not in name),
-        _tasks(("passkey", "qa"), **_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO),
+        tuple(_TASKS),
+        _tasks(**_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO),
         together=True,
     ),
     "which-sampling": Experiment(
@@ -150,5 +144,5 @@ EXPERIMENTS = {
             *(replace(table, rows=("full", *_OF_LARGE_CACHES)) for table in _SIZES),
         ),
     ),
-    "which-tasks": Experiment(tuple(_TASKS), _tasks(tuple(_ASKED), against="full")),
+    "which-tasks": Experiment(tuple(_TASKS), _tasks(against="full")),
 }
