@@ -27,8 +27,10 @@ def main() -> None:
 
 
 def ungroup(source: Path, target: Path) -> None:
-    """Write the model. Its queries, keys and values have a tensor each, as those of llama and qwen2."""
+    """Write the model. Raises ValueError unless keys and values have tensors of their own (llama, qwen2)."""
     reader = gguf.GGUFReader(source)
+    if not any(tensor.name.endswith(_REPEATED) for tensor in reader.tensors):
+        raise ValueError(f"{source.name} has no attn_k and attn_v tensors to repeat")
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)
     grouped = f"{arch}.attention.head_count_kv"

@@ -81,6 +81,14 @@ def test_a_model_without_groups_is_the_same_function_with_more_rows(monkeypatch,
     assert nll[1] == pytest.approx(nll[0], abs=1e-5)
 
 
+def test_a_model_whose_keys_have_no_tensor_of_their_own_is_not_written(monkeypatch, tmp_path):
+    tiny_kinds.write_gpt2(tmp_path / "gpt2.gguf")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    ungroup = runpy.run_path(str(FOLDER / "ungroup.py"))["ungroup"]
+    with pytest.raises(ValueError, match="no attn_k and attn_v"):
+        ungroup(tmp_path / "gpt2.gguf", tmp_path / "out.gguf")
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("change", ["merge", "evict"])
 def test_attention_after_one_merge_is_that_of_the_definition(monkeypatch, tiny_model, change):

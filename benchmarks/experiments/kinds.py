@@ -183,13 +183,9 @@ def directions(paper: Mapping[Place, str], own: str) -> dict[Place, int]:
     }
 
 
-def columns(paper: Mapping[Place, str], names: Sequence[str], rows: Sequence[str] = ()) -> dict[Place, str]:
-    """The numbers of these columns. rows: of these alone; of all if empty."""
-    return {
-        (row, name): number
-        for (row, name), number in paper.items()
-        if name in names and (not rows or row in rows)
-    }
+def columns(paper: Mapping[Place, str], names: Sequence[str]) -> dict[Place, str]:
+    """The numbers of these columns."""
+    return {place: number for place, number in paper.items() if place[1] in names}
 
 
 def each(*scores: str, **how: Any) -> tuple[Table, ...]:
