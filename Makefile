@@ -51,8 +51,8 @@ help:
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
-	@echo '                 see docs/papers.md'
-	@echo 'make papers-tables  write the tables of the documents from docs/papers/records'
+	@echo '                 see papers/README.md'
+	@echo 'make papers-tables  write the tables of the documents from papers/records'
 	@echo 'make docs         write docs/cli.md from the help texts of the commands'
 	@echo 'make clean        remove $(VENV); builds and downloads stay in the cache'
 	@echo
@@ -181,14 +181,14 @@ fuzz-sanitized: $(READY)
 
 papers: setup
 	@test -d "$(DATA)" || { echo 'name the folder with the texts and data sets: make papers DATA=folder' >&2; exit 2; }
-	@$(ONE_THREAD) $(PY) benchmarks/papers.py run "$(DATA)" $(IDS) $(if $(MODELS),--models "$(MODELS)")
+	@$(ONE_THREAD) $(PY) -m papers run "$(DATA)" $(IDS) $(if $(MODELS),--models "$(MODELS)")
 
 papers-tables: $(READY)
-	@$(PY) benchmarks/papers.py tables
+	@$(PY) -m papers tables
 
 docs: $(READY)
 	@$(PY) docs/make_cli.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find kvtool tests patches -name __pycache__ -prune -exec rm -rf {} +
+	find kvtool tests patches benchmarks papers -name __pycache__ -prune -exec rm -rf {} +

@@ -289,7 +289,7 @@ def found(part: str, fault: Fault) -> bool:
     shutil.rmtree(copy, ignore_errors=True)
     left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
     try:
-        for folder in ("kvtool", "patches", "tests", "benchmarks", "docs"):
+        for folder in ("kvtool", "patches", "tests", "benchmarks", "papers", "docs"):
             shutil.copytree(ROOT / folder, copy / folder, ignore=None if folder == "kvtool" else left_out)
         for file in ("pyproject.toml", "models.txt", "README.md", "Makefile"):
             shutil.copy(ROOT / file, copy / file)

@@ -19,7 +19,10 @@ import make_cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "patches" / "README.md", *DOCS.rglob("*.md")])
+LABORATORY = ROOT / "papers"
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "patches" / "README.md", *DOCS.rglob("*.md"), *LABORATORY.glob("*.md")]
+)
 
 
 def read(path: Path) -> str:
@@ -107,9 +110,10 @@ def test_a_changed_help_text_changes_the_page_of_commands(monkeypatch):
 # nothing is left out
 
 
-def test_every_page_is_in_the_index():
-    index = read(DOCS / "README.md")
-    for path in DOCS.glob("*.md"):
+@pytest.mark.parametrize("folder", [DOCS, LABORATORY], ids=lambda folder: folder.name)
+def test_every_page_is_in_the_index(folder):
+    index = read(folder / "README.md")
+    for path in folder.glob("*.md"):
         assert path.name == "README.md" or f"]({path.name})" in index, path.name
 
 

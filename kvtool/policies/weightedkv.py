@@ -8,7 +8,7 @@ Differs from the paper: an eviction makes room for `slack` tokens, the paper's f
 The averages of that moment serve for all tokens that go. They go one after the other, the smallest first,
 and each merge sees those before it. One decision per KV head, on the sum over its group of query heads.
 
-On a model with grouped queries merging was found to lose: docs/weightedkv.md.
+On a model with grouped queries merging was found to lose: papers/merging.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,14 @@
+"""The papers' experiments: their runs and their tables, a module for each paper."""
+
+from __future__ import annotations
+
+from papers.commands import Run
+from papers.experiments import bumblebee, buzz, corm, tasks, weightedkv, which
+from papers.experiments.kinds import Experiment
+
+_MODULES = (weightedkv, buzz, bumblebee, corm, tasks, which)
+
+RUNS: dict[str, Run] = {name: run for module in _MODULES for name, run in module.RUNS.items()}
+EXPERIMENTS: dict[str, Experiment] = {
+    name: each for module in _MODULES for name, each in module.EXPERIMENTS.items()
+}

@@ -1,0 +1,147 @@
+"""What docs/which-policy.md says: the papers' policies beside recall and quantized caches. No paper's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from papers.commands import Compare, Eval, Run
+from papers.experiments.kinds import ALL, LARGE, SMALL, WIKI, Experiment, Table
+
+POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
+# larger models are asked less, as they take longer
+_FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
+_QUANTIZED = ("full q8_0", "full q4_0")
+_TYPES = ("f16", "q8_0", "q4_0")
+_OF_LARGE_CACHES = ("recall", "roco", "h2o")
+# two texts of each of four kinds
+_TEXTS = {
+    "books": ("pg19/10321.txt", "janeausten/emma.txt"),
+    "articles": (WIKI, "paul_graham_essays/worked.txt"),
+    "papers": ("arxiv/2404.15949.txt", "arxiv/2410.23079.txt"),
+    "code": ("code/argparse.py", "code/llama-vocab.cpp"),
+}
+_FILES = tuple(file for files in _TEXTS.values() for file in files)
+KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for file in files}
+_SHARES = ("5%", "10%", "20%", "40%")
+# of these which-policy.md shows all models; the larger ones are asked no others
+_TWO = ("5%", "20%")
+_QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
+
+
+def _passkey(policies: tuple[str, ...], repeats: int, minutes: int, model: str = "") -> Eval:
+    hidden = ("--set", "lengths=512", "--set", f"repeats={repeats}")
+    shares = _TWO if model else _SHARES
+    return Eval("passkey", (), ("full", *policies), shares, hidden, 5 * repeats, model, minutes=minutes)
+
+
+def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eval:
+    shares = _TWO if model else _SHARES
+    return Eval("qa", _QUESTIONS, ("full", *policies), shares, _SHORT, n, model, minutes=minutes)
+
+
+_TASKS: dict[str, Run] = {
+    "which-passkey": _passkey(POLICIES, 4, 38),
+    "which-qa": _qa(POLICIES, 40, 54),
+    "which-passkey-0.5b": _passkey(_FEWER, 2, 16, SMALL),
+    "which-qa-0.5b": _qa(_FEWER, 20, 12, SMALL),
+    "which-passkey-1.5b": _passkey(_FEWER, 2, 30, LARGE),
+    "which-qa-1.5b": _qa(_FEWER, 20, 30, LARGE),
+}
+
+_SAMPLED = {
+    f"sampling-{temp}{size}": Eval(
+        *("qa", _QUESTIONS, ("full",), ()),
+        (*_SHORT, "--temp", temp),
+        n,
+        model,
+        named=f"--temp {temp}",
+        minutes=minutes,
+    )
+    for model, size, n, minutes in (("", "", 80, 4), (SMALL, "-0.5b", 40, 4), (LARGE, "-1.5b", 32, 6))
+    for temp in ("0", "0.4", "0.8")
+}
+
+RUNS: dict[str, Run] = {
+    "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
+    "which-texts-long": Compare(_FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30),
+    "which-texts-0.5b": Compare(
+        _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
+    ),
+    "which-texts-1.5b": Compare(
+        _FILES, ("full", *_FEWER), ("512",), 2048, model=LARGE, types=_TYPES, minutes=70
+    ),
+    **_TASKS,
+    **_SAMPLED,
+}
+
+
+_ROWS = ("full", *POLICIES)
+_SIZED = ("full", *_QUANTIZED, *POLICIES)
+_EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
+_OF_KINDS = Table("above", ("of", "budget"), **_EXCESS, names=KINDS, pooled=ALL)
+_SIZES = tuple(Table(score, rows=_SIZED) for score in ("device", "host"))
+_BY_MODEL = {
+    "by": ("model", "budget"),
+    "names": {
+        "SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2 135M",
+        SMALL: "Qwen 0.5B",
+        LARGE: "Qwen 1.5B",
+    },
+}
+_TEXT_RUNS = ("which-texts", "which-texts-0.5b", "which-texts-1.5b")
+_ASKED = {
+    "passkey": ("Hidden numbers found, %", "found"),
+    "qa": ("Log-probability of the right answer to a question, nats a token", "logp"),
+}
+
+
+def _tasks(**how: Any) -> tuple[Table, ...]:
+    """A table for each task."""
+    how = {"rows": _ROWS} | how
+    return tuple(
+        Table("", **how, scores={name: score}, title=title) for name, (title, score) in _ASKED.items()
+    )
+
+
+EXPERIMENTS = {
+    # what the page shows: all models side by side
+    "which-short": Experiment(
+        _TEXT_RUNS,
+        (
+            Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
+            Table("device", **_BY_MODEL, rows=_SIZED),
+            Table("host", **_BY_MODEL, rows=("recall",)),
+        ),
+        together=True,
+    ),
+    # few comparisons, so that eight texts can tell
+    "which-default": Experiment(
+        _TEXT_RUNS,
+        (Table("above", **_BY_MODEL, **_EXCESS | {"rows": ("h2o", "roco", "recall")}, budgets=("512",)),),
+        together=True,
+    ),
+    "which-tasks-short": Experiment(
+        tuple(_TASKS),
+        _tasks(**_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO),
+        together=True,
+    ),
+    "which-sampling": Experiment(
+        tuple(_SAMPLED),
+        tuple(
+            Table(score, ("model",), "--temp 0.8", names=_BY_MODEL["names"], head="sampling", title=title)
+            for score, title in (("f1", "F1, %"), ("subspan_em", "Right answer somewhere in the output, %"))
+        ),
+        together=True,
+    ),
+    # and all of it
+    "which-texts": Experiment(_TEXT_RUNS, (_OF_KINDS, *_SIZES)),
+    "which-texts-long": Experiment(
+        ("which-texts-long",),
+        (
+            replace(_OF_KINDS, rows=_OF_LARGE_CACHES),
+            *(replace(table, rows=("full", *_OF_LARGE_CACHES)) for table in _SIZES),
+        ),
+    ),
+    "which-tasks": Experiment(tuple(_TASKS), _tasks(against="full")),
+}

@@ -1,0 +1,132 @@
+"""What becomes of a paper's differences: tests of a table's numbers, and what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.measure import statistics
+from papers.experiments.kinds import Place, Table
+from papers.places import is_pooled
+from papers.samples import SCORES, Difference, Sample
+
+_LEVEL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many of the paper's differences are found here.
+
+    Attributes
+    ----------
+    here
+        A test tells them, as the paper has them.
+    reverse
+        A test tells the reverse.
+    unclear
+        A test tells nothing.
+    untested
+        Single numbers, or too few units for a test of so many to tell anything.
+    """
+
+    here: int = 0
+    reverse: int = 0
+    unclear: int = 0
+    untested: int = 0
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return Verdict(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def n(self) -> int:
+        """All of the paper's differences that were looked at."""
+        return self.here + self.reverse + self.unclear + self.untested
+
+
+def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
+    """The verdict on a table. A difference counts by its direction, not by its size."""
+    found = _differences(places, table)
+    signs = _signs(places, found)
+    counts = dict.fromkeys(("here", "reverse", "unclear", "untested"), 0)
+    for place, theirs in ordered(places, table):
+        if sign := signs.get(place):
+            counts["here" if sign == theirs else "reverse"] += 1
+        elif place in found and found[place].least_p * len(found) <= _LEVEL:
+            counts["unclear"] += 1
+        else:
+            counts["untested"] += 1
+    return Verdict(**counts)
+
+
+def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
+    """Of each place that a test can compare with the paper's own method: 1 better, -1 worse, 0 not told.
+
+    A table's tests together are wrong with a chance of 5 % (Holm). A single number, such as a Self-BLEU, has
+    no test.
+    """
+    return _signs(places, _differences(places, table))
+
+
+def _signs(places: Mapping[Place, Sample], found: Mapping[Place, Difference]) -> dict[Place, int]:
+    adjusted = statistics.holm(np.array([each.p for each in found.values()]))
+    return {
+        place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= _LEVEL)
+        for (place, each), p in zip(found.items(), adjusted, strict=True)
+    }
+
+
+def ordered(places: Mapping[Place, Sample], table: Table) -> Iterator[tuple[Place, int]]:
+    """Places that were measured here, and whether the paper calls them better (1) or worse (-1).
+
+    Compared is with the paper's own method; `full` does not count, unless the paper says that it is worse.
+    """
+    for place in places:
+        if not _is_compared(place, places, table):
+            continue
+        if place[0] in table.worse:
+            yield place, -1
+        elif place in table.theirs:
+            yield place, table.theirs[place] * _sign(places[place].score)
+        elif place[0] != "full":
+            theirs = _theirs(place, table) * _sign(places[place].score)
+            if theirs:
+                yield place, theirs
+
+
+def _differences(places: Mapping[Place, Sample], table: Table) -> dict[Place, Difference]:
+    """The tests of a table."""
+    found = {
+        place: sample.minus(places[table.against, place[1]])
+        for place, sample in places.items()
+        if _is_compared(place, places, table)
+    }
+    return {place: each for place, each in found.items() if each}
+
+
+def _is_compared(place: Place, places: Mapping[Place, Sample], table: Table) -> bool:
+    """Whether a place is beside one of the paper's own method, in a column that counts."""
+    row, column = place
+    counts = not table.only_pooled or is_pooled(column, table)
+    return counts and row != table.against and (table.against, column) in places
+
+
+def _theirs(place: Place, table: Table) -> int:
+    """The sign of the paper's difference; of a pooled column without numbers that of the others' mean."""
+    row, column = place
+    if {place, (table.against, column)} <= table.paper.keys():
+        return int(np.sign(float(table.paper[place]) - float(table.paper[table.against, column])))
+    if not is_pooled(column, table):
+        return 0
+    rest = column.partition(", ")[2]
+    both = [
+        float(table.paper[row, other]) - float(number)
+        for (own, other), number in table.paper.items()
+        if own == table.against and other.partition(", ")[2] == rest and (row, other) in table.paper
+    ]
+    return int(np.sign(round(sum(both), 9)))
+
+
+def _sign(score: str) -> int:
+    return -1 if SCORES[score].lower else 1
