@@ -15,7 +15,7 @@ from benchmarks.common import make_parser, note
 from kvtool.measure import records
 from papers import tables
 from papers.experiments import which
-from papers.tables import PAPERS, ROOT
+from papers.tables import LABORATORY, ROOT
 
 _STYLES = {
     "full": ("black", "s"),
@@ -98,15 +98,15 @@ def quality(path: Path, run: str, title: str) -> None:
 
 
 PICTURES: dict[str, Callable[[], None]] = {
-    "curve": lambda: curve(PAPERS / "weightedkv-figure-4.png"),
+    "curve": lambda: curve(LABORATORY / "weightedkv-figure-4.png"),
     "smollm2": lambda: quality(
         ROOT / "docs" / "which-smollm2.png", "which-texts", "SmolLM2-135M, 3,072 tokens"
     ),
     "qwen-0.5b": lambda: quality(
-        PAPERS / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
+        LABORATORY / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
     ),
     "qwen-1.5b": lambda: quality(
-        PAPERS / "which-qwen-1.5b.png", "which-texts-1.5b", "Qwen2.5-Coder-1.5B, 2,048 tokens"
+        LABORATORY / "which-qwen-1.5b.png", "which-texts-1.5b", "Qwen2.5-Coder-1.5B, 2,048 tokens"
     ),
 }
 

@@ -34,11 +34,11 @@ from papers import tables
 from papers.commands import Ask, Line, is_program, shell
 from papers.experiments import EXPERIMENTS, RUNS
 from papers.index import fill_index
-from papers.tables import PAPERS, RESULTS, ROOT
+from papers.tables import LABORATORY, RESULTS, ROOT
 
 DOCUMENTS = (
     *(
-        PAPERS / f"{name}.md"
+        LABORATORY / f"{name}.md"
         for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "policy-numbers")
     ),
     *(ROOT / "docs" / f"{name}.md" for name in ("eval", "which-policy", "sampling")),

@@ -19,9 +19,9 @@ from papers.places import is_about, is_pooled, samples
 from papers.samples import SCORES, Sample
 from papers.verdicts import compared, verdict
 
-PAPERS = Path(__file__).parent
-ROOT = PAPERS.parent
-RESULTS = PAPERS / "records"
+LABORATORY = Path(__file__).parent
+ROOT = LABORATORY.parent
+RESULTS = LABORATORY / "records"
 
 MODELS = {"": "SmolLM2-135M-Instruct", LARGE: "Qwen2.5-Coder-1.5B-Instruct"}
 NAMES = MODELS | {
