@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what runs with which kind of model.
+"""What runs with which kind of model; docs/models.md names the exceptions.
 
     python tests/kinds_table.py DIR
 
