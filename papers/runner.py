@@ -41,7 +41,7 @@ DOCUMENTS = (
         LABORATORY / f"{name}.md"
         for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "policy-numbers")
     ),
-    *(ROOT / "docs" / f"{name}.md" for name in ("eval", "which-policy", "sampling")),
+    ROOT / "docs" / "which-policy.md",
 )
 
 

@@ -1,4 +1,4 @@
-"""What kvtool's own documents measure with tasks: docs/eval.md. No paper's."""
+"""Eight tasks with a fifth of the cache: papers/policy-numbers.md. No paper's."""
 
 from __future__ import annotations
 
