@@ -69,7 +69,8 @@ def _of_model(
 ) -> Iterator[str]:
     lines = kept(runs, results)
     asked = [replace(RUNS[run], model=_model(run, results)) if others else RUNS[run] for run in runs]
-    yield "\n".join(f"    {line}" for run in asked for line in run.shown().splitlines())
+    if experiment.commands:
+        yield "\n".join(f"    {line}" for run in asked for line in run.shown().splitlines())
     if not lines:
         yield "Not measured yet."
         return

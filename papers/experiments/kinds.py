@@ -144,6 +144,8 @@ class Experiment:
         Outputs that are shown.
     together
         Whether one table has all models.
+    commands
+        Whether the commands are shown; not where another experiment of the same runs shows them.
     """
 
     runs: tuple[str, ...]
@@ -151,6 +153,7 @@ class Experiment:
     model: str = ""
     examples: Examples | None = None
     together: bool = False
+    commands: bool = True
 
 
 ALL: Mapping[str, frozenset[str] | None] = {"all": None}

@@ -110,10 +110,12 @@ EXPERIMENTS = {
         _TEXT_RUNS,
         (
             Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
-            Table("device", **_BY_MODEL, rows=_SIZED),
+            # the others have the cells, so the bytes, of h2o
+            Table("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
             Table("host", **_BY_MODEL, rows=("recall",)),
         ),
         together=True,
+        commands=False,
     ),
     # few comparisons, so that eight texts can tell
     "which-default": Experiment(
@@ -125,6 +127,7 @@ EXPERIMENTS = {
         tuple(_TASKS),
         _tasks(**_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO),
         together=True,
+        commands=False,
     ),
     "which-sampling": Experiment(
         tuple(_SAMPLED),

@@ -41,6 +41,12 @@ def test_the_documents_are_what_the_records_kept_say():
             assert "| --- |" not in re.sub(r"<!-- experiment .*?<!-- end -->", "", text, flags=re.S)
 
 
+def test_the_documents_show_the_commands_of_every_run():
+    text = "".join(path.read_text(encoding="utf-8") for path in runner.DOCUMENTS)
+    for name, run in RUNS.items():
+        assert "\n".join(f"    {line}" for line in run.shown().splitlines()) in text, name
+
+
 def test_what_is_kept_is_of_a_run_and_tells_no_folder():
     for path in tables.RESULTS.glob("*.jsonl"):
         assert path.stem in RUNS, path.name
