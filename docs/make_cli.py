@@ -29,7 +29,7 @@ INTRO = """\
 <!-- Made from the commands by `make docs`. Do not edit: change the help texts in kvtool/cli. -->
 
 Every command with its options and their defaults. `kvtool COMMAND --help` prints the same.
-[terms.md](terms.md) explains the words.
+[how-it-works.md](how-it-works.md#words) explains the words.
 
 - The result goes to stdout, everything else to stderr. With `--json` the result is JSON.
 - An error is one line on stderr that says what to do. The [exit code](#exit-codes) tells its kind.
