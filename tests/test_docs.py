@@ -20,9 +20,8 @@ import make_cli
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LABORATORY = ROOT / "papers"
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "patches" / "README.md", *DOCS.rglob("*.md"), *LABORATORY.glob("*.md")]
-)
+FRONTS = (ROOT / folder / "README.md" for folder in ("", "patches", "benchmarks"))
+PAGES = sorted([*FRONTS, *DOCS.rglob("*.md"), *LABORATORY.glob("*.md")])
 
 
 def read(path: Path) -> str:
