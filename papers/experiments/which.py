@@ -112,7 +112,6 @@ EXPERIMENTS = {
             Table("above", **_BY_MODEL, **_EXCESS | {"against": ""}),
             # the others have the cells, so the bytes, of h2o
             Table("device", **_BY_MODEL, rows=("full", *_QUANTIZED, "h2o")),
-            Table("host", **_BY_MODEL, rows=("recall",)),
         ),
         together=True,
         commands=False,
@@ -125,7 +124,7 @@ EXPERIMENTS = {
     ),
     "which-tasks-short": Experiment(
         tuple(_TASKS),
-        _tasks(**_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO),
+        _tasks(**_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO)[1:],
         together=True,
         commands=False,
     ),
