@@ -105,7 +105,7 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     Raises
     ------
     UsageError
-        For what cannot work, with what would.
+        For values that cannot work; names some that do.
     """
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 

@@ -85,7 +85,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def where(error: BaseException) -> str:
     """An error in one line, with the innermost place in a file that raised it.
 
-    A place outside kvtool goes before one in it: what kvtool refuses is the mistake of whoever called it.
+    A place outside kvtool goes before one in it: the caller made the mistake that kvtool refuses.
     """
     trace, place, is_own = error.__traceback__, "", True
     # the message of a SyntaxError names the place; its traceback ends in the import system

@@ -29,10 +29,10 @@ RECORD_OF_BUILD = "kvtool.json"
 """The file beside METADATA that says what was built."""
 
 LAYOUT = 2
-"""What changes when the wheel is packed in another way, so that the present ones are not reused."""
+"""A number to raise when the wheel is packed in another way, so that existing wheels are not reused."""
 
 _BINDINGS = ("llama_cpp.py", "_ctypes_extensions.py", "llama_grammar.py")
-"""Those that kvtool calls; the last turns JSON schemas into grammars, and needs none of the others."""
+"""Those that kvtool calls; the last turns JSON schemas into grammars, and works without the others."""
 _LIBRARIES = (".so", ".dylib", ".dll")
 _LICENCES = {"LICENSE.md": "LICENSE-llama-cpp-python", "vendor/llama.cpp/LICENSE": "LICENSE-llama.cpp"}
 _OWN_LICENCE = "LICENSE-kvtool"
@@ -67,7 +67,7 @@ def key_in(record: str) -> str | None:
 
 
 def key_of(wheel: Path) -> str | None:
-    """The key of the build that is in the wheel; None if it is none of ours, or cannot be read."""
+    """The key of the build that is in the wheel; None for another's wheel, or one that cannot be read."""
     try:
         with zipfile.ZipFile(wheel) as packed:
             found = [name for name in packed.namelist() if name.endswith(f".dist-info/{RECORD_OF_BUILD}")]

@@ -120,7 +120,7 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
 
 
 def installed_key() -> str | None:
-    """The key of the build that is installed in this environment; None if there is none of ours."""
+    """The key of the build that is installed in this environment; None if no build of ours is."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:

@@ -151,8 +151,8 @@ class Conversation:
     def answer(self, n_max: int | None = None) -> Iterator[str]:
         """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
 
-        Where the template drops the thoughts of earlier replies, the cache does, too: it goes back to where
-        the reply began, and reads what was said.
+        Where the template drops the thoughts of earlier replies, so does the cache: it goes back to the start
+        of the reply, and reads the reply without its thoughts.
         """
         self.writer.sampler.start(self.n_reply)
         self.n_reply += 1

@@ -43,7 +43,7 @@ _ALIGN = 64
 def held(path: Path) -> Iterator[None]:
     """Keeps other kvtool processes out of this session. Raises SessionError where one has it already.
 
-    Raises SessionError, too, for what no session can be written to: a folder, a device, a pipe.
+    Also raises SessionError for a folder, a device or a pipe.
     """
     with ExitStack() as stack:
         try:
@@ -70,7 +70,7 @@ def write(path: Path, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> N
 
 
 def read(path: Path) -> tuple[Meta, Arrays]:
-    """Reads what `write` wrote. Raises SessionError for another format, damage, or what is not a session."""
+    """Reads a file of `write`. Raises SessionError if it is damaged, in another format, or not a session."""
     try:
         with path.open("rb") as file:
             meta, arrays = _load(file, str(path))

@@ -23,7 +23,7 @@ class Copy(NamedTuple):
     file
         The chat as `session.dump` writes it; the caller closes it.
     archive
-        The file with the segments that it lists, if it lists some; the caller closes that, too.
+        The file with the segments that it lists, if any; the caller closes it as well.
     turn
         What the user said next, if the change is a turn.
     """
@@ -52,7 +52,7 @@ class Copies:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the copies take on disk; archives that a session has, too, take none."""
+        """Bytes that the copies take on disk, without archives that a session also has."""
         files = sum(os.fstat(copy.file.fileno()).st_size for copy in self._copies)
         return files + sum(self._archives().values())
 

@@ -62,7 +62,7 @@ _Form = tuple[Callable[..., Any], list[Argument]]
 
 
 class _Function:
-    """A kernel of the library. Raises TypeError for arguments that fit none of its signatures."""
+    """A kernel of the library. Raises TypeError for arguments that fit no signature."""
 
     def __init__(self, name: str, forms: list[_Form]) -> None:
         self._name = name

@@ -208,7 +208,7 @@ class Archive:
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
-        """Tokens in what `save` gave; 0 for what it cannot have given."""
+        """Tokens in the arrays of `save`; 0 for arrays that are not from there."""
         table = saved.get(TABLE)
         if table is None or table.dtype != np.int64 or table.ndim != 1 or len(table) < _N_FIXED:
             return 0

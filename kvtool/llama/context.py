@@ -1,4 +1,4 @@
-"""A cache of cells and the decode that fills it: what any llama.cpp has, and what the patch adds."""
+"""A cache of cells and the decode that fills it, with any llama.cpp and with the patch."""
 
 from __future__ import annotations
 

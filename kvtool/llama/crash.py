@@ -24,7 +24,7 @@ _workers: list[str] = []
 def guard() -> None:
     """From now on a crash of compiled code ends the process with one line and an exit code.
 
-    ggml aborts when it cannot go on, and on a damaged model C++ may read what is not there. Without a guard,
+    ggml aborts when it cannot continue, and on a damaged model C++ may read past the end. Without a guard,
     and with an unpatched library, the process then ends with pages of backtrace. Signal handlers belong to
     the whole process: call this in a program, not in a library.
     """

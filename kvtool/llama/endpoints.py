@@ -26,7 +26,7 @@ _HELLO, _N_CAPS = 14, 24
 
 
 def parse(text: str) -> list[str]:
-    """The endpoints in "host:port,host:port". Raises UsageError for what is none."""
+    """The endpoints in "host:port,host:port". Raises UsageError for anything else."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise UsageError("--rpc names no worker; give host:port, several with commas")
@@ -64,7 +64,7 @@ def reached(endpoints: Sequence[str]) -> Iterator[list[str]]:
     """The workers' addresses, "1.2.3.4:50052", once each has answered in our version of the protocol.
 
     Inside this block the connections stay open: a worker serves one client at a time, so nobody else gets in
-    between. Raises UsageError for an endpoint that is none or named twice, and LibraryError for a worker that
+    between. Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that
     is not there, is busy, or speaks another version.
     """
     with ExitStack() as stack:

@@ -50,8 +50,8 @@ _OF_NAMES = ("properties", "$defs", "definitions")
 def schema_grammar(schema: str) -> str:
     """The grammar of the JSON texts that fit a JSON schema, by llama-cpp-python's converter.
 
-    Maximum lengths beyond `MOST_REPEATED` are not held. Raises UsageError for what is not JSON, or not a
-    schema that the converter knows, and for minimum lengths and repetitions in patterns beyond.
+    Maximum lengths beyond `MOST_REPEATED` are not held. Raises UsageError for a text that is not JSON, or not
+    a schema that the converter knows, and for minimum lengths and repetitions in patterns beyond.
     """
     if TYPE_CHECKING:
         from kvtool_llama import llama_grammar as package

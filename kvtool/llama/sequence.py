@@ -130,6 +130,6 @@ def shifts(at: np.ndarray, to: np.ndarray) -> Iterator[tuple[int, int, int]]:
     starts = np.flatnonzero(np.diff(delta, prepend=0))
     ends = np.append(starts, len(delta))[1:]
     groups = [(int(at[i]), int(at[j - 1]) + 1, int(delta[i])) for i, j in zip(starts, ends, strict=True)]
-    # what goes up makes room from the top, what goes down from the bottom
+    # groups that move up go from the top, groups that move down from the bottom: none overwrites another
     yield from (group for group in reversed(groups) if group[2] > 0)
     yield from (group for group in groups if group[2] < 0)

@@ -24,7 +24,7 @@ _SPARE_BYTES = 1
 def add_rpc(*endpoints: str) -> None:
     """Adds the devices of the workers at host:port, ...; models that are loaded later use them first.
 
-    Raises UsageError for an endpoint that is none or named twice, and LibraryError for a worker that does not
+    Raises UsageError for a malformed or repeated endpoint, and LibraryError for a worker that does not
     answer.
     """
     with reached(endpoints) as addresses:

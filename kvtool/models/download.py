@@ -168,7 +168,7 @@ def _from_hf(entry: Entry, progress: Progress | None) -> None:
     from kvtool.models import hub
 
     found = hub.find(entry.source.removeprefix("hf:"), entry.file)
-    # what is there has another size
+    # the file there has another size
     entry.path.unlink(missing_ok=True)
     fetch(
         found.url,

@@ -68,8 +68,8 @@ def fetch(
     What a broken download left is kept, and continued if the server can do that and has the same file still.
     A second process that wants the same file waits for the first.
 
-    name: what messages call the file; the URL if not given. headers: for this host, and for none that it
-    redirects to. size, sha256: what the file must have; without a size, what the server says.
+    name: what messages call the file; the URL if not given. headers: for this host, not for hosts that
+    it redirects to. size, sha256: the file's; without a size, the server's answer counts.
 
     Raises ModelError, and OSError where the file cannot be written.
     """

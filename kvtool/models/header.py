@@ -103,7 +103,7 @@ def read(path: Path) -> ModelInfo:
     """
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
-    # llama.cpp takes a file that names one part for a plain one, too
+    # like llama.cpp, treats a file that names one part as a plain one
     if n_part in (0, 1):
         return _info(path, 1, whole.size, whole.metadata)
     return _info(path, n_part, whole.size + _rest_of(path, whole, n_part), whole.metadata)

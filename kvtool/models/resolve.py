@@ -33,7 +33,7 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
 def pull(wanted: str, progress: Progress | None = None, *, paths: bool = False) -> Path:
     """The file of a name, a URL or a repository, downloaded if need be. Raises ModelError.
 
-    paths: a path will do, too.
+    paths: whether a path is also accepted.
     """
     entries = registry()
     if wanted in entries:

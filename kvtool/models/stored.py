@@ -211,6 +211,6 @@ def _tidy(folder: Path) -> None:
 
 def _has_files(folder: Path) -> bool:
     is_repo = folder.name.startswith("models--")
-    # what else is in a repository's folder only says what was there
+    # other folders of a repository hold only records of earlier files
     inside = (folder / "blobs", folder / "snapshots") if is_repo else (folder,)
     return any(path.is_file() or path.is_symlink() for each in inside for path in each.rglob("*"))

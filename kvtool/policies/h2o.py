@@ -6,7 +6,7 @@ grace period of g steps for new tokens is a window of g - 1.
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (the paper has no
 grouped queries). The window is never evicted, as in the authors' code. Beyond the context, where the paper
 does not go, the sums fade (`decay_beyond=1`: never): otherwise new tokens could no longer overtake old
-ones. docs/streams.md says what that is worth.
+ones. docs/measured.md says what that is worth.
 
 Options from others: EasyKV divides by the steps a token has lived (`score=mean`) and lets the sums fade
 (`decay`), TOVA has one decision per layer (`per=layer`), llama-recipes looks at the group's first head

@@ -109,7 +109,7 @@ class Policy:
 
     @property
     def recall(self) -> Recalls | None:
-        """What a step brings back of what was evicted; None: what is evicted is forgotten."""
+        """How steps recall evicted tokens; None: evicted tokens are forgotten."""
         return None
 
     @property

@@ -65,7 +65,7 @@ def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, in
     """Positions (first, recent): tokens before `first` and from `recent` on must stay.
 
     Pinned tokens count as sinks, held tokens as the window. The window gives way where both do not fit into
-    n_keep cells. Raises TypeError for what is not a whole number.
+    n_keep cells. Raises TypeError for anything but whole numbers.
     """
     for name, value in (("n_keep", n_keep), ("sinks", sinks), ("window", window)):
         check_whole(name, value)

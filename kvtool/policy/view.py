@@ -82,9 +82,9 @@ class Request:
     log_n
         Whether attention logits are multiplied by log_512(t).
     recall
-        What a step brings back of what was evicted; None: nothing.
+        How steps recall evicted tokens; None: they do not.
 
-    Raises ValueError or TypeError for a value that none of these takes.
+    Raises ValueError or TypeError for a field out of its range.
     """
 
     signals: Signal = Signal.NONE

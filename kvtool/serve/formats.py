@@ -248,14 +248,14 @@ FORMATS = (
     *(GEMMA, SEED, APRIEL, COHERE, MINIMAX),
 )
 
-# the first that fits: a template may name the tags of another format, too
+# the first that fits: a template may also name the tags of another format
 _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<|tool_call>call:",), GEMMA),
     (("<seed:tool_call>",), SEED),
     (("<tool_calls>[",), APRIEL),
     (("<|START_ACTION|>",), COHERE),
     (("<minimax:tool_call>",), MINIMAX),
-    # not known here, though they name tags below, too
+    # formats that kvtool does not know, though their templates also name tags below
     (("<invoke", "<tool_calls>\\n{"), None),
     (("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["), LFM2),
     (("[ARGS]",), MISTRAL_ARGS),

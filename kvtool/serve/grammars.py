@@ -128,7 +128,7 @@ def _work(path: str, link: Connection[Any, Any]) -> None:
     """Answers what it is asked over the link, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # what a crash says is for nobody; ggml would start a debugger
+    # nobody reads a crash's output, and ggml would start a debugger
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.environ["GGML_NO_BACKTRACE"] = "1"
     own = _Own(Model(path, vocab_only=True))

@@ -46,7 +46,7 @@ class Job:
         return await self._events.get()
 
     async def next_but(self, *kinds: str) -> Event:
-        """The next event that is of none of these kinds."""
+        """The next event of another kind than these."""
         while True:
             event = await self.next()
             if event["kind"] not in kinds:

@@ -1,4 +1,4 @@
-"""Answers to chats and texts: what is stored is gone on with, and only what is new is read."""
+"""Answers to chats and texts: continues from the stored prefix, and decodes only new tokens."""
 
 from __future__ import annotations
 

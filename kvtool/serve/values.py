@@ -160,8 +160,8 @@ def resolved(schema: object, root: Mapping[str, Any]) -> object:
 def typed(text: str, key: str, parameters: Mapping[str, Any]) -> object:
     """The value of a text that does not say its type, by the schema of a tool's parameters.
 
-    A text is itself where the schema lets it be a string, unless it is null, an object or a list, and the
-    schema lets it be that, too. Without a type in the schema it is JSON if it can be.
+    A text stays a string where the schema allows strings, unless it is null, an object or a list and the
+    schema also allows that. Without a type in the schema it is JSON if it can be.
     """
     schema = (parameters.get("properties") or {}).get(key)
     types = types_of(schema, parameters)

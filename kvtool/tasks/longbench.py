@@ -51,7 +51,7 @@ class Part:
     n_max
         The most tokens of an answer.
     metric
-        Score of an output against a reference; `classification` takes the classes, too.
+        Score of an output against a reference; `classification` also takes the classes.
     as_it_is
         Whether the prompt is plain text even with a chat model.
     first_line

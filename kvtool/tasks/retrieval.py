@@ -1,8 +1,8 @@
 """retrieval: one key of a JSON object is asked for; the answer must contain its value.
 
-Prompts and scoring are Lost in the Middle's (Liu et al. 2023, arXiv:2307.03172, section 3), which RULER
-(arXiv:2404.06654) has among its tasks, too. Keys and values are random, and all pairs look alike: no token
-tells before the question that it will matter.
+Prompts and scoring are Lost in the Middle's (Liu et al. 2023, arXiv:2307.03172, section 3), also a task of
+RULER (arXiv:2404.06654). Keys and values are random and all pairs look alike: before the question no token
+shows that it will matter.
 
 found: the output contains the value.
 logp: log-probability per token of the value, in nats.

@@ -5,7 +5,7 @@ logp, if asked for: log-probability of the right summary per token, in nats. It 
 fewer items than the texts of a small model do.
 
 Layouts: HELM's requests, XSUM and CNN/DailyMail ({"article": "###\\nArticle: ...", "summary_gt"}), which H2O,
-BumbleBee and BUZZ use, too; the data sets' own ({"document", "summary"}, {"article", "highlights"});
+BumbleBee and BUZZ also use; the data sets' own ({"document", "summary"}, {"article", "highlights"});
 QMSum ({"meeting_transcripts": [{"speaker", "content"}], "specific_query_list": [{"query", "answer",
 "relevant_text_span": [["0", "5"]]}], "general_query_list": [{"query", "answer"}]}).
 
