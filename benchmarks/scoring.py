@@ -36,6 +36,7 @@ from common import (
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.measure.run import Job, measure
+from kvtool.options.run import TextRun
 
 N_CHUNK, N_CELL = 64, 512
 
@@ -59,24 +60,10 @@ def main() -> None:
         np.save(path, tokens)
 
         def scored(name: str) -> float:
-            job = Job(
-                model=str(model.path),
-                tokens=str(path),
-                policy=name,
-                options=(),
-                budget=len(tokens) if name == "full" else args.budget,
-                evict_every=None,
-                type_k="f16",
-                type_v="f16",
-                positions="auto",
-                n_ctx=model.n_ctx_train,
-                n_batch=N_CHUNK,
-                flash="auto",
-                threads=args.threads,
-                reference=str(Path(folder) / "full.ref"),
-                writes=name == "full",
-            )
-            return measure(job)["cpu_s"]
+            budget = None if name == "full" else str(args.budget)
+            run = TextRun(name, budget, model=str(model.path), n_batch=N_CHUNK, threads=args.threads)
+            reference = str(Path(folder) / "full.ref")
+            return measure(Job(run, str(path), reference, writes=name == "full"))["cpu_s"]
 
         # the full cache's predictions, which the others are compared with
         scored("full")

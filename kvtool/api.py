@@ -6,58 +6,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 from kvtool import policies
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.prompt import template_of, wants_bos
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, suggestion
 from kvtool.llama.grammar import schema_grammar
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.sampling import Sampling
 from kvtool.models.fetch import Progress
 from kvtool.models.resolve import check, resolve
+from kvtool.options.field import declared
+from kvtool.options.sampling import Sampling
 from kvtool.policy import Policy
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How tokens are drawn: the fields of `Sampling`. Without any, the likeliest token is taken.
-
-    json_schema: instead of a grammar, a schema that the text fits. seed: drawn if not given.
-    """
-
-    temp: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical: float
-    xtc_probability: float
-    xtc_threshold: float
-    repeat_penalty: float
-    repeat_last_n: int
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breaker: Sequence[str]
-    logit_bias: Sequence[tuple[int, float]]
-    mirostat: int
-    mirostat_lr: float
-    mirostat_ent: float
-    grammar: str | None
-    stop: str | Sequence[str]
-    json_schema: str | dict[str, Any] | None
-    seed: int | None
 
 
 def load_model(
@@ -110,18 +76,17 @@ def load_policy(name: str, budget: int, *, evict_every: int | None = None, **par
     return policies.fit(name, budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 
-def chat(engine: Engine, system: str | None = None, **sampling: Unpack[SamplingOptions]) -> Conversation:
+def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversation:
     """Starts a chat in the engine's cache, which is emptied. Its `reply(text)` yields the answer in pieces.
 
-    system: a system prompt, which is never evicted. Raises ModelError if the model has no chat template.
+    system: a system prompt, which is never evicted. sampling: the fields of `Sampling`, json_schema and seed;
+    without any, the likeliest token is taken. Raises ModelError if the model has no chat template.
     """
     writer = Writer(engine, _sampler(engine.model, sampling))
     return Conversation(writer, template_of(engine.model), system)
 
 
-def generate(
-    engine: Engine, prompt: str, n_max: int | None = None, **sampling: Unpack[SamplingOptions]
-) -> Iterator[str]:
+def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:
     """Yields the text that follows what the engine has read so far and this prompt, in pieces.
 
     It ends where the model ends it, or after n_max tokens. Raises UsageError if there is nothing to follow,
@@ -133,9 +98,12 @@ def generate(
     yield from writer.write(n_max)
 
 
-def _sampler(model: Model, options: SamplingOptions) -> Sampler:
-    its: dict[str, Any] = dict(options)
+def _sampler(model: Model, its: dict[str, Any]) -> Sampler:
+    """The sampler of the fields of `Sampling`, and of `json_schema` and `seed`. Raises UsageError."""
     seed, schema, stop = its.pop("seed", None), its.pop("json_schema", None), its.pop("stop", ())
+    if unknown := its.keys() - declared(Sampling).keys():
+        name = min(unknown)
+        raise UsageError(f"there is no setting {name}.{suggestion(name, declared(Sampling))}")
     if schema is not None:
         if its.get("grammar") is not None:
             raise UsageError("grammar and json_schema say the same; give one")

@@ -1,10 +1,13 @@
-"""Counts, and sizes in bytes, as people write them."""
+"""Counts, sizes in bytes, and types of numbers, as people write them."""
 
 from __future__ import annotations
 
 import re
 
 from kvtool.errors import UsageError
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""The types that llama.cpp has for cached keys and values."""
 
 _UNITS = {
     "B": 1,

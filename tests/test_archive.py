@@ -12,9 +12,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvtool.cli.archive import archive_of, check_archive_file
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
+from kvtool.options.run import Run
+from kvtool.runs import archive
 from kvtool.system import memory
 from kvtool.units import format_bytes
 from tests import tiny_kinds
@@ -49,7 +50,7 @@ def talk(chat_model, tmp_path):
     ],
 )
 def test_an_archive_is_tokens_or_bytes(text, settings):
-    assert archive_of(text) == settings
+    assert archive.limit(Run(archive=text)) == settings
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_an_archive_is_tokens_or_bytes(text, settings):
 def test_what_is_no_archive_is_refused(monkeypatch, text, words):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**40)
     with pytest.raises(UsageError, match=words):
-        archive_of(text)
+        archive.limit(Run(archive=text))
 
 
 @pytest.mark.parametrize(
@@ -292,33 +293,33 @@ def test_a_file_that_cannot_be_made_is_one_line(command, tmp_path):
 def test_a_folder_that_may_not_be_written_to_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=f"cannot be made: you may not write to {tmp_path}; name a new"):
-        check_archive_file(str(tmp_path / "file"))
+        archive.check_file(str(tmp_path / "file"))
 
 
 def test_windows_has_no_archive_in_a_file_yet(monkeypatch):
     monkeypatch.setattr("sys.platform", "win32")
     with pytest.raises(UsageError, match="^--archive-file does not work on Windows yet; leave it out$"):
-        check_archive_file("file")
-    check_archive_file(None)
+        archive.check_file("file")
+    archive.check_file(None)
 
 
 def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypatch, tmp_path):
     file = str(tmp_path / "file")
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**20)
     monkeypatch.setattr("kvtool.system.files.free_disk_bytes", lambda path: 2**30 if path == file else 0)
-    assert archive_of("2MiB", file) == {"archive_bytes": 2**21}
+    assert archive.limit(Run(archive="2MiB", archive_file=file)) == {"archive_bytes": 2**21}
     with pytest.raises(UsageError, match=f"2GiB is more than the disk of {file} has free \\(1.0 GiB\\)"):
-        archive_of("2GiB", file)
+        archive.limit(Run(archive="2GiB", archive_file=file))
     # of the disk here, whoever has the layers
     with pytest.raises(UsageError):
-        archive_of("2GiB", file, "there:50052")
+        archive.limit(Run(archive="2GiB", archive_file=file, rpc="there:50052"))
 
 
 def test_a_limit_in_bytes_may_be_above_this_machines_memory_where_workers_have_layers(monkeypatch):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**30)
     with pytest.raises(UsageError):
-        archive_of("2GiB")
-    assert archive_of("2GiB", rpc="there:50052") == {"archive_bytes": 2**31}
+        archive.limit(Run(archive="2GiB"))
+    assert archive.limit(Run(archive="2GiB", rpc="there:50052")) == {"archive_bytes": 2**31}
 
 
 @pytest.mark.engine

@@ -21,6 +21,7 @@ from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
 from kvtool.measure.grid import Run
 from kvtool.measure.results import Results
+from kvtool.options.run import TextRun
 from kvtool.system.paths import cache_dir
 from tests.test_cli import KVTOOL, TEXT, kvtool
 from tests.test_grid import TIMES
@@ -161,7 +162,7 @@ def test_kl_is_made_up_for_once_the_full_cache_is_there(monkeypatch, tmp_path):
 
     monkeypatch.setattr(runner, "Runner", Runner)
     monkeypatch.setattr(grid, "reference", lambda common: tmp_path / "none")
-    common = grid.Common({}, tmp_path, 100, 512, 64, "auto", "auto", 1)
+    common = grid.Common({}, TextRun(n_ctx=512), 100)
     results = Results(common, [run("local", "64")])
     for _ in range(2):
         _run(results, None, True, 1, None)
@@ -305,7 +306,8 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
 
 
 def run(label, asked=None, kind="f16"):
-    return Run(label, label.split(":")[0], (), {}, asked, 64, 16, 64, "auto", kind, kind)
+    options = TextRun(policy=label.split(":")[0], type_k=kind, type_v=kind)
+    return Run(label, options, {}, asked, 64)
 
 
 def row(label, asked=None, kind="f16", **values):

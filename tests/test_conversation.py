@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections import defaultdict
 from io import FileIO
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -20,7 +18,7 @@ from kvtool.chats.template import GEMMA, Template
 from kvtool.chats.undo import Copies, Copy
 from kvtool.chats.writer import Writer
 from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_terminal import Terminal
+from kvtool.cli.chat_screen import Terminal
 from kvtool.cli.keeper import Keeper
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
@@ -28,6 +26,8 @@ from kvtool.errors import ModelError, SessionError, StreamEnd, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
@@ -241,8 +241,7 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
     path = tmp_path / "chat.kvs"
     talk = chat()
     talk.undoable = True
-    context = SimpleNamespace(params=defaultdict(lambda: None, policy="buzz"))
-    keeper = Keeper(context, talk, path)
+    keeper = Keeper(talk, Run(policy="buzz"), Drawing(), path)
 
     def turn(text):
         "".join(talk.reply(text, 12))
@@ -279,8 +278,7 @@ def test_a_turn_is_taken_back_from_the_session_of_the_one_before(chat, tmp_path,
 def test_a_session_that_was_reset_is_no_copy_of_the_new_chat(chat, tmp_path):
     talk = chat()
     talk.undoable = True
-    context = SimpleNamespace(params=defaultdict(lambda: None, policy="buzz"))
-    keeper = Keeper(context, talk, tmp_path / "chat.kvs")
+    keeper = Keeper(talk, Run(policy="buzz"), Drawing(), tmp_path / "chat.kvs")
     "".join(talk.reply("Name a fruit.", 4))
     keeper.keep()
     talk.remember("/reset")
@@ -300,7 +298,7 @@ def keep(chat):
     def make(path):
         talk = chat("recall", 64, "Be brief.")
         talk.undoable = True
-        keepers.append(Keeper(SimpleNamespace(params=defaultdict(lambda: None, policy="recall")), talk, path))
+        keepers.append(Keeper(talk, Run(policy="recall"), Drawing(), path))
         return talk, keepers[-1]
 
     yield make
@@ -409,7 +407,7 @@ def test_where_nobody_can_be_asked_another_chat_is_not_replaced(chat, tmp_path):
     path = tmp_path / "chat.kvs"
     first, second = chat(), chat()
     for talk in (first, second):
-        keeper = Keeper(SimpleNamespace(params=defaultdict(lambda: None, policy="buzz")), talk, None)
+        keeper = Keeper(talk, Run(policy="buzz"), Drawing())
         "".join(talk.reply("Name a fruit.", 4))
         assert keeper.save(path) == (talk is first)
         assert session.read_meta(path)["id"] == first.id
@@ -591,7 +589,7 @@ def test_a_stream_that_ends_within_a_text_keeps_what_was_read(model):
 def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     talk = chat(policy="local", budget=48)
-    terminal = Terminal(talk, None, "local", None)
+    terminal = Terminal(talk, None, "local")
     out = io.StringIO()
     terminal.console = Console(file=out, width=100)
     commands = Commands(terminal)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.chats import session
-from kvtool.cli.utf8 import json_text, option, shown
 from kvtool.errors import UsageError
+from kvtool.system.texts import json_text, shown, utf8
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
 
@@ -182,7 +182,7 @@ def test_what_no_command_has_looked_at_is_one_line():
     code = (
         "from kvtool.cli import generate\n"
         "def read(): raise UnicodeDecodeError('utf-8', b'\\xe9', 0, 1, 'invalid')\n"
-        "generate.utf8.read_stdin = read\n"
+        "generate.read_stdin = read\n"
         "from kvtool.__main__ import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code, "generate"], capture_output=True, check=False)
@@ -199,11 +199,11 @@ def test_a_blank_is_a_text_to_continue(smollm2):
 
 
 def test_an_option_in_an_ascii_locale_is_read_as_utf8():
-    assert option("-p", "na\udcc3\udcafve") == "na\u00efve"
-    assert option("-p", "\u4e16") == "\u4e16"
-    assert option("-p", None) is None
+    assert utf8("-p", "na\udcc3\udcafve") == "na\u00efve"
+    assert utf8("-p", "\u4e16") == "\u4e16"
+    assert utf8("-p", None) is None
     with pytest.raises(UsageError, match="-p is not UTF-8"):
-        option("-p", "caf\udce9")
+        utf8("-p", "caf\udce9")
 
 
 def test_json_has_no_half_characters():

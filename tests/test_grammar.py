@@ -20,7 +20,7 @@ from kvtool.llama.grammar import Grammar, grammar_sampler, not_held, schema_gram
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.sampling import Sampling
+from kvtool.options.sampling import Sampling
 from tests.running import open_engine
 from tests.test_cli import kvtool
 

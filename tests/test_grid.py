@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvtool.measure.results import Results
 from kvtool.measure.runner import Runner
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
+from kvtool.options.run import TextRun
 from tests.running import open_engine, text
 
 N = 150
@@ -47,16 +49,22 @@ def model(tiny_model):
 def common(model):
     what = {"model": str(model), "model_sha256": "m", "text": "t", "text_sha256": "t"}
     versions = dict.fromkeys(("kvtool", "llama_cpp_python", "patch"), "1")
-    return grid.Common(what | versions, model, N, 512, 64, "auto", "auto", 1)
+    run = TextRun(model=str(model), n_ctx=512, n_batch=64, threads=1)
+    return grid.Common(what | versions, run, N)
+
+
+def changed(common, **change):
+    """The same with other options."""
+    return replace(common, options=replace(common.options, **change))
 
 
 def make(common, wanted, budgets, types=("f16",), **options):
-    info = read(common.model)
+    info = read(Path(common.options.model))
     return grid.runs(common, info.n_ctx_train, info.plain_layers, wanted, budgets, types, **options)
 
 
 def named(runs):
-    return [f"{run.label} {run.asked or '-'} {run.type_k}" for run in runs]
+    return [f"{run.label} {run.asked or '-'} {run.options.type_k}" for run in runs]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +91,8 @@ def test_the_grid_goes_budget_by_budget(common):
         "corm 25% f16",
     ]
     assert [run.budget for run in found] == [N, N, 512, 64, 64, 128, 128]
-    assert found[0].evict_every is None
-    assert found[3].evict_every == 8
+    assert found[0].options.evict_every is None
+    assert found[3].options.evict_every == 8
 
 
 def test_everything_is_combined_when_asked(common):
@@ -99,14 +107,14 @@ def test_what_is_named_twice_is_one_run(common):
 
 
 def test_bytes_are_for_cells_and_the_batch(common):
-    (run,) = make(replace(common, n_batch=100), ["h2o"], ["128KiB"])
-    assert (run.asked, run.budget, run.n_batch) == ("128KiB", 256, 64)
+    (run,) = make(changed(common, n_batch=100), ["h2o"], ["128KiB"])
+    assert (run.asked, run.budget, run.options.n_batch) == ("128KiB", 256, 64)
     found = make(common, ["h2o"], ["128KiB"], ["f16", "q8_0"], combine=True)
     assert [run.budget for run in found] == [256, 256]
 
 
 def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
-    rows = read(common.model).plain_layers.all
+    rows = read(Path(common.options.model)).plain_layers.all
     # a cell takes 512 bytes, the state as many as 256 cells
     layers = Layers((*rows, Layer(2, Kind.RECURRENT, 2, 0, 0, 0, 256 * 512)))
     found = grid.runs(common, 512, layers, ["h2o"], ["256KiB", "384KiB"], ["f16"])
@@ -122,7 +130,7 @@ def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
         ("h2o:sinkz=1", "64", "f16", {}, "no parameter"),
         ("streamingllm", "3", "f16", {}, "a budget of 3 is too small for streamingllm; use at least 6"),
         ("h2o", "many", "f16", {}, "a budget is a number of tokens"),
-        ("h2o", "513", "f16", {}, "more than the context of 512"),
+        ("h2o", "513", "f16", {}, "the context is 512 tokens"),
         (
             "h2o",
             "1KiB",
@@ -131,14 +139,14 @@ def test_bytes_are_for_what_is_kept_beside_the_rows_too(common):
             "1KiB is too small for this model: its smallest cache .256 tokens. takes 128",
         ),
         ("buzz:kept=true", "256KiB", "f16", {}, "256KiB fits 512 cells, but .* give it in tokens"),
-        ("buzz:kept=true", "200", "f16", {}, "a budget of 200 tokens after an eviction takes 525 before"),
+        ("buzz:kept=true", "200", "f16", {}, "a budget of at most that, not 200, which takes 525"),
         ("h2o", "64", "q8_0", {"flash": "off"}, "flash attention"),
         ("h2o", "64", "q4_0", {"positions": "in-cache"}, "lose too much precision"),
     ],
 )
 def test_what_cannot_be_is_refused_before_it_is_run(common, wanted, budget, kind, change, words):
     with pytest.raises(UsageError, match=words):
-        make(replace(common, **change), [wanted], [budget], [kind])
+        make(changed(common, **change), [wanted], [budget], [kind])
 
 
 def test_a_type_has_to_fit_all_heads_that_have_cells(common):
@@ -150,8 +158,8 @@ def test_a_type_has_to_fit_all_heads_that_have_cells(common):
 
 
 def test_full_is_never_turned(common):
-    (run,) = make(replace(common, positions="in-cache"), ["full"], [], ["q4_0"])
-    assert run.positions == "auto"
+    (run,) = make(changed(common, positions="in-cache"), ["full"], [], ["q4_0"])
+    assert run.options.positions == "auto"
 
 
 def test_shards_are_the_grid_between_them(common):
@@ -235,18 +243,15 @@ def test_a_policy_s_own_file_is_known_by_what_is_in_it(common, tmp_path):
 
 
 def test_another_device_is_another_run(common):
-    (run,) = make(common, ["h2o"], ["64"])
-    keys = [records.key(grid.identity(replace(common, gpu_layers=n), run), grid.KEY) for n in (None, 0)]
+    grids = [changed(common, gpu_layers=n) for n in (None, 0)]
+    keys = [records.key(grid.identity(each, *make(each, ["h2o"], ["64"])), grid.KEY) for each in grids]
     assert keys[0] != keys[1]
 
 
 def test_only_a_policy_that_recalls_is_another_run_with_another_archive(common):
-    changes = ({}, {"archive": {"archive": 100}}, {"archive_type": "f16"})
+    grids = [changed(common, **change) for change in ({}, {"archive": "100"}, {"archive_type": "f16"})]
     keys = {
-        name: {
-            records.key(grid.identity(replace(common, **change), *make(common, [name], ["64"])), grid.KEY)
-            for change in changes
-        }
+        name: {records.key(grid.identity(each, *make(each, [name], ["64"])), grid.KEY) for each in grids}
         for name in ("h2o", "recall")
     }
     assert {name: len(found) for name, found in keys.items()} == {"h2o": 1, "recall": 3}
@@ -276,9 +281,9 @@ def test_a_run_has_the_numbers_of_perplexity(common):
     found |= of_full
     nll = {}
     for run in runs:
-        policy = policies.fit(run.policy, run.budget)
+        policy = policies.fit(run.options.policy, run.budget)
         settings = {"type_k": "f16", "type_v": "f16", "flash": "auto", "over_budget": False}
-        with open_engine(common.model, policy, **settings) as engine:
+        with open_engine(common.options.model, policy, **settings) as engine:
             nll[run] = perplexity.stream(engine, text(N))
             assert found[run]["cells"] == engine.mean_kv
             assert found[run]["kv_bytes"] == found[run]["kv_peak_bytes"] == engine.cache_bytes
@@ -336,8 +341,8 @@ def test_a_run_that_fails_is_a_record_and_not_the_end(common, tmp_path):
     found, _ = measured(common, runs, jobs=2)
     for run, (_, words) in zip(runs, BREAKS.values(), strict=False):
         said = found[run].get("error")
-        assert (said is None) if words is None else (words in said), (run.policy, said)
-        assert found[run]["policy"] == run.policy
+        assert (said is None) if words is None else (words in said), (run.label, said)
+        assert found[run]["policy"] == run.options.policy
     # the policy that prints gives the same as `local`, which comes last
     assert found[runs[4]]["nll"] == found[runs[5]]["nll"]
 
@@ -357,6 +362,6 @@ def test_no_process_outlives_its_runner(common):
 
 def test_a_job_survives_its_way(common):
     (run,) = make(common, ["h2o:window=30"], ["64"])
-    job = one.Job("m", "t", run.policy, run.options, 64, 8, "f16", "f16", "auto", 512, 64, "auto", 1)
-    job = replace(job, archive={"archive_bytes": 9})
+    job = one.Job(run.options, "t", reference="r")
+    assert (job.options.options, job.options.budget, job.options.evict_every) == (("window=30",), "64", 8)
     assert one.decode(json.loads(one.encode(job))) == job

@@ -14,11 +14,16 @@ from typer.main import get_command
 
 from kvtool import __version__
 from kvtool.cli import COMMANDS, app, completion, near
+from kvtool.cli.compare import _Grid
 from kvtool.cli.examples import EXAMPLES
+from kvtool.cli.models import _Types
 from kvtool.cli.settings import all_commands
+from kvtool.options.field import declared
+from kvtool.options.run import Run
 from tests.test_cli import KVTOOL, kvtool
 
-ALL = ["", *sorted({" ".join(words[:n]) for words, _ in all_commands() for n in range(1, len(words) + 1)})]
+COMMANDS_OF = dict(all_commands(get_command(app)))
+ALL = ["", *sorted({" ".join(words[:n]) for words in COMMANDS_OF for n in range(1, len(words) + 1)})]
 
 
 # help
@@ -47,7 +52,7 @@ def test_h_and_v_work_on_every_command(words):
 
 
 def test_every_command_has_two_examples_that_it_takes():
-    commands = {" ".join(words): command for words, command in all_commands()}
+    commands = {" ".join(words): command for words, command in COMMANDS_OF.items()}
     assert {"", *commands} <= set(EXAMPLES)
     for words, examples in EXAMPLES.items():
         assert len(examples) == 2
@@ -121,7 +126,7 @@ def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
 
 
 def test_what_is_suggested_exists():
-    known = {" ".join(words) for words, _ in all_commands()} | {"--version", "models rm"}
+    known = {" ".join(words) for words in COMMANDS_OF} | {"--version", "models rm"}
     for group, names in near.INSTEAD.items():
         assert set(names.values()) <= known
         at = get_command(app)
@@ -178,15 +183,10 @@ def test_what_is_typed_in_two_places_is_one_line(words, said):
 
 
 def test_cache_types_are_taken_in_any_case():
-    found = set()
-    for words, command in all_commands():
-        context = command.make_context("x", [], resilient_parsing=True)
-        for option in command.params:
-            if option.name in ("type_k", "type_v", "types", "archive_type"):
-                assert option.process_value(context, "Q8_0,BF16") == "q8_0,bf16", (words, option.name)
-                found.add((" ".join(words), option.name))
-    wanted = {("models show", "type_k"), ("eval", "type_v"), ("compare", "types"), ("chat", "archive_type")}
-    assert wanted < found
+    for kind in (Run, _Types):
+        for name in declared(kind).keys() & {"type_k", "type_v", "archive_type"}:
+            assert getattr(kind.filled({name: "Q8_0"}), name) == "q8_0", (kind, name)
+    assert _Grid.filled({"types": "Q8_0,BF16"}).types == "q8_0,bf16"
 
 
 @pytest.mark.engine

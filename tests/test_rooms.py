@@ -99,8 +99,8 @@ def test_nothing_imports_the_laboratory():
 
 def test_a_forbidden_import_is_found(tmp_path):
     path = tmp_path / "inner.py"
-    path.write_text("def f():\n    from kvtool.cli import flags\n    import llama_cpp.llama_cpp as api\n")
-    assert list(imports(path)) == [(2, "kvtool.cli.flags"), (3, "llama_cpp.llama_cpp")]
+    path.write_text("def f():\n    from kvtool.cli import chat\n    import llama_cpp.llama_cpp as api\n")
+    assert list(imports(path)) == [(2, "kvtool.cli.chat"), (3, "llama_cpp.llama_cpp")]
 
 
 def test_the_build_needs_the_standard_library_alone():

@@ -7,9 +7,8 @@ import itertools
 import json
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -22,14 +21,16 @@ from kvtool.chats.logprobs import logprobs
 from kvtool.chats.prompt import template_of
 from kvtool.chats.stops import Stops
 from kvtool.chats.writer import Writer
-from kvtool.cli import sampling as options
 from kvtool.cli.chat import chat
 from kvtool.cli.generate import generate
+from kvtool.cli.keeper import Keeper
 from kvtool.errors import InputError, UsageError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.library import api
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.sampling import Sampling
+from kvtool.options.field import declared
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing, Sampling
 from tests.running import LOGITS, open_engine
 from tests.test_chat_session import exported, talk  # noqa: F401
 from tests.test_cli import kvtool
@@ -322,36 +323,29 @@ def test_logprobs_need_json():
 
 
 def test_chat_and_generate_and_python_have_the_same_settings():
-    defaults = {field.name: field.default for field in fields(Sampling)}
+    defaults = {name: getattr(Sampling, name) for name in declared(Sampling)}
     for command, temp in ((chat, 0.8), (generate, 0.4)):
         shown = {"temp": temp, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
         found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
             assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
-        assert {*defaults, "json_schema"} == set(options.SAMPLING)
-    assert set(get_type_hints(kvtool_api.SamplingOptions)) == {*defaults, "json_schema", "seed"}
+        assert {*defaults, "json_schema", "seed", "n"} == set(declared(Drawing))
 
 
-class Typed(SimpleNamespace):
-    """A command's context, as far as settings need it."""
-
-    def get_parameter_source(self, name):
-        return SimpleNamespace(name="COMMANDLINE" if name in self.typed else "DEFAULT")
-
-
-def context(typed=(), **params):
-    defaults = {name: each.default for name, each in inspect.signature(chat).parameters.items()}
-    return Typed(params=defaults | params, typed={*typed, *params})
+@pytest.mark.engine
+def test_python_refuses_a_setting_that_there_is_not(engine):
+    with pytest.raises(UsageError, match=r"^there is no setting top_kk\. Did you mean top_k"):
+        next(kvtool_api.generate(engine, "Hello", top_kk=1))
 
 
 def test_options_are_read_as_llama_cpp_reads_them():
-    its = options.settings(
-        context(
-            logit_bias=["15-2.5", " 7 + 1 ", "9-inf"],
-            stop=[r"\n\n", "", r"a\\n", r"\end"],
-            dry_sequence_breaker=[r"\t", "x"],
-        )
-    )
+    raw = {
+        "logit_bias": ["15-2.5", " 7 + 1 ", "9-inf"],
+        "stop": [r"\n\n", "", r"a\\n", r"\end"],
+        "dry_sequence_breaker": [r"\t", "x"],
+    }
+    drawing = Drawing.filled(raw)
+    its = drawing.sampling()
     assert its.logit_bias == ((15, -2.5), (7, 1.0), (9, -math.inf))
     assert its.stop == ("\n\n", "a\\n", "\\end")
     assert its.dry_sequence_breaker == ("\t", "x")
@@ -359,45 +353,53 @@ def test_options_are_read_as_llama_cpp_reads_them():
         **{"temp": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "stop": its.stop},
         **{"logit_bias": its.logit_bias, "dry_sequence_breaker": its.dry_sequence_breaker},
     )
-    assert options.settings(context(dry_sequence_breaker=["none"])).dry_sequence_breaker == ()
+    assert Drawing.filled({"dry_sequence_breaker": ["none"]}).dry_sequence_breaker == ()
+    assert Drawing.filled({"dry_sequence_breaker": None}) == Drawing()
+    # what a session keeps is read as the same again
+    for each in (drawing, Drawing(dry_sequence_breaker=()), Drawing()):
+        assert Drawing().resumed(json.loads(json.dumps(each.kept()))) == each
 
 
 def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
-    mixed = context(["grammar"], grammar="root ::= [a]", json_schema="{}")
-    mixed.typed.discard("json_schema")
-    assert options.settings(mixed).grammar == "root ::= [a]"
-    assert mixed.params["json_schema"] is None
+    typed = Drawing.filled({"grammar": "root ::= [a]"}, typed=["grammar"])
+    mixed = typed.resumed({"json_schema": "{}", "temp": 0.5})
+    assert (mixed.grammar, mixed.json_schema, mixed.temp) == ("root ::= [a]", None, 0.5)
 
 
 @pytest.mark.engine
 def test_one_setting_is_changed_by_its_name(engine, tmp_path):
-    running = context()
-    sampler = options.sampler(running, engine, options.settings(running))
+    sampler = Sampler(engine.model, Drawing().sampling())
+    chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None)
+    keeper = Keeper(chat, Run(), Drawing())
     sampler.recent.append(A)
-    options.change(running, sampler, "top-k", "5")
-    options.change(running, sampler, "stop", r"\n")
+    keeper.set("top-k", "5")
+    keeper.set("stop", r"\n")
+    keeper.set("temperature", "0.5")
     (tmp_path / "yes.gbnf").write_text('root ::= "yes"')
-    options.change(running, sampler, "grammar", str(tmp_path / "yes.gbnf"))
-    assert sampler.settings == replace(
-        options.settings(context()), top_k=5, stop=("\n",), grammar='root ::= "yes"'
-    )
+    keeper.set("grammar", str(tmp_path / "yes.gbnf"))
+    changed = {"top_k": 5, "stop": ("\n",), "grammar": 'root ::= "yes"', "temp": 0.5}
+    assert sampler.settings == replace(Drawing().sampling(), **changed)
     assert list(sampler.recent) == [A]
-    before, settings = dict(running.params), sampler.settings
+    before, settings = keeper.drawing, sampler.settings
     for name, text, error, words in (
         ("top_p", "2", UsageError, "--top-p must be"),
         ("top_k", "many", UsageError, "top_k must be a whole number, got 'many'"),
         ("top_kk", "1", UsageError, "there is no setting top_kk. Did you mean top_k"),
         ("grammar", "root ::= x", UsageError, "Undefined rule identifier 'x'"),
         ("json_schema", "nowhere.json", InputError, "cannot read nowhere.json"),
+        ("n", "0", UsageError, "0 writes nothing; give at least 1, or -1 for no limit"),
     ):
         with pytest.raises(error, match=words.replace(".", r"\.")):
-            options.change(running, sampler, name, text)
-        assert (running.params, sampler.settings) == (before, settings)
+            keeper.set(name, text)
+        assert (keeper.drawing, sampler.settings) == (before, settings)
     # another shape replaces the first, and none ends it
-    options.change(running, sampler, "json_schema", '{"type": "null"}')
+    keeper.set("json_schema", '{"type": "null"}')
     assert "null" in sampler.settings.grammar
-    options.change(running, sampler, "json_schema", "")
+    keeper.set("json_schema", "")
     assert sampler.settings.grammar is None
+    keeper.set("seed", "7")
+    keeper.set("n", "-1")
+    assert (sampler.seed, keeper.drawing.n) == (7, None)
     sampler.close()
 
 
@@ -582,7 +584,7 @@ def test_a_session_of_a_kvtool_that_had_fewer_settings_goes_on(talk, tmp_path): 
     assert talk(["one"], "--policy", "h2o", "--budget", "96", "--temp", "0").returncode == 0
     meta, arrays = sessions.read(path)
     known = ("temp", "top_k", "top_p", "min_p", "repeat_penalty")
-    for name in set(options.SAMPLING) - set(known):
+    for name in (declared(Drawing).keys() & meta["options"].keys()) - {*known, "n"}:
         del meta["options"][name]
     sessions.write(path, meta, list(arrays.items()))
     done = talk(["two"])

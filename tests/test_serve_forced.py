@@ -7,7 +7,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.sampling import Sampling
+from kvtool.options.sampling import Sampling
 from kvtool.serve.errors import ApiError
 from kvtool.serve.forced import forced_grammar
 from kvtool.serve.formats import GEMMA, HERMES

@@ -8,10 +8,13 @@ import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 
-from kvtool.cli import settings
+from kvtool.cli import app, settings
 from kvtool.errors import UsageError
 from tests.test_cli import kvtool
+
+ROOT = get_command(app)
 
 FILE = """
 budget = 512
@@ -62,10 +65,10 @@ def test_how_a_chat_is_drawn_is_no_matter_of_a_task(file, monkeypatch):
 
 def held(words, *arguments):
     """The values and sources of a command that was called so, by parameter."""
-    command = dict(settings.all_commands())[tuple(words.split())]
+    command = dict(settings.all_commands(ROOT))[tuple(words.split())]
     context = command.make_context("x", [], resilient_parsing=True)
     typed, _, _ = command.make_parser(context).parse_args(args=list(arguments))
-    found = settings.of_command(command, tuple(words.split()), typed)
+    found = settings.of_command(command, tuple(words.split()), typed, ROOT)
     return {name: setting.value for name, setting in found.items()}
 
 
@@ -136,7 +139,7 @@ def test_parameters_belong_to_the_policy_beside_them(file, monkeypatch):
 
 
 def test_no_option_has_the_name_of_another_variable_of_ours():
-    for words, command in settings.all_commands():
+    for words, command in settings.all_commands(ROOT):
         for param in settings.options_of(command):
             names = {settings.variable(param), settings.variable(param, words)}
             assert not names & set(settings.NOT_OPTIONS), param.opts

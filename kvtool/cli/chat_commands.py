@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from kvtool.cli import chat_show
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.keeper import turns
-from kvtool.cli.sampling import SAMPLING, change
-from kvtool.cli.utf8 import shown
 from kvtool.errors import KvtoolError, SessionError, UsageError
+from kvtool.options.field import declared
+from kvtool.options.sampling import Drawing
+from kvtool.system.texts import shown
 
 if TYPE_CHECKING:
-    from kvtool.cli.chat_terminal import Terminal
+    from kvtool.cli.chat_screen import Terminal
 
 HELP = """\
 /help, /?      show this help
@@ -46,12 +47,6 @@ the archive of --policy recall, and are deleted when you leave.
 With --session FILE, the file is written after every reply and every /undo.
 /reset, /system and /load do not touch it: the next reply first moves the chat
 that is in it to FILE.1 (FILE.2, ...)."""
-
-_NAMES = {
-    **{"temperature": "temp", "predict": "n", "n_predict": "n", "num_predict": "n", "max_tokens": "n"},
-    **{"max_new_tokens": "n", "typical_p": "typical", "repetition_penalty": "repeat_penalty"},
-}
-"""What /set is told, by the names of other programs, too."""
 
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
@@ -89,7 +84,7 @@ class Commands:
         )
         found["/save"] = found["/load"] = None
         found["/show"] = lambda: chat_show.SHOWN
-        found["/set"] = lambda: ["n", "seed", *SAMPLING]
+        found["/set"] = lambda: declared(Drawing)
         return found
 
     def run(self, line: str) -> bool:
@@ -167,20 +162,15 @@ class Commands:
 
     def _set(self, text: str) -> None:
         name, _, given = text.replace("=", " ", 1).partition(" ")
-        given, params = given.strip(), self.keeper.context.params
+        given = given.strip()
         # a text may stand in quotes
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
-        name = _NAMES.get(name.lstrip("-").replace("-", "_"), name.lstrip("-").replace("-", "_"))
-        sampler = self.conversation.writer.sampler
         if not text:
             chat_show.show(self.terminal, "settings")
             return
-        if given and name == "n":
-            params["n"] = self.terminal.n_max = None if value == "-1" else _number("n", value, 1)
-        elif given and name == "seed":
-            params["seed"] = sampler.seed = _number("seed", value, 0)
-        elif name not in ("n", "seed") and (given or name not in SAMPLING):
-            change(self.keeper.context, sampler, name, value)
+        name = Drawing.field(name)
+        if given:
+            self.keeper.set(name, value)
         self.terminal.note(f"{name}  {chat_show.setting(self.terminal, name)}")
 
     def _reset(self) -> None:
@@ -232,12 +222,6 @@ class Commands:
         path = self.keeper.path
         kept = f"; {path} holds the previous chat until the next reply" if self.keeper.has_previous else ""
         self.terminal.note(f"{what}{kept}; /undo takes this back")
-
-
-def _number(name: str, text: str, least: int) -> int:
-    if not (text.isdecimal() and int(text) >= least):
-        raise UsageError(f"{name} must be a whole number of at least {least}, got {text!r}")
-    return int(text)
 
 
 def _path(command: str, name: str) -> Path:

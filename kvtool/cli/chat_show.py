@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.cli.archive import archive_line, archive_record
 from kvtool.cli.explain import policy_line
-from kvtool.cli.sampling import SAMPLING
 from kvtool.errors import UsageError
+from kvtool.options.field import declared
+from kvtool.options.sampling import Drawing
+from kvtool.runs.report import archive_line, report
 
 if TYPE_CHECKING:
-    from kvtool.cli.chat_terminal import Terminal
+    from kvtool.cli.chat_screen import Terminal
 
 
 def cells(terminal: Terminal, last: str) -> None:
@@ -52,7 +53,7 @@ def stats(terminal: Terminal) -> None:
         "policy state": format_bytes(engine.host_bytes),
     }
     if engine.context.archive:
-        rows["archive"] = archive_line(archive_record(engine))
+        rows["archive"] = archive_line(report(engine, terminal.policy))
     rows |= {
         "process memory": format_bytes(resident) if resident else "unknown",
         "copies for /undo": f"{len(copies)}, {format_bytes(copies.n_bytes)} on disk",
@@ -69,19 +70,18 @@ def show(terminal: Terminal, what: str) -> None:
 
 
 def setting(terminal: Terminal, name: str) -> str:
-    """What /set may change, in words."""
-    if name == "n":
-        return str(terminal.n_max or "no limit")
+    """What /set may change, in words. name: of a field of `Drawing`."""
+    drawing = terminal.keeper.drawing
     if name == "seed":
         return str(terminal.conversation.writer.sampler.seed)
-    value = terminal.keeper.context.params[name]
-    if isinstance(value, (list, tuple)):
+    value = drawing.kept()[name]
+    if isinstance(value, list):
         return ", ".join(map(repr, value)) or "(none)"
-    return "(none)" if value is None else str(value)
+    return ("no limit" if name == "n" else "(none)") if value is None else str(value)
 
 
 def _settings(terminal: Terminal) -> None:
-    _table(terminal, {name: setting(terminal, name) for name in ("n", "seed", *SAMPLING)})
+    _table(terminal, {name: setting(terminal, name) for name in declared(Drawing)})
 
 
 def _thought(terminal: Terminal) -> None:

@@ -1,281 +1,55 @@
-"""The chat that a person sees in a terminal: a prompt, replies, a status line after each."""
+"""The chat that a person sees in a terminal: reads what they type until they leave."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
-
-from kvtool.chats.conversation import Conversation
-from kvtool.cli.archive import archive_limit
 from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_input import Prompt, confirmed, unquoted, with_files
-from kvtool.cli.console import plain_console
-from kvtool.cli.keeper import Keeper, turns
-from kvtool.cli.utf8 import shown
-from kvtool.errors import InputError, ModelError, StreamEnd, UsageError
+from kvtool.cli.chat_input import Prompt, unquoted
+from kvtool.cli.chat_screen import Terminal
+from kvtool.cli.keeper import turns
+from kvtool.runs.report import archive_limit
 from kvtool.system import interrupt
-
-_N_LINES = 8
-"""Lines of the last turn that are shown when a chat goes on."""
+from kvtool.system.texts import shown
 
 
-class Terminal:
-    """Reads what a user types until they leave; each text is a command or a turn.
+def run(terminal: Terminal) -> None:
+    """Each text is a command or a turn."""
+    from rich.text import Text
 
-    Attributes
-    ----------
-    policy
-        The policy's name, for the user.
-    n_max
-        Maximum tokens of a reply, or None.
-    plain
-        Whether replies are shown as the model writes them.
-    hide_thinking
-        Whether nothing of a thought is shown but that it goes on.
-    thought
-        The last reply's thought.
-    tokens_per_s
-        Speed of the last reply; 0 if it has no more than one token.
-    typed
-        What the next prompt begins with.
-    last_typed
-        The last turn, and how it was typed: with the names of files.
-    """
-
-    def __init__(
-        self,
-        conversation: Conversation,
-        keeper: Keeper,
-        policy: str,
-        n_max: int | None,
-        *,
-        plain: bool = False,
-        hide_thinking: bool = False,
-    ) -> None:
-        self.conversation = conversation
-        self.keeper = keeper
-        self.engine = conversation.writer.engine
-        self.policy = policy
-        self.n_max = n_max
-        self.plain = plain
-        self.hide_thinking = hide_thinking
-        self.thought = self.typed = ""
-        self.last_typed: dict[str, str] = {}
-        self.tokens_per_s = 0.0
-        self.console = plain_console()
-        self._keys = _Keys()
-
-    def run(self) -> None:
-        from rich.text import Text
-
-        engine, commands = self.engine, Commands(self)
-        limits = [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
-        self.console.print(
-            Text.assemble(
-                (engine.model.path.stem, "bold"),
-                " with policy ",
-                (self.policy, "bold"),
-                ", ".join(filter(None, limits)),
-            )
+    engine, commands = terminal.engine, Commands(terminal)
+    limits = [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
+    terminal.console.print(
+        Text.assemble(
+            (engine.model.path.stem, "bold"),
+            " with policy ",
+            (terminal.policy, "bold"),
+            ", ".join(filter(None, limits)),
         )
-        if n := self.conversation.n_turn:
-            self.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
-            self.show_last()
-        prompt = Prompt(commands.words())
-        while (typed := self._ask(prompt)) is not None:
-            with self._keys.waiting():
-                text = unquoted(typed)
-                if text.startswith("/") and not text.startswith("//"):
-                    if not commands.run(text):
-                        break
-                elif text:
-                    # of two slashes at the start of a turn the first is no part of it
-                    # what a terminal without UTF-8 sends must not end the chat
-                    self.say(shown(text[1:] if text.startswith("//") else text))
+    )
+    if n := terminal.conversation.n_turn:
+        terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
+        terminal.show_last()
+    prompt = Prompt(commands.words())
+    while (typed := _ask(terminal, prompt)) is not None:
+        with terminal.keys.waiting():
+            text = unquoted(typed)
+            if text.startswith("/") and not text.startswith("//"):
+                if not commands.run(text):
+                    break
+            elif text:
+                # of two slashes at the start of a turn the first is no part of it
+                # what a terminal without UTF-8 sends must not end the chat
+                terminal.say(shown(text[1:] if text.startswith("//") else text))
 
-    def note(self, text: str) -> None:
-        self.console.print(text, style="dim")
 
-    def error(self, text: object) -> None:
-        self.console.print(f"{text}", style="red")
-
-    def confirm(self, question: str) -> bool:
-        """Asks a question that only "y" or "yes" answers with yes."""
-        interrupt.raises()
-        with self._keys.normal():
-            try:
-                return confirmed(f"{question} [y/N] ")
-            except (EOFError, KeyboardInterrupt):
-                self.console.print()
-                return False
-
-    def status(self) -> str:
-        """One line: how much of what was said is held, cells, bytes, and the speed of the last reply."""
-        from kvtool.measure.holdings import n_forgotten
-        from kvtool.units import format_bytes
-
-        engine, n = self.engine, max(self.engine.n_past, 1)
-        lost = n_forgotten(engine) / n
-        if engine.context.archive:
-            # what is archived comes back: it is held
-            held = f"{share(1 - lost)} held, {engine.n_archived:,} of them archived"
-        else:
-            held = f"{share(min(engine.mean_kv / n, 1.0))} held"
-        parts = [
-            f"{engine.n_past:,} tokens, {held}, {share(lost)} forgotten",
-            f"cache {format_bytes(engine.cache_bytes)}",
-            f"{self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "",
-        ]
-        return " \u00b7 ".join(filter(None, parts))
-
-    def saved(self) -> None:
-        """Says what could not be saved, and where another chat was put."""
-        if self.keeper.unsaved:
-            self.error(self.keeper.unsaved)
-        if self.keeper.aside:
-            self.note(f"the previous chat of {self.keeper.path} is now in {self.keeper.aside.name}")
-
-    def show_last(self) -> None:
-        """Shows the last turn and its reply again."""
-        from kvtool.cli.chat_reply import ReplyView
-
-        user, reply = [each["content"] for each in self.conversation.messages][-2:]
-        lines = user.split("\n")
-        # a long text is known by its beginning
-        lines[_N_LINES:] = ["..."] * (len(lines) > _N_LINES)
-        self.console.print("\n> " + "\n  ".join(lines) + "\n")
-        with ReplyView(self.console, self.conversation.splitter(), plain=self.plain, hide=True) as out:
-            out.write(reply)
-
-    def say(self, text: str) -> None:
-        """Takes a turn: reads it, and shows the reply while it is written."""
+def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
+    """What the user types next; None to leave."""
+    interrupt.raises()
+    default, terminal.typed = terminal.typed, ""
+    while True:
         try:
-            said = with_files(text)
-        except InputError as error:
-            self.error(f"{error}; nothing was said")
-            self.typed = "" if "\n" in text else text
-            return
-        self.last_typed, text = {said: text}, said
-        writer = self.conversation.writer
-        signal.signal(signal.SIGINT, lambda *_: setattr(writer, "stop", True))
-        self.tokens_per_s, self.thought = 0.0, ""
-        self.console.print()
-        try:
-            if not self._hear(text):
-                self._cancel()
-                return
-            self._answer()
-        except (ModelError, StreamEnd, UsageError) as error:
-            self.error(f"{error}; or start over with /reset")
-        if writer.stop:
-            self.note("stopped")
-        elif writer.is_cut:
-            self.note(f"cut at {writer.n_written:,} tokens by -n; /set n changes it")
-        self.keeper.keep()
-        self.saved()
-        self.note(self.status())
-
-    def _hear(self, text: str) -> bool:
-        """Reads a turn, and says how far it is."""
-        from rich.text import Text
-
-        from kvtool.cli.progress import Pace
-
-        writer, pace = self.conversation.writer, Pace("reading")
-        with self.console.status(Text("reading")) as line:
-            writer.while_reading = lambda done, n: line.update(Text(pace.line(done, n)))
-            try:
-                return self.conversation.hear(text)
-            finally:
-                writer.while_reading = lambda done, n: None
-
-    def _answer(self) -> None:
-        from kvtool.cli.chat_reply import ReplyView
-
-        writer, splitter = self.conversation.writer, self.conversation.splitter()
-        view = ReplyView(self.console, splitter, plain=self.plain, hide=self.hide_thinking)
-        started = time.monotonic()
-        try:
-            with view:
-                for piece in self.conversation.answer(self.n_max):
-                    view.write(piece)
-        finally:
-            n, seconds = writer.n_written - 1, time.monotonic() - started
-            self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
-            self.thought = view.thought
-
-    def _cancel(self) -> None:
-        """Takes back a turn that was stopped while it was read."""
-        if self.conversation.take_back() is None:
-            self.note("stopped; there is no copy to go back to: the rest is read with the next turn")
-        else:
-            self.note("cancelled; the chat is as it was before")
-
-    def _ask(self, prompt: Any) -> str | None:
-        """What the user types next; None to leave."""
-        interrupt.raises()
-        default, self.typed = self.typed, ""
-        while True:
-            try:
-                return str(prompt.ask(default))
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                default = ""
-                self.note("Ctrl-D or /exit leaves")
-
-
-def share(part: float) -> str:
-    """A share as people read it; only all and nothing are 100 % and 0 %."""
-    percent = 100 * part if part in (0, 1) else min(max(100 * part, 0.1), 99.9)
-    return f"{percent:.0f} %" if part in (0, 1) else f"{percent:.1f} %"
-
-
-class _Keys:
-    """Hides what is typed while the chat is busy; the next prompt gets it."""
-
-    def __init__(self) -> None:
-        self._before: Any = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Typed characters would break what is drawn: they are not shown inside."""
-        try:
-            import termios
-        except ImportError:
-            yield
-            return
-        self._before = termios.tcgetattr(sys.stdin)
-        waiting = termios.tcgetattr(sys.stdin)
-        waiting[3] &= ~termios.ECHO
-        # else the terminal itself swallows Ctrl-D, and the prompt never gets it
-        waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, waiting)
-        try:
-            yield
-        finally:
-            # a terminal that is gone cannot be set back
-            with suppress(termios.error):
-                termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
-            self._before = None
-
-    @contextmanager
-    def normal(self) -> Iterator[None]:
-        """Inside `waiting`, for a question: typed characters are shown again."""
-        if self._before is None:
-            yield
-            return
-        import termios
-
-        waiting = termios.tcgetattr(sys.stdin)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
-        try:
-            yield
-        finally:
-            with suppress(termios.error):
-                termios.tcsetattr(sys.stdin, termios.TCSANOW, waiting)
+            return str(prompt.ask(default))
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            default = ""
+            terminal.note("Ctrl-D or /exit leaves")

@@ -13,20 +13,13 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.options.field import ARCHIVES, DRAWS, KEEPS, RUNS, SERVES, SHOWS
 
 if TYPE_CHECKING:
     from kvtool.cli.settings import Setting
 
 CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 """The base class of what click raises; newer versions of typer bring their own click."""
-
-KEEPS = "Which tokens stay"
-DRAWS = "How tokens are drawn"
-RUNS = "How it runs"
-ARCHIVES = "The archive of --policy recall"
-SHOWS = "What is printed"
-SERVES = "How it serves"
-"""Groups of options in the help: the rich_help_panel of an option."""
 
 _ORDER = ("Arguments", "Options", KEEPS, DRAWS, SERVES, RUNS, ARCHIVES, SHOWS, "Help")
 """All groups. "Options" has those that only one command has."""

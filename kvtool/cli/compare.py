@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import typer
 
-from kvtool.cli import completion, output
-from kvtool.cli import flags as opt
-from kvtool.cli.archive import FLAGS, archive_of, check_archive_file, check_archive_type, check_recalls
-from kvtool.cli.command import KEEPS
+from kvtool.cli import output
 from kvtool.cli.console import plain_console
-from kvtool.cli.opening import (
-    check_flash,
-    check_patch,
-    is_typed,
-    n_ctx_of,
-    resolved,
-    runnable,
-    say_n_ctx,
-    workers_of,
-)
+from kvtool.cli.declared import options
+from kvtool.cli.locate import locate
+from kvtool.cli.opening import say
 from kvtool.cli.progress import bytes_progress
-from kvtool.cli.texts import read_text, too_short
-from kvtool.cli.utf8 import json_text
+from kvtool.cli.texts import too_short
 from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.options.field import KEEPS, Options, option
+from kvtool.options.run import TextRun
 from kvtool.system import interrupt
+from kvtool.system.texts import json_text, read_text
+from kvtool.units import CACHE_TYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,50 +35,61 @@ class _Stopped(KvtoolError):
     exit_code = interrupt.EXIT_CODE
 
 
+def _listed(usage: str, default: str | None, help: str, **more: Any) -> Any:
+    return option(usage, default, help, group=KEEPS, **more)
+
+
+@dataclass(frozen=True)
+class _Grid(Options):
+    policies: str | None = _listed(
+        "--policies NAMES",
+        None,
+        "Policies, separated by commas. Parameters follow after colons: h2o:decay=0.999:window=64.",
+        words="all",
+        completes="policy_list",
+    )
+    budgets: str = _listed(
+        "--budgets BUDGETS",
+        "128,256,512",
+        "Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
+    )
+    types: str = _listed(
+        "--types TYPES",
+        "f16,q8_0,q5_1,q4_0",
+        "Cache types, separated by commas: `full` runs with each, other policies with the first.",
+        completes="cache_type_list",
+        read=lambda raw, flag: raw.lower(),
+    )
+    combine: bool = option("--combine", False, "Run every policy with every cache type.", group=KEEPS)
+    max_tokens: int | None = option(
+        "--max-tokens N", None, "Read the text's first N tokens.", words="all", least=2
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in self.listed("types"):
+            if kind not in CACHE_TYPES:
+                raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
+        if not self.listed("types"):
+            raise UsageError("--types names no cache type")
+        if self.policies is not None and not self.listed("policies"):
+            raise UsageError("--policies names no policy; leave it out for all")
+
+    def listed(self, name: str) -> list[str]:
+        """What stands between the commas."""
+        return [part.strip() for part in (getattr(self, name) or "").split(",") if part.strip()]
+
+
+@dataclass(frozen=True)
+class _Run(TextRun):
+    hidden: ClassVar = ("policy", "budget", "options", "prefill", "type_k", "type_v", "explain")
+
+
+@options
 def compare(
-    context: typer.Context,
+    *,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            "--policies",
-            metavar="NAMES",
-            help="Policies, separated by commas. Parameters follow after colons: h2o:decay=0.999:window=64.",
-            show_default="all",
-            rich_help_panel=KEEPS,
-            autocompletion=completion.policy_list,
-        ),
-    ] = None,
-    budgets: Annotated[
-        str,
-        typer.Option(
-            "--budgets",
-            metavar="BUDGETS",
-            help="Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
-            rich_help_panel=KEEPS,
-        ),
-    ] = "128,256,512",
-    types: Annotated[
-        str,
-        typer.Option(
-            "--types",
-            metavar="TYPES",
-            help="Cache types, separated by commas: `full` runs with each, other policies with the first.",
-            rich_help_panel=KEEPS,
-            autocompletion=completion.cache_type_list,
-            callback=opt.lower,
-        ),
-    ] = "f16,q8_0,q5_1,q4_0",
-    combine: Annotated[
-        bool,
-        typer.Option("--combine", help="Run every policy with every cache type.", rich_help_panel=KEEPS),
-    ] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", min=2, metavar="N", help="Read the text's first N tokens.", show_default="all"
-        ),
-    ] = None,
+    grid: _Grid,
     json_file: Annotated[
         str | None,
         typer.Option(
@@ -110,19 +114,7 @@ def compare(
             "--shard", metavar="I/N", help="Do every N-th run from the I-th on, to share work among machines."
         ),
     ] = None,
-    evict_every: opt.EvictEvery = None,
-    positions: opt.Positions = "auto",
-    model: opt.Model = None,
-    n_ctx: opt.Context = None,
-    n_batch: opt.TextBatch = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    rpc: opt.Rpc = None,
-    archive: opt.Archive = None,
-    archive_file: opt.ArchiveFile = None,
-    archive_type: opt.ArchiveType = "q8_0",
-    flash: opt.Flash = "auto",
-    verbose: opt.Verbose = 0,
+    run: _Run,
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
@@ -131,102 +123,80 @@ def compare(
     path = output.records_path(json_file, resume)
     output.check_picture("--plot", plot)
     text = read_text(file)
-    check_flash(flash)
-    if positions not in ("original", "in-cache", "auto"):
-        raise UsageError(f"--positions must be original, in-cache or auto, got {positions!r}")
-    workers = workers_of(rpc, gpu_layers)
-    if workers and jobs > 1:
+
+    from kvtool.measure import grid as of_runs
+    from kvtool.runs.opening import (
+        check_options,
+        located,
+        n_ctx_note,
+        n_ctx_of,
+        patch_note,
+        runnable,
+        workers_of,
+    )
+
+    if workers_of(run) and jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
-    names, budget_texts, type_texts = (_list(option) for option in (policies or "", budgets, types))
-    if policies is not None and not names:
-        raise UsageError("--policies names no policy; leave it out for all")
-
-    from kvtool.measure import grid
-    from kvtool.models.download import sha256
-    from kvtool.models.layers import CACHE_TYPES
-
-    if not budget_texts and not (names and all(map(grid.keeps_all_it_needs, names))):
+    names, budgets = grid.listed("policies"), grid.listed("budgets")
+    if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
         raise UsageError("--budgets names no budget; only full and corm need none")
-    for kind in type_texts:
-        if kind not in CACHE_TYPES:
-            raise UsageError(f"--types takes some of {', '.join(CACHE_TYPES)}, got {kind!r}")
-    check_archive_type(archive_type)
-    check_archive_file(archive_file)
-    archived = {} if archive is None else archive_of(archive, archive_file, rpc)
-    if not type_texts:
-        raise UsageError("--types names no cache type")
-    if names:
-        typed = [name for name in FLAGS if is_typed(context, name)]
-        check_recalls([grid.split_policy(name)[0] for name in names], typed)
-    model_path, info = resolved(model)
-    say_n_ctx(n_ctx, info)
+    check_options(run, [of_runs.split_policy(name)[0] for name in names or ["recall"]])
+    model_path, info = located(run, locate)
+    say([n_ctx_note(run, info)])
 
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
     from kvtool.llama.log import set_verbose
     from kvtool.measure import records
     from kvtool.measure.results import Results
+    from kvtool.models.download import sha256
     from kvtool.policies import load as load_policy
 
-    set_verbose(verbose > 1)
+    set_verbose(run.verbose > 1)
     guard()
-    text_read = _read(info, file, text, max_tokens)
+    read = _read(info, file, text, grid.max_tokens)
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
         model_sha256 = sha256(model_path, progress)
-    common = grid.Common(
-        what={
-            "model": model_path.name,
-            "model_sha256": model_sha256,
-            "text": "stdin" if file == "-" else Path(file).name,
-            "text_sha256": text_read.sha256,
-            **records.versions(),
-        },
-        model=model_path,
-        n_tokens=len(text_read.tokens),
-        n_ctx=n_ctx_of(n_ctx, info),
-        n_batch=n_batch or opt.N_TEXT_BATCH,
-        positions=positions,
-        flash=flash,
-        threads=threads or (max(1, default_threads() // jobs) if jobs > 1 else None),
-        gpu_layers=gpu_layers,
-        rpc=workers,
-        archive=archived,
-        archive_file=archive_file,
-        archive_type=archive_type,
-        verbose=verbose > 1,
+    what = {
+        "model": model_path.name,
+        "model_sha256": model_sha256,
+        "text": "stdin" if file == "-" else Path(file).name,
+        "text_sha256": read.sha256,
+        **records.versions(),
+    }
+    shared = run.changed(
+        model=str(model_path),
+        n_ctx=n_ctx_of(run, info),
+        n_batch=run.n_batch or run.default_n_batch,
+        threads=run.threads or (max(1, default_threads() // jobs) if jobs > 1 else None),
     )
+    common = of_runs.Common(what, shared, len(read.tokens))
     if not names:
         # a model whose values are a part of its keys has none to merge
         kinds = {name: load_policy(name) for name in runnable()}
-        names = [n for n, kind in kinds.items() if text_read.layers.has_values or not kind.may_merge()]
-    check_patch([grid.split_policy(name)[0] for name in names])
-    names, why_not = _against_full(common, text_read.n_vocab, names)
-    runs = grid.runs(
+        names = [n for n, kind in kinds.items() if read.layers.has_values or not kind.may_merge()]
+    say([patch_note([of_runs.split_policy(name)[0] for name in names])])
+    names, why_not = _against_full(common, read.n_vocab, names)
+    runs = of_runs.runs(
         common,
         info.n_ctx_train,
-        text_read.layers,
+        read.layers,
         names,
-        budget_texts,
-        type_texts,
-        evict_every=evict_every,
-        combine=combine,
+        budgets,
+        grid.listed("types"),
+        combine=grid.combine,
     )
     if shard:
-        runs = grid.shard(runs, shard)
+        runs = of_runs.shard(runs, shard)
     if not runs:
         # if only `full` was asked for, and it does not fit
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
     results = Results(common, runs)
     if path:
         results.take(records.read(path))
-    if why_not:
-        _say(why_not)
-    _run(results, text_read.tokens, not why_not, jobs, path)
+    say([why_not])
+    _run(results, read.tokens, not why_not, jobs, path)
     _finish(results, info, json_file, path, plot)
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class _Text(NamedTuple):
@@ -268,7 +238,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     from kvtool.measure.divergence import fits
 
     n = common.n_tokens
-    if common.positions == "original" and n > common.n_ctx:
+    if common.options.positions == "original" and n > common.n_ctx:
         raise InputError(
             f"the text has {n:,} tokens, and original positions end at {common.n_ctx:,}; "
             "choose --positions auto or in-cache, or --max-tokens"
@@ -295,7 +265,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
         return
     common = results.common
     if len(missing) < len(results.grid):
-        _say(f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already")
+        say([f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already"])
     reference = grid.reference(common) if against else None
     first = _first(common, missing) if reference and not reference.exists() else None
 
@@ -314,7 +284,7 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
                         if event.record and first in missing:
                             keep(first, event.record)
                     if event.record and "error" in event.record:
-                        _say("the full cache failed, so KL, top-1 and differences to it are missing")
+                        say(["the full cache failed, so KL, top-1 and differences to it are missing"])
                         reference, missing = None, results.missing()
                     missing = [run for run in missing if run is not first]
                 for event in started.run(missing, jobs=jobs, against=reference):
@@ -331,8 +301,7 @@ def _first(common: Common, missing: list[Run]) -> Run:
     from kvtool.measure.grid import full_run
 
     full = full_run(common)
-    kind = full.policy, full.type_k, full.type_v
-    return next((run for run in missing if (run.policy, run.type_k, run.type_v) == kind), full)
+    return next((run for run in missing if run.options.values() == full.options.values()), full)
 
 
 def _finish(
@@ -364,7 +333,3 @@ def _finish(
     if failed := results.failed():
         again = "--resume tries them again" if path else "see above"
         raise KvtoolError(f"{len(failed)} of {len(results.grid)} runs failed; {again}")
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -29,12 +29,12 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     allocated: dict[str, list[tuple[tuple[float, float], float]]] = {}
     for run, record in done:
         label = run.label
-        if not policies.load(run.policy).evicts:
+        if not policies.load(run.options.policy).evicts:
             label = f"{label}, quantized"
         elif run.asked is None:
             label = f"{label}, no budget"
-        elif run.type_k != "f16":
-            label = f"{label} {run.type_k}"
+        elif run.options.type_k != "f16":
+            label = f"{label} {run.options.type_k}"
         point = record["budget_bytes"] / 2**20, record[name]
         # a logarithmic axis has no zero, which is the full cache itself
         if point[1] is not None and (point[1] > 0 or not has_kl):
@@ -62,7 +62,7 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
             }
             axes.plot(between, (value, value), **thin)
     for run, record in done:
-        if run.type_k == "f16" and not policies.load(run.policy).evicts:
+        if run.options.type_k == "f16" and not policies.load(run.options.policy).evicts:
             axes.axvline(record["budget_bytes"] / 2**20, color="grey", linestyle=":", label="full, f16")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import typer
 
+from kvtool.cli.listed import COMMANDS
+from kvtool.units import CACHE_TYPES
+
 _FIRST = b"kvtool session"
 """How a session file begins."""
 
@@ -49,38 +52,9 @@ def tasks(incomplete: str) -> list[str]:
     return _from(incomplete, known.names())
 
 
-def cache_types(incomplete: str) -> list[str]:
-    """Types of cached keys and values."""
-    from kvtool.models.layers import CACHE_TYPES
-
-    return _from(incomplete, CACHE_TYPES)
-
-
 def cache_type_list(incomplete: str) -> list[str]:
-    """The same after the last comma."""
-    return _in_list(incomplete, cache_types)
-
-
-def positions(incomplete: str) -> list[str]:
-    """Modes of --positions."""
-    return _from(incomplete, ("auto", "original", "in-cache"))
-
-
-def prefills(incomplete: str) -> list[str]:
-    """Modes of --prefill."""
-    return _from(incomplete, ("stream", "whole"))
-
-
-def maps(incomplete: str) -> list[str]:
-    """Kinds of --map."""
-    from kvtool.cli.inspect_map import KINDS
-
-    return _from(incomplete, KINDS)
-
-
-def on_off_auto(incomplete: str) -> list[str]:
-    """Modes of --flash-attn."""
-    return _from(incomplete, ("auto", "on", "off"))
+    """Types of cached keys and values, after the last comma."""
+    return _in_list(incomplete, lambda last: _from(last, CACHE_TYPES))
 
 
 def sessions(incomplete: str) -> list[str]:
@@ -102,8 +76,6 @@ def sessions(incomplete: str) -> list[str]:
 
 def commands(incomplete: str) -> list[str]:
     """Names of commands."""
-    from kvtool.cli import COMMANDS
-
     return _from(incomplete, COMMANDS)
 
 

@@ -9,17 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool.cli import flags as opt
 from kvtool.cli import settings
 from kvtool.cli.completion import commands, models
-from kvtool.cli.utf8 import json_text
+from kvtool.cli.declared import Json
 from kvtool.errors import UsageError, suggestion
+from kvtool.system.texts import json_text
 
 Row = dict[str, Any]
 Commands = dict[tuple[str, ...], Any]
 
 
 def config(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -40,7 +41,7 @@ def config(
         ),
     ] = None,
     path: Annotated[bool, typer.Option("--path", help="Print where the file is, or would be.")] = False,
-    as_json: opt.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Show which defaults are set, and where: in the file or the environment.
 
@@ -54,7 +55,8 @@ def config(
     if model and not words:
         raise UsageError("-m needs a command: kvtool config chat -m MODEL")
     _, file = settings.read()
-    rows = list(_of_command(tuple(words), model) if words else _all())
+    root = context.find_root().command
+    rows = list(_of_command(tuple(words), model, root) if words else _all(root))
     if as_json:
         typer.echo(json_text({"file": str(file), "exists": file.is_file(), "settings": rows}, indent=2))
         return
@@ -65,16 +67,16 @@ def config(
         typer.echo("nothing is set; every option has the default that its command's -h shows")
 
 
-def _of_command(words: tuple[str, ...], model: str | None) -> Iterator[Row]:
+def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterator[Row]:
     """Every option of a command with what holds."""
     from kvtool.cli.command import default_of
 
-    known = dict(settings.all_commands())
+    known = dict(settings.all_commands(root))
     if words not in known:
         names = [" ".join(each) for each in known]
         raise UsageError(f"kvtool has no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
     values = {"model": model} if model else {}
-    found = settings.of_command(known[words], words, values)
+    found = settings.of_command(known[words], words, values, root)
     for param in settings.options_of(known[words]):
         if param.name in values:
             yield _row(words, param, model, "-m")
@@ -85,10 +87,10 @@ def _of_command(words: tuple[str, ...], model: str | None) -> Iterator[Row]:
             yield _row(words, param, _plain(param.default), "default") | {"default": default_of(param)}
 
 
-def _all() -> Iterator[Row]:
+def _all(root: Any) -> Iterator[Row]:
     """What the file and the environment set. Raises UsageError for a key or a value that is wrong."""
     data, path = settings.read()
-    known = dict(settings.all_commands())
+    known = dict(settings.all_commands(root))
     for of, table in settings.tables(data, path):
         is_model = of[:1] == ("models",) and len(of) > 1 and of not in known
         yield from _of_table(of, table, known, () if is_model else of)

@@ -5,37 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from kvtool.cli import completion, output
-from kvtool.cli import flags as opt
-from kvtool.cli.archive import archive_of
-from kvtool.cli.command import DRAWS, KEEPS
 from kvtool.cli.console import table_console
-from kvtool.cli.opening import (
-    EngineOptions,
-    checked_model,
-    fitted,
-    is_typed,
-    loaded,
-    n_ctx_of,
-    say_n_batch,
-    settings_of,
-)
+from kvtool.cli.declared import options
+from kvtool.cli.locate import locate
+from kvtool.cli.opening import say
 from kvtool.cli.progress import tokens_progress
-from kvtool.cli.utf8 import json_text
 from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.options.field import Options, again, option
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing, Sampling
+from kvtool.runs import archive
 from kvtool.system import interrupt
+from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from kvtool.llama.model import Model
-    from kvtool.llama.sampling import Sampling
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
@@ -50,8 +43,62 @@ _STEP = 1024
 """The cache of `full` grows in steps of this many cells, so that few caches serve all prompts."""
 
 
+@dataclass(frozen=True)
+class _Asking(Options):
+    settings: tuple[str, ...] = option(
+        "--set NAME=VALUE",
+        (),
+        "Set a parameter of the task (kvtool eval lists them). Repeatable.",
+        words=False,
+        read=lambda raw, flag: tuple(raw or ()),
+    )
+    limit: int | None = option("--limit N", None, "Ask the first N items.", words="all", least=1)
+
+
+@dataclass(frozen=True)
+class _Run(Run):
+    hidden: ClassVar = ("explain",)
+
+    budget: str = again(
+        Run,
+        "budget",
+        "20%",
+        help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
+        "or bytes (64M or 64MiB).",
+        words="20%",
+    )
+
+
+@dataclass(frozen=True)
+class _Drawn(Options):
+    temp: float = again(
+        Sampling,
+        "temp",
+        help="Temperature of answers; 0 takes the likeliest tokens. Above 0 the other samplers are "
+        f"kvtool generate's: --top-k {Drawing.top_k}, --top-p {Drawing.top_p}, --min-p {Drawing.min_p}.",
+        fits=None,
+        least=0,
+    )
+    seed: int = again(
+        Drawing,
+        "seed",
+        0,
+        help="Seed for drawing tokens, of each answer; needs --temp.",
+        words=True,
+        least=0,
+        read=None,
+    )
+
+    def sampling(self) -> Sampling | None:
+        """The sampler's settings; None where the likeliest tokens are taken."""
+        if not self.temp:
+            return None
+        return Sampling(self.temp, top_k=Drawing.top_k, top_p=Drawing.top_p, min_p=Drawing.min_p)
+
+
+@options
 def evaluate(
-    context: typer.Context,
+    *,
     task: Annotated[
         str | None,
         typer.Argument(
@@ -63,19 +110,7 @@ def evaluate(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Set a parameter of the task (kvtool eval lists them). Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, metavar="N", help="Ask the first N items.", show_default="all"),
-    ] = None,
+    asking: _Asking,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -94,55 +129,8 @@ def evaluate(
             show_default="trained context",
         ),
     ] = None,
-    policy: opt.Policy = opt.POLICY,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget",
-            metavar="SIZE",
-            help="Cache size: tokens kept per KV head (512), share of each prompt (20%, rounded down), "
-            "or bytes (64M or 64MiB).",
-            show_default="20%",
-            rich_help_panel=KEEPS,
-        ),
-    ] = None,
-    options: opt.Options = None,
-    evict_every: opt.EvictEvery = None,
-    positions: opt.Positions = "auto",
-    prefill: opt.Prefill = None,
-    model: opt.Model = None,
-    n_ctx: opt.Context = None,
-    n_batch: opt.Batch = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    rpc: opt.Rpc = None,
-    type_k: opt.TypeK = "f16",
-    type_v: opt.TypeV = "f16",
-    archive: opt.Archive = None,
-    archive_file: opt.ArchiveFile = None,
-    archive_type: opt.ArchiveType = "q8_0",
-    flash: opt.Flash = "auto",
-    temp: Annotated[
-        float,
-        typer.Option(
-            "--temp",
-            metavar="T",
-            min=0,
-            help="Temperature of answers; 0 takes the likeliest tokens. Above 0 the other samplers are "
-            f"kvtool generate's: --top-k {opt.TOP_K}, --top-p {opt.TOP_P}, --min-p {opt.MIN_P}.",
-            rich_help_panel=DRAWS,
-        ),
-    ] = 0.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            min=0,
-            help="Seed for drawing tokens, of each answer; needs --temp.",
-            rich_help_panel=DRAWS,
-        ),
-    ] = 0,
+    run: _Run,
+    drawn: _Drawn,
     json_to: Annotated[
         str | None,
         typer.Option(
@@ -158,19 +146,17 @@ def evaluate(
         Path | None,
         typer.Option("--plot", metavar="PNG", help="Draw the summary as a heat map into this file."),
     ] = None,
-    verbose: opt.Verbose = 0,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
     Without a task, it lists all tasks with their parameters.
     """
     from kvtool import tasks
-    from kvtool.llama.sampling import Sampling
 
     if task is None:
         _list()
         return
-    chosen = tasks.make(task, settings or [])
+    chosen = tasks.make(task, asking.settings)
     output.check_packages(task, chosen.packages, "eval")
     if chosen.needs_files and not files:
         raise UsageError(f"{task} needs files; name them after it")
@@ -183,30 +169,34 @@ def evaluate(
         raise UsageError(f"{task} has no heat map; leave out --plot")
     output.check_picture("--plot", plot)
     # what is out of its range is refused before a download
-    _check_drawing(context, chosen, task)
-    sampling = Sampling(temp, top_k=opt.TOP_K, top_p=opt.TOP_P, min_p=opt.MIN_P) if temp else None
-    wanted = EngineOptions.of(context)
-    path, info = checked_model(wanted)
+    _check_drawing(drawn, chosen, task)
+    sampling = drawn.sampling()
+
+    from kvtool.runs.opening import check_options, loaded, located, n_ctx_note
+
+    check_options(run)
+    path, info = located(run, locate)
+    say([n_ctx_note(run, info)])
     # refuses what cannot work before the model is loaded
-    _policy_for(wanted, info, None)
+    _policy_for(run, info, None)
 
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if chat is None else chat
     with (
-        loaded(path, wanted) as loaded_model,
-        closing(_reader(wanted, info, loaded_model, as_chat, max_prompt, sampling, seed)) as reader,
+        loaded(path, run, guarded=True) as model,
+        closing(_reader(run, info, model, as_chat, max_prompt, sampling, drawn.seed)) as reader,
     ):
-        items = chosen.items(files or [], loaded_model)[:limit]
+        items = chosen.items(files or [], model)[: asking.limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),
             "chat": as_chat,
             "max_prompt": reader.n_prompt,
-            # a seed that draws nothing is none of a result's
-            "temp": temp or None,
-            "seed": seed if temp else None,
-            **_about(wanted, path),
+            # without sampling the seed has no effect
+            "temp": drawn.temp or None,
+            "seed": drawn.seed if drawn.temp else None,
+            **_about(run, path),
         }
         results = of_items.Results(about, items, records_path, one_stream=chosen.one_stream)
 
@@ -225,59 +215,57 @@ def evaluate(
     _finish(chosen, results, to_stdout, plot)
 
 
-def _check_drawing(context: typer.Context, chosen: Task, task: str) -> None:
+def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
     """Raises UsageError for a temperature or a seed without effect."""
-    if context.params["temp"] and not chosen.draws:
+    if drawn.temp and not chosen.draws:
         own = "--set temp=T is its own" if hasattr(chosen, "temp") else "it draws no answers"
         raise UsageError(f"{task} has no --temp: {own}")
-    if is_typed(context, "seed") and not is_typed(context, "temp") and not context.params["temp"]:
+    if "seed" in drawn.typed and "temp" not in drawn.typed and not drawn.temp:
         raise UsageError("--seed draws nothing without a temperature; add --temp T")
 
 
-def _policy_for(
-    wanted: EngineOptions, info: ModelInfo, layers: Layers | None, n_held: int = 0
-) -> tuple[PolicyFor, int]:
+def _policy_for(run: Run, info: ModelInfo, layers: Layers | None, n_held: int = 0) -> tuple[PolicyFor, int]:
     """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
     layers: of the loaded model; None before that. n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool import policies
     from kvtool.models import budget
+    from kvtool.runs.opening import fitted, n_batch_note, n_ctx_of
 
-    n_batch = wanted.n_batch or opt.N_BATCH
-    if not policies.load(wanted.policy).evicts:
-        return _full_for(wanted, info, wanted.policy, wanted.options), n_batch
-    share = "20%" if wanted.budget is None else wanted.budget.strip()
+    n_batch = run.n_batch or run.default_n_batch
+    if not policies.load(run.policy).evicts:
+        return _full_for(run, info, run.policy, run.options), n_batch
+    share = (run.budget or "").strip()
     if not share.endswith("%"):
-        found = fitted(wanted, info, layers, share, n_batch, over_budget=True)
+        found = fitted(run, info.n_ctx_train, layers, share)
         if layers:
-            say_n_batch(wanted, share, found.n_batch)
+            say([n_batch_note(run, share, found)])
         return lambda n, n_answer: found.policy, found.n_batch
-    percent, most = budget.percent(share), n_ctx_of(wanted.n_ctx, info)
-    least = policies.smallest_budget(wanted.policy, wanted.evict_every, wanted.options, n_held)
+    percent, most = budget.percent(share), n_ctx_of(run, info)
+    least = policies.smallest_budget(run.policy, run.evict_every, run.options, n_held)
 
     def policy_for(n: int, n_answer: int) -> Policy:
         n_cell = max(min(budget.share(percent, n), most), least)
-        return policies.fit(wanted.policy, n_cell, wanted.evict_every, wanted.options)
+        return policies.fit(run.policy, n_cell, run.evict_every, run.options)
 
     return policy_for, n_batch
 
 
-def _full_for(
-    wanted: EngineOptions, info: ModelInfo, name: str = "full", options: list[str] | None = None
-) -> PolicyFor:
+def _full_for(run: Run, info: ModelInfo, name: str = "full", own: Sequence[str] = ()) -> PolicyFor:
     """A policy that never evicts, with cells for prompt and answer."""
     from kvtool import policies
+    from kvtool.runs.opening import n_ctx_of
 
     def policy_for(n: int, n_answer: int) -> Policy:
-        n_cell = min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx_of(wanted.n_ctx, info))
-        return policies.fit(name, n_cell, None, options)
+        n_cell = min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx_of(run, info))
+        return policies.fit(name, n_cell, None, own)
 
     return policy_for
 
 
 def _reader(
-    wanted: EngineOptions,
+    run: Run,
     info: ModelInfo,
     model: Model,
     as_chat: bool,
@@ -287,43 +275,34 @@ def _reader(
 ) -> Reader:
     from kvtool import policies
     from kvtool.chats.prompt import template_of
+    from kvtool.runs.opening import n_ctx_of, settings_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
     template = template_of(model) if as_chat else None
-    policy_for, n_batch = _policy_for(wanted, info, model.layers, n_held(model, template))
-    settings = settings_of(wanted, n_ctx_of(wanted.n_ctx, info), n_batch, N_OUTPUT, over_budget=True)
-    full_for = _full_for(wanted, info) if policies.load(wanted.policy).evicts else None
+    policy_for, n_batch = _policy_for(run, info, model.layers, n_held(model, template))
+    settings = settings_of(run, n_ctx_of(run, info), n_batch, N_OUTPUT)
+    full_for = _full_for(run, info) if policies.load(run.policy).evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for, sampling, seed)
 
 
-def _about(wanted: EngineOptions, path: Path) -> dict[str, object]:
+def _about(run: Run, path: Path) -> dict[str, object]:
     """The fields of a record that say what it is a result of, besides the task."""
     from kvtool import policies
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
-    kind = policies.load(wanted.policy)
+    kind = policies.load(run.policy)
     recalls = policies.recalls(kind)
     return {
         "model": path.name,
         "model_sha256": sha256(path),
-        "policy": wanted.policy,
-        "policy_sha256": policies.file_sha256(wanted.policy),
-        "options": wanted.options or [],
-        "budget": ("20%" if wanted.budget is None else wanted.budget) if kind.evicts else None,
-        "evict_every": wanted.evict_every,
-        "positions": wanted.positions,
-        "prefill": wanted.prefill,
-        "n_ctx": wanted.n_ctx,
-        "n_batch": wanted.n_batch,
-        "type_k": wanted.type_k,
-        "type_v": wanted.type_v,
-        "flash": wanted.flash,
-        "gpu_layers": wanted.gpu_layers,
-        "archive": archive_of(wanted.archive, wanted.archive_file, wanted.rpc)
-        if recalls and wanted.archive is not None
-        else None,
-        "archive_type": wanted.archive_type if recalls else None,
+        "policy": run.policy,
+        "policy_sha256": policies.file_sha256(run.policy),
+        "options": list(run.options),
+        "budget": run.budget if kind.evicts else None,
+        **run.identity(),
+        "archive": (archive.limit(run) or None) if recalls else None,
+        "archive_type": run.archive_type if recalls else None,
         **records.versions(),
     }
 

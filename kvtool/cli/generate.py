@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli import flags as opt
-from kvtool.cli import sampling as draw
-from kvtool.cli import utf8
-from kvtool.cli.archive import archive_line, archive_record
+from kvtool.cli.declared import Json, Typed, options
 from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
-from kvtool.cli.opening import (
-    EngineOptions,
-    is_default,
-    is_typed,
-    open_engine,
-    system_text,
-    take_positional,
-)
+from kvtool.cli.opening import open_run, sampling_of
 from kvtool.cli.progress import reading_progress
-from kvtool.cli.texts import check_length, read_text
+from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.options.field import SHOWS, again
+from kvtool.options.run import POLICY, Run
+from kvtool.options.sampling import Drawing
+from kvtool.options.system import System
 from kvtool.system import interrupt
+from kvtool.system.texts import json_text, read_stdin, read_text, utf8
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
 
 
+@dataclass(frozen=True)
+class _Run(Run):
+    # what was read must be found again
+    policy: str = again(Run, "policy", "recall")
+
+
+@dataclass(frozen=True)
+class _Drawing(Drawing):
+    n: int | None = again(Drawing, "n", help="Maximum tokens of the answer; -1 means no limit.")
+    # at 0.8 fewer questions are answered right (docs/sampling.md)
+    temp: float = again(Drawing, "temp", 0.4)
+
+
+@options
 def generate(
-    context: typer.Context,
+    *,
     given: Annotated[
         str | None,
         typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
@@ -43,61 +53,32 @@ def generate(
             "-f", "--file", metavar="FILE", help="Read the prompt from a file; of two, this one comes second."
         ),
     ] = None,
-    system: opt.System = None,
-    system_file: opt.SystemFile = None,
+    system: System,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
-    n: opt.Predict = None,
-    policy: opt.Policy = opt.ANSWERING,
-    budget: opt.Budget = None,
-    options: opt.Options = None,
-    evict_every: opt.EvictEvery = None,
-    positions: opt.Positions = "auto",
-    prefill: opt.Prefill = None,
-    temp: opt.Temp = opt.ANSWERING_TEMP,
-    top_k: opt.TopK = opt.TOP_K,
-    top_p: opt.TopP = opt.TOP_P,
-    min_p: opt.MinP = opt.MIN_P,
-    repeat_penalty: opt.RepeatPenalty = 1.0,
-    repeat_last_n: draw.RepeatLastN = 64,
-    presence_penalty: draw.PresencePenalty = 0.0,
-    frequency_penalty: draw.FrequencyPenalty = 0.0,
-    typical: draw.Typical = 1.0,
-    xtc_probability: draw.XtcProbability = 0.0,
-    xtc_threshold: draw.XtcThreshold = 0.1,
-    dry_multiplier: draw.DryMultiplier = 0.0,
-    dry_base: draw.DryBase = 1.75,
-    dry_allowed_length: draw.DryAllowedLength = 2,
-    dry_penalty_last_n: draw.DryPenaltyLastN = 64,
-    dry_sequence_breaker: draw.DrySequenceBreaker = None,
-    mirostat: draw.Mirostat = 0,
-    mirostat_lr: draw.MirostatLr = 0.1,
-    mirostat_ent: draw.MirostatEnt = 5.0,
-    logit_bias: draw.LogitBias = None,
-    stop: draw.Stop = None,
-    grammar: draw.Grammar = None,
-    json_schema: draw.JsonSchema = None,
-    seed: opt.Seed = None,
-    model: opt.Model = None,
-    n_ctx: opt.Context = None,
-    n_batch: opt.Batch = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    rpc: opt.Rpc = None,
-    type_k: opt.TypeK = "f16",
-    type_v: opt.TypeV = "f16",
-    archive: opt.Archive = None,
-    archive_file: opt.ArchiveFile = None,
-    archive_type: opt.ArchiveType = "q8_0",
-    flash: opt.Flash = "auto",
-    explain: opt.Explain = False,
-    verbose: opt.Verbose = 0,
-    as_json: opt.Json = False,
-    logprobs: draw.Logprobs = None,
+    drawing: _Drawing,
+    run: _Run,
+    as_json: Json = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            min=0,
+            max=1000,
+            metavar="N",
+            help="With --json: the log-probability of each token, and the N likeliest, before any sampler "
+            "changes them.",
+            show_default="off",
+            rich_help_panel=SHOWS,
+        ),
+    ] = None,
+    typed: Typed,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
-    prompt = utf8.option("-p", take_positional(context, "given", "prompt", "-p"))
-    system = system_text(system, system_file)
-    text = "" if file == "-" else utf8.read_stdin()
+    if given is not None and "prompt" in typed:
+        raise UsageError(f"{given!r} and -p {prompt!r} stand for the same; leave out one")
+    prompt = utf8("-p", prompt if given is None else given)
+    system_prompt = system.text()
+    text = "" if file == "-" else read_stdin()
     if file is not None:
         there = read_text(file).rstrip("\n")
         if prompt is None:
@@ -114,29 +95,27 @@ def generate(
         raise UsageError("the prompt is empty; give a text")
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
-    wanted = EngineOptions.of(context)
-    settings = draw.settings(context)
+    sampling = sampling_of(drawing)
     # what was asked for is refused instead, where it cannot run: the policy, or an option of it
-    asked = any(is_typed(context, name) for name in ("archive", "archive_file", "archive_type"))
-    asked = asked or not (is_default(context, "policy") and is_default(context, "options"))
-    instead = None if asked else opt.POLICY
-    with open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH, instead=instead) as opened:
+    asked = run.typed & {"archive", "archive_file", "archive_type"} or run.given & {"policy", "options"}
+    with open_run(run, instead=None if asked else POLICY) as opened:
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
+        from kvtool.llama.sampler import Sampler
 
-        engine = opened.engine
-        writer = Writer(engine, draw.sampler(context, engine, settings))
+        policy, engine = opened.run.policy, opened.engine
+        writer = Writer(engine, Sampler(engine.model, sampling, seed=drawing.seed))
         likely = _record_logprobs(writer, logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
         if raw:
             whole, prefix = request, first
         else:
-            whole, prefix = _rendered(writer, system, request, first)
+            whole, prefix = _rendered(writer, system_prompt, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
-        if explain:
-            explain_run(engine, opened.policy, "prompt", len(tokens))
+        if run.explain:
+            explain_run(engine, policy, "prompt", len(tokens))
         else:
             say_spare(engine)
             Notice(engine, "prompt")(len(tokens))
@@ -149,7 +128,7 @@ def generate(
             read_in = time.monotonic() - started
             started = time.monotonic()
             try:
-                for piece in writer.write(n):
+                for piece in writer.write(drawing.n):
                     pieces.append(piece)
                     if not as_json:
                         sys.stdout.write(piece)
@@ -160,10 +139,7 @@ def generate(
                     sys.stdout.write("\n")
                 raise
             wrote_in = time.monotonic() - started
-            _finish(
-                *(as_json, pieces, writer, opened.policy, len(tokens)),
-                *(read_in, wrote_in, verbose, likely),
-            )
+            _finish(writer, opened.run, pieces, len(tokens), read_in, wrote_in, likely, as_json)
         if writer.stop:
             raise KeyboardInterrupt
 
@@ -215,48 +191,36 @@ def _record_logprobs(writer: Writer, n: int | None) -> list[dict[str, Any]] | No
 
 
 def _finish(
-    as_json: bool,
-    pieces: list[str],
     writer: Writer,
-    policy: str,
+    run: Run,
+    pieces: list[str],
     n_read: int,
     read_in: float,
     wrote_in: float,
-    verbose: int,
     likely: list[dict[str, Any]] | None,
+    as_json: bool,
 ) -> None:
-    from kvtool.units import format_bytes
+    from kvtool.runs.report import line, report
 
-    engine, n_written = writer.engine, writer.n_written
+    n_written, said = writer.n_written, report(writer.engine, run.policy)
     if as_json:
         result = {
             "text": "".join(pieces),
             "finish_reason": "length" if writer.is_cut else "stop",
             "prompt_tokens": n_read,
             "tokens": n_written,
-            "policy": policy,
-            "budget": engine.policy.budget,
-            "asked": engine.policy.n_asked,
-            "model": str(engine.model.path),
-            "evicted": engine.n_evicted,
-            "cells": engine.mean_kv,
-            "kv_bytes": engine.cache_bytes,
-            "state_bytes": engine.host_bytes,
-            **archive_record(engine),
+            "evicted": writer.engine.n_evicted,
+            **said,
             **({} if likely is None else {"logprobs": {"content": likely}}),
             "prompt_s": read_in,
             "tokens_per_s": n_written / wrote_in if wrote_in else None,
         }
-        sys.stdout.write(utf8.json_text(result) + "\n")
+        sys.stdout.write(json_text(result) + "\n")
     elif pieces and not pieces[-1].endswith("\n"):
         sys.stdout.write("\n")
     if writer.is_cut and writer.sampler.settings.grammar is not None:
         sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
-    if verbose:
-        archive = f", archive {archive_line(archive_record(engine))}" if engine.context.archive else ""
+    if run.verbose:
         sys.stderr.write(
-            f"read {n_read} tokens in {read_in:.1f} s, wrote {n_written} in {wrote_in:.1f} s, "
-            f"{engine.mean_kv:.0f}/{engine.policy.budget} cells per row, "
-            f"cache {format_bytes(engine.cache_bytes)}, "
-            f"policy state {format_bytes(engine.host_bytes)}{archive}\n"
+            f"read {n_read} tokens in {read_in:.1f} s, wrote {n_written} in {wrote_in:.1f} s, {line(said)}\n"
         )

@@ -7,21 +7,24 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli import completion as of
-from kvtool.cli import flags as opt
 from kvtool.cli import inspect_map, output
-from kvtool.cli.archive import archive_record
+from kvtool.cli.declared import Json, Typed, options
 from kvtool.cli.explain import explain_run
-from kvtool.cli.opening import EngineOptions, open_engine
+from kvtool.cli.inspect_map import Map
+from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
-from kvtool.cli.texts import check_length, read_text
+from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, UsageError
+from kvtool.options.field import again
+from kvtool.options.run import TextRun
+from kvtool.system.texts import json_text, read_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,22 +55,23 @@ Line = list[tuple[str, int]]
 """A line on a terminal: texts, each with its level."""
 
 
+@dataclass(frozen=True)
+class _Run(TextRun):
+    prefill: str | None = again(
+        TextRun,
+        "prefill",
+        "stream",
+        help="How the text is read: stream evicts while reading, whole once at the end.",
+        group=None,
+        words=True,
+    )
+
+
+@options
 def inspect(
-    context: typer.Context,
+    *,
     file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
-    policy: opt.Policy = opt.POLICY,
-    budget: opt.TextBudget = None,
-    options: opt.Options = None,
-    evict_every: opt.EvictEvery = None,
-    positions: opt.Positions = "auto",
-    prefill: Annotated[
-        str,
-        typer.Option(
-            "--prefill",
-            metavar="MODE",
-            help="How the text is read: stream evicts while reading, whole once at the end.",
-        ),
-    ] = "stream",
+    run: _Run,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -99,57 +103,15 @@ def inspect(
         Path | None,
         typer.Option("--png", help="Write a picture, rows by positions or the map; needs matplotlib."),
     ] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            "--map",
-            metavar="KIND",
-            help="Show the full cache instead: attention, queries (their similarity), values (singular "
-            "values of keys and values) or share (of important keys).",
-            autocompletion=of.maps,
-        ),
-    ] = None,
-    layer: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--layer",
-            min=0,
-            metavar="N",
-            help="With --map attention or queries: a layer to draw. Repeatable.",
-            show_default="the first, the middle and the last",
-        ),
-    ] = None,
-    head: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--head",
-            min=0,
-            metavar="N",
-            help="The same: a query head to draw. Repeatable.",
-            show_default="the first and the one in the middle",
-        ),
-    ] = None,
-    model: opt.Model = None,
-    n_ctx: opt.Context = None,
-    n_batch: opt.TextBatch = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    rpc: opt.Rpc = None,
-    type_k: opt.TypeK = "f16",
-    type_v: opt.TypeV = "f16",
-    archive: opt.Archive = None,
-    archive_file: opt.ArchiveFile = None,
-    archive_type: opt.ArchiveType = "q8_0",
-    flash: opt.Flash = "auto",
-    explain: opt.Explain = False,
-    verbose: opt.Verbose = 0,
-    as_json: opt.Json = False,
+    shown: Map,
+    as_json: Json = False,
+    typed: Typed,
 ) -> None:
     """Stream a text through the cache and show which of its tokens the rows still hold.
 
     With --map show instead what attention looks like with the full cache.
     """
-    inspect_map.check(context, kind)
+    inspect_map.check(shown, typed)
     output.check_writable(html)
     output.check_picture("--png", png)
     if file is None:
@@ -157,14 +119,13 @@ def inspect(
             raise InputError("there is nothing to read; name a text file, or give a text on stdin")
         file = "-"
     text = read_text(file)
-    if kind:
-        inspect_map.run(context, kind, file, text, max_tokens, layer or (), head or (), png, as_json)
+    if shown.kind:
+        inspect_map.show(shown, run, file, text, max_tokens, png, as_json)
         return
-    wanted = EngineOptions.of(context)
 
-    from kvtool import policies
     from kvtool.llama.model import Model
     from kvtool.measure import holdings
+    from kvtool.runs.report import report
 
     tokens: np.ndarray
 
@@ -173,30 +134,22 @@ def inspect(
         tokens = loaded.tokenize(text, start=True)[:max_tokens]
         return len(tokens)
 
-    with open_engine(wanted, default_budget=512, n_batch=64, length=length, scoring=True) as opened:
+    with open_run(run, length=length) as opened:
         engine = opened.engine
         check_length(engine, len(tokens))
-        if explain:
-            explain_run(engine, policy, "text", len(tokens))
+        if run.explain:
+            explain_run(engine, run.policy, "text", len(tokens))
         started = time.monotonic()
-        with tokens_progress("reading", len(tokens)) as report:
-            found = holdings.watch(engine, tokens, snapshots, report)
+        with tokens_progress("reading", len(tokens)) as step:
+            found = holdings.watch(engine, tokens, snapshots, step)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
         share, archived = found.share(), holdings.is_archived(engine)
         result = {
             "tokens": len(tokens),
             "forgotten": holdings.n_forgotten(engine),
-            "policy": policy,
-            "budget": engine.policy.budget,
-            "asked": engine.policy.n_asked,
-            "params": policies.chosen(engine.policy),
-            "model": str(engine.model.path),
             "rows": len(found.layer),
-            "cells": engine.mean_kv,
-            "kv_bytes": engine.cache_bytes,
-            "state_bytes": engine.host_bytes,
-            **archive_record(engine),
+            **report(engine, run.policy),
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
         }
@@ -212,8 +165,6 @@ def inspect(
         except UsageError as error:
             failed = error
     if as_json:
-        from kvtool.cli.utf8 import json_text
-
         of_tokens = {"text": texts, "share": share.round(4).tolist()}
         typer.echo(json_text(result | of_tokens | {"recalled": recalled_record(found)}))
     else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,13 @@ import typer
 
 from kvtool.cli import inspect_plot, output
 from kvtool.cli.console import print_table
-from kvtool.cli.opening import EngineOptions, is_typed
+from kvtool.cli.locate import locate
+from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import too_short
 from kvtool.errors import InputError, UsageError
+from kvtool.options.field import Options, option
+from kvtool.options.run import Run
+from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,46 +45,62 @@ OF_PLACES = ("attention", "queries")
 """The kinds that take --layer and --head."""
 
 
-def check(context: typer.Context, kind: str | None) -> None:
-    """Raise UsageError for a kind that there is not, and for options that do not go with it."""
-    typed = [parameter for parameter in context.command.params if is_typed(context, str(parameter.name))]
-    flags = {str(parameter.name): parameter.opts[-1] for parameter in typed}
-    if kind is None:
-        if alone := [flag for name, flag in flags.items() if name in ("layer", "head")]:
+def _numbers(usage: str, help: str, words: str) -> Any:
+    return option(usage, (), help, least=0, words=words, read=lambda raw, flag: tuple(raw or ()))
+
+
+@dataclass(frozen=True)
+class Map(Options):
+    """What of the full cache is shown instead."""
+
+    kind: str | None = option(
+        "--map KIND",
+        None,
+        "Show the full cache instead: attention, queries (their similarity), values (singular "
+        "values of keys and values) or share (of important keys).",
+        choices=KINDS,
+    )
+    layer: tuple[int, ...] = _numbers(
+        "--layer N",
+        "With --map attention or queries: a layer to draw. Repeatable.",
+        "the first, the middle and the last",
+    )
+    head: tuple[int, ...] = _numbers(
+        "--head N", "The same: a query head to draw. Repeatable.", "the first and the one in the middle"
+    )
+
+
+def check(shown: Map, typed: Mapping[str, str]) -> None:
+    """Raise UsageError for options that do not go with the map, or that only go with one.
+
+    typed: the parameters that were typed, with their flags.
+    """
+    if shown.kind is None:
+        if alone := [flag for name, flag in typed.items() if name in ("layer", "head")]:
             raise UsageError(f"{alone[0]} goes with --map only")
         return
-    if kind not in KINDS:
-        raise UsageError(f"--map must be one of {', '.join(KINDS)}, got {kind!r}")
-    if other := [flag for name, flag in flags.items() if name not in TAKEN]:
+    if other := [flag for name, flag in typed.items() if name not in TAKEN]:
         raise UsageError(f"--map shows the full cache, without a policy: leave out {', '.join(other)}")
-    if kind not in OF_PLACES and (of_places := flags.keys() & {"layer", "head"}):
-        raise UsageError(f"--map {kind} shows all layers and heads: leave out --{min(of_places)}")
+    if shown.kind not in OF_PLACES and (of_places := typed.keys() & {"layer", "head"}):
+        raise UsageError(f"--map {shown.kind} shows all layers and heads: leave out --{min(of_places)}")
 
 
-def run(
-    context: typer.Context,
-    kind: str,
-    file: str,
-    text: str,
-    max_tokens: int | None,
-    layers: Sequence[int],
-    heads: Sequence[int],
-    png: Path | None,
-    as_json: bool,
+def show(
+    shown: Map, run: Run, file: str, text: str, max_tokens: int | None, png: Path | None, as_json: bool
 ) -> None:
     """Read the text with the full cache, print the numbers of the map, and write its picture.
 
-    layers, heads: which to draw; some of both if empty. Raises KvtoolError.
+    Raises KvtoolError.
     """
-    from kvtool.cli.opening import loaded, resolved, workers_of
-    from kvtool.cli.progress import tokens_progress
     from kvtool.measure import maps
+    from kvtool.runs.opening import loaded, located, workers_of
 
+    kind = shown.kind or ""
     # a policy's own options may have defaults in config.toml: they have nothing to do here
-    wanted = replace(EngineOptions.of(context), policy="full", options=None, archive=None)
-    workers_of(wanted.rpc, wanted.gpu_layers)
-    path, info = resolved(wanted.model)
-    with loaded(path, wanted) as model:
+    run = run.changed(policy="full", options=(), archive=None)
+    workers_of(run)
+    path, info = located(run, locate)
+    with loaded(path, run, guarded=True) as model:
         tokens = model.tokenize(text, start=True)[: max_tokens or N_TOKENS]
         if len(tokens) < 2:
             raise too_short(file, len(tokens), 2)
@@ -90,10 +110,10 @@ def run(
                 f"choose --max-tokens {info.n_ctx_train} or fewer"
             )
         drawn = _drawn_layers(model, kind)
-        places = _places(drawn, info.n_head, layers, heads) if kind in OF_PLACES else []
+        places = _places(drawn, info.n_head, shown.layer, shown.head) if kind in OF_PLACES else []
         with tokens_progress("layers", drawn[-1] + 1) as report:
             result, columns, rows, figure = _MAPS[kind](
-                maps.Reading(model, tokens, wanted.threads, report), places
+                maps.Reading(model, tokens, run.threads, report), places
             )
     head = {"map": kind, "tokens": len(tokens), "model": str(path), "layers": drawn}
     failed = None
@@ -104,8 +124,6 @@ def run(
         except UsageError as error:
             failed = error
     if as_json:
-        from kvtool.cli.utf8 import json_text
-
         typer.echo(json_text(head | result))
     else:
         print_table(columns, rows)

@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import typer
-
 import kvtool
+from kvtool.cli.opening import sampling_of
 from kvtool.cli.progress import bytes_progress
-from kvtool.cli.sampling import SAMPLING
 from kvtool.errors import SessionError, UsageError
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing
 from kvtool.system.files import Log
 
 if TYPE_CHECKING:
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from kvtool.chats.session import Arrays, Meta
     from kvtool.engine.loop import Engine
 
-_SAVED = (
-    *("budget", "options", "evict_every", "positions", "n_ctx", "n_batch", "type_k", "type_v", "flash"),
-    "archive_type",
-    *("prefill", "n", *SAMPLING),
-)
-"""The options that a resumed session takes from its file where they are not typed."""
-
 
 class Keeper:
     """Keeps a chat: its session, if it has a file for one, and its transcript.
@@ -42,6 +35,8 @@ class Keeper:
 
     Attributes
     ----------
+    run, drawing
+        The options that the session keeps. `set` changes how tokens are drawn.
     path
         The session's file, or None.
     transcript
@@ -52,9 +47,10 @@ class Keeper:
         Under which name the last `keep_session` set the previous chat aside, or None.
     """
 
-    def __init__(self, context: typer.Context, chat: Conversation, path: Path | None) -> None:
-        self.context = context
+    def __init__(self, chat: Conversation, run: Run, drawing: Drawing, path: Path | None = None) -> None:
         self.chat = chat
+        self.run = run
+        self.drawing = drawing
         self.path = path
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
@@ -68,7 +64,7 @@ class Keeper:
 
     def resume(self, path: Path) -> None:
         """Continues its own session. Raises SessionError where the options typed do not go with it."""
-        system, seed = self.chat.system, self.context.params["seed"]
+        system, seed = self.chat.system, self.drawing.seed
         meta, arrays = self.read(path)
         self.chat.restore(meta, arrays)
         self._store.adopt(arrays)
@@ -93,6 +89,17 @@ class Keeper:
             )
         self._check_archive(path, arrays)
         return meta, arrays
+
+    def set(self, name: str, text: str) -> None:
+        """Changes one setting of how tokens are drawn, from the next text on.
+
+        Raises UsageError or InputError; then nothing changes.
+        """
+        drawing, sampler = self.drawing.set(name, text), self.chat.writer.sampler
+        sampler.change(sampling_of(drawing))
+        if drawing.seed is not None:
+            sampler.seed = drawing.seed
+        self.drawing = drawing
 
     @property
     def has_previous(self) -> bool:
@@ -209,7 +216,8 @@ class Keeper:
         try:
             with store.put(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
-                session.write(path, meta_of(self.chat, self._fixed, self.context.params) | saved, arrays)
+                options = self.run.kept() | self.drawing.kept()
+                session.write(path, meta_of(self.chat, self._fixed, options) | saved, arrays)
         except OSError as error:
             raise session.cannot("write", segments.beside(path), error, path) from None
         finally:
@@ -257,13 +265,13 @@ class Keeper:
     @cached_property
     def _fixed(self) -> dict[str, Any]:
         # found when needed: hashing a large model takes time
-        return fixed_of(self.chat.writer.engine, self.context.params["policy"])
+        return fixed_of(self.chat.writer.engine, self.run.policy)
 
 
-def meta_of(chat: Conversation, fixed: dict[str, Any], params: Mapping[str, Any]) -> Meta:
+def meta_of(chat: Conversation, fixed: dict[str, Any], kept: Mapping[str, Any]) -> Meta:
     """What a session says of a chat as it is now, besides what `Conversation.save` has.
 
-    params: the command's, of which some are kept.
+    kept: the options that it keeps.
     """
     engine = chat.writer.engine
     return {
@@ -276,8 +284,7 @@ def meta_of(chat: Conversation, fixed: dict[str, Any], params: Mapping[str, Any]
         "archived": engine.n_archived,
         "archive_bytes": engine.archive_bytes,
         "fixed": fixed,
-        "options": {name: params[name] for name in _SAVED}
-        | {"model": os.path.abspath(engine.model.path), "policy": fixed["policy"]},
+        "options": {**kept, "model": os.path.abspath(engine.model.path), "policy": fixed["policy"]},
     }
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from kvtool.cli.progress import bytes_progress
-from kvtool.cli.utf8 import shown
+from kvtool.system.texts import shown
 
 
 def locate(model: str | None, *, paths: bool = True) -> Path:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtool.cli import completion
-from kvtool.cli import flags as opt
 from kvtool.cli.console import print_table
+from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
-from kvtool.cli.utf8 import json_text, shown
 from kvtool.errors import KvtoolError
+from kvtool.options.field import Options, again
+from kvtool.options.run import Run
+from kvtool.system.texts import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -109,8 +112,28 @@ def rm(
         typer.echo(f"deleted {shown(removed.name)}: {format_bytes(n_bytes)}")
 
 
+@dataclass(frozen=True)
+class _Types(Options):
+    type_k: str = again(
+        Run,
+        "type_k",
+        flags=("-ctk", "--cache-type-k", "--type-k"),
+        help="Type of the cached keys.",
+        group=None,
+    )
+    type_v: str = again(
+        Run,
+        "type_v",
+        flags=("-ctv", "--cache-type-v", "--type-v"),
+        help="Type of the cached values.",
+        group=None,
+    )
+
+
 @app.command()
+@options
 def show(
+    *,
     name_or_path: Annotated[
         str | None,
         typer.Argument(
@@ -122,28 +145,7 @@ def show(
     fit: Annotated[
         str, typer.Option(metavar="BYTES", help="Show how many tokens fit into this much cache.")
     ] = "64MiB",
-    type_k: Annotated[
-        str,
-        typer.Option(
-            "-ctk",
-            "--cache-type-k",
-            "--type-k",
-            metavar="TYPE",
-            help="Type of the cached keys.",
-            callback=opt.lower,
-        ),
-    ] = "f16",
-    type_v: Annotated[
-        str,
-        typer.Option(
-            "-ctv",
-            "--cache-type-v",
-            "--type-v",
-            metavar="TYPE",
-            help="Type of the cached values.",
-            callback=opt.lower,
-        ),
-    ] = "f16",
+    types: _Types,
     as_json: Json = False,
 ) -> None:
     """Show a model's header, and how many of its tokens fit into memory."""
@@ -151,23 +153,22 @@ def show(
     from kvtool.models.header import read
 
     n_bytes = parse_bytes(fit)
-    opt.check_cache_types(type_k, type_v)
     path = locate(name_or_path)
     info = read(path)
     digest = sha256(path)
     layers, reason = _layers(info)
     sizes: dict[str, int] = {}
-    types = {"type_k": type_k, "type_v": type_v}
+    sized = {"type_k": types.type_k, "type_v": types.type_v}
     if layers:
-        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, opt.N_BATCH, **types)
+        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, Run.default_n_batch, **sized)
         sizes = {
-            "cell_bytes": layers.cell_bytes(**types),
-            "swa_bytes": layers.swa_bytes(opt.N_BATCH, **types),
+            "cell_bytes": layers.cell_bytes(**sized),
+            "swa_bytes": layers.swa_bytes(Run.default_n_batch, **sized),
             "recurrent_bytes": layers.recurrent_bytes,
             "fit_bytes": n_bytes,
             "fit_cells": fit_cells,
             "fit_batch": fit_batch,
-            "smallest_bytes": layers.smallest_bytes(**types),
+            "smallest_bytes": layers.smallest_bytes(**sized),
         }
     if as_json:
         _print_json(
@@ -189,7 +190,7 @@ def show(
                 "chat_template": info.chat_template,
                 "unsupported": reason,
                 **_counts(layers),
-                **(types if layers else {}),
+                **(sized if layers else {}),
                 **sizes,
             }
         )
@@ -210,7 +211,7 @@ def show(
             ["trained context", f"{info.n_ctx_train} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
-            *(_kept(layers, sizes, f"K {type_k}, V {type_v}") if layers else []),
+            *(_kept(layers, sizes, f"K {types.type_k}, V {types.type_v}") if layers else []),
             ["supported", reason or "yes"],
         ],
     )
@@ -263,7 +264,7 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
 
     of = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
     n_slide, n_state = len(layers.of(Kind.SLIDING)), len(layers.of(Kind.RECURRENT))
-    n_layer = sum(layer.is_owner for layer in layers.of(Kind.ROWS))
+    n_layer, n_batch = sum(layer.is_owner for layer in layers.of(Kind.ROWS)), Run.default_n_batch
     lines = [
         ["kind", ", ".join(layers.kinds) or "plain attention"],
         ["rows", f"{layers.n_row} in {n_layer} layers"],
@@ -271,7 +272,7 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     if n_slide:
         lines += [
             ["sliding-window (SWA) layers", f"{n_slide}; each sees the newest {layers.n_swa} tokens"],
-            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {opt.N_BATCH})"],
+            ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {n_batch})"],
         ]
     if layers.has_index:
         lines.append(["index", f"chooses {layers.most_cells:,} cells: a budget cannot be larger"])
@@ -284,7 +285,7 @@ def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
     fit = f"{sizes['fit_cells']} tokens"
     if not sizes["fit_cells"]:
         fit = f"too small; the smallest cache takes {of['smallest_bytes']}"
-    elif n_slide and sizes["fit_batch"] < opt.N_BATCH:
+    elif n_slide and sizes["fit_batch"] < n_batch:
         fit += f", in batches of {sizes['fit_batch']}"
     return [
         *lines,

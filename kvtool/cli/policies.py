@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -10,12 +11,22 @@ import typer
 from kvtool import parameters
 from kvtool.cli.completion import policies as complete
 from kvtool.cli.console import table_console
-from kvtool.cli.flags import EvictEvery, Json, Options
-from kvtool.cli.utf8 import json_text
+from kvtool.cli.declared import Json, options
 from kvtool.errors import UsageError
+from kvtool.options.field import Options, again
+from kvtool.options.run import Run
+from kvtool.system.texts import json_text
 
 
+@dataclass(frozen=True)
+class _Fitted(Options):
+    evict_every: int | None = again(Run, "evict_every")
+    options: tuple[str, ...] = again(Run, "options")
+
+
+@options
 def policies(
+    *,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -30,23 +41,22 @@ def policies(
             "--budget", metavar="N", help="Show the parameters for a budget of N tokens per KV head."
         ),
     ] = None,
-    evict_every: EvictEvery = None,
-    options: Options = None,
+    given: _Fitted,
     as_json: Json = False,
 ) -> None:
     """List the policies with their parameters, defaults and papers."""
     from kvtool import policies as known
 
-    if budget is None and (options or evict_every):
+    if budget is None and (given.options or given.evict_every):
         raise UsageError("-o and --evict-every need a --budget; without one they change nothing")
-    if options and not name:
+    if given.options and not name:
         raise UsageError(f"-o needs the name of a policy, one of: {', '.join(known.names())}")
 
     def described(name: str) -> dict[str, Any]:
         policy = known.load(name)
         params = known.params(policy)
         if budget is not None:
-            params = known.chosen(known.fit(name, budget, evict_every, options))
+            params = known.chosen(known.fit(name, budget, given.evict_every, given.options))
         what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         package = known.owners(name) if known.package(name) else None
         explained = {key: text for key, text in parameters.explained(policy).items() if key in params}

@@ -5,224 +5,140 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli import flags as opt
-from kvtool.cli import sampling as draw
-from kvtool.cli.command import DRAWS, SERVES
 from kvtool.cli.completion import models
+from kvtool.cli.declared import options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.keeper import fixed_of, meta_of
-from kvtool.cli.opening import (
-    EngineOptions,
-    checked_model,
-    n_ctx_of,
-    open_engine,
-    system_text,
-    take_positional,
-)
-from kvtool.cli.texts import read_text
+from kvtool.cli.locate import locate
+from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
+from kvtool.options.field import SERVES, Options, again, option
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing
+from kvtool.options.system import System
 from kvtool.system import interrupt
+from kvtool.system.texts import read_text
 
 if TYPE_CHECKING:
     from kvtool.serve.app import Site
     from kvtool.serve.talk import Talk
 
 
+def _serving(usage: str, default: Any, help: str, **more: Any) -> Any:
+    return option(usage, default, help, group=SERVES, **more)
+
+
+@dataclass(frozen=True)
+class _Serving(Options):
+    host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
+    port: int = _serving("--port N", 8080, "Port to listen on.", least=0, most=65535)
+    api_key_file: Path | None = _serving(
+        "--api-key-file", None, "File of API keys, one a line: each request needs one."
+    )
+    sessions: Path | None = _serving("--sessions FOLDER", None, "Keep all chats in this folder.")
+    sessions_bytes: str = _serving("--sessions-bytes BYTES", "4GiB", "The most that stored chats take.")
+    overflow: str = _serving(
+        "--overflow forget|error",
+        "forget",
+        "What a chat longer than the context gets: forget, as the policy does, or error.",
+        choices=("forget", "error"),
+    )
+    queue: int = _serving("--queue N", 64, "The most requests that wait.", least=1)
+    read_timeout: float = _serving(
+        "--read-timeout SECONDS", 30.0, "Seconds that a request's body may take.", least=0.1
+    )
+    metrics: bool = _serving("--metrics", False, "Tell Prometheus at /metrics what was done.")
+
+
+@dataclass(frozen=True)
+class _Drawing(Drawing):
+    n: int = again(
+        Drawing,
+        "n",
+        2048,
+        help="Maximum tokens of an answer, unless a request says how many.",
+        words=True,
+        least=1,
+        read=None,
+    )
+
+
+@options
 def serve(
-    context: typer.Context,
+    *,
     model_name: Annotated[
         str | None,
         typer.Argument(
             metavar="[MODEL]", help="A model, as for -m.", show_default=False, autocompletion=models
         ),
     ] = None,
-    policy: opt.Policy = opt.POLICY,
-    budget: opt.Budget = None,
-    model: opt.Model = None,
-    options: opt.Options = None,
-    evict_every: opt.EvictEvery = None,
-    positions: opt.Positions = "auto",
-    prefill: opt.Prefill = None,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.", rich_help_panel=SERVES)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port", metavar="N", min=0, max=65535, help="Port to listen on.", rich_help_panel=SERVES
-        ),
-    ] = 8080,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--api-key-file",
-            help="File of API keys, one a line: each request needs one.",
-            rich_help_panel=SERVES,
-        ),
-    ] = None,
-    sessions: Annotated[
-        Path | None,
-        typer.Option(
-            "--sessions", metavar="FOLDER", help="Keep all chats in this folder.", rich_help_panel=SERVES
-        ),
-    ] = None,
-    sessions_bytes: Annotated[
-        str,
-        typer.Option(
-            "--sessions-bytes",
-            metavar="BYTES",
-            help="The most that stored chats take.",
-            rich_help_panel=SERVES,
-        ),
-    ] = "4GiB",
-    overflow: Annotated[
-        str,
-        typer.Option(
-            "--overflow",
-            metavar="forget|error",
-            help="What a chat longer than the context gets: forget, as the policy does, or error.",
-            rich_help_panel=SERVES,
-        ),
-    ] = "forget",
-    queue: Annotated[
-        int,
-        typer.Option(
-            "--queue", metavar="N", min=1, help="The most requests that wait.", rich_help_panel=SERVES
-        ),
-    ] = 64,
-    read_timeout: Annotated[
-        float,
-        typer.Option(
-            "--read-timeout",
-            metavar="SECONDS",
-            min=0.1,
-            help="Seconds that a request's body may take.",
-            rich_help_panel=SERVES,
-        ),
-    ] = 30.0,
-    metrics: Annotated[
-        bool,
-        typer.Option("--metrics", help="Tell Prometheus at /metrics what was done.", rich_help_panel=SERVES),
-    ] = False,
-    system: opt.System = None,
-    system_file: opt.SystemFile = None,
-    n: Annotated[
-        int,
-        typer.Option(
-            "-n",
-            "--predict",
-            "--n-predict",
-            min=1,
-            metavar="N",
-            help="Maximum tokens of an answer, unless a request says how many.",
-            rich_help_panel=DRAWS,
-        ),
-    ] = 2048,
-    temp: opt.Temp = opt.TEMP,
-    top_k: opt.TopK = opt.TOP_K,
-    top_p: opt.TopP = opt.TOP_P,
-    min_p: opt.MinP = opt.MIN_P,
-    repeat_penalty: opt.RepeatPenalty = 1.0,
-    repeat_last_n: draw.RepeatLastN = 64,
-    presence_penalty: draw.PresencePenalty = 0.0,
-    frequency_penalty: draw.FrequencyPenalty = 0.0,
-    typical: draw.Typical = 1.0,
-    xtc_probability: draw.XtcProbability = 0.0,
-    xtc_threshold: draw.XtcThreshold = 0.1,
-    dry_multiplier: draw.DryMultiplier = 0.0,
-    dry_base: draw.DryBase = 1.75,
-    dry_allowed_length: draw.DryAllowedLength = 2,
-    dry_penalty_last_n: draw.DryPenaltyLastN = 64,
-    dry_sequence_breaker: draw.DrySequenceBreaker = None,
-    mirostat: draw.Mirostat = 0,
-    mirostat_lr: draw.MirostatLr = 0.1,
-    mirostat_ent: draw.MirostatEnt = 5.0,
-    logit_bias: draw.LogitBias = None,
-    stop: draw.Stop = None,
-    grammar: draw.Grammar = None,
-    json_schema: draw.JsonSchema = None,
-    seed: opt.Seed = None,
-    n_ctx: opt.Context = None,
-    n_batch: opt.Batch = None,
-    threads: opt.Threads = None,
-    gpu_layers: opt.GpuLayers = None,
-    rpc: opt.Rpc = None,
-    type_k: opt.TypeK = "f16",
-    type_v: opt.TypeV = "f16",
-    archive: opt.Archive = None,
-    archive_file: opt.ArchiveFile = None,
-    archive_type: opt.ArchiveType = "q8_0",
-    flash: opt.Flash = "auto",
-    explain: opt.Explain = False,
-    verbose: opt.Verbose = 0,
+    serving: _Serving,
+    system: System,
+    drawing: _Drawing,
+    run: Run,
 ) -> None:
     """Answer programs that speak the OpenAI API, from caches that never fill."""
-    take_positional(context, "model_name", "model", "-m")
-    if overflow not in ("forget", "error"):
-        raise UsageError(f"--overflow must be forget or error, got {overflow!r}")
+    run = of_model(run, model_name)
     try:
         from kvtool.serve.app import Limits, Site
-        from kvtool.serve.server import serve as run
+        from kvtool.serve.server import serve as answer
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: pip install 'kvtool[serve]'") from None
 
     from kvtool.llama import endpoints
+    from kvtool.runs.opening import check_options, located, n_ctx_note, n_ctx_of
     from kvtool.serve.jobs import Waiting
     from kvtool.serve.requests import Defaults
     from kvtool.units import parse_bytes
 
-    system = system_text(system, system_file)
-    address = endpoints.address(host)
-    most_bytes = parse_bytes(sessions_bytes)
-    keys = _keys(api_key_file)
-    settings = draw.settings(context)
-    wanted = EngineOptions.of(context)
-    listening = listener(address, port)
+    prompt, address = system.text(), endpoints.address(serving.host)
+    most_bytes, keys = parse_bytes(serving.sessions_bytes), _keys(serving.api_key_file)
+    sampling = sampling_of(drawing)
+    listening = listener(address, serving.port)
     port = listening.getsockname()[1]
     # downloads come before anybody can ask
-    _, info = checked_model(wanted)
+    check_options(run)
+    _, info = located(run, locate)
+    say([n_ctx_note(run, info)])
     # it is said once that a context is cut
-    wanted = replace(wanted, n_ctx=wanted.n_ctx and n_ctx_of(wanted.n_ctx, info))
-    name = Path(wanted.model).stem if wanted.model else _default_model()
+    run = run.changed(n_ctx=run.n_ctx and n_ctx_of(run, info))
+    name = Path(run.model).stem if run.model else _default_model()
+    local_only = endpoints.is_loopback(address) and not keys
     site = Site(
         name,
-        policy,
-        Waiting(queue),
-        Defaults(settings, n, seed, system),
-        Limits(keys, local_only=endpoints.is_loopback(address) and not keys, read_timeout=read_timeout),
-        has_metrics=metrics,
+        run.policy,
+        Waiting(serving.queue),
+        Defaults(sampling, drawing.n, drawing.seed, prompt),
+        Limits(keys, local_only=local_only, read_timeout=serving.read_timeout),
+        has_metrics=serving.metrics,
     )
 
     def ready(talk: Talk) -> None:
         _tell(site, talk)
-        if explain:
-            explain_run(talk.engine, policy, "chat")
+        if run.explain:
+            explain_run(talk.engine, run.policy, "chat")
         if not endpoints.is_loopback(address) and not keys:
             sys.stderr.write("there is no API key: whoever reaches the port can use the model\n")
         sys.stderr.write(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it\n")
         sys.stderr.flush()
 
     def opened() -> Any:
-        return _opened(context, wanted, system, sessions, most_bytes)
+        return _opened(run, drawing, serving, prompt, most_bytes)
 
     with listening:
-        interrupt.end_by(run(site, opened, listening, ready))
+        interrupt.end_by(answer(site, opened, listening, ready))
 
 
 @contextmanager
 def _opened(
-    context: typer.Context,
-    wanted: EngineOptions,
-    system: str | None,
-    folder: Path | None,
-    most_bytes: int,
+    run: Run, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
 ) -> Iterator[Talk]:
     """The engine, and what it needs to answer."""
     from kvtool.chats.conversation import Conversation
@@ -234,17 +150,16 @@ def _opened(
     from kvtool.serve.talk import Talk
 
     with ExitStack() as stack:
-        opened = stack.enter_context(open_engine(wanted, default_budget=1024, n_batch=opt.N_BATCH))
-        engine = opened.engine
-        path = stack.enter_context(held(folder))
-        fixed = fixed_of(engine, wanted.policy)
+        engine = stack.enter_context(open_run(run)).engine
+        path = stack.enter_context(held(serving.sessions))
+        fixed = fixed_of(engine, run.policy)
         chats = stack.enter_context(closing(Chats(path, most_bytes, fixed)))
         if chats.n_others:
             sys.stderr.write(
-                f"{chats.n_others:,} files in {folder} are damaged, or of another model, policy or options; "
-                "they stay as they are\n"
+                f"{chats.n_others:,} files in {serving.sessions} are damaged, or of another model, policy or "
+                "options; they stay as they are\n"
             )
-        params = context.params
+        kept = run.kept() | drawing.kept()
         template = None
         with suppress(ModelError):
             template = template_of(engine.model)
@@ -252,10 +167,8 @@ def _opened(
         if template and system:
             # it must fit before anybody asks
             Conversation(writer, template).check(system)
-        say = _say if params["verbose"] else lambda line: None
-        yield Talk(
-            writer, template, chats, params["overflow"], lambda chat: meta_of(chat, fixed, params), say
-        )
+        told = _say if run.verbose else lambda line: None
+        yield Talk(writer, template, chats, serving.overflow, lambda chat: meta_of(chat, fixed, kept), told)
 
 
 def _say(line: str) -> None:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool.cli import flags as opt
 from kvtool.cli.completion import sessions
-from kvtool.cli.utf8 import json_text, shown
+from kvtool.cli.declared import Json
 from kvtool.errors import SessionError
+from kvtool.system.texts import json_text, shown
 
 app = typer.Typer(help="Look into session files.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -22,7 +22,7 @@ File = Annotated[
 
 
 @app.command()
-def show(file: File, as_json: opt.Json = False) -> None:
+def show(file: File, as_json: Json = False) -> None:
     """Show what a chat runs on and how long it is, and whether the file is whole."""
     from kvtool.chats.session import read, read_meta, size
 
@@ -90,7 +90,7 @@ def _print(found: dict[str, Any], has_archive: bool) -> None:
 
 
 @app.command()
-def export(file: File, as_json: opt.Json = False) -> None:
+def export(file: File, as_json: Json = False) -> None:
     """Print the chat's text. This works even if the rest of the file is damaged."""
     from kvtool.chats.conversation import transcript
     from kvtool.chats.session import read_meta

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.cli.listed import COMMANDS
 from kvtool.errors import UsageError, suggestion
+from kvtool.options.field import declared
+from kvtool.options.run import Run
+from kvtool.options.sampling import Drawing
 
 VARIABLE = "KVTOOL_"
 NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
@@ -60,24 +64,30 @@ class Setting:
 def of_run(command: Any, context: Any, args: list[str]) -> dict[str, Setting]:
     """What holds for a command that was called with these arguments, by parameter. Raises UsageError."""
     typed, _, _ = command.make_parser(context).parse_args(args=args)
-    return of_command(command, words_of(context), typed)
+    return of_command(command, words_of(context), typed, context.find_root().command)
 
 
-def of_command(command: Any, words: tuple[str, ...], typed: Mapping[str, Any]) -> dict[str, Setting]:
-    """The same. words: the command's, ("models", "show") for example. typed: parameters with their values."""
+def of_command(
+    command: Any, words: tuple[str, ...], typed: Mapping[str, Any], root: Any
+) -> dict[str, Setting]:
+    """The same.
+
+    words: the command's, ("models", "show") for example. typed: parameters with their values. root: the
+    command of all commands.
+    """
     data, path = read()
     params = {param.name: param for param in options_of(command)}
     shared = {name: param for name, param in params.items() if name not in OWN.get(words, ())}
     is_list = words in LISTS
     tables_of = [table for of, table in tables(data, path) if of == words[: len(of)] and (of or not is_list)]
-    layers = [_from_table(*each, params if each[2] else shared) for each in tables_of]
+    layers = [_from_table(*each, params if each[2] else shared, root) for each in tables_of]
     variables = [dict(_from_variables(params if each else shared, each)) for each in ((), words)[is_list:]]
     if isinstance(data.get(_MODELS), dict) and "model" in params:
         model = next((typed[name] for name in _MODEL if typed.get(name)), None)
         for layer in [*layers, *variables] if model is None else []:
             model = layer["model"].value if "model" in layer else model
         of_model = _tables_of_model(data[_MODELS], path, words, model)
-        layers += [_from_table(*each, params if each[2] else shared) for each in of_model]
+        layers += [_from_table(*each, params if each[2] else shared, root) for each in of_model]
     found: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
         # parameters belong to the policy that stands beside them
@@ -163,8 +173,6 @@ def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...
 
     A model's tables have the words "models" and its name.
     """
-    from kvtool.cli import COMMANDS
-
     yield (), (_values(data), f"{path}:", False)
     for name, table in data.items():
         if not isinstance(table, dict):
@@ -204,7 +212,7 @@ def _tables_of_model(
 
 
 def _from_table(
-    table: Mapping[str, Any], where: str, is_own: bool, params: Mapping[str, Any]
+    table: Mapping[str, Any], where: str, is_own: bool, params: Mapping[str, Any], root: Any
 ) -> dict[str, Setting]:
     """The settings of a table. is_own: it is the command's alone, so each key must be an option of it."""
     by_name = {name: param for param in params.values() for name in names_of(param)}
@@ -213,8 +221,8 @@ def _from_table(
         param = by_name.get(name.replace("_", "-"))
         if param:
             found[param.name] = checked(param, value, f"{where} {name}")
-        elif is_own or not _is_known(name.replace("_", "-")):
-            known = by_name if is_own else all_names()
+        elif is_own or not _is_known(name.replace("_", "-"), root):
+            known = by_name if is_own else all_names(root)
             raise UsageError(f"{where} {name} is no option.{suggestion(name, sorted(known))}")
     return found
 
@@ -232,38 +240,28 @@ def names_of(param: Any) -> list[str]:
     return [name.lstrip("-") for name in param.opts]
 
 
-def _is_known(name: str) -> bool:
+def _is_known(name: str, root: Any) -> bool:
     """Whether any command has an option of that name."""
-    from kvtool.cli import flags, sampling
-
     # most are here; importing all commands takes as long as loading a small model
-    shared = (each for module in (flags, sampling) for each in vars(module).values())
-    declared = (info for each in shared for info in getattr(each, "__metadata__", ()))
-    # typer takes an Option's first argument for a default until it has read a signature
-    flags_of = (flag for info in declared for flag in (info.default, *(info.param_decls or ())))
-    return name in {str(flag).lstrip("-") for flag in flags_of} or name in all_names()
+    flags = (flag for kind in (Run, Drawing) for its in declared(kind).values() for flag in its.flags)
+    return name in {flag.lstrip("-") for flag in flags} or name in all_names(root)
 
 
-def all_names() -> set[str]:
+def all_names(root: Any) -> set[str]:
     """What the file may call the options of any command. Slow: it imports all commands."""
-    return {name for _, command in all_commands() for each in options_of(command) for name in names_of(each)}
+    return {
+        name for _, command in all_commands(root) for each in options_of(command) for name in names_of(each)
+    }
 
 
-def all_commands() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that runs something, with its words."""
-    from typer.main import get_command
-
-    from kvtool.cli import app
-
-    def walk(group: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-        for name in group.commands:
-            command = group.commands[name]
-            if hasattr(command, "commands"):
-                yield from walk(command, (*words, name))
-            else:
-                yield (*words, name), command
-
-    yield from walk(get_command(app), ())
+def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of a group that runs something, with its words."""
+    for name in group.commands:
+        command = group.commands[name]
+        if hasattr(command, "commands"):
+            yield from all_commands(command, (*words, name))
+        else:
+            yield (*words, name), command
 
 
 def _values(table: Mapping[str, Any]) -> dict[str, Any]:

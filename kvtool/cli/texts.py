@@ -1,34 +1,13 @@
-"""Text files as input: read, and refused if they are no text, too short or too long."""
+"""Texts that are refused: too short, or too long."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.errors import InputError
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
-
-
-def read_text(file: str) -> str:
-    """The text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
-    name = "stdin" if file == "-" else file
-    if not data.strip():
-        raise InputError(f"{name} is empty; it must be a text")
-    if b"\0" in data:
-        raise InputError(f"{name} is binary; it must be a text")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8 (byte {error.start}); convert it first, for example with iconv"
-        ) from None
 
 
 def too_short(file: str, n: int, n_needed: int) -> InputError:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvtool.engine import prefill
 from kvtool.engine.cells import Cells
+from kvtool.engine.checks import check, how_read
 from kvtool.engine.eviction import Eviction, ask
 from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
@@ -23,9 +24,6 @@ _I32 = np.dtype(np.int32)
 
 _STEP = 64
 """Ragged layers grow and shrink by this many cells."""
-
-_COARSE = ("q4_0", "q4_1")
-"""Types of keys that lose too much each time they are re-rotated."""
 
 
 class Engine:
@@ -59,7 +57,7 @@ class Engine:
         self.model = model
         self.policy = policy
         self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
-        _check(model, policy, settings, self.n_ctx)
+        check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
         self.n_cell = n_start = policy.n_live
         if policy.ragged:
             # llama.cpp's own table holds no more than the tokens between two plans
@@ -182,7 +180,7 @@ class Engine:
     def reads_whole(self, n: int) -> bool:
         """Whether a text of n tokens would now be decoded whole, then compressed once."""
         evicts = n > self.policy.n_asked and self.policy.slack > 0
-        return _prefill(self.policy, self.settings) == "whole" and self.n_past == 0 and evicts
+        return how_read(self.policy, self.settings) == "whole" and self.n_past == 0 and evicts
 
     def evict_if_due(self) -> None:
         """Lets the policy evict, if a plan is due. Every step begins with this.
@@ -346,37 +344,6 @@ def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
     return tokens.astype(np.int32, copy=False)
 
 
-def _check(model: Model, policy: Policy, settings: Settings, n_ctx: int) -> None:
-    """Raises UsageError for what cannot go together."""
-    if policy.budget > n_ctx:
-        asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
-        raise UsageError(
-            f"the context is {n_ctx} tokens (trained: {model.n_ctx_train}); "
-            f"choose a budget of at most that, not {asked}{policy.budget}"
-        )
-    if settings.positions == "in-cache" and settings.type_k in _COARSE:
-        raise UsageError(
-            f"{settings.type_k} keys lose too much precision when they are re-rotated at every eviction; "
-            "choose --positions auto, or -ctk q8_0"
-        )
-    if _prefill(policy, settings) == "whole" and (policy.ragged or policy.recall):
-        raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
-    if policy.merges and not model.layers.has_values:
-        raise UsageError(
-            f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "
-            "choose another policy"
-        )
-    if policy.recall and model.layers.has_alibi:
-        raise UsageError(
-            f"{type(policy).__name__} chooses by keys, but in this model distance counts as well (ALiBi); "
-            "choose another policy"
-        )
-    if settings.positions == "in-cache" and policy.recall:
-        raise UsageError(
-            f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"
-        )
-
-
 def _check_index(model: Model, n_cell: int) -> None:
     """Raises UsageError for more cells than the model's index chooses."""
     if n_cell > (n_most := model.layers.most_cells):
@@ -384,14 +351,6 @@ def _check_index(model: Model, n_cell: int) -> None:
             f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
             f"choose a smaller --budget, -b or -c: {n_cell:,} cells are needed"
         )
-
-
-def _prefill(policy: Policy, settings: Settings) -> str:
-    """How a prompt is read. Raises UsageError if the policy wants it in a way that there is not."""
-    how = settings.prefill or policy.prefill
-    if how not in ("stream", "whole"):
-        raise UsageError(f"{type(policy).__name__}: prefill must be stream or whole, got {how!r}")
-    return how
 
 
 def _cache(
@@ -419,7 +378,7 @@ def _cache(
         return Context(model, n_cell, settings.n_batch, request, **own, **how)
     lacking = (
         (policy.needs_patch(), f"the policy {type(policy).__name__}"),
-        (_prefill(policy, settings) == "whole", "reading a prompt whole, without --prefill stream,"),
+        (how_read(policy, settings) == "whole", "reading a prompt whole, without --prefill stream,"),
     )
     for is_asked, what in lacking:
         if is_asked:

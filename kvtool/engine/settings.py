@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.errors import UsageError
-from kvtool.models.layers import CACHE_TYPES
+from kvtool.options.field import declared
+from kvtool.options.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,8 @@ class Settings:
     n_threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.positions not in ("original", "in-cache", "auto"):
-            raise UsageError(f"positions must be original, in-cache or auto, got {self.positions!r}")
-        if self.prefill not in (None, "stream", "whole"):
-            raise UsageError(f"prefill must be stream or whole, got {self.prefill!r}")
-        if self.flash not in ("on", "off", "auto"):
-            raise UsageError(f"flash must be on, off or auto, got {self.flash!r}")
+        for name in ("positions", "prefill", "flash", "type_k", "type_v", "archive_type"):
+            declared(Run)[name].check(getattr(self, name), name)
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
-        for name in ("type_k", "type_v", "archive_type"):
-            if getattr(self, name) not in CACHE_TYPES:
-                raise UsageError(
-                    f"{name} must be one of {', '.join(CACHE_TYPES)}, got {getattr(self, name)!r}"
-                )

@@ -16,7 +16,7 @@ from kvtool.llama.candidates import apply, candidates
 from kvtool.llama.grammar import Constraint, Grammar
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
-from kvtool.llama.sampling import Sampling
+from kvtool.options.sampling import Sampling
 
 _N_MIROSTAT = 100
 """Tokens by which Mirostat 1 estimates: llama.cpp's own number, and the paper's."""

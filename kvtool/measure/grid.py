@@ -8,41 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvtool import policies
+from kvtool.engine.checks import check
 from kvtool.errors import UsageError
 from kvtool.measure import divergence, records
-from kvtool.models import budget
 from kvtool.models.layers import Layers
+from kvtool.options.field import declared
+from kvtool.options.run import TextRun
+from kvtool.runs import archive
+from kvtool.runs.opening import fitted, settings_of, unbounded, workers_of
 
 KEY = (
-    "model_sha256",
-    "text_sha256",
-    "tokens",
-    "policy",
-    "policy_sha256",
-    "params",
-    "budget",
-    "type_k",
-    "type_v",
-    "positions",
-    "evict_every",
-    "n_ctx",
-    "n_batch",
-    "flash",
-    "gpu_layers",
-    "archive",
-    "archive_type",
-    "kvtool",
-    "llama_cpp_python",
-    "patch",
+    *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
+    *(name for name, its in declared(TextRun).items() if its.identity and name != "prefill"),
+    *("archive", "kvtool", "llama_cpp_python", "patch"),
 )
 """The fields of a record that tell one run from another."""
-
-_COARSE = ("q4_0", "q4_1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,48 +38,22 @@ class Common:
     ----------
     what
         Fields that go into every record: model, text and versions.
-    model
-        The model file.
+    options
+        The options; those of a run in particular change some of them. Context length and batch size are
+        numbers.
     n_tokens
         Tokens of the text.
-    n_ctx
-        Context length in tokens.
-    n_batch
-        The most tokens of a batch.
-    positions
-        "original", "in-cache" or "auto".
-    flash
-        Flash attention: "on", "off" or "auto".
-    threads
-        CPU threads of one run; None for as many as are fastest.
-    gpu_layers
-        Layers on the GPU; None for all.
-    rpc
-        Workers, "HOST:PORT" each.
-    archive
-        The setting `archive` or `archive_bytes` of policies that recall; neither for the default.
-    archive_file
-        Where they keep their archives; None for host memory. A record of either is the same.
-    archive_type
-        Type of what these policies archive.
-    verbose
-        Whether llama.cpp's log goes to stderr.
     """
 
     what: Mapping[str, Any]
-    model: Path
+    options: TextRun
     n_tokens: int
-    n_ctx: int
-    n_batch: int
-    positions: str
-    flash: str
-    threads: int | None
-    gpu_layers: int | None = None
-    rpc: tuple[str, ...] = ()
-    archive: Mapping[str, int] = field(default_factory=dict)
-    archive_file: str | None = None
-    archive_type: str = "q8_0"
-    verbose: bool = False
+
+    @property
+    def n_ctx(self) -> int:
+        """Context length in tokens."""
+        assert self.options.n_ctx is not None
+        return self.options.n_ctx
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,26 +64,14 @@ class Run:
     ----------
     label
         The policy as it was typed, with its parameters.
-    policy
-        Its name, or the path of a policy file.
     options
-        Its parameters as they were typed, "window=64" for example.
+        What it runs with: the budget in cells, and the tokens from one eviction to the next.
     params
-        All its parameters, with their values.
+        All parameters of the policy, with their values.
     asked
         The budget as it was typed; None for a run that keeps all it needs.
     budget
         The budget in cells of a row.
-    evict_every
-        Tokens from one eviction to the next; None for a policy that never evicts.
-    n_batch
-        The most tokens of a batch.
-    positions
-        "original", "in-cache" or "auto".
-    type_k
-        Type of the cached keys.
-    type_v
-        Type of the cached values.
     policy_sha256
         Hash of the policy's file, if it is a user's.
     recalls
@@ -132,23 +79,17 @@ class Run:
     """
 
     label: str
-    policy: str
-    options: tuple[str, ...]
+    options: TextRun
     params: Mapping[str, Any]
     asked: str | None
     budget: int
-    evict_every: int | None
-    n_batch: int
-    positions: str
-    type_k: str
-    type_v: str
     policy_sha256: str | None = None
     recalls: bool = False
 
     @property
     def title(self) -> str:
         """The policy as it was typed, and the cache type unless it is f16."""
-        return self.label if self.type_k == "f16" else f"{self.label} {self.type_k}"
+        return self.label if self.options.type_k == "f16" else f"{self.label} {self.options.type_k}"
 
     @property
     def name(self) -> str:
@@ -158,7 +99,7 @@ class Run:
     @property
     def group(self) -> tuple[str | None, str, str]:
         """Runs with the same group are compared with each other: same budget, same cache types."""
-        return self.asked, self.type_k, self.type_v
+        return self.asked, self.options.type_k, self.options.type_v
 
 
 def split_policy(text: str) -> tuple[str, tuple[str, ...]]:
@@ -175,7 +116,6 @@ def runs(
     budgets: Sequence[str],
     types: Sequence[str],
     *,
-    evict_every: int | None = None,
     combine: bool = False,
 ) -> list[Run]:
     """The runs of a grid in their order: those without a budget first, then budget by budget.
@@ -190,7 +130,7 @@ def runs(
     found: dict[str, Run] = {}
 
     def add(label: str, name: str, options: tuple[str, ...], asked: str | None, kind: str) -> None:
-        run = _run(common, n_ctx_train, layers, label, name, options, asked, kind, evict_every)
+        run = _run(common, n_ctx_train, layers, label, name, options, asked, kind)
         found.setdefault(records.key(identity(common, run), KEY), run)
 
     for label, name, options in split:
@@ -213,49 +153,38 @@ def keeps_all_it_needs(wanted: str) -> bool:
 
 def full_run(common: Common) -> Run:
     """The run of the full f16 cache, which writes the reference."""
-    n = min(common.n_ctx, common.n_tokens)
-    return Run("full", "full", (), {}, None, n, None, common.n_batch, "auto", "f16", "f16")
+    options = _options(common, "full", (), "f16")
+    return Run("full", options, {}, None, min(common.n_ctx, common.n_tokens))
 
 
 def identity(common: Common, run: Run) -> dict[str, Any]:
     """The fields of a record that say what it is a record of; KEY names those that matter."""
+    its = run.options
     return {
-        "policy": run.policy,
+        "policy": its.policy,
         "params": dict(run.params),
         "budget": run.budget,
-        "type_k": run.type_k,
-        "type_v": run.type_v,
         **common.what,
         "policy_sha256": run.policy_sha256,
         "tokens": common.n_tokens,
-        "positions": run.positions,
-        "evict_every": run.evict_every,
-        "n_ctx": common.n_ctx,
-        "n_batch": run.n_batch,
-        "flash": common.flash,
-        "gpu_layers": common.gpu_layers,
-        "archive": (dict(common.archive) or None) if run.recalls else None,
-        "archive_type": common.archive_type if run.recalls else None,
-        "threads": common.threads,
-        "rpc": list(common.rpc),
+        **its.identity(),
+        "archive": (archive.limit(its) or None) if run.recalls else None,
+        "archive_type": its.archive_type if run.recalls else None,
+        "threads": its.threads,
+        "rpc": list(workers_of(its)),
     }
 
 
 def reference(common: Common) -> Path:
     """The file for the full cache's predictions of this text, which may not exist yet."""
     names = ("model_sha256", "text_sha256", "kvtool", "llama_cpp_python", "patch")
-    what = {name: common.what[name] for name in names}
+    of_options = ("n_ctx", "n_batch", "flash", "gpu_layers")
     return divergence.path_of(
-        what
-        | {
-            "tokens": common.n_tokens,
-            "n_ctx": common.n_ctx,
-            "n_batch": common.n_batch,
-            "flash": common.flash,
-            "gpu_layers": common.gpu_layers,
-        }
+        {name: common.what[name] for name in names}
+        | {"tokens": common.n_tokens}
+        | {name: getattr(common.options, name) for name in of_options}
         # with workers, -fa auto chooses otherwise
-        | ({"rpc": True} if common.rpc else {})
+        | ({"rpc": True} if common.options.rpc else {})
     )
 
 
@@ -268,6 +197,15 @@ def shard(grid: Sequence[Run], text: str) -> list[Run]:
     return list(grid[i - 1 :: n])
 
 
+def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **more: Any) -> TextRun:
+    """The options of a run. What was typed for the whole grid counts as given here."""
+    own = {"policy": name, "options": options, "type_k": kind, "type_v": kind, **more}
+    if not policies.load(name).evicts:
+        # its keys are never turned
+        own |= {"positions": "auto", "evict_every": None}
+    return replace(common.options, **own, typed=frozenset())
+
+
 def _run(
     common: Common,
     n_ctx_train: int,
@@ -277,49 +215,25 @@ def _run(
     options: tuple[str, ...],
     asked: str | None,
     kind: str,
-    evict_every: int | None,
 ) -> Run:
     from kvtool.llama.context import choose_flash
 
-    policy_type = policies.load(name)
-    policies.parse_options(policy_type, list(options))
+    policy_type, its = policies.load(name), _options(common, name, options, kind)
+    policies.parse_options(policy_type, options)
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    choose_flash(common.flash, kind, policy_type.ragged or layers.has_alibi)
-    n, n_batch, positions = common.n_ctx, common.n_batch, common.positions
-    batch = None
-    if not policy_type.evicts:
-        n, positions = min(n, common.n_tokens), "auto"
-    elif positions == "in-cache" and kind in _COARSE:
-        raise UsageError(
-            f"{kind} keys lose too much precision when they are re-rotated at every eviction; "
-            "choose --positions auto, or --types q8_0"
-        )
-    elif asked is not None:
-        n, batch = budget.parse(asked, n_ctx_train, layers, n_batch, kind, kind)
-        n_batch = batch or n_batch
-    if n > common.n_ctx:
-        raise UsageError(f"a budget of {n} tokens is more than the context of {common.n_ctx}; choose less")
-    policy = policies.fit(name, n, evict_every, list(options))
-    if asked and batch:
-        budget.check_bytes(asked, n, policy.budget)
-    if policy.budget > common.n_ctx:
-        raise UsageError(
-            f"a budget of {n} tokens after an eviction takes {policy.budget} before, more than the context "
-            f"of {common.n_ctx}; choose less"
-        )
-    return Run(
-        label,
-        name,
-        options,
-        policies.chosen(policy),
-        asked,
-        n,
-        policy.slack or None,
-        n_batch,
-        positions,
-        kind,
-        kind,
-        policies.file_sha256(name),
-        policies.recalls(policy_type),
-    )
+    choose_flash(its.flash, kind, policy_type.ragged or layers.has_alibi)
+    if policy_type.evicts:
+        found = fitted(its, n_ctx_train, layers, str(common.n_ctx) if asked is None else asked)
+        own: dict[str, Any] = {
+            "budget": str(found.n),
+            "evict_every": found.policy.slack or None,
+            "n_batch": found.n_batch,
+        }
+        its = replace(its, **own)
+    else:
+        found = unbounded(its, min(common.n_ctx, common.n_tokens))
+    settings = settings_of(its, common.n_ctx, found.n_batch, found.n_batch)
+    check(found.policy, settings, layers, common.n_ctx, n_ctx_train)
+    params, digest = policies.chosen(found.policy), policies.file_sha256(name)
+    return Run(label, its, params, asked, found.n, digest, policies.recalls(policy_type))

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, ModelError, OutOfMemory, where
+from kvtool.options.run import TextRun
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,148 +37,70 @@ class Job:
 
     Attributes
     ----------
-    model
-        Path of the model file.
+    options
+        What it runs with.
     tokens
         Path of a .npy file with the text, i32[n].
-    policy
-        Name of the policy, or path of a policy file.
-    options
-        Its parameters, as `-o` takes them.
-    budget
-        Cells of a row.
-    evict_every
-        Tokens from one eviction to the next; None for the default.
-    type_k
-        Type of the cached keys.
-    type_v
-        Type of the cached values.
-    positions
-        "original", "in-cache" or "auto".
-    n_ctx
-        Context length in tokens.
-    n_batch
-        The most tokens of a batch.
-    flash
-        Flash attention: "on", "off" or "auto".
-    threads
-        CPU threads; None for as many as are fastest.
-    gpu_layers
-        Layers on the GPU; None for all.
-    rpc
-        Workers, "HOST:PORT" each.
-    archive
-        The setting `archive` or `archive_bytes` of a policy that recalls; neither for the default.
-    archive_file
-        Where such a policy keeps its archive; None for host memory.
-    archive_type
-        Type of what such a policy archives.
     reference
         File with the full cache's predictions; None if there is nothing to compare with.
     writes
         Whether this run, of the full cache, writes that file.
-    verbose
-        Whether llama.cpp's log goes to stderr.
     """
 
-    model: str
+    options: TextRun
     tokens: str
-    policy: str
-    options: tuple[str, ...]
-    budget: int
-    evict_every: int | None
-    type_k: str
-    type_v: str
-    positions: str
-    n_ctx: int
-    n_batch: int
-    flash: str
-    threads: int | None
-    gpu_layers: int | None = None
-    rpc: tuple[str, ...] = ()
-    archive: dict[str, int] = field(default_factory=dict)
-    archive_file: str | None = None
-    archive_type: str = "q8_0"
     reference: str | None = None
     writes: bool = False
-    verbose: bool = False
 
 
 def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
     """Do the run in this process, and return its record. Raises KvtoolError."""
     import numpy as np
 
-    from kvtool import policies
-    from kvtool.engine.loop import Engine
-    from kvtool.engine.settings import Settings
-    from kvtool.llama.log import set_verbose
-    from kvtool.llama.model import Model
-    from kvtool.llama.workers import add_rpc
     from kvtool.measure import divergence, perplexity
+    from kvtool.runs.opening import open_run
+    from kvtool.runs.report import report as said
     from kvtool.system.memory import peak_rss_bytes
 
-    tokens = np.load(job.tokens)
-    policy = policies.fit(job.policy, job.budget, job.evict_every, list(job.options))
-    settings = Settings(
-        positions=job.positions,
-        n_ctx=job.n_ctx,
-        n_batch=job.n_batch,
-        n_output=job.n_batch,
-        over_budget=False,
-        type_k=job.type_k,
-        type_v=job.type_v,
-        flash=job.flash,
-        n_threads=job.threads,
+    tokens, run = np.load(job.tokens), job.options
+    if run.archive_file:
         # runs at the same time make a file each
-        archive_file=job.archive_file and f"{job.archive_file}.{os.getpid()}",
-        archive_type=job.archive_type,
-        archive=job.archive.get("archive"),
-        archive_bytes=job.archive.get("archive_bytes"),
-    )
-    set_verbose(job.verbose)
-    if job.rpc:
-        add_rpc(*job.rpc)
-    model = Model(job.model, n_gpu_layers=job.gpu_layers)
-    try:
+        run = run.changed(archive_file=f"{run.archive_file}.{os.getpid()}")
+    with open_run(run, length=lambda model: len(tokens)) as opened:
+        engine = opened.engine
         against: AbstractContextManager[Scores | None] = nullcontext()
         if job.reference:
-            reference = Path(job.reference), len(tokens), model.n_vocab
+            reference = Path(job.reference), len(tokens), engine.model.n_vocab
             against = divergence.writing(*reference) if job.writes else closing(divergence.Reader(*reference))
         with against as scores:
-            engine = Engine(model, policy, settings)
-            try:
-                parts, n, total, kv_peak_bytes = [], 0, 0.0, engine.cache_bytes
-                start, cpu = time.perf_counter(), time.process_time()
-                for nll in perplexity.steps(engine, tokens, scores.score if scores else perplexity.nll_of):
-                    parts.append(nll)
-                    n, total = n + len(nll), total + float(nll.sum())
-                    kv_peak_bytes = max(kv_peak_bytes, engine.cache_bytes)
-                    report(n, total)
-                seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-                found = {
-                    "tokens_per_s": len(tokens) / seconds,
-                    "seconds": seconds,
-                    "cpu_s": cpu_s,
-                    "plan_s": engine.eviction.plan_s,
-                    "edit_s": engine.eviction.edit_s,
-                    "cells": engine.mean_kv,
-                    "kv_bytes": engine.cache_bytes,
-                    "kv_peak_bytes": kv_peak_bytes,
-                    "budget_bytes": budget_bytes(engine),
-                    "state_bytes": engine.host_bytes,
-                    "archived": engine.n_archived,
-                    "archive_bytes": engine.archive_bytes,
-                    "archive_file": job.archive_file if engine.context.archive else None,
-                    "peak_rss_bytes": peak_rss_bytes(),
-                }
-            finally:
-                engine.close()
+            parts, n, total, kv_peak_bytes = [], 0, 0.0, engine.cache_bytes
+            start, cpu = time.perf_counter(), time.process_time()
+            for nll in perplexity.steps(engine, tokens, scores.score if scores else perplexity.nll_of):
+                parts.append(nll)
+                n, total = n + len(nll), total + float(nll.sum())
+                kv_peak_bytes = max(kv_peak_bytes, engine.cache_bytes)
+                report(n, total)
+            seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
             if not math.isfinite(total):
                 # raised here, before the reference gets its name
                 raise ModelError("the model's logits are not finite; the model file may be damaged")
-    finally:
-        model.close()
-    return quality(np.concatenate(parts), scores) | found
+        held = {name: value for name, value in said(engine, run.policy).items() if name in _HELD}
+        found = {
+            "tokens_per_s": len(tokens) / seconds,
+            "seconds": seconds,
+            "cpu_s": cpu_s,
+            "plan_s": engine.eviction.plan_s,
+            "edit_s": engine.eviction.edit_s,
+            "kv_peak_bytes": kv_peak_bytes,
+            "budget_bytes": budget_bytes(engine),
+            **held,
+            "archive_file": job.options.archive_file if engine.context.archive else None,
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+        return quality(np.concatenate(parts), scores) | found
+
+
+_HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")
 
 
 def budget_bytes(engine: Engine) -> int:
@@ -237,12 +160,13 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
 
 def encode(job: Job) -> bytes:
     """The job as JSON."""
-    return json.dumps(asdict(job)).encode()
+    own = {name: getattr(job, name) for name in ("tokens", "reference", "writes")}
+    return json.dumps({"options": job.options.values(), **own}).encode()
 
 
 def decode(data: Mapping[str, Any]) -> Job:
     """The job of a decoded JSON object."""
-    return Job(**{**data, **{name: tuple(data[name]) for name in ("options", "rpc")}})
+    return Job(**{**data, "options": TextRun.filled(data["options"])})
 
 
 def main() -> None:

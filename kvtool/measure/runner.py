@@ -93,36 +93,13 @@ class Runner:
                 ends[run] = said
 
     def _start(self, run: Run, against: Path | None, writes: bool) -> None:
-        common = self.common
-        job = Job(
-            model=str(common.model),
-            tokens=str(self._tokens),
-            policy=run.policy,
-            options=run.options,
-            budget=run.budget,
-            evict_every=run.evict_every,
-            type_k=run.type_k,
-            type_v=run.type_v,
-            positions=run.positions,
-            n_ctx=common.n_ctx,
-            n_batch=run.n_batch,
-            flash=common.flash,
-            threads=common.threads,
-            gpu_layers=common.gpu_layers,
-            rpc=common.rpc,
-            archive=dict(common.archive),
-            archive_file=common.archive_file,
-            archive_type=common.archive_type,
-            reference=str(against) if against else None,
-            writes=writes,
-            verbose=common.verbose,
-        )
+        job = Job(run.options, str(self._tokens), str(against) if against else None, writes)
         with self._log(run).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD.format(sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=None if common.verbose else log,
+                stderr=None if run.options.verbose > 1 else log,
                 # Ctrl-C on the terminal goes to the parent alone
                 start_new_session=True,
             )

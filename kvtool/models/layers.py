@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 from kvtool.errors import UsageError
 from kvtool.models.gguf import constants
+from kvtool.units import CACHE_TYPES
 
 PAD = 256
 """llama.cpp rounds a cache up to a multiple of this many cells."""
-
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""The types that llama.cpp has for cached keys and values."""
 
 
 _NO_BOUND = 2**31 - 1

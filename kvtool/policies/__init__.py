@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
@@ -133,7 +134,7 @@ def chosen(policy: Policy) -> dict[str, object]:
     return {name: getattr(policy, name) for name in params(type(policy))}
 
 
-def parse_options(policy: type[Policy], options: list[str]) -> dict[str, object]:
+def parse_options(policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
     """["window=64", ...] to values of the fields' types. Raises UsageError that names what would be right."""
     try:
         return parameters.parse(policy, options, "-o", but=_COMMON)
@@ -147,10 +148,10 @@ def default_slack(budget: int) -> int:
     return max(1, min(16, budget // 8))
 
 
-def fit(name: str, budget: int, evict_every: int | None = None, options: list[str] | None = None) -> Policy:
+def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
     """The named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
     policy = load(name)
-    given = parse_options(policy, options or [])
+    given = parse_options(policy, options)
     if evict_every and 1 < budget <= evict_every:
         raise UsageError(f"--evict-every must be less than the budget ({budget}), got {evict_every}")
     try:
@@ -171,14 +172,14 @@ def fit(name: str, budget: int, evict_every: int | None = None, options: list[st
 
 
 def smallest_budget(
-    name: str, evict_every: int | None = None, options: list[str] | None = None, n_held: int = 0
+    name: str, evict_every: int | None = None, options: Iterable[str] = (), n_held: int = 0
 ) -> int:
     """The fewest cells that the named policy works with if n_held of them are never evicted.
 
     Raises UsageError if no budget works.
     """
     policy = load(name)
-    given = parse_options(policy, options or [])
+    given = parse_options(policy, options)
     smallest = _smallest_budget(policy, 0, evict_every, given, n_held)
     # if there is none, fit says why
     return smallest or fit(name, 1, evict_every, options).budget

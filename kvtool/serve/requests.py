@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvtool.errors import UsageError
-from kvtool.llama.sampling import Sampling
+from kvtool.options.field import declared
+from kvtool.options.sampling import Drawing, Sampling
 from kvtool.serve import messages
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields, shown, wrong
@@ -18,17 +19,14 @@ from kvtool.serve.tools import Choice, check_choice, check_tools
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
 
+_KINDS = get_type_hints(Sampling)
 _NUMBERS = {
-    "temperature": "temp",
-    **{name: name for name in ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")},
-    "typical_p": "typical",
-    **{name: name for name in ("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base")},
-    "mirostat_tau": "mirostat_ent",
-    "mirostat_eta": "mirostat_lr",
+    named: field
+    for field, its in declared(Sampling).items()
+    for named in its.request
+    if _KINDS[field] in (int, float)
 }
 """Fields of OpenAI and llama-server, and what `Sampling` calls them."""
-
-_WHOLE = ("top_k", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n", "mirostat")
 
 _REFUSED = (
     *("audio", "modalities", "prediction", "web_search_options", "functions", "function_call", "suffix"),
@@ -193,9 +191,7 @@ def _common(fields: Fields, defaults: Defaults, model: str) -> dict[str, Any]:
             code="model_not_found",
             status=404,
         )
-    n_max = [
-        fields.whole(name, 0, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens", "n_predict")
-    ]
+    n_max = [fields.whole(name, 0, 2**31 - 1) for name in declared(Drawing)["n"].request]
     options = fields.any("stream_options")
     if options is not None and not isinstance(options, dict):
         raise wrong("stream_options", "an object", options)
@@ -261,14 +257,10 @@ def _shape(fields: Fields) -> tuple[str | None, str | None]:
 def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: str | None) -> Sampling:
     own: dict[str, Any] = {}
     for name, its in _NUMBERS.items():
-        value = fields.number(name)
+        # llama-server's -1 looks back at the whole context
+        value = fields.whole(name, -(2**31), 2**31 - 1) if _KINDS[its] is int else fields.number(name)
         if value is not None:
             own[its] = value
-    for name in _WHOLE:
-        number = fields.whole(name, -(2**31), 2**31 - 1)
-        if number is not None:
-            # llama-server's -1 looks back at the whole context
-            own[name] = number
     stops = tuple(each for each in fields.texts("stop", MOST_STOPS) if each)
     if stops:
         own["stop"] = stops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ def params(kind: type[Task]) -> dict[str, object]:
     return parameters.defaults(kind)
 
 
-def make(name: str, given: list[str]) -> Task:
+def make(name: str, given: Iterable[str]) -> Task:
     """The task with the parameters ["name=value", ...]. Raises UsageError."""
     kind = load(name)
     try:

@@ -17,7 +17,7 @@ from kvtool.errors import InputError
 from kvtool.kernels.likelihood import token_nll
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.llama.sampling import Sampling
+from kvtool.options.sampling import Sampling
 from kvtool.policy import Policy
 
 N_OUTPUT = 64

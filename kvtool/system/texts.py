@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvtool.errors import InputError, UsageError
@@ -11,7 +12,7 @@ from kvtool.errors import InputError, UsageError
 _CONVERT = "convert it first, with iconv for example"
 
 
-def option(flag: str, text: str | None) -> str | None:
+def utf8(flag: str, text: str | None) -> str | None:
     """The text of an option. Raises UsageError for bytes that are not UTF-8."""
     if text is None:
         return None
@@ -61,3 +62,22 @@ def stdin_lines() -> Iterator[str]:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise InputError(f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}") from None
+
+
+def read_text(file: str) -> str:
+    """The text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    name = "stdin" if file == "-" else file
+    if not data.strip():
+        raise InputError(f"{name} is empty; it must be a text")
+    if b"\0" in data:
+        raise InputError(f"{name} is binary; it must be a text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 (byte {error.start}); convert it first, for example with iconv"
+        ) from None

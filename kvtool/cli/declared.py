@@ -1,0 +1,112 @@
+"""Options as Typer takes them: what a command's function asks for as dataclasses becomes its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NewType, get_args, get_origin, get_type_hints
+
+import typer
+
+from kvtool.cli import completion
+from kvtool.errors import UsageError
+from kvtool.options.field import SHOWS, Option, Options, declared
+
+Typed = NewType("Typed", Mapping[str, str])
+"""What was typed of all options: the names of parameters, each with its flag."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=SHOWS)]
+"""--json of the commands that print one result."""
+
+
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as Typer takes it: each parameter of a class of `Options` becomes an option a field.
+
+    The command gets the dataclasses filled. Of a class, the fields that it hides are left out. A parameter of
+    the type `Typed` gets what was typed.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    kinds: dict[str, type[Options]] = {}
+    params = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    asks = [name for name, hint in hints.items() if hint is Typed]
+    for each in inspect.signature(command).parameters.values():
+        hint = hints[each.name]
+        if isinstance(hint, type) and issubclass(hint, Options):
+            kinds[each.name] = hint
+            params += parameters(hint)
+        elif each.name not in asks:
+            params.append(each.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def run(context: typer.Context, **values: Any) -> None:
+        given = {name: str(getattr(context.get_parameter_source(name), "name", "")) for name in values}
+        typed = {name for name, source in given.items() if source == "COMMANDLINE"}
+        set_or_typed = {name for name, source in given.items() if source != "DEFAULT"}
+        flags = {str(each.name): each.opts[-1] for each in context.command.params if each.name in typed}
+        filled = {name: kind.filled(values, typed, set_or_typed) for name, kind in kinds.items()}
+        own = {name: value for name, value in values.items() if name in hints.keys() - kinds.keys()}
+        command(**own, **filled, **{name: Typed(flags) for name in asks})
+
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__annotations__ = {each.name: each.annotation for each in params} | {"return": None}
+    run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+    return run
+
+
+def parameters(kind: type[Options]) -> Iterator[inspect.Parameter]:
+    """A Typer parameter for each field that the class does not hide."""
+    hints = get_type_hints(kind)
+    for name, its in declared(kind).items():
+        if name in kind.hidden:
+            continue
+        default, hint = getattr(kind, name), hints[name]
+        if get_origin(hint) is tuple:
+            each = get_args(hint)[0]
+            default, hint = None, (list[int] if each is int else list[str]) | None
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[hint, _typer_option(kind, hint, its)],
+        )
+
+
+def _typer_option(kind: type[Options], hint: Any, its: Option) -> Any:
+    is_number = any(kind in str(hint) for kind in ("int", "float"))
+    return typer.Option(
+        *its.flags,
+        help=its.help,
+        metavar=its.metavar,
+        show_default=_words(kind, its.words),
+        min=its.least if is_number else None,
+        max=its.most if is_number else None,
+        count=its.is_count,
+        rich_help_panel=its.group,
+        callback=_readable(its) if is_number else None,
+        autocompletion=_completer(its),
+    )
+
+
+def _readable(its: Option) -> Callable[[Any], Any]:
+    """Refuses a number that cannot be read while the line is parsed, so that the error says what set it."""
+
+    def callback(value: Any) -> Any:
+        try:
+            its.taken(value)
+        except UsageError as error:
+            raise typer.BadParameter(str(error)) from None
+        return value
+
+    return callback
+
+
+def _words(kind: type[Options], words: str | bool) -> str | bool:
+    """The default in words, with the class's numbers in it."""
+    if isinstance(words, str) and "{default_" in words:
+        return words.format(**{name: getattr(kind, name) for name in dir(kind) if "default_" in name})
+    return words
+
+
+def _completer(its: Option) -> Callable[..., list[str]] | None:
+    if its.choices:
+        return lambda incomplete: [each for each in its.choices if each.startswith(incomplete)]
+    return getattr(completion, its.completes) if its.completes else None

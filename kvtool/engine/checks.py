@@ -1,0 +1,53 @@
+"""What cannot go together: a policy, settings and a model."""
+
+from __future__ import annotations
+
+from kvtool.engine.settings import Settings
+from kvtool.errors import UsageError
+from kvtool.models.layers import Layers
+from kvtool.policy import Policy
+
+_COARSE = ("q4_0", "q4_1")
+"""Types of keys that lose too much each time they are re-rotated."""
+
+
+def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_train: int) -> None:
+    """Raises UsageError for what cannot go together.
+
+    layers: of the model. n_ctx: context length in tokens. n_ctx_train: the trained one.
+    """
+    if policy.budget > n_ctx:
+        asked = f"{policy.n_asked}, which takes " if policy.n_asked < policy.budget else ""
+        raise UsageError(
+            f"the context is {n_ctx} tokens (trained: {n_ctx_train}); "
+            f"choose a budget of at most that, not {asked}{policy.budget}"
+        )
+    if settings.positions == "in-cache" and settings.type_k in _COARSE:
+        raise UsageError(
+            f"{settings.type_k} keys lose too much precision when they are re-rotated at every eviction; "
+            "choose --positions auto, or -ctk q8_0"
+        )
+    if how_read(policy, settings) == "whole" and (policy.ragged or policy.recall):
+        raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
+    if policy.merges and not layers.has_values:
+        raise UsageError(
+            f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "
+            "choose another policy"
+        )
+    if policy.recall and layers.has_alibi:
+        raise UsageError(
+            f"{type(policy).__name__} chooses by keys, but in this model distance counts as well (ALiBi); "
+            "choose another policy"
+        )
+    if settings.positions == "in-cache" and policy.recall:
+        raise UsageError(
+            f"{type(policy).__name__} needs the distances of the text; choose --positions auto or original"
+        )
+
+
+def how_read(policy: Policy, settings: Settings) -> str:
+    """How a prompt is read. Raises UsageError if the policy wants it in a way that there is not."""
+    how = settings.prefill or policy.prefill
+    if how not in ("stream", "whole"):
+        raise UsageError(f"{type(policy).__name__}: prefill must be stream or whole, got {how!r}")
+    return how

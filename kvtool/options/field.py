@@ -1,0 +1,204 @@
+"""What an option is: a field of a dataclass, with all that is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from kvtool.errors import UsageError
+
+KEEPS = "Which tokens stay"
+DRAWS = "How tokens are drawn"
+RUNS = "How it runs"
+ARCHIVES = "The archive of --policy recall"
+SHOWS = "What is printed"
+SERVES = "How it serves"
+"""Groups of options in the help."""
+
+Some = TypeVar("Some", bound="Options")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What there is to say of an option besides its type and default.
+
+    Attributes
+    ----------
+    flags
+        How it is typed: all its names, the one that errors use first.
+    help
+        What it does.
+    group
+        Its group in the help; None for the options of one command.
+    metavar
+        What stands for its value in the help.
+    words
+        Its default in words: a text, True for the value, False for nothing. "{name}" is an attribute of the
+        options' class, "{model}" the default model.
+    least, most
+        The smallest number that it takes, and the largest.
+    fits
+        Whether a value is in its range.
+    needed
+        That range in words; behind a semicolon a hint.
+    choices
+        The texts that it takes.
+    completes
+        What a shell completes: a function of `kvtool.cli.completion`.
+    read
+        Makes the value of what was typed, of a setting, or of what a session has kept. It also gets the flag.
+    write
+        Makes of the value what `read` takes.
+    is_count
+        Whether it takes no value: it counts how often it is typed.
+    kept
+        Whether a session keeps it.
+    identity
+        Whether the record of a result says it: another value gives another result.
+    request
+        Its names in a request to the server, which `/set` takes as well.
+    also
+        More names that `/set` takes.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    group: str | None = None
+    metavar: str | None = None
+    words: str | bool = True
+    least: float | None = None
+    most: float | None = None
+    fits: Callable[[Any], bool] | None = None
+    needed: str = ""
+    choices: tuple[str, ...] = ()
+    completes: str | None = None
+    read: Callable[[Any, str], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+    is_count: bool = False
+    kept: bool = False
+    identity: bool = False
+    request: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+    def check(self, value: Any, name: str) -> None:
+        """Raise UsageError for a value that is out of range. name: how the error calls the option."""
+        for each in value if isinstance(value, tuple) else () if value is None else (value,):
+            if self.choices and each not in self.choices:
+                *first, last = self.choices
+                listed = f"one of {', '.join(self.choices)}"
+                needed = f"{', '.join(first)} or {last}" if len(first) < 3 else listed
+                raise UsageError(f"{name} must be {needed}, got {each!r}")
+            if self.least is not None and not each >= self.least:
+                raise UsageError(f"{name} must be at least {self.least}, got {each}")
+            if self.most is not None and each > self.most:
+                raise UsageError(f"{name} must be at most {self.most}, got {each}")
+            if self.fits and not self.fits(each):
+                needed, semicolon, hint = self.needed.partition(";")
+                raise UsageError(f"{name} must be {needed}, got {each:g}{semicolon}{hint}")
+
+    def names(self, field: str) -> tuple[str, ...]:
+        """What `/set` may call it. field: the name of its field."""
+        return (field, *self.request, *self.also)
+
+    def taken(self, raw: Any) -> Any:
+        """The value of what was typed, of a setting, or of what a session has kept. Raises UsageError."""
+        return self.read(raw, self.flags[0]) if self.read else raw
+
+
+def option(usage: str, default: Any, help: str, **more: Any) -> Any:
+    """A field of options: "-c, --ctx-size N", its default, its help, and the attributes of `Option`."""
+    *first, last = usage.split(", ")
+    flag, _, metavar = last.partition(" ")
+    its = Option((*first, flag), help, metavar=metavar or None, **more)
+    return field(default=default, metadata={"option": its})
+
+
+def again(kind: type[Options], name: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """The field of that name once more, for a class of options in which something of it is different."""
+    (known,) = (each for each in fields(kind) if each.name == name)
+    changed = dataclasses.replace(known.metadata["option"], **more)
+    return field(
+        default=known.default if default is dataclasses.MISSING else default, metadata={"option": changed}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one kind. Raises UsageError for a value that is out of its range.
+
+    Attributes
+    ----------
+    typed
+        Names of the fields that were typed.
+    given
+        Names of those that were typed or set: in a file, or in a variable.
+    hidden
+        Names of the fields that a command does not have: they keep their defaults.
+    """
+
+    typed: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    hidden: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, its in declared(type(self)).items():
+            its.check(getattr(self, name), its.flags[0])
+
+    @classmethod
+    def filled(
+        cls: type[Some], raw: Mapping[str, Any], typed: Iterable[str] = (), given: Iterable[str] = ()
+    ) -> Some:
+        """The options of what a command line and settings say. None stands for a default where that is one.
+
+        Raises UsageError.
+        """
+        values = {name: its.taken(raw[name]) for name, its in declared(cls).items() if name in raw}
+        names = frozenset(declared(cls))
+        return cls(**values, typed=names & frozenset(typed), given=names & frozenset(given))
+
+    def changed(self: Some, **values: Any) -> Some:
+        """The same with these values, which count as given. Raises UsageError."""
+        return dataclasses.replace(self, **values, given=self.given | values.keys())
+
+    def resumed(self: Some, saved: Mapping[str, Any]) -> Some:
+        """The same with what a session has kept of the fields that were not typed. Raises UsageError."""
+        names = [name for name in declared(type(self)) if name in saved and name not in self.typed]
+        values = {name: declared(type(self))[name].taken(saved[name]) for name in names}
+        return dataclasses.replace(self, **values, given=self.given - values.keys())
+
+    def values(self) -> dict[str, Any]:
+        """All of them by name, as `filled` takes them."""
+        own = declared(type(self))
+        return {n: its.write(getattr(self, n)) if its.write else getattr(self, n) for n, its in own.items()}
+
+    def kept(self) -> dict[str, Any]:
+        """What a session keeps of them."""
+        return {name: value for name, value in self.values().items() if declared(type(self))[name].kept}
+
+    def identity(self) -> dict[str, Any]:
+        """What the record of a result says of them."""
+        return {name: getattr(self, name) for name, its in declared(type(self)).items() if its.identity}
+
+
+def declared(kind: type) -> dict[str, Option]:
+    """The options of a class by the names of their fields, in their order."""
+    return _declared(kind)
+
+
+@cache
+def _declared(kind: Any) -> dict[str, Option]:
+    return {each.name: each.metadata["option"] for each in fields(kind) if "option" in each.metadata}
+
+
+def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
+    """The range of a number, as attributes of `Option`. hint: what an error says behind it."""
+    # NaN is in no range
+    return {"fits": lambda x: low <= x <= high, "needed": f"in {low}..{high}{hint}"}
+
+
+def unless(wanted: int) -> Callable[[int | None, str], int | None]:
+    """Reads a number, of which one stands for the default, as in llama.cpp."""
+    return lambda value, flag: None if value == wanted else value

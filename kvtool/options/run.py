@@ -1,0 +1,201 @@
+"""What a run depends on besides its text: the cache, the archive, the model, and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvtool.options.field import ARCHIVES, KEEPS, RUNS, SHOWS, Options, option, unless
+from kvtool.units import CACHE_TYPES
+
+POLICY = "h2o"
+"""The default policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
+
+
+def _all(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    return tuple(raw or ())
+
+
+def _kept(usage: str, default: Any, help: str, group: str, **more: Any) -> Any:
+    """An option that a session keeps, and that a result depends on."""
+    return option(usage, default, help, **{"group": group, "kept": True, "identity": True, **more})
+
+
+def _type(usage: str, default: str, help: str, group: str = KEEPS) -> Any:
+    # model files and llama.cpp's documents have both Q8_0 and q8_0
+    return _kept(usage, default, help, group, choices=CACHE_TYPES, read=lambda raw, flag: raw.lower())
+
+
+@dataclass(frozen=True)
+class Run(Options):
+    """What a run depends on besides its text.
+
+    Attributes
+    ----------
+    default_budget
+        The cells of a row unless a budget is given.
+    default_n_batch
+        The most tokens of a batch unless a number is given.
+    scores
+        Whether the logits of every token are needed, and no batch may go over the budget.
+    """
+
+    default_budget: ClassVar[int] = 1024
+    default_n_batch: ClassVar[int] = 256
+    scores: ClassVar[bool] = False
+
+    policy: str = option(
+        "--policy NAME",
+        POLICY,
+        "Eviction policy: which tokens stay in the cache. A name (kvtool policies) or a Python file.",
+        group=KEEPS,
+        completes="policies",
+    )
+    budget: str | None = _kept(
+        "--budget SIZE",
+        None,
+        "Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
+        "or bytes (64M or 64MiB).",
+        KEEPS,
+        words="{default_budget:,} tokens",
+        identity=False,
+    )
+    options: tuple[str, ...] = _kept(
+        "-o, --option NAME=VALUE",
+        (),
+        "Set a parameter of the policy (kvtool policies lists them). Repeatable.",
+        KEEPS,
+        words=False,
+        completes="parameters",
+        read=_all,
+        identity=False,
+    )
+    evict_every: int | None = _kept(
+        "--evict-every N",
+        None,
+        "Tokens from one eviction to the next.",
+        KEEPS,
+        words="16, fewer for budgets below 128",
+        least=1,
+    )
+    positions: str = _kept(
+        "--positions MODE",
+        "auto",
+        "Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
+        "renumbered whenever the trained context is full).",
+        KEEPS,
+        choices=("original", "in-cache", "auto"),
+    )
+    prefill: str | None = _kept(
+        "--prefill MODE",
+        None,
+        "How to read a prompt longer than the budget: stream (evict after each batch) or whole (decode "
+        "all of it, then evict once).",
+        KEEPS,
+        words="the policy's own",
+        choices=("stream", "whole"),
+    )
+    model: str | None = option(
+        "-m, --model MODEL",
+        None,
+        "A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
+        group=RUNS,
+        words="{model}",
+        completes="models",
+    )
+    n_ctx: int | None = _kept(
+        "-c, --ctx-size N",
+        None,
+        "Context length, at most the trained length (also 0); with `full`, also the cache size.",
+        RUNS,
+        words="the model's trained length",
+        least=0,
+        read=unless(0),
+    )
+    n_batch: int | None = _kept(
+        "-b, --batch-size N",
+        None,
+        "Maximum tokens decoded per batch.",
+        RUNS,
+        words="{default_n_batch}",
+        least=1,
+    )
+    threads: int | None = option(
+        "-t, --threads N",
+        None,
+        "CPU threads.",
+        group=RUNS,
+        words="as many as are fastest, one per core at most",
+        least=1,
+    )
+    gpu_layers: int | None = option(
+        "-ngl, --gpu-layers N",
+        None,
+        "Layers on the GPU.",
+        group=RUNS,
+        words="all",
+        least=-1,
+        read=unless(-1),
+        identity=True,
+    )
+    rpc: str | None = option(
+        "--rpc HOST:PORT,...",
+        None,
+        "Spread layers and cache over these machines, which run kvtool worker.",
+        group=RUNS,
+    )
+    type_k: str = _type(
+        "-ctk, --cache-type-k TYPE",
+        "f16",
+        "Type of the cached keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0.",
+    )
+    type_v: str = _type("-ctv, --cache-type-v TYPE", "f16", "Type of the cached values, as for keys.")
+    archive: str | None = option(
+        "--archive SIZE",
+        None,
+        "With --policy recall: the most tokens (20000) or bytes (2GiB) archived.",
+        group=ARCHIVES,
+        words="half of the free memory; of the disk's free space with --archive-file",
+    )
+    archive_file: str | None = option(
+        "--archive-file PATH",
+        None,
+        "With --policy recall: keep the archive in a new file on this machine, not in host memory. "
+        "The file loses its name at once, and its space is free again when kvtool ends.",
+        group=ARCHIVES,
+        words="host memory",
+    )
+    archive_type: str = _type(
+        "--archive-type TYPE",
+        "q8_0",
+        "With --policy recall: type of the archived keys and values, as for -ctk.",
+        ARCHIVES,
+    )
+    flash: str = _kept(
+        "-fa, --flash-attn MODE",
+        "auto",
+        "Flash attention: on, off or auto.",
+        RUNS,
+        choices=("on", "off", "auto"),
+    )
+    explain: bool = option(
+        "--explain", False, "First say on stderr how the budget is split and what will happen.", group=SHOWS
+    )
+    verbose: int = option(
+        "-v, --verbose",
+        0,
+        "Show statistics on stderr, and where a policy of your own failed; -vv: llama.cpp's log too.",
+        group=SHOWS,
+        words=False,
+        is_count=True,
+    )
+
+
+@dataclass(frozen=True)
+class TextRun(Run):
+    """The same where a text is streamed, and each of its tokens scored."""
+
+    default_budget: ClassVar[int] = 512
+    default_n_batch: ClassVar[int] = 64
+    scores: ClassVar[bool] = True

@@ -1,0 +1,335 @@
+"""How tokens are drawn: the settings of llama.cpp's samplers, under its names and with its meanings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from kvtool.errors import UsageError, suggestion
+from kvtool.options.field import DRAWS, Options, again, declared, option, unless, within
+from kvtool.system.texts import read_text, shown, utf8
+
+MOST = 2**20
+"""The most tokens that a penalty looks back at: llama.cpp allocates them."""
+
+LIMIT = 10_000
+"""Far beyond what makes sense, and far from where llama.cpp's 32-bit floats overflow: it would abort."""
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
+
+
+def _texts(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    """Texts, with escapes resolved as llama.cpp does: others stay as they are."""
+
+    def resolved(found: re.Match[str]) -> str:
+        return _ESCAPES.get(found[1], found[0])
+
+    return tuple(re.sub(r"\\(.)", resolved, utf8(flag, text) or "") for text in raw or ())
+
+
+def _stops(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    return tuple(text for text in _texts(raw, flag) if text)
+
+
+def _breakers(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    if not raw:
+        return Sampling.dry_sequence_breaker
+    return tuple(text for text in _texts(raw, flag) if text not in ("", "none"))
+
+
+def _escaped(texts: tuple[str, ...]) -> list[str]:
+    back = {char: f"\\{letter}" for letter, char in _ESCAPES.items() if char not in "\"'"}
+    return ["".join(back.get(char, char) for char in text) for text in texts]
+
+
+def _biases(raw: Sequence[str] | None, flag: str) -> tuple[tuple[int, float], ...]:
+    return tuple(_bias(text) for text in raw or ())
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """What -l says: a token, a sign and a number."""
+    if found := re.fullmatch(r"\s*(\d+)\s*([+-])\s*(\S+)\s*", text):
+        try:
+            return int(found[1]), float(found[2] + found[3])
+        except ValueError:
+            pass
+    raise UsageError(f"--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got {shown(text)!r}")
+
+
+def _grammar(raw: str | None, flag: str) -> str | None:
+    return _file_or(raw, flag, lambda text: "::=" in text)
+
+
+def _schema(raw: str | None, flag: str) -> str | None:
+    return _file_or(raw, flag, lambda text: text.lstrip().startswith("{"))
+
+
+def _file_or(given: str | None, flag: str, is_text: Any) -> str | None:
+    """The text that is given, or that of the file; None for an empty one."""
+    if not given:
+        return None
+    return utf8(flag, given) if is_text(given) else read_text(given)
+
+
+def _limit(raw: int | None, flag: str) -> int | None:
+    """-1 is no limit, as in llama.cpp."""
+    if raw == 0:
+        raise UsageError("0 writes nothing; give at least 1, or -1 for no limit")
+    return None if raw == -1 else raw
+
+
+def _number(usage: str, default: Any, fits: dict[str, Any], help: str, **more: Any) -> Any:
+    """A number, and its range. Its name in a request is that of its option unless another is given."""
+    name = usage.partition(" ")[0].strip(",-").replace("-", "_")
+    return option(usage, default, help, **{"group": DRAWS, "kept": True, "request": (name,), **fits, **more})
+
+
+@dataclass(frozen=True)
+class Sampling(Options):
+    """How the sampler draws, apart from its seed. The defaults take the likeliest token."""
+
+    temp: float = _number(
+        "--temp T",
+        0.0,
+        within(0, LIMIT, "; 0 takes the likeliest token"),
+        "Temperature; 0 always takes the likeliest token.",
+        request=("temperature",),
+    )
+    top_k: int = _number(
+        "--top-k K",
+        0,
+        {"fits": lambda k: -(2**31) <= k < 2**31, "needed": "a 32-bit number"},
+        "Draw from the K likeliest tokens; 0 means from all.",
+    )
+    top_p: float = _number(
+        "--top-p P", 1.0, within(0, 1), "Draw from the likeliest tokens whose probabilities add up to P."
+    )
+    min_p: float = _number(
+        "--min-p P", 0.0, within(0, 1), "Drop tokens less likely than P times the likeliest."
+    )
+    repeat_penalty: float = _number(
+        "--repeat-penalty X",
+        1.0,
+        within(0.001, 1000, "; 1 is off"),
+        "Make recently used tokens less likely; 1 means off.",
+        also=("repetition_penalty",),
+    )
+    repeat_last_n: int = _number(
+        "--repeat-last-n N",
+        64,
+        within(0, MOST),
+        "Written tokens that the repeat, presence and frequency penalties look back at; 0 means off.",
+    )
+    presence_penalty: float = _number(
+        "--presence-penalty X",
+        0.0,
+        within(-LIMIT, LIMIT),
+        "Subtract this from the logit of each recent token.",
+    )
+    frequency_penalty: float = _number(
+        "--frequency-penalty X",
+        0.0,
+        within(-LIMIT, LIMIT),
+        "Subtract this for each time a recent token was used.",
+    )
+    typical: float = _number(
+        "--typical, --typical-p P",
+        1.0,
+        {"fits": lambda p: 0 < p <= 1, "needed": "above 0 and at most 1; 1 is off"},
+        "Locally typical sampling; 1 means off.",
+        request=("typical_p",),
+    )
+    xtc_probability: float = _number(
+        "--xtc-probability P", 0.0, within(0, 1), "How often XTC drops the likeliest tokens; 0 means off."
+    )
+    xtc_threshold: float = _number(
+        "--xtc-threshold P",
+        0.1,
+        within(0, 1),
+        "XTC drops all tokens above this probability but the least likely of them; above 0.5: off.",
+    )
+    dry_multiplier: float = _number(
+        "--dry-multiplier X", 0.0, within(0, LIMIT), "DRY penalty against repeated sequences; 0 means off."
+    )
+    dry_base: float = _number(
+        "--dry-base X", 1.75, within(1, LIMIT), "Growth of the DRY penalty with each repeated token."
+    )
+    dry_allowed_length: int = _number(
+        "--dry-allowed-length N", 2, within(0, MOST), "Longest sequence that DRY lets repeat."
+    )
+    dry_penalty_last_n: int = _number(
+        "--dry-penalty-last-n N",
+        64,
+        within(0, MOST),
+        "Written tokens that DRY looks back at; 0 means off.",
+    )
+    dry_sequence_breaker: tuple[str, ...] = option(
+        "--dry-sequence-breaker TEXT",
+        ("\n", ":", '"', "*"),
+        "A text that no sequence of DRY goes across, in place of the default ones; `none`: there are "
+        "none. Repeatable.",
+        group=DRAWS,
+        words=r"\n, :, \" and *",
+        read=_breakers,
+        write=lambda texts: _escaped(texts) or ["none"],
+        kept=True,
+    )
+    mirostat: int = _number(
+        "--mirostat 0|1|2",
+        0,
+        {"fits": lambda version: version in (0, 1, 2), "needed": "0, 1 or 2"},
+        "Mirostat of version 1 or 2, in place of all other samplers but --temp and --logit-bias; 0 "
+        "means off.",
+    )
+    mirostat_lr: float = _number(
+        "--mirostat-lr X",
+        0.1,
+        within(0, LIMIT),
+        "Mirostat's learning rate, eta.",
+        request=("mirostat_eta",),
+    )
+    mirostat_ent: float = _number(
+        "--mirostat-ent X",
+        5.0,
+        within(0, LIMIT),
+        "Mirostat's target entropy in bits, tau.",
+        request=("mirostat_tau",),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = option(
+        "-l, --logit-bias TOKEN+BIAS",
+        (),
+        "Add to a token's logit, or subtract: 15043+1, 15043-2.5; 15043-inf bans the token. Repeatable.",
+        group=DRAWS,
+        read=_biases,
+        write=lambda pairs: [f"{token}{bias:+}" for token, bias in pairs],
+        kept=True,
+    )
+    stop: tuple[str, ...] = option(
+        "--stop TEXT",
+        (),
+        r"End the text before this one; \n is a line break. Repeatable.",
+        group=DRAWS,
+        read=_stops,
+        write=_escaped,
+        kept=True,
+    )
+    grammar: str | None = option(
+        "--grammar FILE",
+        None,
+        "Write only what fits this GBNF grammar: a file, or the grammar itself.",
+        group=DRAWS,
+        read=_grammar,
+        kept=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for token, bias in self.logit_bias:
+            if not (bias == -inf or abs(bias) <= LIMIT):
+                raise UsageError(
+                    f"--logit-bias of token {token} must be in -{LIMIT}..{LIMIT} or -inf, got {bias:g}"
+                )
+        if "" in self.stop or "" in self.dry_sequence_breaker:
+            raise UsageError("the text of --stop and --dry-sequence-breaker must not be empty")
+        if self.grammar is not None and "\0" in self.grammar:
+            raise UsageError("the grammar must be a text; it has a character 0")
+
+    @property
+    def n_recent(self) -> int:
+        """Tokens written that the penalties must know."""
+        return max(64, self.repeat_last_n, self.dry_penalty_last_n)
+
+
+@dataclass(frozen=True)
+class _Limit(Options):
+    n: int | None = option(
+        "-n, --predict, --n-predict N",
+        None,
+        "Maximum tokens of a reply; -1 means no limit.",
+        group=DRAWS,
+        words="no limit",
+        least=-1,
+        read=_limit,
+        kept=True,
+        request=("max_completion_tokens", "max_tokens", "n_predict"),
+        also=("predict", "num_predict", "max_new_tokens"),
+    )
+
+
+@dataclass(frozen=True)
+class Drawing(Sampling, _Limit):
+    """What a command says of drawing: the sampler's settings, how much, and the seed.
+
+    The defaults are llama.cpp's. Of a grammar and a schema, which say the same, one is left: that which was
+    typed. Raises UsageError where both were.
+    """
+
+    temp: float = again(Sampling, "temp", 0.8)
+    top_k: int = again(Sampling, "top_k", 40)
+    top_p: float = again(Sampling, "top_p", 0.95)
+    min_p: float = again(Sampling, "min_p", 0.05)
+    json_schema: str | None = option(
+        "-j, --json-schema FILE|TEXT",
+        None,
+        "Write only JSON that fits this schema: a file, or the schema itself.",
+        group=DRAWS,
+        read=_schema,
+        kept=True,
+    )
+    seed: int | None = option(
+        "--seed N", None, "Seed for drawing tokens.", group=DRAWS, words="random", least=-1, read=unless(-1)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grammar and self.json_schema:
+            typed = self.typed & {"grammar", "json_schema"}
+            if len(typed) != 1:
+                raise UsageError("--grammar and --json-schema say the same; choose one")
+            (other,) = {"grammar", "json_schema"} - typed
+            object.__setattr__(self, other, None)
+
+    def sampling(self, grammar: str | None = None) -> Sampling:
+        """The sampler's settings. grammar: that of the schema, if there is one."""
+        its = {name: getattr(self, name) for name in declared(Sampling)}
+        return Sampling(**its | ({} if grammar is None else {"grammar": grammar}))
+
+    @classmethod
+    def field(cls, name: str) -> str:
+        """The field of that name, which may be its option's or that of a request. Raises UsageError."""
+        names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
+        name = name.lstrip("-").replace("-", "_")
+        if name not in names:
+            right = ", ".join(declared(cls))
+            raise UsageError(f"there is no setting {name}.{suggestion(name, names)} There are: {right}")
+        return names[name]
+
+    def set(self, name: str, text: str) -> Drawing:
+        """The same with one setting changed, as its option would be.
+
+        name: as `field` takes it. text: of what is repeatable the one value, and "" for none. Raises
+        UsageError or InputError.
+        """
+        name = self.field(name)
+        none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
+        return self.changed(**none | {name: declared(Drawing)[name].taken(_raw(name, text))})
+
+
+_SHAPES = ("grammar", "json_schema")
+
+
+def _raw(name: str, text: str) -> Any:
+    """What was typed for a field, in the type that its option takes."""
+    kind = str(Drawing.__annotations__.get(name) or Sampling.__annotations__.get(name) or "int")
+    if kind.startswith("tuple"):
+        return [text] if text else None
+    if name in _SHAPES:
+        return text or None
+    try:
+        return float(text) if kind.startswith("float") else int(text)
+    except ValueError:
+        what = "a number" if kind.startswith("float") else "a whole number"
+        raise UsageError(f"{name} must be {what}, got {text!r}") from None

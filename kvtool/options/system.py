@@ -1,0 +1,28 @@
+"""The system prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtool.errors import UsageError
+from kvtool.options.field import Options, option
+from kvtool.system.texts import read_text, utf8
+
+
+@dataclass(frozen=True)
+class System(Options):
+    """The system prompt, as a text or in a file. Raises UsageError for both."""
+
+    system: str | None = option(
+        "--system", None, "System prompt; it is never evicted.", read=lambda raw, flag: utf8(flag, raw)
+    )
+    system_file: str | None = option("--system-file FILE", None, "Read the system prompt from this file.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.system is not None and self.system_file is not None:
+            raise UsageError("--system and --system-file are both given; leave out one")
+
+    def text(self) -> str | None:
+        """The prompt. Raises InputError for a file that cannot be read."""
+        return self.system if self.system_file is None else read_text(self.system_file).rstrip("\n")

@@ -1,0 +1,78 @@
+"""The archive of a policy that recalls: what its options stand for, and where they cannot work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Sequence
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.options.field import ARCHIVES, declared
+from kvtool.options.run import Run
+from kvtool.system import files, memory
+from kvtool.units import format_bytes, parse_count
+
+
+def check_recalls(names: Sequence[str], typed: Collection[str]) -> None:
+    """Raise UsageError if options of the archive were typed, and none of the policies has one."""
+    its = {name: option for name, option in declared(Run).items() if option.group == ARCHIVES}
+    flags = [option.flags[0] for name, option in its.items() if name in typed]
+    if flags and not any(policies.recalls(policies.load(name)) for name in names):
+        have = "has" if len(names) == 1 else "have"
+        listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))
+        raise UsageError(
+            f"{', '.join(f'`{name}`' for name in names)} {have} no archive; leave out {listed}, "
+            "or choose --policy recall"
+        )
+
+
+def limit(run: Run) -> dict[str, int]:
+    """The engine's setting for --archive: `archive` tokens or `archive_bytes`; neither without it.
+
+    Raises UsageError for what is no size, and for bytes that there are not.
+    """
+    text, file = run.archive, run.archive_file
+    if text is None:
+        return {}
+    try:
+        n, is_bytes = parse_count(text)
+    except UsageError:
+        raise UsageError(f"--archive is a number of tokens (20000) or bytes (2GiB), got {text!r}") from None
+    if n < 1:
+        raise UsageError(
+            f"--archive {text} holds no token; give at least 1, or choose --policy streamingllm, "
+            "which archives none"
+        )
+    if not is_bytes:
+        # a cap, which the stream may never reach
+        return {"archive": n}
+    most, what = memory.total_bytes(), "this machine's memory"
+    if file is not None:
+        most, what = files.free_disk_bytes(file), f"the disk of {file} has free"
+    # with --rpc other machines have some of it
+    if n > most and (file is not None or run.rpc is None):
+        raise UsageError(f"--archive {text} is more than {what} ({format_bytes(most)}); choose less")
+    return {"archive_bytes": n}
+
+
+def check_file(file: str | None) -> None:
+    """Raise UsageError for an --archive-file that cannot be made."""
+    if file is None:
+        return
+    if sys.platform == "win32":
+        raise UsageError("--archive-file does not work on Windows yet; leave it out")
+    folder = os.path.dirname(os.path.abspath(file))
+    wrong = None
+    if not file:
+        wrong = "names no file"
+    elif os.path.isdir(file):
+        wrong = "is a folder"
+    elif os.path.lexists(file):
+        wrong = "exists already"
+    elif not os.path.isdir(folder):
+        wrong = f"cannot be made: there is no folder {folder}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        wrong = f"cannot be made: you may not write to {folder}"
+    if wrong:
+        raise UsageError(f"--archive-file {file!r} {wrong}; name a new file")

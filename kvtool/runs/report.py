@@ -1,0 +1,61 @@
+"""What there is to say of an engine after it has read or written: as a record, and in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.units import format_bytes
+
+
+def report(engine: Engine, policy: str) -> dict[str, Any]:
+    """The part of every result that says what held, and what it took. policy: as it was named.
+
+    Of the archive 0, 0, None and None without one: tokens and bytes now, the most tokens, its file.
+    """
+    archive = engine.context.archive
+    return {
+        "policy": policy,
+        "budget": engine.policy.budget,
+        "asked": engine.policy.n_asked,
+        "params": policies.chosen(engine.policy),
+        "model": str(engine.model.path),
+        "cells": engine.mean_kv,
+        "kv_bytes": engine.cache_bytes,
+        "state_bytes": engine.host_bytes,
+        "archived": engine.n_archived,
+        "archive_bytes": engine.archive_bytes,
+        "archive_limit": archive.n_max if archive else None,
+        "archive_file": archive.file if archive else None,
+    }
+
+
+def line(said: Mapping[str, Any]) -> str:
+    """A report for people: cells and bytes."""
+    parts = [
+        f"{said['cells']:.0f}/{said['budget']} cells per row",
+        f"cache {format_bytes(said['kv_bytes'])}",
+        f"policy state {format_bytes(said['state_bytes'])}",
+    ]
+    if said["archive_limit"]:
+        parts.append(f"archive {archive_line(said)}")
+    return ", ".join(parts)
+
+
+def archive_line(said: Mapping[str, Any]) -> str:
+    """The archive of a report for people."""
+    file = said["archive_file"]
+    return (
+        f"{said['archived']:,} of at most {said['archive_limit']:,} tokens, "
+        f"{format_bytes(said['archive_bytes'])} {'of host memory' if file is None else f'on disk ({file})'}"
+    )
+
+
+def archive_limit(engine: Engine) -> str:
+    """The most tokens of the archive, and where it lies if that is a file; "" without one."""
+    archive = engine.context.archive
+    if not archive:
+        return ""
+    return f"an archive of at most {archive.n_max:,} tokens{f' in {archive.file}' if archive.file else ''}"
