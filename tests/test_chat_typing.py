@@ -190,7 +190,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/set seed 7") == "seed  7"
     assert chat.say("/set top_p 2") == "--top-p must be in 0..1, got 2"
     assert "there is no setting topp" in chat.say("/set topp 1")
-    assert "n must be a whole number of at least 1, got '0'" in chat.say("/set n 0")
+    assert "0 writes nothing; give at least 1, or -1 for no limit" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
     assert "cut at 2 tokens by -n; /set n changes it" in chat.say("Tell me a story.")

@@ -76,7 +76,6 @@ class _Drawn(Options):
         "temp",
         help="Temperature of answers; 0 takes the likeliest tokens. Above 0 the other samplers are "
         f"kvtool generate's: --top-k {Drawing.top_k}, --top-p {Drawing.top_p}, --min-p {Drawing.min_p}.",
-        fits=None,
         least=0,
     )
     seed: int = again(

@@ -91,13 +91,13 @@ class Option:
                 listed = f"one of {', '.join(self.choices)}"
                 needed = f"{', '.join(first)} or {last}" if len(first) < 3 else listed
                 raise UsageError(f"{name} must be {needed}, got {each!r}")
+            if self.fits and not self.fits(each):
+                needed, semicolon, hint = self.needed.partition(";")
+                raise UsageError(f"{name} must be {needed}, got {each:g}{semicolon}{hint}")
             if self.least is not None and not each >= self.least:
                 raise UsageError(f"{name} must be at least {self.least}, got {each}")
             if self.most is not None and each > self.most:
                 raise UsageError(f"{name} must be at most {self.most}, got {each}")
-            if self.fits and not self.fits(each):
-                needed, semicolon, hint = self.needed.partition(";")
-                raise UsageError(f"{name} must be {needed}, got {each:g}{semicolon}{hint}")
 
     def names(self, field: str) -> tuple[str, ...]:
         """What `/set` may call it. field: the name of its field."""
