@@ -74,10 +74,6 @@ void archived_layer::keys(int head, int64_t i, int n, float * out) const {
     to_float(type_k, key_at(head, i), out, n*n_embd_k);
 }
 
-void archived_layer::value(int head, int64_t i, float * out) const {
-    to_float(type_v, value_at(head, i), out, n_embd_v);
-}
-
 const uint8_t * archived_layer::side(int head, int64_t i) const {
     return memory.at(i) + at_side + (head*n_block + i % n_block)/n_side*size_side;
 }

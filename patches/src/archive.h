@@ -77,9 +77,8 @@ public:
     // bytes these are.
     size_t copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) const;
 
-    // as f32: keys i .. i + n - 1 of a head, which lie in one block; value i of a head
-    void keys (int head, int64_t i, int n, float * out) const;
-    void value(int head, int64_t i, float * out) const;
+    // as f32: keys i .. i + n - 1 of a head, which lie in one block
+    void keys(int head, int64_t i, int n, float * out) const;
 
     // a key and a value as they are stored
     const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
@@ -133,8 +132,6 @@ public:
 
     // from now on it lies in a new file at that path; nothing may be archived yet. Throws where that cannot be.
     void open(const std::string & path) { memory.open(path); }
-
-    bool has_file() const { return memory.has_file(); }
 
     // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` copies
     // a layer's cells out of its cache; `finish` ends it.

@@ -56,8 +56,6 @@ public:
     // From now on slabs lie in a new file at that path; there must be none yet. Throws where that cannot be.
     void open(const std::string & path);
 
-    bool has_file() const { return file != nullptr; }
-
     // Has slabs for the tokens begin .. end - 1. Those that have been there stay as they are; others are used again. Throws
     // no_room where there is no memory, and then all is as it was.
     void fit(int64_t begin, int64_t end);
