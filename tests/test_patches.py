@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,14 @@ def test_the_manifest_names_every_file_of_ours_once():
 @pytest.mark.parametrize("name", [name for name in MANIFEST if name.endswith((".cpp", ".h"))])
 def test_no_file_of_ours_is_too_long(name):
     assert len((PATCHES / name).read_text().splitlines()) <= 500
+
+
+def test_no_file_of_ours_includes_itself_through_others():
+    includes: dict[str, set[str]] = {}  # of a .h and its .cpp together
+    for path in (PATCHES / "src").iterdir():
+        names = re.findall(r'^#include "([\w-]+)\.h"', path.read_text(), re.M)
+        includes.setdefault(path.stem, set()).update({*names} - {path.stem})
+    assert {"state", "llama-context"} <= set(TopologicalSorter(includes).static_order())
 
 
 def test_a_manifest_that_is_missing_is_named(tmp_path):

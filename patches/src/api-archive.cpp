@@ -33,7 +33,7 @@ int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
         return fail("the archive has memory already, or a file");
     }
     return guarded([&]() -> int32_t {
-        kvtool->archive.open(*kvtool, *ctx, path);
+        kvtool->archive.open(*ctx, path);
         return 0;
     });
 }
@@ -60,7 +60,7 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
     }
     return guarded([&]() -> int32_t {
         const bool first = all.size() == 0;
-        kvtool->archive.push(*kvtool, *ctx, cells, n_cell, pos_0, n_max);
+        kvtool->archive.push(*ctx, cells, n_cell, pos_0, n_max);
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
@@ -99,7 +99,7 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
             }
             kvtool->archive.clear();
         }
-        kvtool->fill_recalled(*llama_kvtool::cache(*ctx));
+        kvtool->fill_recalled(*ctx);
         return 0;
     });
 }

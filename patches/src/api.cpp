@@ -2,25 +2,18 @@
 
 #include "digest.h"
 #include "edit.h"
+#include "edit-graph.h"
 #include "error.h"
 #include "llama-kvtool.h"
+#include "memory.h"
 #include "state.h"
 
 #include "llama-context.h"
-#include "llama-cparams.h"
 #include "llama-impl.h"
 #include "llama-memory.h"
 #include "llama-model.h"
 
 #include <algorithm>
-#include <memory>
-
-static thread_local std::string g_error;
-
-int32_t kvtool::fail(const std::string & why) {
-    g_error = why;
-    return -1;
-}
 
 using namespace kvtool;
 
@@ -32,27 +25,9 @@ const char * llama_kvtool_digest(void) {
     return LLAMA_KVTOOL_DIGEST;
 }
 
-const char * llama_kvtool_error(void) {
-    return g_error.c_str();
-}
-
 const char * llama_kvtool_arch(int32_t i) {
     const auto all = llm_arch_all();
     return i >= 0 && i < (int32_t) all.size() ? llm_arch_name(all[i]) : nullptr;
-}
-
-// a memory of one cell says what one of any size would
-static std::unique_ptr<llama_memory_i> smallest_memory(const llama_model & model) {
-    llama_memory_params params = { GGML_TYPE_F16, GGML_TYPE_F16, false, LLAMA_CONTEXT_TYPE_DEFAULT, nullptr };
-
-    llama_cparams cparams = {};
-    cparams.n_ctx_seq  = 1;
-    cparams.n_ubatch   = 1;
-    cparams.n_seq_max  = 1;
-    cparams.kv_unified = true;
-    cparams.flash_attn = true;
-
-    return std::unique_ptr<llama_memory_i>(model.create_memory(params, cparams));
 }
 
 int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out, int32_t n) {
@@ -60,13 +35,13 @@ int32_t llama_kvtool_layers(const llama_model * model, llama_kvtool_layer * out,
         return fail("model must not be null, nor out where n is more than 0");
     }
     return guarded([&]() -> int32_t {
-        const auto memory = smallest_memory(*model);
+        const auto own = memory::smallest(*model);
 
-        const auto why = llama_kvtool::unsupported(*model, memory.get());
+        const auto why = memory::unsupported(*model, own.get());
         if (!why.empty()) {
             return fail(why);
         }
-        const auto all = llama_kvtool::describe(*model, memory.get());
+        const auto all = memory::describe(*model, own.get());
         std::copy_n(all.begin(), std::min<size_t>(std::max(n, 0), all.size()), out);
         return all.size();
     });
@@ -76,7 +51,7 @@ int32_t llama_kvtool_most_cells(const llama_model * model) {
     if (!model) {
         return fail("model must not be null");
     }
-    return guarded([&] { return (int32_t) llama_kvtool::most_indexed(*model, smallest_memory(*model).get()); });
+    return guarded([&] { return (int32_t) memory::most_indexed(*model, memory::smallest(*model).get()); });
 }
 
 bool llama_kvtool_has_alibi(const llama_model * model) {

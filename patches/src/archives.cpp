@@ -1,9 +1,9 @@
 #include "archives.h"
 
 #include "devices.h"
+#include "memory.h"
 #include "recaller.h"
 #include "remote.h"
-#include "state.h"
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -12,12 +12,13 @@
 
 namespace kvtool {
 
-void archives::make(const llama_kvtool & kvtool, const llama_context & lctx, bool here) {
-    const auto & p = kvtool.params;
+void archives::make(const llama_context & lctx, bool here) {
+    const auto & kv = *memory::cache(lctx);
+    const auto & p  = params;
 
-    const archive_params params = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, kvtool.v_trans };
+    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, memory::is_transposed(kv) };
 
-    const int n_map = llama_kvtool::key_map(*llama_kvtool::cache(lctx));
+    const int n_map = memory::key_map(kv);
 
     // by the device for archives on the layer's machine, null: this one
     std::map<ggml_backend_dev_t, size_t> part_of;
@@ -26,7 +27,7 @@ void archives::make(const llama_kvtool & kvtool, const llama_context & lctx, boo
     std::vector<std::vector<archive_shape>> shapes;
 
     places.clear();
-    for (const auto & l : kvtool.layers) {
+    for (const auto & l : layers) {
         const auto home = here ? nullptr : archive_spare(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer)));
 
         const size_t part = part_of.insert({ home, homes.size() }).first->second;
@@ -41,27 +42,26 @@ void archives::make(const llama_kvtool & kvtool, const llama_context & lctx, boo
     parts.clear();
     for (size_t i = 0; i < homes.size(); ++i) {
         if (homes[i]) {
-            parts.push_back(std::make_unique<remote>(homes[i], params, shapes[i]));
+            parts.push_back(std::make_unique<remote>(homes[i], common, shapes[i]));
         } else {
-            parts.push_back(std::make_unique<recaller>(params, shapes[i]));
+            parts.push_back(std::make_unique<recaller>(common, shapes[i]));
         }
     }
 }
 
-void archives::open(const llama_kvtool & kvtool, const llama_context & lctx, const std::string & path) {
-    make(kvtool, lctx, true);
+void archives::open(const llama_context & lctx, const std::string & path) {
+    make(lctx, true);
     static_cast<recaller &>(*parts[0]).open(path);
     is_in_file = true;
 }
 
-void archives::push(
-        const llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
+void archives::push(llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
     if (n_cell == 0) {
         return;
     }
     lctx.synchronize();
 
-    const leaving some = { cells, n_cell, pos_0, n_max, llama_kvtool::cache(lctx)->seq_pos_max(0) + 1 };
+    const leaving some = { cells, n_cell, pos_0, n_max, memory::cache(lctx)->seq_pos_max(0) + 1 };
 
     for (auto & p : parts) {
         p->reserve(some);
@@ -70,7 +70,7 @@ void archives::push(
         std::vector<const layer *> from;
         for (size_t j = 0; j < places.size(); ++j) {
             if (places[j].part == i) {
-                from.push_back(&kvtool.layers[j]);
+                from.push_back(&layers[j]);
             }
         }
         parts[i]->push(from, some);

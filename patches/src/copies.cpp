@@ -1,9 +1,9 @@
 // Copies of what a context holds: cells, and what a model keeps beside its rows.
 
+#include "memory.h"
 #include "state.h"
 
 #include "llama-context.h"
-#include "llama-kv-cache.h"
 #include "llama-memory-recurrent.h"
 
 #include <cstring>
@@ -86,32 +86,16 @@ int64_t llama_kvtool::copy_beside(
         res += copy_tensor(t, out ? out + res : nullptr, in ? in + res : nullptr);
     }
 
-    if (auto * kv = sliding_cache(lctx)) {
-        auto & cells = kv->v_cells[0];
-
-        if (table_out) {
-            *table_out++ = kv->v_heads[0];
-            for (uint32_t c = 0; c < cells.size(); ++c) {
-                *table_out++ = cells.is_empty(c) ? -1 : cells.pos_get(c);
-            }
-        }
-        if (table_in) {
-            cells.reset();
-            kv->v_heads[0] = *table_in++;
-            for (uint32_t c = 0; c < cells.size(); ++c, ++table_in) {
-                if (*table_in >= 0) {
-                    cells.pos_set(c, *table_in);
-                    cells.seq_add(c, 0);
-                }
-            }
-        }
+    int n_table = 0;
+    if (auto * kv = memory::sliding_cache(lctx)) {
+        n_table = memory::copy_table(*kv, table_out, table_in);
     }
-    if (auto * mem = recurrent(lctx)) {
+    if (auto * mem = memory::recurrent(lctx)) {
         if (table_out) {
-            *table_out++ = mem->seq_pos_max(0);
+            table_out[n_table] = mem->seq_pos_max(0);
         }
         if (table_in) {
-            set_newest(*mem, *table_in++);
+            memory::set_newest(*mem, table_in[n_table]);
         }
     }
 

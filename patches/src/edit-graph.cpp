@@ -1,9 +1,8 @@
-// Edits and reads of keys as graphs, on whatever device the cache lies.
+#include "edit-graph.h"
 
-#include "edit.h"
 #include "error.h"
-#include "graphs.h"
 #include "halving.h"
+#include "memory.h"
 #include "state.h"
 
 #include "llama-context.h"
@@ -325,7 +324,7 @@ static bool read_keys(
 
     const size_t max_nodes = p.layers.size()*32 + 16;
 
-    if (!kvtool.graphs.compute(lctx, *llama_kvtool::cache(lctx), layers, p, max_nodes, { &in_src, &in_delta }, build, read)) {
+    if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, p, max_nodes, { &in_src, &in_delta }, build, read)) {
         return false;
     }
     if (p.kept && p.kept->gf) {

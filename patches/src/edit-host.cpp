@@ -1,7 +1,6 @@
-// Edits of a cache in host memory, without a graph.
+#include "edit-host.h"
 
 #include "convert.h"
-#include "edit.h"
 #include "state.h"
 
 #include <algorithm>

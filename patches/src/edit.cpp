@@ -1,26 +1,19 @@
 #include "edit.h"
 
+#include "edit-graph.h"
+#include "edit-host.h"
 #include "error.h"
-#include "graphs.h"
+#include "memory.h"
 #include "state.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
-#include "llama-model.h"
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 
 namespace kvtool {
-
-std::vector<llama_kvtool_move> values_moved(const layer_edit & edit) {
-    auto res = edit.moves;
-    std::copy_if(edit.turns.begin(), edit.turns.end(), std::back_inserter(res),
-            [](const llama_kvtool_move & m) { return m.src != m.dst; });
-    return res;
-}
 
 // the cells that an edit writes to
 struct writes {
@@ -144,11 +137,11 @@ static std::vector<layer_edit> by_layer(const llama_kvtool & kvtool, const llama
 static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_edit & edit) {
     const bool none = edit.n_keep == edit.n_hidden;
 
-    if (auto * mem = llama_kvtool::recurrent(lctx)) {
-        llama_kvtool::set_newest(*mem, none ? -1 : edit.pos_0 + edit.n_keep - 1);
+    if (auto * mem = memory::recurrent(lctx)) {
+        memory::set_newest(*mem, none ? -1 : edit.pos_0 + edit.n_keep - 1);
     }
 
-    auto * kv = llama_kvtool::sliding_cache(lctx);
+    auto * kv = memory::sliding_cache(lctx);
 
     if (!kv) {
         return true;
@@ -164,7 +157,7 @@ static bool follow(llama_kvtool & kvtool, llama_context & lctx, const llama_kvto
 
     std::vector<layer_edit> edits(layers.size());
 
-    for (const int c : llama_kvtool::shift_swa(*kv, delta)) {
+    for (const int c : memory::shift_swa(*kv, delta)) {
         for (size_t i = 0; i < layers.size(); ++i) {
             for (int head = 0; head < layers[i].n_head && layers[i].rope.is_rotary(); ++head) {
                 edits[i].turns.push_back({ head, c, c, delta });
@@ -183,7 +176,7 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
 
     const auto & layers = kvtool.layers;
 
-    auto * kv = llama_kvtool::cache(lctx);
+    auto * kv = memory::cache(lctx);
 
     lctx.synchronize();
     kvtool.recent.collect(lctx);
@@ -217,10 +210,10 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());
         // llama.cpp's table holds the newest token alone: rows have masks of their own
-        llama_kvtool::fill_tables(lctx, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
+        memory::fill_tables(lctx, edit.n_keep > 0, edit.pos_0 + edit.n_keep - 1);
     } else {
-        llama_kvtool::fill_tables(lctx, edit.n_keep, edit.pos_0, edit.n_hidden);
-        kvtool.fill_recalled(*kv);
+        memory::fill_tables(lctx, edit.n_keep, edit.pos_0, edit.n_hidden);
+        kvtool.fill_recalled(lctx);
     }
 
     kvtool.signals.clear(lctx);

@@ -1,7 +1,7 @@
 #include "graphs.h"
 
 #include "devices.h"
-#include "state.h"
+#include "memory.h"
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -123,7 +123,7 @@ static bool keep_graph(
         return false;
     }
     if (rot && rot->buffer) {
-        ggml_backend_tensor_set(rot, llama_kvtool::key_rotation(kv, rot->ne[0]).data(), 0, ggml_nbytes(rot));
+        ggml_backend_tensor_set(rot, memory::key_rotation(kv, rot->ne[0]).data(), 0, ggml_nbytes(rot));
     }
     // ggml's RPC client recognizes the graph by this number
     gf->uid = ++n_made;
@@ -170,12 +170,18 @@ bool graphs::compute(
     ggml_context * ctx = ctx_ptr.get();
     ggml_cgraph  * gf  = ggml_new_graph_custom(ctx, max_nodes, false);
 
-    auto & backends = llama_kvtool::backends(lctx);
+    // those of the decode's scheduler
+    std::vector<ggml_backend_t>             backends;
+    std::vector<ggml_backend_buffer_type_t> bufts;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(lctx.get_sched()); ++i) {
+        backends.push_back(ggml_backend_sched_get_backend(lctx.get_sched(), i));
+        bufts   .push_back(ggml_backend_sched_get_buffer_type(lctx.get_sched(), backends.back()));
+    }
 
     // not the decode's scheduler, or every edit would cost a rebuild of the decode's graph; and freed at the end, as a
     // worker drops the graphs of a freed buffer, which must not be the decode's
     ggml_backend_sched_ptr sched { ggml_backend_sched_new(
-            backends.data(), llama_kvtool::backend_bufts(lctx).data(), backends.size(), max_nodes, false, false) };
+            backends.data(), bufts.data(), backends.size(), max_nodes, false, false) };
 
     for (input * i : inputs) {
         i->create(ctx);

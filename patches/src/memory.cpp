@@ -1,8 +1,7 @@
-// llama.cpp's own memory: which of its kinds a model has, and the tables of its cells.
-
-#include "state.h"
+#include "memory.h"
 
 #include "llama-context.h"
+#include "llama-cparams.h"
 #include "llama-kv-cache.h"
 #include "llama-kv-cache-dsa.h"
 #include "llama-kv-cache-dsa-iswa.h"
@@ -18,6 +17,10 @@
 
 using namespace kvtool;
 
+//
+// kinds
+//
+
 static llama_kv_cache_iswa * sliding_pair(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
         return hybrid->get_mem_attn();
@@ -32,7 +35,7 @@ static llama_kv_cache_dsa * indexed_pair(llama_memory_i * memory) {
     return dynamic_cast<llama_kv_cache_dsa *>(memory);
 }
 
-llama_kv_cache * llama_kvtool::cache(llama_memory_i * memory) {
+llama_kv_cache * memory::cache(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn();
     }
@@ -48,7 +51,7 @@ llama_kv_cache * llama_kvtool::cache(llama_memory_i * memory) {
     return dynamic_cast<llama_kv_cache *>(memory);
 }
 
-llama_kv_cache * llama_kvtool::sliding_cache(llama_memory_i * memory) {
+llama_kv_cache * memory::sliding_cache(llama_memory_i * memory) {
     if (auto * both = dynamic_cast<llama_kv_cache_dsa_iswa *>(memory)) {
         return both->get_swa();
     }
@@ -56,7 +59,7 @@ llama_kv_cache * llama_kvtool::sliding_cache(llama_memory_i * memory) {
     return both ? both->get_swa() : nullptr;
 }
 
-llama_kv_cache * llama_kvtool::index_cache(llama_memory_i * memory) {
+llama_kv_cache * memory::index_cache(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid_idx *>(memory)) {
         return hybrid->get_mem_idx();
     }
@@ -67,7 +70,7 @@ llama_kv_cache * llama_kvtool::index_cache(llama_memory_i * memory) {
     return both ? both->get_lid() : nullptr;
 }
 
-llama_memory_recurrent * llama_kvtool::recurrent(llama_memory_i * memory) {
+llama_memory_recurrent * memory::recurrent(llama_memory_i * memory) {
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_recr();
     }
@@ -77,12 +80,25 @@ llama_memory_recurrent * llama_kvtool::recurrent(llama_memory_i * memory) {
     return dynamic_cast<llama_memory_recurrent *>(memory);
 }
 
-llama_kv_cache         * llama_kvtool::cache        (const llama_context & lctx) { return cache        (lctx.memory.get()); }
-llama_kv_cache         * llama_kvtool::sliding_cache(const llama_context & lctx) { return sliding_cache(lctx.memory.get()); }
-llama_kv_cache         * llama_kvtool::index_cache  (const llama_context & lctx) { return index_cache  (lctx.memory.get()); }
-llama_memory_recurrent * llama_kvtool::recurrent    (const llama_context & lctx) { return recurrent    (lctx.memory.get()); }
+llama_kv_cache         * memory::cache        (const llama_context & lctx) { return cache        (lctx.get_memory()); }
+llama_kv_cache         * memory::sliding_cache(const llama_context & lctx) { return sliding_cache(lctx.get_memory()); }
+llama_kv_cache         * memory::index_cache  (const llama_context & lctx) { return index_cache  (lctx.get_memory()); }
+llama_memory_recurrent * memory::recurrent    (const llama_context & lctx) { return recurrent    (lctx.get_memory()); }
 
-std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i * memory) {
+std::unique_ptr<llama_memory_i> memory::smallest(const llama_model & model) {
+    llama_memory_params params = { GGML_TYPE_F16, GGML_TYPE_F16, false, LLAMA_CONTEXT_TYPE_DEFAULT, nullptr };
+
+    llama_cparams cparams = {};
+    cparams.n_ctx_seq  = 1;
+    cparams.n_ubatch   = 1;
+    cparams.n_seq_max  = 1;
+    cparams.kv_unified = true;
+    cparams.flash_attn = true;
+
+    return std::unique_ptr<llama_memory_i>(model.create_memory(params, cparams));
+}
+
+std::string memory::unsupported(const llama_model & model, llama_memory_i * memory) {
     const auto & hparams = model.hparams;
 
     const auto * kv = cache(memory);
@@ -114,7 +130,28 @@ std::string llama_kvtool::unsupported(const llama_model & model, llama_memory_i 
     return {};
 }
 
-int llama_kvtool::most_indexed(const llama_model & model, llama_memory_i * memory) {
+std::string memory::unsupported(const llama_context & lctx) {
+    const auto why = unsupported(lctx.get_model(), lctx.get_memory());
+    if (!why.empty()) {
+        return why;
+    }
+
+    const auto * kv  = cache(lctx);
+    const auto * mem = recurrent(lctx);
+
+    for (const llama_kv_cache * one : { kv, (const llama_kv_cache *) sliding_cache(lctx) }) {
+        if (one && one->other) {
+            return "this model shares the KV cache of another context";
+        }
+    }
+    if (kv->n_stream != 1 || (mem && (mem->size != 1 || mem->n_rs_seq != 0))) {
+        return "the context must have one sequence (n_seq_max = 1)";
+    }
+
+    return {};
+}
+
+int memory::most_indexed(const llama_model & model, llama_memory_i * memory) {
     const auto & hparams = model.hparams;
 
     if (!index_cache(memory)) {
@@ -126,22 +163,27 @@ int llama_kvtool::most_indexed(const llama_model & model, llama_memory_i * memor
     return std::min<int64_t>((int64_t) hparams.indexer_top_k*(is_blocks ? hparams.indexer_block_size : 1), INT32_MAX);
 }
 
-std::vector<llama_kvtool_layer> llama_kvtool::describe(const llama_model & model, llama_memory_i * memory) {
+//
+// layers
+//
+
+std::vector<llama_kvtool_layer> memory::describe(const llama_model & model, llama_memory_i * memory) {
     const auto & hparams = model.hparams;
 
     std::vector<llama_kvtool_layer> res;
 
     const auto add_cache = [&](const llama_kv_cache * kv, llama_kvtool_layer_kind kind) {
-        for (int il = 0; kv && il < (int) hparams.n_layer_all; ++il) {
-            const auto it = kv->map_layer_ids.find(il);
-            if (it == kv->map_layer_ids.end() || hparams.n_head_kv(il) == 0) {
-                continue;
-            }
-            const auto & from   = kv->layers[it->second];
-            const int    n_head = hparams.n_head_kv(from.il);
-            const int    n_v    = from.v ? hparams.n_embd_head_v(from.il) : 0;
+        if (!kv) {
+            return;
+        }
+        const auto own = layers(model, *kv);
+        const auto of  = owners(model, *kv);
 
-            res.push_back({ il, kind, (int) from.il, n_head, (int) from.k->ne[0]/n_head, n_v, 0 });
+        for (int il = 0; il < (int) of.size(); ++il) {
+            if (of[il] >= 0 && hparams.n_head_kv(il) > 0) {
+                const auto & l = own[of[il]];
+                res.push_back({ il, kind, l.il, l.n_head, l.n_embd_k, l.n_embd_v, 0 });
+            }
         }
     };
 
@@ -149,9 +191,8 @@ std::vector<llama_kvtool_layer> llama_kvtool::describe(const llama_model & model
     add_cache(sliding_cache(memory), LLAMA_KVTOOL_LAYER_SLIDING);
 
     if (const auto * kv = index_cache(memory)) {
-        for (const auto & from : kv->layers) {
-            const int n_v = from.v ? (int) from.v->ne[0] : 0;
-            res.push_back({ (int) from.il, LLAMA_KVTOOL_LAYER_INDEX, (int) from.il, 1, (int) from.k->ne[0], n_v, 0 });
+        for (const auto & l : index_layers(*kv)) {
+            res.push_back({ l.il, LLAMA_KVTOOL_LAYER_INDEX, l.il, 1, l.n_embd_k, l.n_embd_v, 0 });
         }
     }
 
@@ -170,19 +211,88 @@ std::vector<llama_kvtool_layer> llama_kvtool::describe(const llama_model & model
     return res;
 }
 
-std::vector<ggml_backend_t> & llama_kvtool::backends(llama_context & lctx) {
-    return lctx.backend_ptrs;
+std::vector<layer> memory::layers(const llama_model & model, const llama_kv_cache & kv) {
+    const auto & hparams = model.hparams;
+
+    std::vector<layer> res;
+    for (const auto & from : kv.layers) {
+        const int il     = from.il;
+        const int n_head = hparams.n_head_kv(il);
+        const int n_v    = from.v ? hparams.n_embd_head_v(il) : 0;
+
+        // in some models a layer has no attention
+        if (n_head > 0) {
+            res.push_back({ il, n_head, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0]/n_head, n_v, il });
+        }
+    }
+    return res;
 }
 
-std::vector<ggml_backend_buffer_type_t> & llama_kvtool::backend_bufts(llama_context & lctx) {
-    return lctx.backend_buft;
+std::vector<int> memory::owners(const llama_model & model, const llama_kv_cache & kv) {
+    const auto & hparams = model.hparams;
+
+    int n = 0;
+
+    std::vector<int> index; // of the cache's layers
+    for (const auto & from : kv.layers) {
+        index.push_back(hparams.n_head_kv(from.il) > 0 ? n++ : -1);
+    }
+
+    std::vector<int> res(hparams.n_layer_all, -1);
+    for (const auto & [il, i] : kv.map_layer_ids) {
+        res[il] = index[i];
+    }
+    return res;
 }
 
-const std::vector<float> & llama_kvtool::key_rotation(const llama_kv_cache & kv, int64_t n) {
+std::vector<layer> memory::index_layers(const llama_kv_cache & kv) {
+    std::vector<layer> res;
+    for (const auto & from : kv.layers) {
+        const int il  = from.il;
+        const int n_v = from.v ? (int) from.v->ne[0] : 0;
+
+        res.push_back({ il, 1, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0], n_v, il });
+    }
+    return res;
+}
+
+std::vector<int> memory::layer_cells(const llama_kv_cache & kv) {
+    std::vector<int> res;
+    for (const auto & layer : kv.layers) {
+        res.push_back(layer.k->ne[1]);
+    }
+    return res;
+}
+
+void memory::replace(
+        llama_kv_cache & kv, const std::vector<layer> & layers, const layer & l, ggml_tensor * k_stream, ggml_tensor * v_stream,
+        ggml_context_ptr ctx, ggml_backend_buffer_ptr buf) {
+    auto & theirs = kv.layers[kv.map_layer_ids.at(l.il)];
+
+    theirs.k = l.k;
+    theirs.v = l.v;
+    theirs.k_stream = { k_stream };
+    theirs.v_stream = { v_stream };
+
+    auto & bufs = kv.ctxs_bufs;
+
+    bufs.emplace_back(std::move(ctx), std::move(buf));
+    bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
+        return std::none_of(layers.begin(), layers.end(), [&](const layer & one) {
+            return one.k->buffer == b.second.get() || (one.v && one.v->buffer == b.second.get());
+        });
+    }), bufs.end());
+}
+
+bool memory::is_transposed(const llama_kv_cache & kv) {
+    return kv.v_trans;
+}
+
+const std::vector<float> & memory::key_rotation(const llama_kv_cache & kv, int64_t n) {
     return kv.attn_rot_hadamard.at(n);
 }
 
-int llama_kvtool::key_map(const llama_kv_cache & kv) {
+int memory::key_map(const llama_kv_cache & kv) {
     int n = 0;
     for (int i = 64; kv.attn_rot_k && kv.n_embd_head_k_all % i == 0; i *= 2) {
         n = i;
@@ -190,7 +300,11 @@ int llama_kvtool::key_map(const llama_kv_cache & kv) {
     return n;
 }
 
-void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden) {
+//
+// tables
+//
+
+void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden) {
     auto & cells = kv.v_cells[0];
 
     const llama_pos last = pos_0 + n - 1;
@@ -217,7 +331,7 @@ void llama_kvtool::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n
     kv.v_heads[0] = n;
 }
 
-void llama_kvtool::fill_tables(llama_context & lctx, int n, llama_pos pos_0, int n_hidden) {
+void memory::fill_tables(const llama_context & lctx, int n, llama_pos pos_0, int n_hidden) {
     fill_table(*cache(lctx), n, pos_0, n_hidden);
 
     if (auto * kv = index_cache(lctx)) {
@@ -225,23 +339,46 @@ void llama_kvtool::fill_tables(llama_context & lctx, int n, llama_pos pos_0, int
     }
 }
 
-int llama_kvtool::n_used(const llama_kv_cache & kv) const {
+bool memory::resize_tables(const llama_context & lctx, int n_cell, int n_own) {
+    if (n_cell == (int) cache(lctx)->v_cells[0].size()) {
+        return false;
+    }
+    const auto old = cache(lctx)->v_cells[0];
+
+    for (auto * kv : { cache(lctx), index_cache(lctx) }) {
+        if (!kv) {
+            continue;
+        }
+        auto & cells = kv->v_cells[0];
+
+        cells.resize(n_cell);
+        for (int i = 0; i < n_own; ++i) {
+            cells.pos_set(i, old.pos_get(i));
+            cells.seq_add(i, !old.seq_has(i, 0));
+        }
+        kv->v_heads[0] = n_own;
+    }
+    return true;
+}
+
+int memory::n_used(const llama_kv_cache & kv, int n_recall) {
     const auto & cells = kv.v_cells[0];
 
-    int n = std::min<int>(cells.used_max_p1(), cells.size() - params.n_recall);
+    int n = std::min<int>(cells.used_max_p1(), cells.size() - n_recall);
     while (n > 0 && cells.is_empty(n - 1)) {
         --n;
     }
     return n;
 }
 
-void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {
+void memory::fill_recalled(llama_kv_cache & kv, int n_recall, int n_recalled) {
     auto & cells = kv.v_cells[0];
 
     // beside no other token they would say which position comes next
-    const int n = n_used(kv) > 0 && cells.seq_has(n_used(kv) - 1, 0) ? std::min<int>(params.n_recall, archive.size()) : 0;
-    for (int i = 0; i < params.n_recall; ++i) {
-        const int c = cells.size() - params.n_recall + i;
+    const int n_own = n_used(kv, n_recall);
+    const int n     = n_own > 0 && cells.seq_has(n_own - 1, 0) ? n_recalled : 0;
+    for (int i = 0; i < n_recall; ++i) {
+        const int c = cells.size() - n_recall + i;
         if (i < n && cells.is_empty(c)) {
             cells.pos_set(c, 0);
             cells.seq_add(c, 0);
@@ -251,31 +388,29 @@ void llama_kvtool::fill_recalled(llama_kv_cache & kv) const {
     }
 }
 
-void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {
-    for (auto & res : lctx.gf_res_prev) {
-        res.reset();
+int memory::copy_table(llama_kv_cache & kv, int32_t * out, const int32_t * in) {
+    auto & cells = kv.v_cells[0];
+
+    if (out) {
+        *out++ = kv.v_heads[0];
+        for (uint32_t c = 0; c < cells.size(); ++c) {
+            *out++ = cells.is_empty(c) ? -1 : cells.pos_get(c);
+        }
     }
-    lctx.gf_res_prev_active = nullptr;
-    lctx.sched_need_reserve = reserve;
+    if (in) {
+        cells.reset();
+        kv.v_heads[0] = *in++;
+        for (uint32_t c = 0; c < cells.size(); ++c, ++in) {
+            if (*in >= 0) {
+                cells.pos_set(c, *in);
+                cells.seq_add(c, 0);
+            }
+        }
+    }
+    return 1 + cells.size();
 }
 
-void llama_kvtool::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
-    if (pos < 0) {
-        mem.clear(false);
-        return;
-    }
-    // a context with one sequence has one cell, whose state is its own
-    auto & cell = mem.cells[0];
-    cell.pos    = pos;
-    cell.src    = 0;
-    cell.tail   = 0;
-    cell.seq_id = { 0 };
-
-    mem.head = 0;
-    mem.used = 1;
-}
-
-std::vector<int> llama_kvtool::shift_swa(llama_kv_cache & kv, int delta) {
+std::vector<int> memory::shift_swa(llama_kv_cache & kv, int delta) {
     auto & cells = kv.v_cells[0];
 
     std::vector<int> res;
@@ -292,4 +427,20 @@ std::vector<int> llama_kvtool::shift_swa(llama_kv_cache & kv, int delta) {
     cells.reset_shift();
 
     return res;
+}
+
+void memory::set_newest(llama_memory_recurrent & mem, llama_pos pos) {
+    if (pos < 0) {
+        mem.clear(false);
+        return;
+    }
+    // a context with one sequence has one cell, whose state is its own
+    auto & cell = mem.cells[0];
+    cell.pos    = pos;
+    cell.src    = 0;
+    cell.tail   = 0;
+    cell.seq_id = { 0 };
+
+    mem.head = 0;
+    mem.used = 1;
 }

@@ -182,7 +182,7 @@ bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
         return false;
     }
     if (kvtool->params.n_recall > 0) {
-        const int n_own = kvtool->n_used(*llama_kvtool::cache(lctx));
+        const int n_own = kvtool->n_used(lctx);
         const int n     = kvtool->layers[0].n_cell - kvtool->params.n_recall;
         if (n_tokens > (uint32_t) (n - n_own)) {
             LLAMA_LOG_ERROR("%d cells cannot hold %d + %u tokens\n", n, n_own, n_tokens);

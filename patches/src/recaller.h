@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "archives.h"
+#include "archive-part.h"
 #include "choice.h"
 
 namespace kvtool {

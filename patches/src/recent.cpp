@@ -1,6 +1,6 @@
 #include "recent.h"
 
-#include "edit.h"
+#include "layer-edit.h"
 
 #include "llama-context.h"
 

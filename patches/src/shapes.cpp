@@ -1,6 +1,6 @@
 #include "shapes.h"
 
-#include "edit.h"
+#include "layer-edit.h"
 
 #include <algorithm>
 

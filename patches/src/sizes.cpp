@@ -1,11 +1,11 @@
 // A cache whose layers become longer or shorter: part of the state, as it replaces llama.cpp's tensors.
 
 #include "error.h"
+#include "memory.h"
 #include "state.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "llama-kv-cache.h"
 
 #include <algorithm>
 
@@ -16,13 +16,12 @@
 using namespace kvtool;
 
 int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
-    auto * kv = cache(lctx);
+    auto * kv  = memory::cache(lctx);
+    auto * idx = memory::index_cache(lctx);
 
     lctx.synchronize();
 
-    auto * idx = index_cache(lctx);
-
-    const int n_own = n_used(*kv);
+    const int n_own = n_used(lctx);
 
     for (size_t i = 0; i < layers.size(); ++i) {
         const auto & l = layers[i];
@@ -70,24 +69,9 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
         recent.take(std::move(rings));
     }
 
-    if (ok && !params.ragged && n_cell[0] != (int) kv->v_cells[0].size()) {
-        const auto old = kv->v_cells[0];
-
-        for (auto * one : { kv, idx }) {
-            if (!one) {
-                continue;
-            }
-            auto & cells = one->v_cells[0];
-
-            cells.resize(n_cell[0]);
-            for (int i = 0; i < n_own; ++i) {
-                cells.pos_set(i, old.pos_get(i));
-                cells.seq_add(i, !old.seq_has(i, 0));
-            }
-            one->v_heads[0] = n_own;
-        }
+    if (ok && !params.ragged && memory::resize_tables(lctx, n_cell[0], n_own)) {
         // the recalled cells are the last ones
-        fill_recalled(*kv);
+        fill_recalled(lctx);
     }
 
 #if defined(__GLIBC__)
@@ -165,21 +149,7 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
     graphs.clear();
     archive.forget_caches();
 
-    auto & theirs = kv.layers[kv.map_layer_ids.at(l.il)];
-
-    theirs.k = k;
-    theirs.v = v;
-    theirs.k_stream = { k_stream };
-    theirs.v_stream = { v_stream };
-
-    auto & bufs = kv.ctxs_bufs;
-
-    bufs.emplace_back(std::move(ctx), std::move(buf));
-    bufs.erase(std::remove_if(bufs.begin(), bufs.end(), [&](const auto & b) {
-        return std::none_of(some.begin(), some.end(), [&](const layer & l) {
-            return l.k->buffer == b.second.get() || (l.v && l.v->buffer == b.second.get());
-        });
-    }), bufs.end());
+    memory::replace(kv, some, l, k_stream, v_stream, std::move(ctx), std::move(buf));
 
     return true;
 }

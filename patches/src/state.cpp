@@ -1,10 +1,10 @@
 #include "state.h"
 
 #include "error.h"
+#include "memory.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "llama-kv-cache.h"
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
@@ -37,30 +37,8 @@ static std::string invalid(const llama_kvtool_params & params) {
     return {};
 }
 
-// why this context cannot be used; empty: it can
-std::string llama_kvtool::unsupported(const llama_context & lctx) {
-    const auto why = unsupported(lctx.model, lctx.memory.get());
-    if (!why.empty()) {
-        return why;
-    }
-
-    const auto * kv  = cache(lctx);
-    const auto * mem = recurrent(lctx);
-
-    for (const llama_kv_cache * one : { kv, (const llama_kv_cache *) sliding_cache(lctx) }) {
-        if (one && one->other) {
-            return "this model shares the KV cache of another context";
-        }
-    }
-    if (kv->n_stream != 1 || (mem && (mem->size != 1 || mem->n_rs_seq != 0))) {
-        return "the context must have one sequence (n_seq_max = 1)";
-    }
-
-    return {};
-}
-
-// why these parameters' archive cannot be of this cache; empty: it can
-std::string llama_kvtool::no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params) {
+// why there cannot be an archive of these layers; empty: there can
+std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
     if (hparams.use_alibi) {
         return "tokens cannot be recalled by their keys where attention falls with distance (ALiBi)";
     }
@@ -72,22 +50,16 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams, const llama_
             return format("keys and values of type %d cannot be archived", type);
         }
     }
-    for (const auto & layer : kv.layers) {
-        if (hparams.n_head_kv(layer.il) == 0) {
-            continue;
-        }
-        const int64_t n_k = hparams.n_embd_head_k(layer.il);
-        const int64_t n_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0;
-
-        if (n_k % ggml_blck_size((ggml_type) params.type_k) != 0 || n_v % ggml_blck_size((ggml_type) params.type_v) != 0) {
+    for (const auto & l : layers) {
+        if (l.n_embd_k % ggml_blck_size((ggml_type) params.type_k) != 0 || l.n_embd_v % ggml_blck_size((ggml_type) params.type_v) != 0) {
             return format("heads of %d and %d numbers are not archived as %s; choose f16",
-                    (int) n_k, (int) n_v, ggml_type_name((ggml_type) params.type_k));
+                    l.n_embd_k, l.n_embd_v, ggml_type_name((ggml_type) params.type_k));
         }
-        if (params.n_bit > 0 && n_k % 8 != 0) {
-            return format("an index is for keys of a multiple of 8 numbers, not %d; choose by keys", (int) n_k);
+        if (params.n_bit > 0 && l.n_embd_k % 8 != 0) {
+            return format("an index is for keys of a multiple of 8 numbers, not %d; choose by keys", l.n_embd_k);
         }
-        if (params.n_recall >= layer.k->ne[1]) {
-            return format("n_recall must be less than the %d cells, got %d", (int) layer.k->ne[1], params.n_recall);
+        if (params.n_recall >= l.n_cell) {
+            return format("n_recall must be less than the %d cells, got %d", l.n_cell, params.n_recall);
         }
     }
 
@@ -100,7 +72,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         why = invalid(params);
     }
     if (why.empty()) {
-        why = unsupported(lctx);
+        why = memory::unsupported(lctx);
     }
     if (!why.empty()) {
         return fail(why);
@@ -108,35 +80,32 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     const auto & hparams = lctx.model.hparams;
 
-    auto * kv = cache(lctx);
+    const auto & kv = *memory::cache(lctx);
 
-    const uint32_t n_cell = kv->layers[0].k->ne[1];
-    for (const auto & layer : kv->layers) {
-        if (!params.ragged && (uint32_t) layer.k->ne[1] != n_cell) {
-            return fail("the layers have different numbers of cells, which is for ragged rows only");
-        }
-    }
-    if (const auto * idx = index_cache(lctx)) {
-        for (const auto & layer : idx->layers) {
-            if (!params.ragged && (uint32_t) layer.k->ne[1] != n_cell) {
-                return fail("the index has another number of cells than the layers, which is for ragged rows only");
-            }
-        }
-    }
+    const auto n_cells = memory::layer_cells(kv);
 
-    if (params.n_recall > 0) {
-        const auto why = no_archive(hparams, *kv, params);
-        if (!why.empty()) {
-            return fail(why);
-        }
+    const auto others = [&](const std::vector<int> & some) {
+        return !params.ragged && std::any_of(some.begin(), some.end(), [&](int n) { return n != n_cells[0]; });
+    };
+    if (others(n_cells)) {
+        return fail("the layers have different numbers of cells, which is for ragged rows only");
+    }
+    if (const auto * idx = memory::index_cache(lctx); idx && others(memory::layer_cells(*idx))) {
+        return fail("the index has another number of cells than the layers, which is for ragged rows only");
     }
 
     auto res = std::make_shared<llama_kvtool>(params);
 
-    res->v_trans = kv->v_trans;
-    res->n_most  = most_indexed(lctx.model, lctx.memory.get());
+    res->v_trans = memory::is_transposed(kv);
+    res->n_most  = memory::most_indexed(lctx.model, lctx.memory.get());
 
     res->add_layers(lctx);
+    if (params.n_recall > 0) {
+        why = res->no_archive(hparams);
+        if (!why.empty()) {
+            return fail(why);
+        }
+    }
     res->live.resize(res->n_row);
     res->signals.resize();
     if (hparams.use_alibi) {
@@ -152,12 +121,9 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     lctx.synchronize();
 
     lctx.memory->clear(false);
-    if (!params.ragged && kv->v_cells[0].size() != n_cell) {
+    if (!params.ragged) {
         // the table does not know the sizes that ragged rows had
-        kv->v_cells[0].resize(n_cell);
-        if (auto * idx = index_cache(lctx)) {
-            idx->v_cells[0].resize(n_cell);
-        }
+        memory::resize_tables(lctx, n_cells[0], 0);
     }
 
     lctx.kvtool         = res;
@@ -177,7 +143,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 
     if (params.n_recall > 0) {
         try {
-            res->archive.make(*res, lctx, false);
+            res->archive.make(lctx, false);
         } catch (...) {
             lctx.kvtool.reset();
             lctx.cparams.kvtool     = nullptr;
@@ -190,33 +156,15 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 }
 
 void llama_kvtool::add_layers(const llama_context & lctx) {
-    const auto & hparams = lctx.model.hparams;
+    const auto & kv = *memory::cache(lctx);
 
-    const auto * kv = cache(lctx);
+    layers      = memory::layers(lctx.model, kv);
+    index_of_il = memory::owners(lctx.model, kv);
 
-    const auto as_layer = [&](const auto & from, int row_0) {
-        const int il     = from.il;
-        const int n_head = hparams.n_head_kv(il);
-        const int n_v    = from.v ? hparams.n_embd_head_v(il) : 0;
-
-        return layer { il, n_head, row_0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0]/n_head, n_v, il };
-    };
-
-    index_of_il.assign(hparams.n_layer_all, -1);
-
-    for (const auto & from : kv->layers) {
-        // in some models a layer has no attention
-        if (hparams.n_head_kv(from.il) == 0) {
-            continue;
-        }
-        for (const auto & [il, i] : kv->map_layer_ids) {
-            if (&kv->layers[i] == &from) {
-                index_of_il[il] = layers.size();
-            }
-        }
-        layers.push_back(as_layer(from, n_row));
-        layer_of_row.insert(layer_of_row.end(), layers.back().n_head, layers.back().il);
-        n_row += layers.back().n_head;
+    for (auto & l : layers) {
+        l.row_0 = n_row;
+        n_row  += l.n_head;
+        layer_of_row.insert(layer_of_row.end(), l.n_head, l.il);
     }
     for (int il = 0; il < (int) index_of_il.size(); ++il) {
         if (index_of_il[il] >= 0) {
@@ -224,20 +172,13 @@ void llama_kvtool::add_layers(const llama_context & lctx) {
         }
     }
 
-    if (const auto * swa = sliding_cache(lctx)) {
-        for (const auto & from : swa->layers) {
-            if (hparams.n_head_kv(from.il) > 0) {
-                sliding.push_back(as_layer(from, 0));
-            }
-        }
+    if (const auto * swa = memory::sliding_cache(lctx)) {
+        sliding = memory::layers(lctx.model, *swa);
     }
-    if (const auto * idx = index_cache(lctx)) {
-        for (const auto & from : idx->layers) {
-            const int n_v = from.v ? (int) from.v->ne[0] : 0;
-            index.push_back({ (int) from.il, 1, 0, (int) from.k->ne[1], from.k, from.v, (int) from.k->ne[0], n_v, (int) from.il });
-        }
+    if (const auto * idx = memory::index_cache(lctx)) {
+        index = memory::index_layers(*idx);
     }
-    if (const auto * mem = recurrent(lctx)) {
+    if (const auto * mem = memory::recurrent(lctx)) {
         for (const auto * some : { &mem->r_l, &mem->s_l, &mem->p_l }) {
             std::copy_if(some->begin(), some->end(), std::back_inserter(states), [](const ggml_tensor * t) { return t; });
         }
@@ -368,4 +309,24 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     n_own  += n_tokens;
     n_seen += n_tokens;
+}
+
+//
+// llama.cpp's own
+//
+
+int llama_kvtool::n_used(const llama_context & lctx) const {
+    return memory::n_used(*memory::cache(lctx), params.n_recall);
+}
+
+void llama_kvtool::fill_recalled(const llama_context & lctx) const {
+    memory::fill_recalled(*memory::cache(lctx), params.n_recall, std::min<int64_t>(params.n_recall, archive.size()));
+}
+
+void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {
+    for (auto & res : lctx.gf_res_prev) {
+        res.reset();
+    }
+    lctx.gf_res_prev_active = nullptr;
+    lctx.sched_need_reserve = reserve;
 }

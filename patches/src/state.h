@@ -1,4 +1,4 @@
-// What kvtool keeps of a context. Its functions alone touch the private members of llama.cpp's context and cache.
+// What kvtool keeps of a context. Its functions alone touch the private members of llama.cpp's context.
 
 #pragma once
 
@@ -15,11 +15,8 @@
 #include <vector>
 
 class  llama_kv_cache;
-class  llama_memory_recurrent;
 struct llama_context;
 struct llama_hparams;
-struct llama_memory_i;
-struct llama_model;
 
 struct llama_kvtool {
     llama_kvtool_params params;
@@ -49,7 +46,7 @@ struct llama_kvtool {
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
     kvtool::graphs  graphs;
-    kvtool::archives archive;
+    kvtool::archives archive { layers, params };
     kvtool::places  places; // with ALiBi alone
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
@@ -113,75 +110,21 @@ struct llama_kvtool {
     // llama.cpp's own
     //
 
-    // the cache of the layers with rows, null if there is none that can be edited
-    static llama_kv_cache * cache(const llama_context & lctx);
-
-    // the cache of the sliding layers, null if there are none
-    static llama_kv_cache * sliding_cache(const llama_context & lctx);
-
-    // the keys of an index, null if there is none
-    static llama_kv_cache * index_cache(const llama_context & lctx);
-
-    // the states of recurrent layers, null if there are none
-    static llama_memory_recurrent * recurrent(const llama_context & lctx);
-
-    // the same of a memory that no context has yet
-    static llama_kv_cache         * cache        (llama_memory_i * memory);
-    static llama_kv_cache         * sliding_cache(llama_memory_i * memory);
-    static llama_kv_cache         * index_cache  (llama_memory_i * memory);
-    static llama_memory_recurrent * recurrent    (llama_memory_i * memory);
-
-    // the most cells that a model's index chooses for a query
-    static int most_indexed(const llama_model & model, llama_memory_i * memory);
-
-    // what each layer of a model with this memory keeps
-    static std::vector<llama_kvtool_layer> describe(const llama_model & model, llama_memory_i * memory);
-
-    // why a model with this memory cannot be used; empty: it can
-    static std::string unsupported(const llama_model & model, llama_memory_i * memory);
-
-    static std::vector<ggml_backend_t>             & backends     (llama_context & lctx);
-    static std::vector<ggml_backend_buffer_type_t> & backend_bufts(llama_context & lctx);
-
-    // the matrix [n, n] that quantized keys are stored under
-    static const std::vector<float> & key_rotation(const llama_kv_cache & kv, int64_t n);
-
-    // the size of that matrix; 0: keys are stored as they are
-    static int key_map(const llama_kv_cache & kv);
-
-    // sets the table of cells: n in use, the last at position pos_0 + n - 1 and the others before it; the first n_hidden
-    // of them belong to a sequence without queries
-    static void fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidden = 0);
-
-    // the same of the rows' cache and of its index
-    static void fill_tables(llama_context & lctx, int n, llama_pos pos_0, int n_hidden = 0);
-
-    // cells that hold the context's own tokens: the table's first ones, but for those of ragged rows
-    int n_used(const llama_kv_cache & kv) const;
-
-    // enters as many recalled cells into the table as there are: older than all others
-    void fill_recalled(llama_kv_cache & kv) const;
+    // see memory
+    int  n_used       (const llama_context & lctx) const;
+    void fill_recalled(const llama_context & lctx) const;
 
     // the next decode makes a new graph; reserve: it needs other compute buffers, too
     static void forget_graphs(llama_context & lctx, bool reserve);
 
-    // the newest token that a recurrent layer has read has this position from now on; -1: it has read none
-    static void set_newest(llama_memory_recurrent & mem, llama_pos pos);
-
-    // moves the tokens of the table by delta positions, and forgets those that would come before 0; returns the cells
-    // whose keys have to turn
-    static std::vector<int> shift_swa(llama_kv_cache & kv, int delta);
-
 private:
     std::string unreadable; // why it cannot be known how the keys of a layer are rotated
-
-    static std::string unsupported(const llama_context & lctx);
 
     void add_layers(const llama_context & lctx);
 
     // why a layer's keys cannot be turned; empty: all can
     std::string unseen() const;
-    static std::string no_archive(const llama_hparams & hparams, const llama_kv_cache & kv, const llama_kvtool_params & params);
+    std::string no_archive(const llama_hparams & hparams) const;
 
     bool resize(llama_context & lctx, llama_kv_cache & kv, std::vector<kvtool::layer> & some, size_t i, int n);
 };

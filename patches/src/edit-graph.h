@@ -1,0 +1,27 @@
+// Edits and reads of keys as graphs, on whatever device the cache lies.
+
+#pragma once
+
+#include "graphs.h"
+#include "layer.h"
+#include "layer-edit.h"
+
+#include <cstdint>
+#include <vector>
+
+class  llama_kv_cache;
+struct llama_context;
+struct llama_kvtool;
+
+namespace kvtool {
+
+// over the part's layers; false: a device has failed
+bool edit_graph(
+        llama_kvtool & kvtool, llama_context & lctx, const llama_kv_cache & kv, const std::vector<layer> & layers, const part & p,
+        const std::vector<layer_edit> & edits, bool with_k, bool with_v);
+
+// see llama_kvtool_read_keys
+int32_t read_keys(
+        llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
+
+} // namespace kvtool
