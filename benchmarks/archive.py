@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtool import policies
-from kvtool.engine import loop, snapshot
+from kvtool.engine import loop, snapshot, stream
 from kvtool.engine.settings import Settings
 from kvtool.llama.model import Model
 
@@ -49,7 +49,7 @@ def main() -> None:
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, N_READ + N_STEP)
     # a full cache may be longer here than the model was trained for: its text is of no interest
-    loop._check = lambda *_: None
+    stream._check = lambda *_: None
     rows = []
     for size in map(int, args.sizes.split(",")):
         engines = {name: _recalling(model, name, tokens, size, args) for name in args.policies.split()}
@@ -98,9 +98,8 @@ def _saved(
 def _put(
     engine: loop.Engine, arrays: dict[str, np.ndarray], counters: dict[tuple[str, str], int]
 ) -> loop.Engine:
-    arrays["engine"] = np.array([counters[name] for name in snapshot._COUNTERS], np.int64)
     # without its checks: a full cache is longer than the trained context
-    snapshot._put(engine, snapshot._parts(engine, arrays))
+    snapshot._put(engine, arrays, counters)
     return engine
 
 
@@ -121,7 +120,7 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)
         arrays["pos"] = np.where(arrays["pos"] < begin, arrays["pos"], arrays["pos"] + more).astype(np.int32)
-        for counter in (("rows", "n_past"), ("eviction", "n_planned"), ("eviction", "n_cleared")):
+        for counter in (("rows", "n_past"), ("eviction", "n_planned"), ("signals", "since")):
             counters[counter] += more
         base = counters["rows", "n_past"] - counters["rows", "next_rot"]
         far = max(begin, counters["rows", "n_past"] - N_NEAR)

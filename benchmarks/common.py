@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import kvtool
-from kvtool.llama.context import FLASH
+from kvtool.llama.decoder import FLASH
 from kvtool.llama.devices import library_info
 from kvtool.llama.library import api
 from kvtool.llama.model import Model

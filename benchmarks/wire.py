@@ -29,7 +29,7 @@ from rich.table import Table
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.llama.context import Decoder
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
 from kvtool.policy import SIGNALS, Signal

@@ -6,8 +6,8 @@ import re
 
 from kvtool.errors import UsageError
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""The types that llama.cpp has for cached keys and values."""
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+"""The types that llama.cpp has for cached keys and values, and ggml's numbers for them."""
 
 _UNITS = {
     "B": 1,

@@ -15,12 +15,13 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
-from kvtool.llama.context import CACHE_TYPES, FLASH
+from kvtool.llama.decoder import FLASH
 from kvtool.llama.library import api
 from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
+from kvtool.units import CACHE_TYPES
 from tests import saved
 from tests.merging import Merging, keep_and_merge
 from tests.reference import transformer
@@ -537,6 +538,14 @@ def test_steps_take_the_text_part_by_part_and_end_where_a_plan_is_due(tiny_model
     assert 0 < min(n_logits) <= max(n_logits) <= n_output
     assert len(late) > 4
     assert set(late) == {0}
+
+
+@pytest.mark.parametrize("name", ["h2o", "corm"])
+def test_no_plan_is_overdue_after_a_step(tiny_model, name):
+    with open_engine(tiny_model(), policies.fit(name, 96, 8)) as engine:
+        for _ in engine.steps(text(300), late=True):
+            assert engine.n_until_plan >= 0
+        assert engine.n_evicted > 100
 
 
 @pytest.mark.parametrize("late", [False, True])

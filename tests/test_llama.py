@@ -471,6 +471,27 @@ def test_an_edit_clears_the_signals(tiny_model, n_keep):
             context.apply(NO_MOVES, 0, 0)
 
 
+@pytest.mark.parametrize("read_before", [True, False])
+def test_signals_are_cleared_as_an_edit_clears_them_but_cells_and_recent_attention_stay(
+    tiny_model, read_before
+):
+    every = Signal.RECENT | Signal.SQUARES | Signal.HITS | Signal.IMPORTANT | BOTH
+    found = []
+    for clear in (lambda c: c.clear_signals(), lambda c: c.apply(NO_MOVES, 40, 0)):
+        with opened(tiny_model(**SHAPE), signals=every, n_query=9) as context:
+            fill(context, 40)
+            cells, recent = context.state(), context.history(Signal.RECENT, 40)
+            if read_before:
+                assert all(context.read(signal, 40).any() for signal in Signal if signal & every)
+            clear(context)
+            assert context.state() == cells
+            assert (context.history(Signal.RECENT, 40) == recent).all()
+            assert not any(context.read(each, 256).any() for each in Signal if each & every & ~Signal.RECENT)
+            fill(context, 7, 40, seed=1)
+            found.append([context.read(each, 47) for each in Signal if each & every])
+    np.testing.assert_array_equal(*found)
+
+
 def queries_ago(stream, since):
     """By the definition: i64[row, cell], how many queries ago a key was last hit; 0: not after `since`."""
     rows = [row for rows in stream.rows for row in rows]

@@ -171,19 +171,21 @@ def test_a_session_with_the_sum_of_the_last_queries_alone_is_taken_back(tiny_mod
 
 def test_sessions_count_important_steps_from_the_last_edit(tiny_model):
     # as older sessions do
-    with open_engine(tiny_model(), policies.fit("corm", 512, 8, ["history=24", "window=8"])) as engine:
-        engine.read(text(101))
-        n_cleared = engine.eviction.n_cleared
+    with open_engine(tiny_model(), policies.fit("corm", 512, 40, ["history=24", "window=8"])) as engine:
+        engine.read(text(101)[:64])
+        # a plan is due 40 tokens later
+        engine.read(text(101)[64:])
+        n_cleared = engine.signals.since
         assert 0 < n_cleared < 101
         saved = {name: array.copy() for name, array in engine.save()}
         assert saved["important"].dtype == np.float32
         assert saved["important"].max() == 101 - n_cleared
-        seen = engine.eviction.read_signals()["important"]
+        seen = engine.signals.read()["important"]
         assert len(np.unique(seen)) > 3
         np.testing.assert_array_equal(saved["important"], np.where(seen, seen - n_cleared, 0))
         engine.reset()
         engine.restore(saved)
-        np.testing.assert_array_equal(engine.eviction.read_signals()["important"], seen)
+        np.testing.assert_array_equal(engine.signals.read()["important"], seen)
 
 
 def test_what_is_saved_over_the_budget_after_a_failed_plan_is_taken_back(tiny_model):

@@ -106,9 +106,9 @@ def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, policy, t
     nll = []
     for n_threads in (1, 2, None):
         if n_threads is None:
-            monkeypatch.setattr("kvtool.llama.context.default_threads", lambda: 2)
-            monkeypatch.setattr("kvtool.llama.context.has_gpu", lambda: False)
-            monkeypatch.setattr("kvtool.llama.context.Threads", Alternating)
+            monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 2)
+            monkeypatch.setattr("kvtool.llama.decoder.has_gpu", lambda: False)
+            monkeypatch.setattr("kvtool.llama.decoder.Threads", Alternating)
         with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
             tokens = engine.model.tokenize(Path(__file__).read_text())[:80]
             nll.append(perplexity.stream(engine, tokens))

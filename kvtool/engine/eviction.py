@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtool.engine.rows import Rows
+from kvtool.engine.signals import Signals
 from kvtool.errors import KvtoolError, PlanError, StreamEnd, UsageError, where
 from kvtool.kernels.kernel import kernel
-from kvtool.llama.cache import Cache
-from kvtool.policy import SIGNALS, Merge, Plan, Policy, Signal, State, View
+from kvtool.policy import Merge, Plan, Policy, Signal, State, View
+
+if TYPE_CHECKING:
+    from kvtool.llama.sequence import Cache
+
+_NO_MOVES = np.empty((0, 4), np.int32)
 
 _LAST = np.iinfo(np.int32).max
 """A position behind all others, for cells that hold no token."""
@@ -28,10 +33,6 @@ class Eviction:
         First and newest tokens that are never evicted.
     n_planned
         The clock at the last plan: `Rows.n_past` then.
-    n_cleared
-        The clock when the signals were last cleared: they are of the tokens after that.
-    is_observed
-        Whether the policy has observed these signals already: its plan failed, and it is asked again.
     n_evicted
         Cells evicted so far, of all rows together.
     n_restart
@@ -44,31 +45,30 @@ class Eviction:
     n_pinned: int
     n_held: int
     n_planned: int
-    n_cleared: int
-    is_observed: bool
     n_evicted: int
     n_restart: int
     plan_s: float
     edit_s: float
 
-    def __init__(self, policy: Policy, cache: Cache, rows: Rows, n_ctx: int, *, in_cache: bool) -> None:
+    def __init__(
+        self, policy: Policy, cache: Cache, rows: Rows, signals: Signals, n_ctx: int, *, in_cache: bool
+    ) -> None:
         self.policy = policy
         self.cache = cache
         self.rows = rows
+        self.signals = signals
         self.n_ctx = n_ctx
         self.in_cache = in_cache
-        self.signals = {name: signal for signal, name in SIGNALS.items() if signal in policy.reads}
-        """The signals that the policy reads, by their fields in a view."""
         self._reads_keys = Signal.KEYS in policy.reads
         self._name = type(policy).__name__
 
     def reset(self) -> None:
         """Frees all cells of the cache."""
-        self.n_pinned = self.n_held = self.n_planned = self.n_cleared = self.n_evicted = self.n_restart = 0
+        self.n_pinned = self.n_held = self.n_planned = self.n_evicted = self.n_restart = 0
         if self.cache.archive:
             self.cache.archive.keep(0)
         self.plan_s = self.edit_s = 0.0
-        self.edit(np.empty((0, 4), np.int32), np.zeros(self.cache.n_row, np.int32), 0)
+        self.edit(np.zeros(self.cache.n_row, np.int32), 0)
 
     def start(self) -> None:
         """Lets the policy make the state for the rows' cells. Raises PlanError if it makes something else."""
@@ -125,22 +125,6 @@ class Eviction:
             )
         self.n_held = n
 
-    @property
-    def n_new(self) -> int:
-        """Tokens that the signals are of; they are in the last live cells."""
-        return self.rows.n_past - self.n_cleared
-
-    def read_signals(self) -> dict[str, np.ndarray]:
-        """Each signal since it was cleared, by its field in a view. Raises PlanError if one is not finite."""
-        values = {name: self.cache.read(signal, self.rows.n_kv) for name, signal in self.signals.items()}
-        if any(not np.isfinite(array).all() for array in values.values()):
-            raise PlanError("the model's attention is not finite; the model file may be damaged")
-        if "important" in values:
-            # the library counts back from the last query, a view counts the stream's tokens
-            ago = values["important"].astype(np.int32)
-            values["important"] = np.where(ago > 0, np.int32(self.rows.n_past + 1) - ago, 0)
-        return values
-
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
         """What the policy sees now: these signals by their fields' names, and the n_new last tokens' keys."""
         rows = self.rows
@@ -164,10 +148,10 @@ class Eviction:
 
     def observe(self) -> View:
         """Shows the policy what came since the last edit, once. Returns what it sees."""
-        view = self.view(self.read_signals(), self.n_new)
-        if not self.is_observed:
+        view = self.view(self.signals.read(), self.signals.n_new)
+        if not self.signals.is_observed:
             self.ask("observe", view, self.state)
-            self.is_observed = True
+            self.signals.is_observed = True
         return view
 
     def evict(self) -> None:
@@ -253,7 +237,7 @@ class Eviction:
         moves = moves_of(source, turn)
         if self.cache.archive and not plan.keep[0].all():
             self._archive(np.flatnonzero(~plan.keep[0]))
-        self.edit(moves, n_keep, next_rot, plan.merge)
+        self.edit(n_keep, next_rot, moves, plan.merge)
         self.n_evicted += int((rows.live - n_keep).sum())
         rows.move(moves, n_keep, next_rot)
         if self.cache.archive:
@@ -270,13 +254,15 @@ class Eviction:
                     array[:, rows.n_kv : n] = 0
         return source
 
-    def edit(self, moves: np.ndarray, n_keep: np.ndarray, next_rot: int, merge: Merge | None = None) -> None:
+    def edit(
+        self, n_keep: np.ndarray, next_rot: int, moves: np.ndarray = _NO_MOVES, merge: Merge | None = None
+    ) -> None:
         """Edits the cache, which clears the signals; the rows' table is the caller's."""
         most = int(n_keep.max())
         start = time.perf_counter()
         self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None)
         self.edit_s += time.perf_counter() - start
-        self._count_from_here()
+        self.signals.begin()
 
     def _archive(self, cells: np.ndarray) -> None:
         """Archives the tokens in these cells i32[n] of every row."""
@@ -287,16 +273,7 @@ class Eviction:
     def hide(self) -> None:
         """Keeps the live cells out of sight of later queries, which clears the signals."""
         self.cache.hide(self.rows.n_past)
-        self._count_from_here()
-
-    def clear_signals(self) -> None:
-        """Clears the signals by an edit that changes nothing."""
-        self.edit(np.empty((0, 4), np.int32), self.rows.live, self.rows.next_rot)
-
-    def _count_from_here(self) -> None:
-        """The library has cleared its signals: the policy has seen none of what comes."""
-        self.n_cleared = self.rows.n_past
-        self.is_observed = False
+        self.signals.begin()
 
 
 def ask(policy: Policy, what: str, *args: object) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtool.engine.loop import Engine
-from kvtool.engine.prefill import pad
+from kvtool.engine.stream import pad
 
 
 def first_plan(engine: Engine, n_text: int = 0) -> int | None:

@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from kvtool.engine.stream import Stream, pad
 from kvtool.errors import KvtoolError, StreamEnd
-from kvtool.models.layers import PAD
-
-if TYPE_CHECKING:
-    from kvtool.engine.loop import Engine
 
 
-def pad(n: int) -> int:
-    """The cells that llama.cpp makes for n tokens: a multiple of 256."""
-    return -(-n // PAD) * PAD
-
-
-def read_whole(engine: Engine, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
+def read_whole(stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
     """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
 
     A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4). `stopped`
@@ -30,49 +22,49 @@ def read_whole(engine: Engine, tokens: np.ndarray, stopped: Callable[[], bool]) 
     positions do not reach so far, and what `Engine.step` raises.
     """
     n = len(tokens)
-    segments = np.array_split(tokens, -(-n // engine.n_ctx))
-    if len(segments) > 1 and engine.settings.positions == "original":
+    segments = np.array_split(tokens, -(-n // stream.n_ctx))
+    if len(segments) > 1 and stream.settings.positions == "original":
         raise StreamEnd(
-            f"the prompt of {n} tokens is longer than the context of {engine.n_ctx}; "
+            f"the prompt of {n} tokens is longer than the context of {stream.n_ctx}; "
             "continue with --positions auto or in-cache, or with --prefill stream"
         )
     try:
-        signals = _decode(engine, segments, stopped)
+        signals = _decode(stream, segments, stopped)
         if signals is None:
-            _empty(engine)
+            _empty(stream)
             return 0
-        _compress(engine, signals, close=len(segments) > 1)
+        _compress(stream, signals, close=len(segments) > 1)
     except BaseException:
         with suppress(KvtoolError):
-            _empty(engine)
+            _empty(stream)
         raise
     return n
 
 
-def _empty(engine: Engine) -> None:
-    eviction = engine.eviction
+def _empty(stream: Stream) -> None:
+    eviction = stream.eviction
     n_pinned, n_held = eviction.n_pinned, eviction.n_held
-    engine.reset()
+    stream.reset()
     eviction.n_pinned, eviction.n_held = n_pinned, n_held
 
 
 def _decode(
-    engine: Engine, segments: list[np.ndarray], stopped: Callable[[], bool]
+    stream: Stream, segments: list[np.ndarray], stopped: Callable[[], bool]
 ) -> dict[str, np.ndarray] | None:
     """Decodes the segments into a cache made for them. Returns the signals of all; None if stopped."""
-    rows, eviction = engine.rows, engine.eviction
+    rows, eviction = stream.rows, stream.eviction
     n = sum(map(len, segments))
     # it is the small cache's
     eviction.state = ()
-    engine.resize(np.full_like(engine.layer_cells, pad(n)))
+    stream.resize(np.full_like(stream.layer_cells, pad(n)))
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
         rows.rotate_from(0)
-        for part in np.array_split(segment, -(-len(segment) // engine.settings.n_batch)):
+        for part in np.array_split(segment, -(-len(segment) // stream.settings.n_batch)):
             if stopped():
                 return None
-            engine.decode(part, n_output=int(rows.n_past + len(part) == n))
-        for name, values in eviction.read_signals().items():
+            stream.decode(part, n_output=int(rows.n_past + len(part) == n))
+        for name, values in stream.signals.read().items():
             whole = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
             # no segment sees another: where one has something, the others have 0
             whole[:, : rows.n_kv] += values
@@ -81,18 +73,18 @@ def _decode(
     return signals
 
 
-def _compress(engine: Engine, signals: dict[str, np.ndarray], *, close: bool) -> None:
+def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) -> None:
     """Evicts once, by the signals f32[row, n] of the whole prompt; the large cache is given back."""
-    rows, eviction = engine.rows, engine.eviction
+    rows, eviction = stream.rows, stream.eviction
     view = eviction.view(signals, rows.n_past)
     plan = eviction.ask("compress", view)
     n_keep = eviction.check(view, plan)
     next_rot = rows.next_rot
     if close:
         eviction.n_restart += 1
-        next_rot = engine.low_rot(int(n_keep[0]), 0)
+        next_rot = stream.low_rot(int(n_keep[0]), 0)
     source = eviction.apply(plan, n_keep, next_rot, close=close)
-    engine.resize(engine.layer_cells)
+    stream.resize(stream.layer_cells)
     eviction.start()
     kept: dict[str, Any] = {
         field: np.take_along_axis(values, source if values.ndim == 2 else source[..., None], axis=1)

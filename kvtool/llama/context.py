@@ -1,228 +1,29 @@
-"""A cache of cells and the decode that fills it, with any llama.cpp and with the patch."""
+"""A cache that evicts each row on its own, with the patch."""
 
 from __future__ import annotations
 
 import ctypes
-import time
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kvtool.errors import LibraryError, ModelError, OutOfMemory, UsageError
+from kvtool.errors import ModelError
 from kvtool.llama.archive import INDEX_BITS, Archive
-from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.devices import default_threads, has_gpu
-from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, api, check, error_text, lib
-from kvtool.llama.log import because, log_tail, no_memory
+from kvtool.llama.decoder import Decoder
+from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, check, error_text, lib
 from kvtool.llama.model import Model
-from kvtool.llama.threads import Threads
 from kvtool.models.header import read as read_header
 from kvtool.models.layers import Kind
 from kvtool.policy import Merge, Recalls, Request, Signal
-
-CACHE_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q5_1": 7,
-    "q5_0": 6,
-    "q4_1": 3,
-    "q4_0": 2,
-}
-"""ggml's numbers for the types that -ctk and -ctv name."""
-
-FLASH = {"auto": -1, "off": 0, "on": 1}
-"""llama.cpp's numbers for what -fa says."""
+from kvtool.units import CACHE_TYPES
 
 GROUPS = {"sum": 0, "max": 1, "first": 2}
 """The C API's numbers for `Request.group`."""
 
-_QUANTIZED = {name for name in CACHE_TYPES if name.startswith("q")}
-
-
-class Decoder:
-    """One sequence in a cache of n_cell cells, and the decode that fills it: what any llama.cpp has.
-
-    Parameters
-    ----------
-    n_cell
-        Cells of the cache.
-    n_batch
-        Maximum tokens decoded at once.
-    n_output
-        Maximum tokens of a decode that give logits.
-    type_k, type_v
-        Types of keys and values, by their names in `CACHE_TYPES`.
-    flash
-        Flash attention: "on", "off" or "auto".
-    n_threads
-        Threads of a CPU; as `Threads` chooses, one per core at most, if not given.
-    ragged
-        Whether rows may hold different numbers of cells, which only a `Context` can do.
-    on_tensor
-        llama.cpp's callback for each operation of a decode, as `observe` has it.
-
-    Raises
-    ------
-    UsageError
-        For cache types that cannot go together.
-    OutOfMemory, LibraryError
-        If llama.cpp makes no such cache.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        n_cell: int,
-        n_batch: int,
-        *,
-        ragged: bool = False,
-        n_output: int = 1,
-        type_k: str = "f16",
-        type_v: str = "f16",
-        flash: str = "auto",
-        n_threads: int | None = None,
-        on_tensor: Any = None,
-    ) -> None:
-        self.model = model
-        self.n_batch = n_batch
-        self.ragged = ragged
-        params = api.llama_context_default_params()
-        # the sliding layers' cache is never longer than this, and must hold what they see and a step
-        params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
-        params.swa_full = False
-        params.n_batch = params.n_ubatch = n_batch
-        params.n_seq_max = 1
-        params.n_outputs_max = min(n_output, n_batch)
-        self._threads = Threads(n_threads or default_threads())
-        params.n_threads = params.n_threads_batch = self._threads.n
-        params.type_k = CACHE_TYPES[type_k]
-        params.type_v = CACHE_TYPES[type_v]
-        flash = choose_flash(flash, type_v, ragged or model.layers.has_alibi)
-        params.flash_attn_type = FLASH[flash]
-        if on_tensor is not None:
-            # llama.cpp keeps no reference
-            self._on_tensor = params.cb_eval = on_tensor
-        # flash attention adds up a float cache in parts, one a thread: their number must not change
-        self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
-        log_tail.clear()
-        self._batch: Any = None
-        self._context = None
-        with crash_means(damaged(model.path)):
-            self._context = api.llama_init_from_model(model._model, params)
-        if not self._context:
-            if no_memory():
-                raise OutOfMemory(f"no memory for a cache of {n_cell} cells{because()}")
-            raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{because()}")
-        self.n_ctx: int = api.llama_n_ctx(self._context)
-        self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
-        as_array = np.ctypeslib.as_array
-        self._tokens, self._pos, self._wants = (
-            as_array(field, (n_batch,)) for field in (batch.token, batch.pos, batch.logits)
-        )
-        as_array(batch.n_seq_id, (n_batch,))[:] = 1
-        self._order = np.arange(n_batch, dtype=np.int32)
-        for i in range(n_batch):
-            batch.seq_id[i][0] = 0
-        self._n_output = 0
-        self._logits_where = (0, 0)
-        self._has_decoded = False
-
-    def close(self) -> None:
-        """Frees the cache. A second call does nothing."""
-        if self._context:
-            api.llama_free(self._context)
-            self._context = None
-            if self._batch:
-                api.llama_batch_free(self._batch)
-                self._batch = None
-
-    @property
-    def handle(self) -> object:
-        """llama.cpp's own context."""
-        self._check_open()
-        return self._context
-
-    def _check_open(self) -> None:
-        """Raises UsageError if the cache or its model has been closed: llama.cpp would read freed memory."""
-        if not (self._context and self.model.is_open):
-            raise UsageError("this engine or its model is closed; make a new one")
-
-    def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
-        """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
-        self._check_open()
-        n = len(tokens)
-        self._batch.n_tokens = n
-        self._tokens[:n] = tokens
-        self._pos[:n] = self._order[:n] + pos_0
-        # one at least: llama.cpp aborts without in one architecture, and it takes no time that counts
-        first = n - max(n_output, 1)
-        self._wants[:first] = False
-        self._wants[first:n] = True
-        log_tail.clear()
-        n_threads, start = self._threads.n, time.perf_counter()
-        # a damaged file shows in the first decode
-        with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
-            status = api.llama_decode(self._context, self._batch)
-        if self._adapts:
-            self._threads.took(n, time.perf_counter() - start)
-            if self._threads.n != n_threads:
-                api.llama_set_n_threads(self._context, self._threads.n, self._threads.n)
-        self._has_decoded = True
-        if status != 0:
-            raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
-        self._n_output = n_output
-
-    def logits(self) -> np.ndarray:
-        """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
-        self._check_open()
-        pointer = api.llama_get_logits(self._context)
-        where = ctypes.addressof(pointer.contents), self._n_output
-        if where != self._logits_where:
-            # NumPy makes a new ctypes type for each view, which takes longer than all else here
-            self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
-            self._logits_where = where
-        return self._logits
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether the last decode left logits to sample from."""
-        return self._n_output > 0
-
-    def remove(self, first: int, end: int) -> None:
-        """Frees the cells at positions first .. end - 1."""
-        if not api.llama_memory_seq_rm(self._memory, 0, first, end):
-            raise LibraryError(f"llama.cpp cannot remove positions {first} to {end - 1} of its cache")
-
-    def shift(self, first: int, end: int, delta: int) -> None:
-        """Moves positions first .. end - 1 by delta; their keys are rotated before the next decode."""
-        api.llama_memory_seq_add(self._memory, 0, first, end, delta)
-
-    def state(self) -> bytes:
-        """The live cells as llama.cpp saves a sequence. Raises LibraryError for ragged rows."""
-        if self.ragged:
-            raise LibraryError("llama.cpp cannot save a cache whose rows hold different numbers of cells")
-        n = api.llama_state_seq_get_size(self._context, 0)
-        buffer = (ctypes.c_uint8 * n)()
-        return bytes(buffer[: api.llama_state_seq_get_data(self._context, buffer, n, 0)])
-
-    def set_state(self, data: bytes) -> None:
-        """Writes what `state` returned into an empty cache."""
-        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        if api.llama_state_seq_set_data(self._context, buffer, len(data), 0) != len(data):
-            raise LibraryError(f"llama.cpp cannot take back the cells that it saved{because()}")
-
-    @property
-    def _memory(self) -> object:
-        self._check_open()
-        return api.llama_get_memory(self._context)
-
 
 class Context(Decoder):
-    """A `Cache` each of whose rows is evicted on its own, from the patched library.
+    """A cache each of whose rows is evicted on its own, from the patched library.
 
     Sliding layers, if the model has some, have no rows: llama.cpp keeps what they see beside the cells.
 
@@ -243,6 +44,19 @@ class Context(Decoder):
         Where to make the file that the archive lies in; it lies in host memory if not given.
     how
         As in `Decoder`.
+
+    Attributes
+    ----------
+    n_row
+        Rows that are evicted on their own.
+    n_dim
+        The length of a key; the longest if layers differ.
+    row_layers
+        i32[row]: the layer of each row, counted among all layers of the model.
+    layer_cells
+        i32[layer]: the cells of each layer that has rows.
+    archive
+        What has left the cache and may be recalled; None without recall.
 
     Raises
     ------
@@ -269,6 +83,7 @@ class Context(Decoder):
         ask = request or Request()
         # keys are no signal of the graph's: they are read from the cache
         signals = int(ask.signals & ~Signal.KEYS)
+        self._cleared = [each for each in Signal if each & signals and each is not Signal.RECENT]
         self._n_query = max(ask.n_query, 1)
         type_archive = CACHE_TYPES[archive_type]
         recall = ask.recall or Recalls(n_cell=0, chunk=1, index="keys")
@@ -316,7 +131,7 @@ class Context(Decoder):
         return n_query[self.row_layers]
 
     def see(self, n_seen: int) -> None:
-        """The first query of the next decode has seen n_seen tokens before."""
+        """The first query of the next decode has seen n_seen tokens before: what 1 / t and log t count."""
         check(lib.llama_kvtool_seen(self._context, n_seen))
 
     def read(self, signal: Signal, n_kv: int) -> np.ndarray:
@@ -349,8 +164,17 @@ class Context(Decoder):
         else:
             check(lib.llama_kvtool_write(self._context, int(signal), where, *values.shape))
 
+    def clear_signals(self) -> None:
+        """Clears all signals but RECENT."""
+        nothing = np.zeros((self.n_row, self.n_cell), np.float32)
+        for signal in self._cleared:
+            self.write(signal, nothing)
+
     def read_keys(self, first: np.ndarray, delta: np.ndarray) -> np.ndarray:
-        """f32[row, n, n_dim]: keys of cells first i32[row] .. of each row, rotated by delta i32[row, n]."""
+        """f32[row, n, n_dim]: the keys of cells first i32[row] .. of each row, rotated by delta i32[row, n].
+
+        A quantized K is stored under one orthogonal map of llama.cpp's; its keys come under that map.
+        """
         n_row, n = delta.shape
         out = np.empty((n_row, n, self.n_dim), np.float32)
         first, delta = (np.ascontiguousarray(array, np.int32) for array in (first, delta))
@@ -368,9 +192,27 @@ class Context(Decoder):
         n_keep_row: np.ndarray | None = None,
         force_graph: bool = False,
     ) -> None:
-        """Edits the cache and clears the signals, as `Cache.apply` says.
+        """Edits the cache and clears the signals: merges first, then moves; cells 0 .. n_keep - 1 stay live.
 
-        force_graph: never take the short cut through host memory.
+        Parameters
+        ----------
+        moves
+            i32[n, 4]: (row, dst, src, delta). Cell dst takes what cell src holds, its key rotated by delta.
+        n_keep, pos_0
+            The last live cell counts as position pos_0 + n_keep - 1, the others come before it, and the next
+            token must come at pos_0 + n_keep. Where that is another position than it was, sliding layers
+            move along; what would come before position 0 they lose.
+        merge
+            New values for cells that stay.
+        n_keep_row
+            i32[row]: n_keep of each row, at most n_keep, if rows are ragged.
+        force_graph
+            Never take the short cut through host memory.
+
+        Raises
+        ------
+        LibraryError
+            For an index or a pair of moves that cannot be. The cache is then unchanged.
         """
         self._check_open()
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
@@ -394,7 +236,10 @@ class Context(Decoder):
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
     def hide(self, n: int) -> None:
-        """Keeps the first n cells out of sight of later queries, and clears the signals."""
+        """Keeps the first n cells out of sight of later queries, and clears the signals.
+
+        The next token may have any position. Sliding layers forget everything.
+        """
         edit = Edit(n_keep=n, n_hidden=n)
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
@@ -451,25 +296,3 @@ class Context(Decoder):
     def beside_shapes(self) -> list[tuple[int]]:
         """The shapes of the two arrays that `beside` returns."""
         return [(self.n_beside,), (lib.llama_kvtool_get_beside(self._context, None, None),)]
-
-
-def choose_flash(flash: str, type_v: str, own_masks: bool) -> str:
-    """What -fa "auto" means for this type of V. Raises UsageError if the two cannot go together.
-
-    own_masks: each head has a mask of its own, as with ragged rows and with ALiBi.
-    """
-    if own_masks:
-        # flash attention takes no mask of each head's own on most devices
-        if type_v in _QUANTIZED and has_gpu():
-            raise UsageError(
-                f"a {type_v} V cache does not go with masks of its heads on a GPU; choose -ctv f16"
-            )
-        flash = "off" if flash == "auto" and type_v not in _QUANTIZED else flash
-    if flash == "off" and type_v in _QUANTIZED:
-        raise UsageError(f"a {type_v} V cache needs flash attention: -fa on, or another -ctv")
-    if flash == "auto":
-        if type_v in _QUANTIZED:
-            return "on"
-        # on a CPU a transposed V without flash attention is faster from 512 cells on, and never much slower
-        return "auto" if has_gpu() else "off"
-    return flash

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, ModelError
-from kvtool.llama.context import Decoder
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import HOW_TO_BUILD, api, bind, lib
 from kvtool.llama.model import Model
 

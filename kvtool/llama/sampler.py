@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.llama.cache import Cache
 from kvtool.llama.candidates import apply, candidates
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.grammar import Constraint, Grammar
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
@@ -154,7 +154,7 @@ class Sampler:
             links.append(api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed))
         return links
 
-    def sample(self, cache: Cache) -> int:
+    def sample(self, cache: Decoder) -> int:
         """The next token, from the logits of the cache's last decode.
 
         Raises UsageError where the grammar allows nothing that the vocabulary has.

@@ -6,12 +6,13 @@ They remove and shift whole tokens, in all layers and heads alike: to a policy t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from kvtool.errors import LibraryError
-from kvtool.llama.context import Decoder
+from kvtool.llama.context import Context
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED
 from kvtool.llama.model import Model
 from kvtool.models.header import read
@@ -19,7 +20,7 @@ from kvtool.policy import Merge
 
 
 class SequenceContext(Decoder):
-    """A `Cache` of one row, for a policy that reads no signal and whose rows are not ragged.
+    """A cache of one row, for a policy that reads no signal and whose rows are not ragged.
 
     llama.cpp finds a cell by its position. Cell i is therefore the ith of a table kept here.
 
@@ -64,7 +65,7 @@ class SequenceContext(Decoder):
         *,
         n_keep_row: np.ndarray | None = None,
     ) -> None:
-        """Edits the cache, as `Cache.apply` says. Cells that only move within the table cost nothing.
+        """Edits the cache, as `Context.apply` says. Cells that only move within the table cost nothing.
 
         Raises LibraryError for a merge.
         """
@@ -106,6 +107,13 @@ class SequenceContext(Decoder):
 
     def set_places(self, rot: np.ndarray) -> None:
         """Nothing: llama.cpp has one place for a token in all rows."""
+
+    def clear_signals(self) -> None:
+        """Nothing: there are none."""
+
+
+Cache: TypeAlias = Context | SequenceContext
+"""What an engine runs on, whichever llama.cpp there is."""
 
 
 def runs(at: np.ndarray, gone: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -216,7 +216,7 @@ def _run(
     asked: str | None,
     kind: str,
 ) -> Run:
-    from kvtool.llama.context import choose_flash
+    from kvtool.llama.decoder import choose_flash
 
     policy_type, its = policies.load(name), _options(common, name, options, kind)
     policies.parse_options(policy_type, options)

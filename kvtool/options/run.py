@@ -24,7 +24,7 @@ def _kept(usage: str, default: Any, help: str, group: str, **more: Any) -> Any:
 
 def _type(usage: str, default: str, help: str, group: str = KEEPS) -> Any:
     # model files and llama.cpp's documents have both Q8_0 and q8_0
-    return _kept(usage, default, help, group, choices=CACHE_TYPES, read=lambda raw, flag: raw.lower())
+    return _kept(usage, default, help, group, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
 
 @dataclass(frozen=True)

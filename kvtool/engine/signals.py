@@ -1,0 +1,95 @@
+"""The signals that a policy reads, and their window: the tokens since one step of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.engine.rows import Rows
+from kvtool.errors import PlanError
+from kvtool.policy import SIGNALS, Signal
+
+if TYPE_CHECKING:
+    from kvtool.llama.sequence import Cache
+
+
+class Signals:
+    """What the library has summed of the attention in a window, which ends with the newest token.
+
+    Attributes
+    ----------
+    of
+        The signals that the policy reads, by their fields in a view.
+    since
+        Where the window begins: `Rows.n_past` when the signals were cleared.
+    is_observed
+        Whether the policy has observed this window already: its plan failed, and it is asked again.
+    """
+
+    since: int
+    is_observed: bool
+
+    def __init__(self, reads: Signal, cache: Cache, rows: Rows) -> None:
+        self.of = {name: signal for signal, name in SIGNALS.items() if signal in reads}
+        self._cache = cache
+        self._rows = rows
+
+    @property
+    def n_new(self) -> int:
+        """Tokens of the window; they are in the last live cells."""
+        return self._rows.n_past - self.since
+
+    def begin(self) -> None:
+        """The library has cleared the signals, as an edit does: another window begins."""
+        self.since, self.is_observed = self._rows.n_past, False
+
+    def clear(self) -> None:
+        """Clears the signals."""
+        self._cache.clear_signals()
+        self.begin()
+
+    def read(self) -> dict[str, np.ndarray]:
+        """Each signal, by its field in a view. Raises PlanError if one is not finite."""
+        values = {name: self._cache.read(signal, self._rows.n_kv) for name, signal in self.of.items()}
+        if any(not np.isfinite(array).all() for array in values.values()):
+            raise PlanError("the model's attention is not finite; the model file may be damaged")
+        if "important" in values:
+            query = self._turned(Signal.IMPORTANT, values["important"]).astype(np.int32)
+            values["important"] = np.where(query > 0, query + np.int32(self.since), 0)
+        return values
+
+    def save(self) -> Iterator[tuple[str, np.ndarray]]:
+        """What `restore` takes, by name: `Context.history`, but IMPORTANT counts the window's queries."""
+        for name, signal in self.of.items():
+            yield name, self._turned(signal, self._cache.history(signal, self._rows.n_kv))
+        if self.is_observed:
+            yield "is_observed", np.ones(1, np.bool_)
+
+    def fits(self, saved: Mapping[str, np.ndarray], n_kv: int) -> bool:
+        """Whether `save` may have given these for rows of n_kv cells. Raises KeyError if one is missing."""
+        return all(
+            values.dtype == np.float32 and values.shape == self._cache.history_shape(signal, n_kv)
+            for signal, values in self._parts(saved)
+        )
+
+    def restore(self, saved: Mapping[str, np.ndarray], since: int) -> None:
+        """Continues from what `save` gave of the window that began there."""
+        self.since, self.is_observed = since, "is_observed" in saved
+        for signal, values in self._parts(saved):
+            self._cache.write(signal, self._turned(signal, values))
+
+    def _parts(self, saved: Mapping[str, np.ndarray]) -> Iterator[tuple[Signal, np.ndarray]]:
+        for name, signal in self.of.items():
+            values = saved[name]
+            if signal is Signal.RECENT and values.ndim == 2:
+                # older sessions have the sum, which here is the last query's
+                history = np.zeros(self._cache.history_shape(signal, values.shape[1]), np.float32)
+                history[-1] = values
+                values = history
+            yield signal, values
+
+    def _turned(self, signal: Signal, values: np.ndarray) -> np.ndarray:
+        """IMPORTANT by the window's query, 1 is the first, from how many queries ago, or the other way."""
+        return np.where(values > 0, self.n_new + 1 - values, 0) if signal is Signal.IMPORTANT else values

@@ -1,0 +1,257 @@
+"""One stream of tokens in one cache: what is decoded, what the rows hold, the policy at work on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtool.engine.checks import check, how_read
+from kvtool.engine.eviction import Eviction, ask
+from kvtool.engine.rows import Rows
+from kvtool.engine.settings import Settings
+from kvtool.engine.signals import Signals
+from kvtool.errors import LibraryError, StreamEnd, UsageError
+from kvtool.llama.context import Context
+from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
+from kvtool.llama.model import Model
+from kvtool.models.layers import PAD
+from kvtool.policy import Policy, State
+
+if TYPE_CHECKING:
+    from kvtool.llama.sequence import Cache
+
+_STEP = 64
+"""Ragged layers grow and shrink by this many cells."""
+
+
+def pad(n: int) -> int:
+    """The cells that llama.cpp makes for n tokens: a multiple of 256."""
+    return -(-n // PAD) * PAD
+
+
+class Stream:
+    """One stream of tokens through one cache under one policy. `Engine` says when it evicts.
+
+    Attributes
+    ----------
+    model, policy, settings
+        What it was made of.
+    prefill
+        How a prompt is read: "stream" or "whole".
+    n_ctx
+        Context length: the most positions that keys are rotated to.
+    n_cell
+        The most tokens that the cache takes before an eviction.
+    n_batch
+        The most tokens of a step; of a policy that recalls, once there is something to recall.
+    context
+        The cache in llama.cpp, whose `logits()` are those of the last step.
+    rows
+        What every row holds.
+    signals
+        What the policy reads of the attention.
+    eviction
+        The policy at work: its state, and what it has evicted.
+    layer_cells
+        i32[layer]: the cells that each layer has at first.
+    """
+
+    _n_fit: int
+    """Tokens that every layer of ragged rows has room for."""
+
+    def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
+        self.settings = settings = settings or Settings()
+        self.model = model
+        self.policy = policy
+        self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
+        check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
+        self.prefill = how_read(policy, settings)
+        self.n_cell = n_start = self._n_live = policy.n_live
+        if policy.ragged:
+            # llama.cpp's own table holds no more than the tokens between two plans
+            n_start = policy.slack + settings.n_batch + 1
+        elif policy.slack and settings.over_budget and not policy.recall:
+            over = policy.budget - policy.slack + settings.n_batch
+            self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
+        self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
+        self._request = ask(policy, "request")
+        self._needs_t = self._request.needs_t
+        n_start += policy.budget - policy.n_live
+        self.context = self._cache(pad(n_start))
+        self.layer_cells = self.context.layer_cells
+        self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
+        self.signals = Signals(policy.reads, self.context, self.rows)
+        in_cache = settings.positions == "in-cache"
+        parts = self.context, self.rows, self.signals
+        self.eviction = Eviction(policy, *parts, self.n_ctx, in_cache=in_cache)
+        self.reset()
+
+    def _cache(self, n_cell: int) -> Cache:
+        """The cache. Raises UsageError where it is too long, and LibraryError for what needs the patch."""
+        model, policy, settings = self.model, self.policy, self.settings
+        # ragged rows grow
+        _check_index(model, max(n_cell, pad(policy.n_live)))
+        how: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("n_output", "type_k", "type_v", "flash", "n_threads")
+        }
+        if is_patched():
+            own: dict[str, Any] = {
+                name: getattr(settings, name) for name in ("archive_type", "archive_bytes", "archive_file")
+            }
+            own |= {"ragged": policy.ragged, "n_archive": settings.archive, "n_near": self.n_ctx // 2}
+            return Context(model, n_cell, settings.n_batch, self._request, **own, **how)
+        lacking = (
+            (policy.needs_patch(), f"the policy {type(policy).__name__}"),
+            (self.prefill == "whole", "reading a prompt whole, without --prefill stream,"),
+        )
+        for is_asked, what in lacking:
+            if is_asked:
+                raise LibraryError(f"{UNPATCHED}, which {what} needs; {HOW_TO_BUILD}")
+        # what most chats do not need is not imported at their start
+        from kvtool.llama.sequence import SequenceContext
+
+        return SequenceContext(model, n_cell, settings.n_batch, **how)
+
+    def reset(self) -> None:
+        """Forgets everything: the next token is the first."""
+        self._n_fit = 0
+        self.rows.clear(self.rows.pos.shape[1])
+        self.eviction.reset()
+        if (self.context.layer_cells != self.layer_cells).any():
+            self.context.resize(self.layer_cells)
+        self.rows.clear(self.context.n_cell)
+        self.eviction.start()
+
+    def close(self) -> None:
+        """Frees the cache."""
+        self.context.close()
+
+    @property
+    def n_past(self) -> int:
+        """Tokens decoded so far."""
+        return self.rows.n_past
+
+    @property
+    def n_kv(self) -> int:
+        """Live cells of each row; of the longest row if they are ragged."""
+        return self.rows.n_kv
+
+    @property
+    def n_pinned(self) -> int:
+        """First tokens that are never evicted."""
+        return self.eviction.n_pinned
+
+    @property
+    def n_held(self) -> int:
+        """Newest tokens that are never evicted."""
+        return self.eviction.n_held
+
+    @property
+    def n_restart(self) -> int:
+        """How often positions have started over behind the live cells."""
+        return self.eviction.n_restart
+
+    @property
+    def n_evicted(self) -> int:
+        """Cells evicted so far per row; the mean if rows are ragged."""
+        return self.eviction.n_evicted // len(self.rows.live)
+
+    @property
+    def n_archived(self) -> int:
+        """Evicted tokens that a step may recall."""
+        return self.context.archive.n if self.context.archive else 0
+
+    @property
+    def mean_kv(self) -> float:
+        """Cells per row that a query sees, live or recalled: the mean of all rows."""
+        n_recalled = min(self.policy.recall.n_cell, self.n_archived) if self.policy.recall else 0
+        return float(self.rows.live.mean()) + n_recalled
+
+    @property
+    def state(self) -> State:
+        """What the policy remembers of each cell: arrays [row, cell, ...]."""
+        return self.eviction.state
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K and V, whether their cells are live or not."""
+        return self.context.cache_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the policy's state and the rows' table take on the host."""
+        return self.rows.pos.nbytes + self.rows.rot.nbytes + sum(array.nbytes for array in self.state)
+
+    @property
+    def archive_bytes(self) -> int:
+        """Bytes that the archive takes, in host memory or on disk."""
+        return self.context.archive.n_bytes if self.context.archive else 0
+
+    def decode(self, tokens: np.ndarray, n_output: int) -> None:
+        """Decodes i32[n] tokens behind the live cells, whatever the budget says: what a step is made of."""
+        rows = self.rows
+        if self.signals.is_observed:
+            # a step must not add to them
+            self.signals.clear()
+        if self._needs_t:
+            self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
+        self.context.decode(tokens, rows.next_rot, n_output)
+        rows.append(len(tokens))
+
+    def advance(self, tokens: np.ndarray, n_output: int) -> None:
+        """Decodes as `decode` does, once there are cells and positions for the tokens.
+
+        Raises StreamEnd if original positions end before them.
+        """
+        n = len(tokens)
+        if self.rows.next_rot + n > self.n_ctx:
+            self._start_over(n)
+        if self.rows.ragged:
+            if n > self._n_fit:
+                self.make_room(n)
+            self._n_fit -= n
+        self.decode(tokens, n_output)
+
+    def resize(self, n_cell: np.ndarray) -> None:
+        """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""
+        self.context.resize(n_cell)
+        if self.context.n_cell != self.rows.pos.shape[1]:
+            self.rows.resize(self.context.n_cell)
+            if self.state:
+                self.eviction.resize()
+
+    def make_room(self, n: int) -> None:
+        """Gives every layer of ragged rows room for n tokens; one that has much more gives it back."""
+        most = self.rows.most_live()
+        wanted = -(-(most + n) // _STEP) * _STEP
+        cells = self.context.layer_cells
+        wrong = (most + n > cells) | (cells - wanted > _STEP)
+        if wrong.any():
+            self.resize(np.where(wrong, wanted, cells))
+        self._n_fit = int((self.context.layer_cells - most).min())
+
+    def low_rot(self, n_kv: int, n: int) -> int:
+        """Where positions start over behind n_kv cells, so that n more tokens fit into the context.
+
+        Sliding layers need room for the tokens they see, which may be more than the cells.
+        """
+        return max(n_kv, min(self.model.n_swa, self.n_ctx // 2, self.n_ctx - n))
+
+    def _start_over(self, n: int) -> None:
+        """Closes all gaps between live cells; positions start over behind them, n tokens to come."""
+        if self.settings.positions == "original":
+            raise StreamEnd(
+                f"the stream has reached the context of {self.n_ctx} tokens; "
+                "continue with --positions auto or in-cache"
+            )
+        self.eviction.close_gaps(self.low_rot(self.n_kv, n))
+
+
+def _check_index(model: Model, n_cell: int) -> None:
+    """Raises UsageError for more cells than the model's index chooses."""
+    if n_cell > (n_most := model.layers.most_cells):
+        raise UsageError(
+            f"{model.path.name} chooses {n_most:,} cells by an index, and kvtool keeps no more for it; "
+            f"choose a smaller --budget, -b or -c: {n_cell:,} cells are needed"
+        )
