@@ -65,15 +65,15 @@ PLANTED = {
     "serve, calls of tools": Fault(
         "a call that is broken loses the white space before it",
         "kvtool/serve/calls.py",
-        "yield Text(self._space + self._tag)",
-        "yield Text(self._tag)",
+        "yield self._space + self._tag",
+        "yield self._tag",
         ("test_serve_calls.py",),
     ),
     "serve, last call": Fault(
         "of several calls the last one is dropped",
         "kvtool/serve/calls.py",
-        "for name, arguments in calls:\n            yield CallStart",
-        "for name, arguments in calls[:-1] or calls:\n            yield CallStart",
+        "for name, arguments in calls:\n            yield Call(",
+        "for name, arguments in calls[:-1] or calls:\n            yield Call(",
         ("test_serve_calls.py",),
     ),
     "serve, names": Fault(
@@ -86,8 +86,8 @@ PLANTED = {
     "serve, digests": Fault(
         "a chat is stored as if its reply were not there",
         "kvtool/serve/talk.py",
-        "self._keep(before, history.now)",
-        "self._keep(before, history.digests[-2])",
+        "resumer.keep(history.now)",
+        "resumer.keep(history.digests[-2])",
         ("test_serve_chats.py",),
     ),
     "serve, pieces": Fault(
@@ -127,9 +127,9 @@ PLANTED = {
     ),
     "serve, usage": Fault(
         "the reply before does not count as cached",
-        "kvtool/serve/talk.py",
-        "n_cached = self.engine.n_past\n",
-        "n_cached = self.engine.n_past - self.writer.n_written\n",
+        "kvtool/serve/resumer.py",
+        "self.n_cached = self._engine.n_past\n",
+        "self.n_cached = self._engine.n_past - self.conversation.writer.n_written\n",
         ("test_serve_chats.py",),
     ),
     "serve, keys": Fault(
@@ -156,15 +156,15 @@ PLANTED = {
     "serve, forced calls": Fault(
         "a call that is demanded is not",
         "kvtool/serve/talk.py",
-        "self._draw(job, request, self._rendering.forced(request))",
-        "self._draw(job, request)",
+        "talk.shown | marks, rendering.forced(request))",
+        "talk.shown | marks)",
         ("test_serve_chats.py",),
     ),
     "serve, pinned": Fault(
         "the system prompt is not pinned",
-        "kvtool/serve/talk.py",
-        "self.engine.pin(n_pinned)",
-        "self.engine.pin(0)",
+        "kvtool/serve/resumer.py",
+        "self.conversation.open(n_pinned)",
+        "self.conversation.open(0)",
         ("test_serve_chats.py",),
     ),
     "serve, slow heads": Fault(

@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvtool"
 
+
+def module_of(path: Path, root: Path = ROOT) -> str:
+    """The name under which Python knows a file."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
 FILES = sorted(PACKAGE.rglob("*.py"))
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+MODULES = set(map(module_of, FILES))
 
 ALONE = {
     "kvtool_llama": "llama",
@@ -50,7 +57,7 @@ def room_of(module: str) -> str:
     return [*module.split("."), "kvtool"][1] if "." in module else "kvtool"
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+def imports(path: Path, modules: Container[str] = MODULES) -> Iterator[tuple[int, str]]:
     """Every module that a file imports, inside functions and for types alone as well."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -61,13 +68,24 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             module = str(node.module)
             for alias in node.names:
                 name = f"{module}.{alias.name}"
-                yield node.lineno, name if name in MODULES else module
+                yield node.lineno, name if name in modules else module
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "id", "") == "import_module"
             and isinstance(node.args[0], ast.Constant)
         ):
             yield node.lineno, str(node.args[0].value)
+
+
+def circle(files: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """Modules each of which imports the one before it, the first also at the end; [] if there are none."""
+    paths = {module_of(path, root): path for path in files}
+    graph = {name: {each for _, each in imports(path, paths)} & paths.keys() for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def test_every_room_is_in_the_table_below_all_that_it_may_import():
@@ -82,7 +100,7 @@ def test_imports_point_one_way():
     table, wrong = allowed(), []
     # the package's own file is a list of names for users, each imported when it is used
     for path in set(FILES) - {PACKAGE / "__init__.py"}:
-        own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        own = room_of(module_of(path))
         for line, module in imports(path):
             package = module.partition(".")[0]
             is_allowed = room_of(module) in {own, "kvtool", *table[own]} if package == "kvtool" else True
@@ -101,6 +119,30 @@ def test_a_forbidden_import_is_found(tmp_path):
     path = tmp_path / "inner.py"
     path.write_text("def f():\n    from kvtool.cli import chat\n    import llama_cpp.llama_cpp as api\n")
     assert list(imports(path)) == [(2, "kvtool.cli.chat"), (3, "llama_cpp.llama_cpp")]
+
+
+@pytest.mark.parametrize("room", sorted({room_of(module) for module in MODULES} - {"kvtool"}))
+def test_no_files_of_a_room_import_each_other_in_a_circle(room):
+    assert circle(path for path in FILES if room_of(module_of(path)) == room) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import room.a",
+        "def f():\n    from room.a import A",
+        "if TYPE_CHECKING:\n    from room import a",
+        "import_module('room.a')",
+    ],
+)
+def test_a_circle_is_found(tmp_path, back):
+    room = tmp_path / "room"
+    room.mkdir()
+    for name, text in {"a": "from room.b import B", "b": "from room import c", "c": "import os"}.items():
+        (room / f"{name}.py").write_text(text)
+    assert circle(room.iterdir(), tmp_path) == []
+    (room / "c.py").write_text(back)
+    assert sorted(set(circle(room.iterdir(), tmp_path))) == ["room.a", "room.b", "room.c"]
 
 
 def test_the_build_needs_the_standard_library_alone():

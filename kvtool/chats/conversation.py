@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from io import FileIO
 from itertools import chain
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -148,6 +148,24 @@ class Conversation:
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
+    def open(self, n_pinned: int) -> None:
+        """Starts over with an empty cache for a chat whose first n_pinned tokens will stay.
+
+        Raises UsageError for too many.
+        """
+        self.writer.reset()
+        self._pin(n_pinned)
+
+    def follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over the messages of a chat that somebody else keeps: those of the tokens that are read."""
+        self.version += 1
+        self.messages = [*map(dict, messages)]
+        self.n_reply = sum(message["role"] == "assistant" for message in messages)
+
+    def amend(self, reply: Mapping[str, Any]) -> None:
+        """Replaces the last message, a reply, by what its reader has made of it."""
+        self.messages[-1] = dict(reply)
+
     def answer(self, n_max: int | None = None) -> Iterator[str]:
         """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
 
@@ -189,11 +207,11 @@ class Conversation:
         spoken = without_thought(said, splitter)
         if not splitter.had_thought:
             return
-        messages, recent, n_written = self.messages, list(self.writer.sampler.recent), self.writer.n_written
+        messages, sampler = self.messages, self.writer.sampler
+        recent, seed = list(sampler.recent), sampler.seed
         self.restore(*session.load(before.file, "the copy of the chat", before.archive))
         self.messages = messages
-        self.writer.sampler.recent.extend(recent)
-        self.writer.n_written = n_written
+        sampler.resume(recent, seed)
         model, header = self.writer.engine.model, self.template.tags.plain
         self.writer.read(np.concatenate([model.tokenize(header, special=True), model.tokenize(spoken)]))
 
@@ -213,11 +231,14 @@ class Conversation:
             "writer": self.writer.save(),
         }, arrays
 
-    def restore(self, meta: session.Meta, arrays: session.Arrays) -> None:
-        """Continues from what `save` returned. If it does not fit, raises SessionError; nothing changes."""
+    def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
+        """Continues from what `save` returned. If it does not fit, raises SessionError; nothing changes.
+
+        seed: what is drawn by from now on, if not by the saved one.
+        """
         self.writer.engine.restore(arrays)
         self.version += 1
-        self.writer.restore(meta["writer"], arrays["tokens"])
+        self.writer.restore(meta["writer"], arrays["tokens"], seed)
         self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
         # sessions of earlier versions have none
         self.id = meta.get("id") or secrets.token_hex(8)
@@ -288,11 +309,14 @@ class Conversation:
 
     def _start(self, text: str) -> np.ndarray:
         """The tokens of a first turn; pins the system prompt and holds the reply header."""
-        engine = self.writer.engine
         tokens, n = self._first(text)
-        engine.pin(n)
-        engine.hold(self.n_held)
+        self._pin(n)
         return tokens
+
+    def _pin(self, n: int) -> None:
+        """Pins the first n tokens and holds the reply header."""
+        self.writer.engine.pin(n)
+        self.writer.engine.hold(self.n_held)
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
         """The tokens of a first turn, and how many of them are the system prompt's."""

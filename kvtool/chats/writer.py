@@ -50,6 +50,22 @@ class Writer:
         self.while_reading: Callable[[int, int], None] = lambda done, n: None
         self._forget()
 
+    def begin(
+        self,
+        sampler: Sampler,
+        shown: frozenset[int],
+        after_sampling: Callable[[int], None],
+        while_reading: Callable[[int, int], None],
+    ) -> None:
+        """Takes what goes for the next text in place of its own, and closes its sampler."""
+        self.sampler.close()
+        self.sampler, self.shown, self.stop = sampler, shown, False
+        self.after_sampling, self.while_reading = after_sampling, while_reading
+
+    def end(self) -> None:
+        """Ends `read` and `write` after the current step."""
+        self.stop = True
+
     def reset(self) -> None:
         """Starts over with an empty cache."""
         self.engine.reset()
@@ -79,11 +95,9 @@ class Writer:
             "unread": self._unread.tolist(),
         }
 
-    def restore(self, saved: Mapping[str, Any], tokens: np.ndarray) -> None:
-        """Continues after tokens i32[n_past] from what `save` returned."""
-        self.sampler.seed = saved["seed"]
-        self.sampler.recent.clear()
-        self.sampler.recent.extend(saved["recent"])
+    def restore(self, saved: Mapping[str, Any], tokens: np.ndarray, seed: int | None = None) -> None:
+        """Continues after tokens i32[n_past] from what `save` returned; by this seed, if one is given."""
+        self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
         self._unread = np.array(saved["unread"], np.int32)
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
@@ -93,6 +107,10 @@ class Writer:
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
+        return self._decode_unread()
+
+    def _decode_unread(self) -> bool:
+        """Decodes what was given or sampled; returns False if stopped before the end."""
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:
@@ -124,7 +142,7 @@ class Writer:
         model = self.engine.model
         self.n_written = 0
         self.is_cut = n_max == 0
-        if len(self._unread) and not self.read(self._unread[:0]):
+        if len(self._unread) and not self._decode_unread():
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
             raise UsageError("there is nothing to continue; read a text of at least one token first")
@@ -142,7 +160,7 @@ class Writer:
             if stops.found:
                 return
             try:
-                self.read(self._unread[:0])
+                self._decode_unread()
             except KvtoolError:
                 if rest := stops.rest():
                     yield rest

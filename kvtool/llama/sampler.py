@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,12 @@ class Sampler:
     def start(self, n: int) -> None:
         """Begins the nth text: its draws depend on the seed and n alone, and a grammar begins anew."""
         self._begin(n, self.settings)
+
+    def resume(self, recent: Sequence[int], seed: int) -> None:
+        """Draws by this seed from now on, in a stream of which these tokens were sampled last."""
+        self.seed = seed
+        self.recent.clear()
+        self.recent.extend(recent)
 
     def change(self, settings: Sampling) -> None:
         """Takes other settings and begins the present text again; what was sampled and the seed stay.

@@ -101,6 +101,8 @@ def make(site: Site) -> Starlette:
                 _check_host(site, request)
                 if not is_open:
                     _check_key(site, request)
+                if method == "POST":
+                    _check_ready(site)
                 return await handler(site, request)
             except ApiError as error:
                 site.counts.refused += 1
@@ -126,12 +128,7 @@ def make(site: Site) -> Starlette:
     ]
     if site.has_metrics:
         own.append(route("/metrics", _metrics))
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origin_regex=_LOCAL,
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
+    cors = Middleware(CORSMiddleware, allow_origin_regex=_LOCAL, allow_methods=["*"], allow_headers=["*"])
     handlers = {404: _no_route, 405: _no_route, Exception: _bug}
     app = Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
     # the new address would begin with whatever host the client has named
@@ -143,21 +140,18 @@ def make(site: Site) -> Starlette:
 
 
 async def _chat(site: Site, http: HttpRequest) -> Response:
-    _check_ready(site)
     request = _chat_request(site, http, await _body(site, http))
     bodies = Bodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
 async def _text(site: Site, http: HttpRequest) -> Response:
-    _check_ready(site)
     request = requests.text(await _body(site, http), site.defaults, site.model)
     bodies = Bodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
 async def _response(site: Site, http: HttpRequest) -> Response:
-    _check_ready(site)
     body = await _body(site, http)
     request = _chat_request(site, http, responses.as_chat(body))
     return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
@@ -219,7 +213,7 @@ async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | Respon
         if event["kind"] == "end":
             site.counts.add(event)
             shown = None if request.logprobs is None else listed
-            return JSONResponse(bodies.whole(event["message"], shown, event))
+            return JSONResponse(bodies.whole(shown, event))
 
 
 async def _stream(
@@ -300,7 +294,9 @@ async def _props(site: Site, http: HttpRequest) -> Response:
 
 
 async def _metrics(site: Site, http: HttpRequest) -> Response:
-    return Response(metrics.text(site), media_type="text/plain; version=0.0.4; charset=utf-8")
+    waiting, cache_bytes = site.waiting, (site.props or {}).get("cache_bytes", 0)
+    text = metrics.text(site.counts, bool(waiting.running), len(waiting), site.stored(), cache_bytes)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _health(site: Site, http: HttpRequest) -> Response:
@@ -310,7 +306,6 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
-    _check_ready(site)
     fields = Fields(await _body(site, http))
     content = fields.text("content") or ""
     add, markers = fields.flag("add_special"), fields.flag("parse_special", True)
@@ -323,7 +318,6 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
-    _check_ready(site)
     tokens = Fields(await _body(site, http)).any("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvtool.serve.app import Site
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -31,9 +28,9 @@ class Counts:
         self.write_s += end["write_s"]
 
 
-def text(site: Site) -> str:
-    """Prometheus's text format."""
-    counts, (n_stored, stored_bytes) = site.counts, site.stored()
+def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int], cache_bytes: int) -> str:
+    """Prometheus's text format. stored: the number of stored chats, and their bytes."""
+    n_stored, stored_bytes = stored
     rows: list[tuple[str, str, str, float]] = [
         ("requests_answered_total", "counter", "Requests that were answered.", counts.answered),
         ("requests_refused_total", "counter", "Requests that got an error.", counts.refused),
@@ -42,11 +39,11 @@ def text(site: Site) -> str:
         ("prompt_seconds_total", "counter", "Seconds of reading.", counts.read_s),
         ("predicted_tokens_total", "counter", "Tokens that were written.", counts.written),
         ("predicted_seconds_total", "counter", "Seconds of writing.", counts.write_s),
-        ("requests_running", "gauge", "Requests that are being answered.", bool(site.waiting.running)),
-        ("requests_waiting", "gauge", "Requests that wait.", len(site.waiting)),
+        ("requests_running", "gauge", "Requests that are being answered.", n_running),
+        ("requests_waiting", "gauge", "Requests that wait.", n_waiting),
         ("stored_chats", "gauge", "Chats that are stored.", n_stored),
         ("stored_bytes", "gauge", "Bytes of stored chats.", stored_bytes),
-        ("cache_bytes", "gauge", "Bytes of the cache.", (site.props or {}).get("cache_bytes", 0)),
+        ("cache_bytes", "gauge", "Bytes of the cache.", cache_bytes),
     ]
     lines = []
     for name, kind, what, value in rows:

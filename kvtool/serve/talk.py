@@ -12,11 +12,10 @@ import numpy as np
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import logprobs
-from kvtool.chats.segments import Listing
 from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
-from kvtool.errors import InputError, KvtoolError, ModelError, SessionError, StreamEnd, UsageError
+from kvtool.errors import InputError, KvtoolError, ModelError, StreamEnd, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
@@ -26,14 +25,12 @@ from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import shown_tokens
 from kvtool.serve.grammars import Grammars
 from kvtool.serve.jobs import Job
-from kvtool.serve.messages import History, Message
+from kvtool.serve.messages import History
 from kvtool.serve.rendering import Rendering
 from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
-from kvtool.serve.store import Chats, Snapshot
-
-_LEAST_START = 256
-"""Tokens of a system prompt that are worth a snapshot of their own."""
+from kvtool.serve.resumer import Resumer
+from kvtool.serve.store import Chats
 
 
 class Talk:
@@ -53,11 +50,6 @@ class Talk:
         What a session says of a chat, besides what `Conversation.save` has.
     say
         Called with a line about each answer.
-
-    Attributes
-    ----------
-    unsaved
-        Why the last turn could not be stored, or None.
     """
 
     def __init__(
@@ -74,24 +66,22 @@ class Talk:
         self.model = writer.engine.model
         self.chats = chats
         self.overflow = overflow
-        self._meta = meta
+        self.template = template
         self._say = say
         # tokens of the request that is answered
         self._n_asked = 0
-        self._conversation = Conversation(writer, template) if template else None
-        self._rendering = Rendering(self.model, template) if template else None
+        self._resumer: Resumer | None = None
+        if template:
+            own = Conversation(writer, template), Rendering(self.model, template)
+            self._resumer = Resumer(*own, chats, meta)
         self._grammars = Grammars(self.model.path)
-        # the snapshot that the engine is at
-        self._at: Snapshot | None = None
         self._listed: list[dict[str, Any]] = []
-        self.unsaved: str | None = None
 
     def answer(self, job: Job) -> None:
         """Answers a request by the job's events. Raises ApiError."""
-        at, self._at = self._at, None
         try:
             if isinstance(job.request, ChatRequest):
-                self._at = self._chat(job, job.request, at)
+                self._chat(job, job.request)
             else:
                 self._text(job, job.request)
         except UsageError as error:
@@ -109,156 +99,61 @@ class Talk:
             raise ApiError(str(error), status=500, kind="server_error") from None
 
     @property
-    def template(self) -> Template | None:
-        """The model's, if it has one."""
-        return self._conversation.template if self._conversation else None
+    def unsaved(self) -> str | None:
+        """Why the last turn could not be stored, or None."""
+        return self._resumer.unsaved if self._resumer else None
 
-    # chats
-
-    def _chat(self, job: Job, request: ChatRequest, at: Snapshot | None) -> Snapshot | None:
-        """Answers a chat. Returns the snapshot that the engine is at then."""
-        if not self._conversation or not self._rendering:
+    def _chat(self, job: Job, request: ChatRequest) -> None:
+        """Answers a chat."""
+        if not (resumer := self._resumer):
             raise ApiError("the model has no chat template; use /v1/completions", code="no_chat_template")
-        talk = self._conversation
+        talk, rendering = resumer.conversation, resumer.rendering
         tools = request.tools if request.choice.kind != "none" else []
         history = History(request.name, tools, request.messages)
-        form = self._rendering.format
-        self._draw(job, request, self._rendering.forced(request))
-        self.writer.shown = talk.shown | (shown_tokens(self.model, form) if tools else frozenset())
+        marks = shown_tokens(self.model, rendering.format) if tools else frozenset()
+        self._draw(job, request, talk.shown | marks, rendering.forced(request))
         clock = _Clock()
-        before, tokens = self._begin(request.messages, tools, history, at)
-        n_cached = self.engine.n_past
-        self._check_length(n_cached + len(tokens))
-        if not before:
-            tokens = self._read_start(tokens, request.messages, history)
+        tokens = resumer.begin(request.messages, tools, history)
+        self._check_length(resumer.n_cached + len(tokens))
+        tokens = resumer.read_start(tokens, request.messages, history)
         if self.writer.stop or not talk.take(tokens):
-            return None
-        counts = {"n_prompt": self.engine.n_past, "n_cached": n_cached, "read_s": clock.lap()}
-        talk.messages = [*map(dict, request.messages)]
-        talk.n_reply = sum(message["role"] == "assistant" for message in request.messages)
-        reply = Reply(talk.splitter(), Parser(form, tools) if tools else None)
-        self._write(job, request, talk.answer(self._room(request)), reply, counts)
-        talk.messages[-1] = {
-            name: value for name, value in reply.message.items() if name != "reasoning_content"
-        }
-        history.add(talk.messages[-1])
-        snapshot = self._keep(before, history.now)
-        self._end(job, request, reply, counts)
-        return snapshot
-
-    def _begin(
-        self, messages: list[Message], tools: list[Any], history: History, at: Snapshot | None
-    ) -> tuple[Snapshot | None, np.ndarray]:
-        """Brings the engine to the longest stored beginning, and returns that and the tokens that follow."""
-        digests = history.digests[:-1]
-        while found := self.chats.find(digests):
-            i, snapshot = found
-            try:
-                if snapshot is not at:
-                    self._go_to(snapshot)
-                at = None
-                return snapshot, self._following(messages, i, tools)
-            except (SessionError, ModelError):
-                # damaged, or the template cannot say what follows
-                at, digests = None, digests[:i]
-        return None, self._start(messages, tools)
-
-    def _go_to(self, snapshot: Snapshot) -> None:
-        """Raises SessionError for a damaged snapshot."""
-        assert self._conversation
-        assert self._rendering
-        seed = self.writer.sampler.seed
-        self._conversation.restore(*self.chats.load(snapshot))
-        # a request has a seed of its own
-        self.writer.sampler.seed = seed
-
-    def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
-        """The tokens behind the first i messages, which the cache has. Raises ModelError."""
-        assert self._conversation
-        assert self._rendering
-        if messages[i - 1]["role"] != "assistant":
-            # the beginning of a system prompt
-            whole, _ = self._rendering.whole(messages, tools)
-            n = self.engine.n_past
-            if not np.array_equal(whole[:n], self.writer.tokens):
-                raise ModelError("the template has changed the system prompt")
-            return whole[n:]
-        return self._rendering.following(messages, i, tools)
-
-    def _start(self, messages: list[Message], tools: list[Any]) -> np.ndarray:
-        """Empties the cache, and returns the tokens of the chat; pins the system prompt and the tools."""
-        assert self._conversation
-        assert self._rendering
-        self.writer.reset()
-        tokens, n_pinned = self._rendering.whole(messages, tools)
-        self.engine.pin(n_pinned)
-        self.engine.hold(self._conversation.n_held)
-        return tokens
-
-    def _read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
-        """Reads whole batches of the pinned tokens and stores them; returns what is left to be read.
-
-        The batches are those in which the whole chat would be read: what follows does not depend on it.
-        """
-        # nothing is archived yet
-        n_batch = self.engine.settings.n_batch
-        n = self.engine.n_pinned // n_batch * n_batch
-        is_system = messages[0]["role"] == "system"
-        if n < _LEAST_START or not is_system or self.engine.reads_whole(len(tokens)):
-            return tokens
-        if self.writer.read(tokens[:n]):
-            assert self._conversation
-            # not those of the chat before
-            self._conversation.messages = [dict(messages[0])]
-            self._keep(None, history.digests[1])
-            return tokens[n:]
-        return tokens[:0]
-
-    def _keep(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
-        """Stores the chat; None where there is no room for it."""
-        talk = self._conversation
-        assert talk
-
-        def saved(listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-            own, arrays = talk.save(listed)
-            return self._meta(talk) | own, arrays
-
-        self.unsaved = None
-        try:
-            return self.chats.put(before, digest, talk.archive, saved)
-        except SessionError as error:
-            self.unsaved = str(error)
-            return None
-
-    # texts
+            return
+        counts = {"n_prompt": self.engine.n_past, "n_cached": resumer.n_cached, "read_s": clock.lap()}
+        talk.follow(request.messages)
+        reply = Reply(talk.splitter(), Parser(rendering.format, tools) if tools else None)
+        finish = self._write(job, request, talk.answer(self._room(request)), reply, counts)
+        said = {name: value for name, value in reply.message.items() if name != "reasoning_content"}
+        talk.amend(said)
+        history.add(said)
+        resumer.keep(history.now)
+        self._end(job, request, reply, finish, counts)
 
     def _text(self, job: Job, request: TextRequest) -> None:
+        """Continues a text."""
         self._draw(job, request)
         clock = _Clock()
+        if self._resumer:
+            self._resumer.leave()
         self.writer.reset()
-        self.engine.pin(0)
         tokens = _tokens(self.model, request.prompt)
         self._check_length(len(tokens))
         if not self.writer.read(tokens):
             return
         counts = {"n_prompt": len(tokens), "n_cached": 0, "read_s": clock.lap()}
         self.writer.sampler.start(0)
-        self.writer.shown = frozenset()
         reply = Reply()
         if request.echo:
             prompt = request.prompt
             text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
             job.emit("piece", deltas=reply.repeat(text), listed=[])
-        self._write(job, request, self.writer.write(self._room(request)), reply, counts)
-        self._end(job, request, reply, counts)
-
-    # both
+        finish = self._write(job, request, self.writer.write(self._room(request)), reply, counts)
+        self._end(job, request, reply, finish, counts)
 
     def _write(
         self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
-    ) -> None:
-        """Writes the reply, and tells the client of each piece."""
-        clock = _Clock()
+    ) -> str:
+        """Writes the reply, and tells the client of each piece. Returns why it ended, in OpenAI's words."""
+        clock, is_full = _Clock(), False
         job.emit("read", **counts)
         try:
             for piece in pieces:
@@ -267,14 +162,17 @@ class Talk:
             # the cache is full: what is written so far is the answer
             if not self.writer.n_written:
                 raise
-            self.writer.is_cut = True
+            is_full = True
         counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
         job.emit("piece", deltas=reply.end(), listed=self._take_listed())
+        return reply.finish(is_full or self.writer.is_cut)
 
-    def _draw(self, job: Job, request: Request, forced: str | None = None) -> None:
+    def _draw(
+        self, job: Job, request: Request, shown: frozenset[int] = frozenset(), forced: str | None = None
+    ) -> None:
         """Takes the request's sampler, and stops where nobody waits any more. Raises ApiError.
 
-        forced: a grammar beside the request's own.
+        shown: as in `Writer`. forced: a grammar beside the request's own.
         """
         settings = replace(request.sampling, grammar=forced) if forced else request.sampling
         try:
@@ -284,23 +182,24 @@ class Talk:
         except UsageError as error:
             param = "response_format" if request.schema is not None else None
             raise ApiError(str(of_usage(error)), param=param) from None
-        self.writer.sampler.close()
-        self.writer.sampler = sampler
-        self.writer.stop = job.is_cancelled
         n, self._listed = request.logprobs, []
 
+        def unless_gone() -> None:
+            if job.is_cancelled:
+                self.writer.end()
+
         def after_sampling(token: int) -> None:
-            self.writer.stop = job.is_cancelled
+            unless_gone()
             if n is not None:
                 self._listed.append(logprobs(self.model, self.engine.context.logits()[-1], token, n))
 
         def while_reading(n_read: int, n_all: int) -> None:
-            self.writer.stop = job.is_cancelled
+            unless_gone()
             if n_all > 1:
                 job.emit("reading", n_read=n_read, n_all=n_all)
 
-        self.writer.after_sampling = after_sampling
-        self.writer.while_reading = while_reading
+        self.writer.begin(sampler, shown, after_sampling, while_reading)
+        unless_gone()
 
     def _take_listed(self) -> list[dict[str, Any]]:
         """The log-probabilities that came since the last call."""
@@ -321,12 +220,11 @@ class Talk:
         """Whether a chat ends with the context."""
         return self.overflow == "error" or not self.engine.policy.slack
 
-    def _end(self, job: Job, request: Request, reply: Reply, counts: dict[str, Any]) -> None:
+    def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
         """Tells a client that its answer is over, and what is left of the stream."""
         held = _held(self.writer, request.n_share)
         if self.unsaved:
             held["unsaved"] = self.unsaved
-        finish = reply.finish(self.writer.is_cut)
         n_prompt, n_cached = counts["n_prompt"], counts["n_cached"]
         self._say(
             f"{n_prompt:,} tokens, {n_cached:,} of them stored before, read in {counts['read_s']:.1f} s; "

@@ -1,0 +1,126 @@
+"""Chats in the engine: what is stored of one is gone on with, and it is stored again after each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvtool.chats import session
+from kvtool.chats.conversation import Conversation
+from kvtool.chats.segments import Listing
+from kvtool.errors import ModelError, SessionError
+from kvtool.serve.messages import History, Message
+from kvtool.serve.rendering import Rendering
+from kvtool.serve.store import Chats, Snapshot
+
+_LEAST_START = 256
+"""Tokens of a system prompt that are worth a snapshot of their own."""
+
+
+class Resumer:
+    """Brings the engine to where a chat goes on, and stores where it has come to.
+
+    Parameters
+    ----------
+    chats
+        What is stored.
+    meta
+        What a session says of a chat, besides what `Conversation.save` has.
+
+    Attributes
+    ----------
+    n_cached
+        Tokens that the engine had of the chat that was begun last.
+    unsaved
+        Why the last turn could not be stored, or None.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        rendering: Rendering,
+        chats: Chats,
+        meta: Callable[[Conversation], session.Meta],
+    ) -> None:
+        self.conversation = conversation
+        self.rendering = rendering
+        self.chats = chats
+        self._meta = meta
+        self._engine = conversation.writer.engine
+        # the snapshot that the chat goes on from, and the one that the engine is at
+        self._before: Snapshot | None = None
+        self._at: Snapshot | None = None
+        self.n_cached = 0
+        self.unsaved: str | None = None
+
+    def leave(self) -> None:
+        """The engine will be at no chat any more."""
+        self._at = None
+
+    def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
+        """Brings the engine to the longest stored beginning. Returns the tokens i32[n] that follow."""
+        at, self._at = self._at, None
+        digests = history.digests[:-1]
+        while found := self.chats.find(digests):
+            i, self._before = found
+            try:
+                if self._before is not at:
+                    # a request has a seed of its own
+                    seed = self.conversation.writer.sampler.seed
+                    self.conversation.restore(*self.chats.load(self._before), seed=seed)
+                self.n_cached = self._engine.n_past
+                return self._following(messages, i, tools)
+            except (SessionError, ModelError):
+                # damaged, or the template cannot say what follows
+                at, digests = None, digests[:i]
+        tokens, n_pinned = self.rendering.whole(messages, tools)
+        self.conversation.open(n_pinned)
+        self._before, self.n_cached = None, 0
+        return tokens
+
+    def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
+        """The tokens behind the first i messages, which the cache has. Raises ModelError."""
+        if messages[i - 1]["role"] == "assistant":
+            return self.rendering.following(messages, i, tools)
+        # the beginning of a system prompt
+        whole, _ = self.rendering.whole(messages, tools)
+        if not np.array_equal(whole[: self.n_cached], self.conversation.writer.tokens):
+            raise ModelError("the template has changed the system prompt")
+        return whole[self.n_cached :]
+
+    def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
+        """Of a new chat, reads whole batches of the pinned tokens and stores them; returns what is left.
+
+        The batches are those in which the whole chat would be read: what follows does not depend on it.
+        """
+        # nothing is archived yet
+        n_batch = self._engine.settings.n_batch
+        n = self._engine.n_pinned // n_batch * n_batch
+        is_new = self._before is None and messages[0]["role"] == "system"
+        if n < _LEAST_START or not is_new or self._engine.reads_whole(len(tokens)):
+            return tokens
+        if not self.conversation.writer.read(tokens[:n]):
+            return tokens[:0]
+        self.conversation.follow(messages[:1])
+        self._store(None, history.digests[1])
+        return tokens[n:]
+
+    def keep(self, digest: bytes) -> None:
+        """Stores the chat as it is now, where there is room for it."""
+        self._at = self._store(self._before, digest)
+
+    def _store(self, before: Snapshot | None, digest: bytes) -> Snapshot | None:
+        talk = self.conversation
+
+        def saved(listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
+            own, arrays = talk.save(listed)
+            return self._meta(talk) | own, arrays
+
+        self.unsaved = None
+        try:
+            return self.chats.put(before, digest, talk.archive, saved)
+        except SessionError as error:
+            self.unsaved = str(error)
+            return None
