@@ -24,18 +24,19 @@ import numpy as np  # noqa: E402
 
 from kvtool.errors import LibraryError  # noqa: E402
 from kvtool.llama.context import Context  # noqa: E402
-from kvtool.llama.library import (  # noqa: E402
-    Edit,
-    EnableParams,
-    Move,
-    Term,
-    check,
-    error_text,
-    lib,
-)
+from kvtool.llama.library import Edit, EnableParams, check, error_text, lib  # noqa: E402
 from kvtool.llama.model import Model  # noqa: E402
 from kvtool.policy import Signal  # noqa: E402
 from tests import tiny  # noqa: E402
+
+
+class Move(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("row", "dst", "src", "delta")]
+
+
+class Term(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int32) for name in ("row", "dst", "src")), ("weight", ctypes.c_float)]
+
 
 N_LAYER, N_HEAD_KV, N_DIM, N_VOCAB = 2, 2, 32, 320
 N_ROW = N_LAYER * N_HEAD_KV
@@ -348,7 +349,12 @@ class Fuzz:
         c_moves = (Move * max(len(moves), 1))(*(Move(*map(int, move)) for move in moves))
         c_terms = (Term * max(len(terms), 1))(*(Term(*term) for term in terms))
         edit = Edit(
-            moves=c_moves, terms=c_terms, n_move=len(moves), n_term=len(terms), n_keep=n_keep, pos_0=pos_0
+            n_move=len(moves),
+            n_term=len(terms),
+            n_keep=n_keep,
+            pos_0=pos_0,
+            moves=ctypes.addressof(c_moves),
+            terms=ctypes.addressof(c_terms),
         )
         edit.n_hidden, edit.force_graph = n_hidden, self.maybe(0.5)
         if keep_rows:

@@ -10,8 +10,9 @@ import pytest
 
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.serve import formats
-from kvtool.serve.calls import CallArguments, CallStart, Parser, Text, calls_of
+from kvtool.serve.calls import Call, Parser
 from kvtool.serve.formats import FORMATS, HERMES, LLAMA
+from kvtool.serve.reply import Reply
 from tests.test_serve_tools import TOOLS, tool
 from tests.written_calls import NOW, OPENS, TRICKY, WRITTEN
 
@@ -83,25 +84,20 @@ def parsed(format, pieces, tools=TOOLS):
 
 def joined(events):
     found = []
-    starts = [event for event in events if isinstance(event, CallStart)]
-    assert [start.index for start in starts] == list(range(len(starts)))
-    assert len({start.id for start in starts}) == len(starts)
+    calls = [event for event in events if isinstance(event, Call)]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
     for event in events:
-        if isinstance(event, Text):
-            assert event.text
-            if found and isinstance(found[-1], str):
-                found[-1] += event.text
-            else:
-                found.append(event.text)
-        elif isinstance(event, CallStart):
+        if isinstance(event, Call):
             assert re.fullmatch("call_[0-9a-f]{24}", event.id)
-            found.append((event.name, ""))
+            found.append((event.name, json.loads(event.arguments)))
         else:
-            assert isinstance(event, CallArguments)
-            # right behind its call
-            assert event.index == sum(isinstance(part, tuple) for part in found) - 1
-            found[-1] = (found[-1][0], found[-1][1] + event.text)
-    return [part if isinstance(part, str) else (part[0], json.loads(part[1])) for part in found]
+            assert event
+            if found and isinstance(found[-1], str):
+                found[-1] += event
+            else:
+                found.append(event)
+    return found
 
 
 def check_cuts(format, text, expected):
@@ -237,7 +233,7 @@ def test_texts_and_calls_in_any_order(format):
 def test_text_waits_no_longer_than_it_may_be_a_call():
     def told(format, pieces):
         parser = Parser(format, TOOLS)
-        return ["".join(event.text for event in parser.feed(piece)) for piece in pieces]
+        return ["".join(parser.feed(piece)) for piece in pieces]
 
     assert told(HERMES, ["Hi", " ", "there <", "b> <tool_call", ">{", "x"]) == [
         "Hi",
@@ -257,19 +253,19 @@ def test_text_waits_no_longer_than_it_may_be_a_call():
 def test_a_call_is_told_at_its_end():
     parser = Parser(formats.MISTRAL, TOOLS)
     assert [*parser.feed('[TOOL_CALLS][{"name": "now"}')] == []
-    start, arguments = parser.feed("]")
-    assert (start.name, arguments.text) == ("now", "{}")
+    (call,) = parser.feed("]")
+    assert (call.name, call.arguments) == ("now", "{}")
     parser = Parser(HERMES, TOOLS)
     assert [*parser.feed('<tool_call>{"name": "now"}\n</tool_call')] == []
-    assert len([*parser.feed(">")]) == 2
+    assert len([*parser.feed(">")]) == 1
 
 
 def test_arguments_in_json_stay_as_they_are_written():
     written = '{ "city":"Z\\u00fcrich",\n"days": 1.0e1}'
-    text, calls = calls_of(
-        Parser(HERMES, TOOLS).feed(f'a<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>')
-    )
-    assert text == "a"
+    reply = Reply(None, Parser(HERMES, TOOLS))
+    reply.feed(f'a<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>')
+    calls = reply.message["tool_calls"]
+    assert reply.message["content"] == "a"
     assert calls == [
         {"id": calls[0]["id"], "type": "function", "function": {"name": "weather", "arguments": written}}
     ]
@@ -278,7 +274,9 @@ def test_arguments_in_json_stay_as_they_are_written():
         (HERMES, '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'),
         (formats.LFM2, r"<|tool_call_start|>[now(x='\ud800')]<|tool_call_end|>"),
     ):
-        (call,) = calls_of(Parser(format, TOOLS).feed(text))[1]
+        reply = Reply(None, Parser(format, TOOLS))
+        reply.feed(text)
+        (call,) = reply.message["tool_calls"]
         assert call["function"]["arguments"].encode() == b'{"x": "\\ud800"}'
 
 

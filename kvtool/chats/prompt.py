@@ -49,7 +49,7 @@ def system_prefix(template: Template, system: str, tools: list[Any] | None = Non
         return template.render([*first, {"role": "user", "content": user}], tools=tools)
 
     if tools:
-        return _common_text(*(chat(system, mark) for mark in _MARKS)) or None
+        return os.path.commonprefix([chat(system, mark) for mark in _MARKS]) or None
     shown = chat(system, _MARKS[0])
     end = end_of(shown, system, lambda text: chat(text, _MARKS[0]))
     return shown[:end] if 0 < end <= _common(shown, chat(system, _MARKS[1])) else None
@@ -80,11 +80,8 @@ def end_of(whole: str, text: str, render: Callable[[str], str]) -> int:
 
 
 def _common(*texts: str) -> int:
-    return len(_common_text(*texts))
-
-
-def _common_text(*texts: str) -> str:
-    return os.path.commonprefix(texts)
+    """How many characters the texts have in common at their start."""
+    return len(os.path.commonprefix(texts))
 
 
 def pin_prefix(engine: Engine, text: str, n_pinned: int) -> np.ndarray:

@@ -60,32 +60,31 @@ def held(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _telling(what: str, path: Path) -> Iterator[None]:
+    """Inside, what goes wrong with the file is a SessionError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise cannot(what, path, error) from None
+
+
 def write(path: Path, meta: Meta, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     """Replaces the file once all of it is on the disk. Raises SessionError, with the old file as it was."""
-    try:
-        with replacing(path) as file:
-            dump(file, meta, arrays)
-    except (OSError, ValueError) as error:
-        raise cannot("write", path, error) from None
+    with _telling("write", path), replacing(path) as file:
+        dump(file, meta, arrays)
 
 
 def read(path: Path) -> tuple[Meta, Arrays]:
     """Reads a file of `write`. Raises SessionError if it is damaged, in another format, or not a session."""
-    try:
-        with path.open("rb") as file:
-            meta, arrays = _load(file, str(path))
-            return meta, segments.join(path, arrays) if SEGMENTS in arrays else arrays
-    except (OSError, ValueError) as error:
-        raise cannot("read", path, error) from None
+    with _telling("read", path), path.open("rb") as file:
+        return load(file, str(path), path)
 
 
 def read_meta(path: Path) -> Meta:
     """Reads the JSON only, so the rest may be damaged. Raises SessionError as `read` does."""
-    try:
-        with path.open("rb") as file:
-            return _head(file, str(path))[0]
-    except (OSError, ValueError) as error:
-        raise cannot("read", path, error) from None
+    with _telling("read", path), path.open("rb") as file:
+        return _head(file, str(path))[0]
 
 
 def peek(path: Path) -> Meta | None:
@@ -93,11 +92,9 @@ def peek(path: Path) -> Meta | None:
 
     Raises SessionError as `read` does, so that only a session is ever replaced.
     """
-    try:
+    with _telling("read", path):
         if not path.exists() or (path.is_file() and path.stat().st_size == 0):
             return None
-    except (OSError, ValueError) as error:
-        raise cannot("read", path, error) from None
     return read_meta(path)
 
 

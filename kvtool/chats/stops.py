@@ -26,7 +26,7 @@ class Stops:
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
             self.found, self._kept = True, ""
             return text[: min(ends)[1]]
-        n = max((_n_begun(text, stop) for stop in self._stops), default=0)
+        n = max((n_begun(text, stop) for stop in self._stops), default=0)
         self._kept = text[len(text) - n :]
         return text[: len(text) - n]
 
@@ -36,6 +36,6 @@ class Stops:
         return kept
 
 
-def _n_begun(text: str, stop: str) -> int:
-    """The most characters at the end of a text that a stop string begins with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+def n_begun(text: str, mark: str) -> int:
+    """The most characters at the end of a text that a mark begins with, and more of it must follow."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtool.chats.stops import n_begun
+
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
 
@@ -94,7 +96,7 @@ class Splitter:
         if self._is_thought:
             thought, found, text = text.partition(self._tags.end)
             if not found:
-                n = _overlap(thought, self._tags.end)
+                n = n_begun(thought, self._tags.end)
                 self._held = thought[len(thought) - n :]
                 thought = thought[: len(thought) - n]
             if thought:
@@ -123,8 +125,3 @@ def without_thought(text: str, splitter: Splitter) -> str:
     parts = [*splitter.feed(text), *splitter.end()]
     said = "".join(part for is_thought, part in parts if not is_thought)
     return said.lstrip("\n") if splitter.had_thought else said
-
-
-def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of the text that begins the tag."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import numpy as np
 
 from kvtool.errors import UsageError
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, error_text, lib
 from kvtool.llama.segment import TABLE, Segment, layer_name, listed
 from kvtool.system.files import free_disk_bytes
@@ -21,14 +21,6 @@ INDEX_BITS = {"keys": 0, "q8": 8, "q4": 4}
 
 _N_FIXED = 3
 _LARGEST = 2**31 - 1
-
-
-class Owner(Protocol):
-    """What has an archive."""
-
-    @property
-    def handle(self) -> object:
-        """llama.cpp's own context. Raises UsageError once it is closed."""
 
 
 class Archive:
@@ -69,7 +61,7 @@ class Archive:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Decoder,
         n_layer: int,
         n_max: int | None = None,
         max_bytes: int | None = None,
@@ -209,18 +201,13 @@ class Archive:
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
         """Tokens in the arrays of `save`; 0 for arrays that are not from there."""
-        table = saved.get(TABLE)
-        if table is None or table.dtype != np.int64 or table.ndim != 1 or len(table) < _N_FIXED:
-            return 0
-        begin, end = table[:2].tolist()
-        return int(end - begin)
+        table = _table_of(saved)
+        return 0 if table is None else int(table[1] - table[0])
 
     def fits(self, saved: Mapping[str, np.ndarray], n_past: int) -> bool:
         """Whether `save` may have given this after n_past tokens of a stream."""
-        table = saved.get(TABLE)
-        if table is None or table.dtype != np.int64 or table.ndim != 1:
-            return False
-        if len(table) < _N_FIXED or len(table) % 2 == 0:
+        table = _table_of(saved)
+        if table is None or len(table) % 2 == 0:
             return False
         begin, end, far = table[:_N_FIXED].tolist()
         first, base = table[_N_FIXED::2], table[_N_FIXED + 1 :: 2]
@@ -249,3 +236,10 @@ class Archive:
         n_bytes: int = lib.llama_kvtool_set_archive(self._owner.handle, layer, None, begin, end)
         check(n_bytes)
         return n_bytes
+
+
+def _table_of(saved: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """The table in the arrays of `save`; None for arrays that are not from there."""
+    table = saved.get(TABLE)
+    fits = table is not None and table.dtype == np.int64 and table.ndim == 1 and len(table) >= _N_FIXED
+    return table if fits else None

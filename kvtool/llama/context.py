@@ -11,7 +11,7 @@ import numpy as np
 from kvtool.errors import ModelError
 from kvtool.llama.archive import INDEX_BITS, Archive
 from kvtool.llama.decoder import Decoder
-from kvtool.llama.library import TERM, Edit, EnableParams, Move, Term, check, error_text, lib
+from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
 from kvtool.models.header import read as read_header
 from kvtool.models.layers import Kind
@@ -216,23 +216,16 @@ class Context(Decoder):
         """
         self._check_open()
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
-        edit = Edit(
-            moves=moves.ctypes.data_as(ctypes.POINTER(Move)),
-            n_move=len(moves),
-            n_keep=n_keep,
-            pos_0=pos_0,
-            force_graph=force_graph,
-        )
+        edit = Edit(n_move=len(moves), n_keep=n_keep, pos_0=pos_0, force_graph=force_graph)
+        edit.moves = moves.ctypes.data
         if n_keep_row is not None:
             n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)
             edit.n_keep_row = n_keep_row.ctypes.data
-        terms = np.empty(0, TERM)
         if merge is not None:
             terms = np.empty(len(merge.row), TERM)
             for name in TERM.names or ():
                 terms[name] = getattr(merge, name)
-            edit.terms = terms.ctypes.data_as(ctypes.POINTER(Term))
-            edit.n_term = len(terms)
+            edit.terms, edit.n_term = terms.ctypes.data, len(terms)
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
 
     def hide(self, n: int) -> None:

@@ -26,22 +26,10 @@ HOW_TO_BUILD = f"build the one that has it: {build_command()}"
 """The start and the end of every message about a missing patch."""
 
 
-class Move(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("row", "dst", "src", "delta")]
-
-
-class Term(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int32) for name in ("row", "dst", "src")), ("weight", ctypes.c_float)]
-
-
 class Edit(ctypes.Structure):
     _fields_ = [
-        ("moves", ctypes.POINTER(Move)),
-        ("terms", ctypes.POINTER(Term)),
-        ("n_move", ctypes.c_int32),
-        ("n_term", ctypes.c_int32),
-        ("n_keep", ctypes.c_int32),
-        ("pos_0", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("moves", "terms")),
+        *((name, ctypes.c_int32) for name in ("n_move", "n_term", "n_keep", "pos_0")),
         ("n_keep_row", ctypes.c_void_p),
         ("n_hidden", ctypes.c_int32),
         ("force_graph", ctypes.c_bool),

@@ -80,14 +80,7 @@ def observe(
     n = len(tokens)
     observer = _Observer(model, n, frozenset(wanted), frozenset(layers), visit)
     decoder = Decoder(
-        model,
-        n,
-        n,
-        type_k="f32",
-        type_v="f32",
-        flash="off",
-        n_threads=n_threads,
-        on_tensor=observer.callback,
+        model, n, n, type_k="f32", type_v="f32", flash="off", n_threads=n_threads, on_tensor=observer.callback
     )
     try:
         decoder.decode(tokens, 0, 1)

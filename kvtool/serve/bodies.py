@@ -39,11 +39,9 @@ class Bodies:
             "model": model,
         }
 
-    def whole(self, message: Body, logprobs: list[Body] | None, end: Body) -> Body:
-        """The body of an answer that is not streamed.
-
-        message: {"role", "content", ...}. end: the last event.
-        """
+    def whole(self, logprobs: list[Body] | None, end: Body) -> Body:
+        """The body of an answer that is not streamed. end: the last event."""
+        message = end["message"]
         shown = logprobs if logprobs is None else self._logprobs(logprobs)
         choice: Body = {"index": 0, "finish_reason": end["finish"], "logprobs": shown}
         choice |= {"message": message} if self._is_chat else {"text": message["content"]}

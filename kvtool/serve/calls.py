@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtool.chats.stops import n_begun
 from kvtool.serve import formats
 from kvtool.serve.formats import Format
 from kvtool.serve.values import Broken, calls_in_json, calls_in_python, dumped, json_of_marked, typed
@@ -20,45 +21,27 @@ Calls = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """What the model says."""
+class Call:
+    """A call.
 
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """A call begins. index: counts the calls of a reply from 0."""
+    Attributes
+    ----------
+    index
+        Its number among the calls of a reply, from 0.
+    id, name
+        Its own, and the tool's.
+    arguments
+        The JSON text of an object.
+    """
 
     index: int
     id: str
     name: str
+    arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A part of a call's arguments; the parts joined are the JSON text of an object."""
-
-    index: int
-    text: str
-
-
-Event = Text | CallStart | CallArguments
-
-
-def calls_of(events: Iterable[Event]) -> tuple[str, list[dict[str, Any]]]:
-    """A whole reply: what it says, and its calls as the API's tool_calls."""
-    said: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for event in events:
-        if isinstance(event, Text):
-            said.append(event.text)
-        elif isinstance(event, CallStart):
-            function = {"name": event.name, "arguments": ""}
-            calls.append({"id": event.id, "type": "function", "function": function})
-        else:
-            calls[event.index]["function"]["arguments"] += event.text
-    return "".join(said), calls
+Event = str | Call
+"""What a reply says, or a call in it."""
 
 
 class Parser:
@@ -122,7 +105,7 @@ class Parser:
                 self._rest = source.text[source.at :]
                 self._follows_call = self._is_start = True
             except Broken:
-                yield Text(self._space + self._tag)
+                yield self._space + self._tag
                 self._rest = source.text[len(self._tag) :]
                 self._follows_call = self._is_start = False
             self._source, self._space = None, ""
@@ -135,7 +118,7 @@ class Parser:
         bare = text.lstrip()
         if self._is_start and bare:
             if self._takes_bare and bare[0] in ("{;" if self._follows_call else "{"):
-                self._begin(text, len(text) - len(bare), bare[0], _bare)
+                self._begin(text, len(text) - len(bare), bare[0], _json)
                 return
             self._is_start = False
         if bare:
@@ -146,22 +129,22 @@ class Parser:
             said = text[:at].rstrip()
             self._begin(text[len(said) :], at - len(said), places[at], self._readers[places[at]])
         else:
-            n = max(_n_begun(text, tag) for tag in self._readers)
+            n = max(n_begun(text, tag) for tag in self._readers)
             said = text if ended else text[: len(text) - n].rstrip()
             self._rest = text[len(said) :]
         if said:
-            yield Text(said)
+            yield said
 
     def _begin(self, text: str, at: int, tag: str, reader: _Reader) -> None:
         self._rest = ""
         self._space, self._tag = text[:at], tag
-        self._source = _Source(text[at:])
+        # a brace is a part of the call
+        self._source = _Source(text[at:], 0 if tag == "{" else len(tag))
         self._reading = reader(self._source, self._tools)
 
     def _made(self, calls: Calls) -> Iterator[Event]:
         for name, arguments in calls:
-            yield CallStart(self._n, f"call_{secrets.token_hex(12)}", name)
-            yield CallArguments(self._n, arguments)
+            yield Call(self._n, f"call_{secrets.token_hex(12)}", name, arguments)
             self._n += 1
 
 
@@ -172,9 +155,9 @@ class _Source:
     they decide does not depend on how the text is cut. They raise Broken.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, at: int) -> None:
         self.text = text
-        self.at = 0
+        self.at = at
         self.ended = False
 
     def take(self, *options: str) -> Generator[None, None, str]:
@@ -259,23 +242,17 @@ def _broken() -> Any:
     raise Broken
 
 
-def _n_begun(text: str, tag: str) -> int:
-    """The most characters at the end of a text that the tag begins with, and more follow."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-
-
 def _json(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls_in_json((yield from source.json()), tools)
 
 
 def _tagged(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     """Between <tool_call> and </tool_call>: JSON, <function=...>, or a name and GLM's tags."""
-    yield from source.need("<tool_call>")
     after = yield from source.space()
     if after in ("{", "["):
         calls = yield from _json(source, tools)
     elif after == "<":
-        return (yield from _function(source, tools))
+        return (yield from _inner_function(source, tools))
     else:
         return (yield from _glm(source, tools))
     # models end without it
@@ -284,8 +261,13 @@ def _tagged(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls
 
 
-def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+def _inner_function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    yield from source.space()
     yield from source.need("<function=")
+    return (yield from _function(source, tools))
+
+
+def _function(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     name = yield from source.name(tools)
     yield from source.need(">")
     tags = "<parameter=", ">", "</function>"
@@ -314,19 +296,11 @@ def _parameters(
         arguments[key] = typed(value, key, tool)
 
 
-def _seed(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.need("<seed:tool_call>")
-    yield from source.space()
-    return (yield from _function(source, tools))
-
-
 def _minimax(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    tag, end = "<minimax:tool_call>", "</minimax:tool_call>"
-    yield from source.need(tag)
     calls: Calls = []
     while True:
         yield from source.space()
-        if calls and (yield from source.take(end)):
+        if calls and (yield from source.take("</minimax:tool_call>")):
             return calls
         yield from source.need('<invoke name="')
         name = yield from source.name(tools)
@@ -350,7 +324,6 @@ def _glm(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
 
 
 def _mistral(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.need("[TOOL_CALLS]")
     if (yield from source.space()) in ("[", "{"):
         return (yield from _json(source, tools))
     name = yield from source.name(tools)
@@ -359,34 +332,25 @@ def _mistral(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls_in_json(f'{{"name": "{name}", "arguments": {(yield from source.json())}}}', tools)
 
 
-def _list(tag: str, close: str = "") -> _Reader:
-    """Reads JSON after a tag. close: a tag that may follow."""
+def _closed(close: str) -> _Reader:
+    """Reads JSON that a tag may follow."""
 
     def read(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-        yield from source.need(tag)
         calls = yield from _json(source, tools)
-        if close:
-            yield from source.space()
-            yield from source.take(close)
+        yield from source.space()
+        yield from source.take(close)
         return calls
 
     return read
 
 
-def _bare(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.take(";")
-    return (yield from _json(source, tools))
-
-
 def _python(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.need("<|tool_call_start|>")
     if (yield from source.space()) != "[":
         _broken()
     return calls_in_python((yield from source.until("<|tool_call_end|>")), tools)
 
 
 def _gemma(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    yield from source.need("<|tool_call>")
     yield from source.space()
     yield from source.need("call:")
     name = yield from source.name(tools)
@@ -403,13 +367,13 @@ _READERS: dict[str, dict[str, _Reader]] = {
     formats.XML.name: {"<function=": _function},
     formats.MISTRAL.name: {"[TOOL_CALLS]": _mistral},
     formats.MISTRAL_ARGS.name: {"[TOOL_CALLS]": _mistral},
-    formats.GRANITE.name: {"<|tool_call|>": _list("<|tool_call|>")},
-    formats.NEMOTRON.name: {"<TOOLCALL>": _list("<TOOLCALL>", "</TOOLCALL>")},
-    formats.LLAMA.name: {"<|python_tag|>": _list("<|python_tag|>")},
+    formats.GRANITE.name: {"<|tool_call|>": _json},
+    formats.NEMOTRON.name: {"<TOOLCALL>": _closed("</TOOLCALL>")},
+    formats.LLAMA.name: {"<|python_tag|>": _json},
     formats.LFM2.name: {"<|tool_call_start|>": _python},
-    formats.SEED.name: {"<seed:tool_call>": _seed, "<function=": _function},
-    formats.APRIEL.name: {"<tool_calls>": _list("<tool_calls>", "</tool_calls>")},
-    formats.COHERE.name: {"<|START_ACTION|>": _list("<|START_ACTION|>", "<|END_ACTION|>")},
+    formats.SEED.name: {"<seed:tool_call>": _inner_function, "<function=": _function},
+    formats.APRIEL.name: {"<tool_calls>": _closed("</tool_calls>")},
+    formats.COHERE.name: {"<|START_ACTION|>": _closed("<|END_ACTION|>")},
     formats.MINIMAX.name: {"<minimax:tool_call>": _minimax},
     formats.GEMMA.name: {"<|tool_call>": _gemma},
 }

@@ -149,37 +149,24 @@ GLM = Format(
     parameters=Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
 )
 
-MISTRAL = Format(
-    "mistral",
-    ("[TOOL_CALLS]",),
-    *('{"name": "', '", "arguments": ', "}"),
-    open="[TOOL_CALLS][",
-    between=", ",
-    close="]",
-)
-"""A JSON list: Mistral 7B v0.3, Nemo."""
+
+def _json_list(name: str, *tags: str) -> Format:
+    """Calls in a JSON list behind a tag, and before another if there are two."""
+    start, end = (*tags, "")[:2]
+    json = '{"name": "', '", "arguments": ', "}"
+    return Format(name, tags, *json, open=f"{start}[", between=", ", close=f"]{end}")
+
+
+MISTRAL = _json_list("mistral", "[TOOL_CALLS]")
+"""Mistral 7B v0.3, Nemo."""
 
 MISTRAL_ARGS = Format("mistral-args", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]", "[ARGS]", "")
 """Mistral's newer models, such as Ministral 3."""
 
-GRANITE = Format(
-    "granite",
-    ("<|tool_call|>",),
-    *('{"name": "', '", "arguments": ', "}"),
-    open="<|tool_call|>[",
-    between=", ",
-    close="]",
-)
+GRANITE = _json_list("granite", "<|tool_call|>")
 """Granite 3."""
 
-NEMOTRON = Format(
-    "nemotron",
-    ("<TOOLCALL>", "</TOOLCALL>"),
-    *('{"name": "', '", "arguments": ', "}"),
-    open="<TOOLCALL>[",
-    between=", ",
-    close="]</TOOLCALL>",
-)
+NEMOTRON = _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>")
 """Nemotron Nano 2."""
 
 LLAMA = Format("llama", ("<|python_tag|>",), '{"name": "', '", "parameters": ', "}", between="; ")
@@ -205,14 +192,7 @@ SEED = Format(
 )
 """Seed-OSS."""
 
-APRIEL = Format(
-    "apriel",
-    ("<tool_calls>", "</tool_calls>"),
-    *('{"name": "', '", "arguments": ', "}"),
-    open="<tool_calls>[",
-    between=", ",
-    close="]</tool_calls>",
-)
+APRIEL = _json_list("apriel", "<tool_calls>", "</tool_calls>")
 
 COHERE = Format(
     "cohere",

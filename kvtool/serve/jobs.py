@@ -41,16 +41,11 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
-    async def next(self) -> Event:
-        """The next event; the last is of kind "end" or "error"."""
-        return await self._events.get()
-
     async def next_but(self, *kinds: str) -> Event:
-        """The next event of another kind than these."""
-        while True:
-            event = await self.next()
-            if event["kind"] not in kinds:
-                return event
+        """The next event of another kind than these; the last is of kind "end" or "error"."""
+        while (event := await self._events.get())["kind"] in kinds:
+            pass
+        return event
 
     def emit(self, kind: str, **what: Any) -> None:
         """Hands an event over; called by the engine's thread. A job that nobody listens to is cancelled."""

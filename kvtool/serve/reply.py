@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvtool.chats.thinking import Splitter
-from kvtool.serve.calls import CallArguments, CallStart, Event, Parser
+from kvtool.serve.calls import Call, Event, Parser
 
 Delta = dict[str, Any]
 
@@ -63,17 +63,15 @@ class Reply:
 
     def _of_events(self, events: Iterable[Event]) -> Iterator[Delta]:
         for event in events:
-            if isinstance(event, CallStart):
-                function = {"name": event.name, "arguments": ""}
-                call = {"id": event.id, "type": "function", "function": function}
+            if isinstance(event, Call):
+                arguments = {"arguments": event.arguments}
+                call = {"id": event.id, "type": "function", "function": {"name": event.name, **arguments}}
                 self.message.setdefault("tool_calls", []).append(call)
-                own = {**call, "function": dict(function)}
-                yield {"tool_calls": [{"index": event.index, **own}]}
-            elif isinstance(event, CallArguments):
-                self.message["tool_calls"][event.index]["function"]["arguments"] += event.text
-                yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+                begun = {**call, "function": {"name": event.name, "arguments": ""}}
+                yield {"tool_calls": [{"index": event.index, **begun}]}
+                yield {"tool_calls": [{"index": event.index, "function": arguments}]}
             else:
-                yield from self._said(event.text)
+                yield from self._said(event)
 
     def _said(self, text: str) -> Iterator[Delta]:
         if self._splitter and self._splitter.had_thought and not self.message["content"]:

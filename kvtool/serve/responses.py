@@ -148,10 +148,8 @@ class ResponseBodies:
     def __init__(self, model: str, policy: str, asked: Body) -> None:
         self._policy = policy
         self._n = 0
-        self._text = ""
         self._item: Body | None = None
         self._output: list[Body] = []
-        self._begun: dict[int, Body] = {}
         # what clients call the functions of namespaces
         self._known = {
             _full(group, each.get("name")): {"name": each.get("name"), "namespace": group}
@@ -178,24 +176,19 @@ class ResponseBodies:
         return [self._event(f"response.{name}", response=own) for name in ("created", "in_progress")]
 
     def piece(self, delta: Body, listed: list[Body] | None) -> list[str]:
-        """What a stream says of a piece."""
-        lines = []
-        if text := delta.get("content"):
-            if not self._item:
-                lines += self._open()
-            assert self._item
-            self._text += text
-            place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
-            more = {"logprobs": listed or []}
-            lines.append(self._event("response.output_text.delta", delta=text, **place, **more))
-        for call in delta.get("tool_calls", []):
-            lines += self._call(call)
-        return lines
+        """What a stream says of a piece; calls are told at the end."""
+        if not (text := delta.get("content")):
+            return []
+        lines = [] if self._item else self._open()
+        assert self._item
+        place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
+        more = {"logprobs": listed or []}
+        return [*lines, self._event("response.output_text.delta", delta=text, **place, **more)]
 
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
         """What a stream ends with."""
-        lines = self._close(end)
-        lines += [line for call in self._calls() for line in self._called(call)]
+        lines, calls = self._close(end), end["message"].get("tool_calls", [])
+        lines += [line for call in calls for line in self._called(call)]
         return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
 
     def failed(self, error: ApiError) -> list[str]:
@@ -203,14 +196,14 @@ class ResponseBodies:
         own = {"code": error.code, "message": error.message}
         return [self._event("error", **own, param=error.param)]
 
-    def whole(self, message: Body, listed: list[Body] | None, end: Body) -> Body:
+    def whole(self, listed: list[Body] | None, end: Body) -> Body:
         """A response that is not streamed."""
+        message = end["message"]
         if message["content"] or not message.get("tool_calls"):
             item = _message(_id("msg"), _status(end))
             item["content"] = [_part(message["content"])]
             self._output.append(item)
-        for call in message.get("tool_calls", []):
-            self._output.append(self._call_item(call))
+        self._output += map(self._call_item, message.get("tool_calls", []))
         return self._done(end)
 
     # parts
@@ -227,28 +220,16 @@ class ResponseBodies:
     def _close(self, end: Body) -> list[str]:
         if not self._item:
             return []
-        item, place = self._item, {"output_index": len(self._output)}
+        item, text, place = self._item, end["message"]["content"], {"output_index": len(self._output)}
         own = {"item_id": item["id"], "content_index": 0}
-        item |= {"status": _status(end), "content": [_part(self._text)]}
+        item |= {"status": _status(end), "content": [_part(text)]}
         self._item = None
         self._output.append(item)
         return [
-            self._event("response.output_text.done", text=self._text, logprobs=[], **own, **place),
-            self._event("response.content_part.done", part=_part(self._text), **own, **place),
+            self._event("response.output_text.done", text=text, logprobs=[], **own, **place),
+            self._event("response.content_part.done", part=_part(text), **own, **place),
             self._event("response.output_item.done", item=item, **place),
         ]
-
-    def _call(self, call: Body) -> list[str]:
-        """A call's beginning or more of its arguments, as a chat's stream has them."""
-        found = self._begun.setdefault(call["index"], {"id": "", "function": {"name": "", "arguments": ""}})
-        function = call.get("function", {})
-        found["id"] = call.get("id") or found["id"]
-        found["function"]["name"] += function.get("name") or ""
-        found["function"]["arguments"] += function.get("arguments") or ""
-        return []
-
-    def _calls(self) -> list[Body]:
-        return list(self._begun.values())
 
     def _called(self, call: Body) -> list[str]:
         item, place = self._call_item(call), {"output_index": len(self._output)}
