@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,63 +102,55 @@ class Sampler:
             if not 0 <= token < n:
                 raise UsageError(f"--logit-bias: token {token} is not in the vocabulary, which is 0..{n - 1}")
 
-    def _samplers(self, seed: int) -> list[Any]:
+    def _samplers(self, seed: int) -> Iterator[Any]:
         """The links of the chain, which frees them."""
         its, n_vocab = self.settings, self.model.n_vocab
-        links = []
         if its.logit_bias:
             pairs = [api.llama_logit_bias(token, bias) for token, bias in its.logit_bias]
             bias = (api.llama_logit_bias * len(pairs))(*pairs)
-            links.append(api.llama_sampler_init_logit_bias(n_vocab, len(pairs), bias))
-        if its.mirostat and its.temp > 0:
-            links.append(api.llama_sampler_init_temp(its.temp))
-            target = (its.mirostat_ent, its.mirostat_lr)
-            if its.mirostat == 1:
-                links.append(api.llama_sampler_init_mirostat(n_vocab, seed, *target, _N_MIROSTAT))
-            else:
-                links.append(api.llama_sampler_init_mirostat_v2(seed, *target))
-            return links
+            yield api.llama_sampler_init_logit_bias(n_vocab, len(pairs), bias)
         if not its.mirostat:
-            links += self._penalties()
+            yield from self._penalties()
             # of all that drop tokens only these two can drop the likeliest
             if its.temp > 0 or its.typical < 1 or its.xtc_probability > 0:
-                links += self._truncations(seed)
-        if its.temp > 0:
-            links.append(api.llama_sampler_init_temp(its.temp))
-            links.append(api.llama_sampler_init_dist(seed))
+                yield from self._truncations(seed)
+        if its.temp <= 0:
+            yield api.llama_sampler_init_greedy()
+            return
+        yield api.llama_sampler_init_temp(its.temp)
+        target = (its.mirostat_ent, its.mirostat_lr)
+        if its.mirostat == 1:
+            yield api.llama_sampler_init_mirostat(n_vocab, seed, *target, _N_MIROSTAT)
+        elif its.mirostat == 2:
+            yield api.llama_sampler_init_mirostat_v2(seed, *target)
         else:
-            links.append(api.llama_sampler_init_greedy())
-        return links
+            yield api.llama_sampler_init_dist(seed)
 
-    def _penalties(self) -> list[Any]:
-        its, links = self.settings, []
+    def _penalties(self) -> Iterator[Any]:
+        its = self.settings
         penalties = (its.repeat_penalty, its.frequency_penalty, its.presence_penalty)
         if penalties != (1, 0, 0) and its.repeat_last_n:
-            links.append(api.llama_sampler_init_penalties(self.model.n_vocab, its.repeat_last_n, *penalties))
+            yield api.llama_sampler_init_penalties(self.model.n_vocab, its.repeat_last_n, *penalties)
         if its.dry_multiplier and its.dry_penalty_last_n:
             breakers = [text.encode() for text in its.dry_sequence_breaker]
-            links.append(
-                api.llama_sampler_init_dry(
-                    *(self.model.vocab, its.dry_multiplier, its.dry_base),
-                    *(its.dry_allowed_length, its.dry_penalty_last_n),
-                    *((ctypes.c_char_p * len(breakers))(*breakers), len(breakers)),
-                )
+            yield api.llama_sampler_init_dry(
+                *(self.model.vocab, its.dry_multiplier, its.dry_base),
+                *(its.dry_allowed_length, its.dry_penalty_last_n),
+                *((ctypes.c_char_p * len(breakers))(*breakers), len(breakers)),
             )
-        return links
 
-    def _truncations(self, seed: int) -> list[Any]:
-        its, links = self.settings, []
+    def _truncations(self, seed: int) -> Iterator[Any]:
+        its = self.settings
         if its.top_k > 0:
-            links.append(api.llama_sampler_init_top_k(its.top_k))
+            yield api.llama_sampler_init_top_k(its.top_k)
         if its.typical < 1:
-            links.append(api.llama_sampler_init_typical(its.typical, 1))
+            yield api.llama_sampler_init_typical(its.typical, 1)
         if its.top_p < 1:
-            links.append(api.llama_sampler_init_top_p(its.top_p, 1))
+            yield api.llama_sampler_init_top_p(its.top_p, 1)
         if its.min_p > 0:
-            links.append(api.llama_sampler_init_min_p(its.min_p, 1))
+            yield api.llama_sampler_init_min_p(its.min_p, 1)
         if its.xtc_probability > 0:
-            links.append(api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed))
-        return links
+            yield api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed)
 
     def sample(self, cache: Decoder) -> int:
         """The next token, from the logits of the cache's last decode.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A request that cannot be answered, in the words of OpenAI's error bodies.
 
@@ -25,24 +27,18 @@ class ApiError(Exception):
         Further fields of the body's error.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        more: dict[str, Any] | None = None,
-    ) -> None:
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    kind: str = "invalid_request_error"
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         # it may repeat what a stranger has sent
-        self.message = "".join(each if each.isprintable() else " " for each in message)
+        self.message = "".join(each if each.isprintable() else " " for each in self.message)
         super().__init__(self.message)
-        self.param = param
-        self.code = code
-        self.status = status
-        self.kind = kind
-        self.more = more or {}
 
     @property
     def body(self) -> dict[str, Any]:

@@ -91,13 +91,11 @@ class Grammars:
         process.start()
         self._process = process
         theirs.close()
-        try:
+        with suppress(EOFError, OSError):
             # it says so when it has loaded the vocabulary
             if self._link.poll(_START_S):
                 self._link.recv()
                 return
-        except (EOFError, OSError):
-            pass
         self.close()
         raise UsageError("the process for grammars does not start; leave the grammar out")
 

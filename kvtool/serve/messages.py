@@ -141,11 +141,12 @@ def _compared(message: Message) -> Message:
         own["content"] = own["content"].strip()
     if "tool_calls" in message:
         functions = [call["function"] for call in message["tool_calls"]]
-        own["tool_calls"] = [[each["name"], _arguments(each["arguments"])] for each in functions]
+        own["tool_calls"] = [[each["name"], loaded(each["arguments"])] for each in functions]
     return own
 
 
-def _arguments(text: str) -> Any:
+def loaded(text: str) -> Any:
+    """The value of a JSON text; the text itself where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

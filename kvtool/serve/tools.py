@@ -7,11 +7,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NoReturn
 
 from kvtool.chats.template import Template
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import HERMES, LLAMA, Format
+from kvtool.serve.messages import loaded
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -188,22 +190,14 @@ def _call(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("id"), str):
         call["id"] = _short(call["id"])
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        if isinstance(parsed, dict):
-            function["arguments"] = parsed
+    if isinstance(arguments, str) and isinstance(parsed := loaded(arguments or "{}"), dict):
+        function["arguments"] = parsed
     return {**call, "function": function}
 
 
 def _short(id: str) -> str:
-    return (
-        id
-        if re.fullmatch("[a-zA-Z0-9]{9}", id)
-        else hashlib.sha256(id.encode(errors="replace")).hexdigest()[:9]
-    )
+    is_short = re.fullmatch("[a-zA-Z0-9]{9}", id)
+    return id if is_short else hashlib.sha256(id.encode(errors="replace")).hexdigest()[:9]
 
 
 def _with_calls_written(message: dict[str, Any], format: Format) -> dict[str, Any]:
@@ -219,18 +213,12 @@ def _with_calls_written(message: dict[str, Any], format: Format) -> dict[str, An
 def _with_results_said(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with results as the user's, those of one reply together."""
     found: list[dict[str, Any]] = []
-    follows = False
-    for message in messages:
-        is_result = message["role"] == "tool"
+    for is_result, group in groupby(messages, lambda message: bool(message["role"] == "tool")):
         if is_result:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if follows:
-                found[-1]["content"] += f"\n{text}"
-            else:
-                found.append({"role": "user", "content": text})
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            found.append({"role": "user", "content": "\n".join(texts)})
         else:
-            found.append(message)
-        follows = is_result
+            found += group
     return found
 
 
