@@ -51,9 +51,9 @@ class Engine(Stream):
     def evict_if_due(self, n: int = 1) -> None:
         """Lets the policy evict if the next n tokens do not fit before its next plan: all that ever evicts.
 
-        A step begins with this, and ends with it for no token more, as it may have gone over the budget.
-        Raises PlanError, with the cache as it was, for a plan that breaks a rule, and StreamEnd if the cache
-        is full and the policy keeps everything.
+        A step begins with this for the token that comes, and ends with it for none. Raises PlanError, with
+        the cache as it was, for a plan that breaks a rule, and StreamEnd if the cache is full and the policy
+        keeps everything.
         """
         if self.n_until_plan < n:
             self.eviction.evict()
@@ -77,8 +77,7 @@ class Engine(Stream):
                 f"n_output must be in 0..{most}, got {n_output}; "
                 "Settings(n_output=...) sets how many tokens of a step may give logits"
             )
-        self.advance(tokens, n_output)
-        self.evict_if_due(0)
+        self._step(tokens, n_output)
 
     def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
         """Decodes a text i32[n] in as many steps as it takes. After each, yields which of the tokens it took.
@@ -101,8 +100,7 @@ class Engine(Stream):
                 n = min(n, self.n_until_plan)
             part = slice(at, at + n)
             at += n
-            self.advance(tokens[part], n if every else int(at == len(tokens)))
-            self.evict_if_due(0)
+            self._step(tokens[part], n if every else int(at == len(tokens)))
             yield part
 
     def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
@@ -134,6 +132,11 @@ class Engine(Stream):
         from kvtool.engine import snapshot
 
         snapshot.restore(self, saved)
+
+    def _step(self, tokens: np.ndarray, n_output: int) -> None:
+        self.advance(tokens, n_output)
+        # it may have gone over the budget
+        self.evict_if_due(0)
 
 
 def _checked(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
