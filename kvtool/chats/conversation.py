@@ -157,13 +157,13 @@ class Conversation:
         self._pin(n_pinned)
 
     def follow(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Takes over the messages of a chat that somebody else keeps: those of the tokens that are read."""
+        """Takes over the messages of a chat that a client keeps; the cache holds their tokens."""
         self.version += 1
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
 
     def amend(self, reply: Mapping[str, Any]) -> None:
-        """Replaces the last message, a reply, by what its reader has made of it."""
+        """Replaces the last reply, for example by one with its calls apart from its text."""
         self.messages[-1] = dict(reply)
 
     def answer(self, n_max: int | None = None) -> Iterator[str]:

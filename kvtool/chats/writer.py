@@ -57,7 +57,7 @@ class Writer:
         after_sampling: Callable[[int], None],
         while_reading: Callable[[int, int], None],
     ) -> None:
-        """Takes what goes for the next text in place of its own, and closes its sampler."""
+        """Prepares the next text: another sampler, which it takes in place of its own, and callbacks."""
         self.sampler.close()
         self.sampler, self.shown, self.stop = sampler, shown, False
         self.after_sampling, self.while_reading = after_sampling, while_reading

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Signals:
-    """What the library has summed of the attention in a window, which ends with the newest token.
+    """A policy's signals: sums over the attention of a window, which ends with the newest token.
 
     Attributes
     ----------

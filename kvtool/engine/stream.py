@@ -1,4 +1,4 @@
-"""One stream of tokens in one cache: what is decoded, what the rows hold, the policy at work on them."""
+"""One stream of tokens in one cache: the model, the rows, and the policy at work on them."""
 
 from __future__ import annotations
 

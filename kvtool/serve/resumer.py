@@ -1,4 +1,4 @@
-"""Chats in the engine: what is stored of one is gone on with, and it is stored again after each answer."""
+"""Continues chats from their longest stored beginning, and stores them after each answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_START = 256
 
 
 class Resumer:
-    """Brings the engine to where a chat goes on, and stores where it has come to.
+    """Continues one chat after another in the engine, and stores each after its answer.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Resumer:
         self.unsaved: str | None = None
 
     def leave(self) -> None:
-        """The engine will be at no chat any more."""
+        """Something else will take the engine: the next chat starts from its file, or anew."""
         self._at = None
 
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
