@@ -165,6 +165,23 @@ def test_later_turns_do_not_see_a_thought_that_the_template_drops(talk, opening,
 
 
 @pytest.mark.engine
+def test_penalties_know_each_token_of_two_replies_once_though_their_thoughts_are_dropped(talk, monkeypatch):
+    ours, sampled = talk(DROPS.replace("%OPEN%", ""), "full", 512), []
+    model, sampler = ours.writer.engine.model, ours.writer.sampler
+
+    def sample(cache):
+        sampler.recent.append(left.pop(0))
+        sampled.append(sampler.recent[-1])
+        return sampled[-1]
+
+    monkeypatch.setattr(sampler, "sample", sample)
+    for said in ("Seven.", "Yes."):
+        left = model.tokenize(f"<think>\nHm.</think>\n\n{said}<|im_end|>", special=True).tolist()
+        "".join(ours.reply("And?"))
+    assert list(sampler.recent) == sampled
+
+
+@pytest.mark.engine
 def test_a_thought_stays_where_the_template_keeps_it(talk, model):
     ours = talk(KEEPS, "full", 512)
     reply = "<think>\nHm.</think>\n\nSeven."
