@@ -49,7 +49,7 @@ def main() -> None:
     model = load_model(args.model)
     tokens = load_tokens(model, args.file, N_READ + N_STEP)
     # a full cache may be longer here than the model was trained for: its text is of no interest
-    stream._check = lambda *_: None
+    stream.check = lambda *_: None
     rows = []
     for size in map(int, args.sizes.split(",")):
         engines = {name: _recalling(model, name, tokens, size, args) for name in args.policies.split()}
