@@ -23,8 +23,8 @@ class Server:
     def stop(self, how=signal.SIGINT):
         """Ends it; returns (exit code, what it said since)."""
         self.process.send_signal(how)
-        said = self.process.stderr.read()
-        return self.process.wait(60), said
+        _, said = self.process.communicate(timeout=60)
+        return self.process.returncode, said
 
 
 @contextmanager

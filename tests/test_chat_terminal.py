@@ -63,7 +63,7 @@ FOUR = [f"turn {i}" for i in range(4)]
 
 def leave(chat):
     chat.type("/exit\n")
-    assert chat.process.wait(timeout=20) == 0
+    assert chat.process.wait(timeout=60) == 0
 
 
 # what is typed is text

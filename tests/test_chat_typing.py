@@ -108,7 +108,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.until(f"nothing was said\n\n> @{path}")
     chat.type("\x15")
     chat.type("/bye\r")
-    assert chat.process.wait(timeout=20) == 0
+    assert chat.process.wait(timeout=60) == 0
     assert said(path) == [
         *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "nine: what the file says"),
         "blanks",
@@ -120,7 +120,7 @@ def test_a_history_is_kept_between_chats(terminal, tmp_path):
     chat = terminal()
     chat.say("the first thing")
     chat.type("/exit\r")
-    assert chat.process.wait(timeout=20) == 0
+    assert chat.process.wait(timeout=60) == 0
     path = tmp_path / "kvtool" / "chat-history"
     assert path.stat().st_mode & 0o077 == 0
     again = terminal("--session", tmp_path / "chat.kv")
@@ -201,7 +201,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert chat.say("/show last").startswith("> Tell me a story.")
     assert "/show takes one of" in chat.say("/show all")
     chat.type("/exit\r")
-    assert chat.process.wait(timeout=20) == 0
+    assert chat.process.wait(timeout=60) == 0
     again = Terminal(chat.model, "-c", 2048, "--budget", 128, "--session", tmp_path / "chat.kv")
     again.wait_for("\n> ")
     shown = {line.split()[0]: line.split()[-1] for line in again.say("/show settings").split("\n")}
@@ -236,7 +236,7 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     chat.wait_for("/stats")
     assert "tokens so far" in chat.say("")
     chat.type("/bye\r")
-    assert chat.process.wait(timeout=20) == 0
+    assert chat.process.wait(timeout=60) == 0
 
 
 @pytest.mark.engine
@@ -245,7 +245,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     chat = terminal("--session", path)
     chat.say("what was said")
     chat.type("/exit\r")
-    assert chat.process.wait(timeout=20) == 0
+    assert chat.process.wait(timeout=60) == 0
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
     assert f"> what was said\n\n{reply.rstrip()}" in again.text

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -428,7 +427,6 @@ def test_an_interrupted_reply_ends_in_order(smollm2):
         text=True,
     )
     writer.stdout.readline()
-    time.sleep(0.2)
     writer.send_signal(signal.SIGINT)
     _, errors = writer.communicate(timeout=60)
     assert writer.returncode == 130

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from kvtool.measure.grid import Run
 from kvtool.measure.results import Results
 from kvtool.options.run import TextRun
 from kvtool.system.paths import cache_dir
+from tests.held import Held, until
 from tests.test_cli import KVTOOL, TEXT, kvtool
 from tests.test_grid import TIMES
 
@@ -276,30 +276,26 @@ def test_what_cannot_be_is_one_line_and_its_code(compare, arguments, code, words
 @pytest.mark.engine
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
-    long = tmp_path / "long.txt"
-    long.write_text(TEXT * 400)
-    out = tmp_path / "out.jsonl"
-    command = ["compare", str(long), "-m", str(model), "-t", "1", "--json", str(out), "--jobs", "2"]
-    command += ["--policies", "local", "--budgets", "64,65,66"]
+    held, out = Held(tmp_path), tmp_path / "out.jsonl"
+    command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--json", str(out), "--jobs", "2"]
+    command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
     with subprocess.Popen(
-        [*KVTOOL, *command], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*KVTOOL, *command],
+        cwd=folder,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        running, deadline = [], time.monotonic() + 60
-        while len(running) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            running = children.read_text().split()
+        held.wait(2)
+        running = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # as a terminal does on Ctrl-C
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().splitlines()
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     assert said[-1] == f"kvtool: stopped; 0 of 3 runs are in {out}; --resume does the rest"
     assert len(running) == 2
-    # a process that was just starting ends by itself: it gets no job
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{child}").exists() for child in running):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not any(Path(f"/proc/{child}").exists() for child in running))
 
 
 # the table and the picture

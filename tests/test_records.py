@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 
 import pytest
 
@@ -75,10 +74,10 @@ def test_rewriting_replaces_all(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def _rewrite(path, began):
+def _rewrite(path, began, is_asked):
     def slowly(there):
         began.set()
-        time.sleep(1)
+        assert is_asked.wait(60)
         return there
 
     records.rewrite(path, slowly)
@@ -87,10 +86,11 @@ def _rewrite(path, began):
 def test_what_is_added_while_a_file_is_rewritten_is_not_lost(tmp_path):
     path, context = tmp_path / "out.jsonl", multiprocessing.get_context("spawn")
     records.append(path, {"i": 0})
-    began = context.Event()
-    process = context.Process(target=_rewrite, args=(path, began))
+    began, is_asked = context.Event(), context.Event()
+    process = context.Process(target=_rewrite, args=(path, began, is_asked))
     process.start()
     assert began.wait(60)
+    is_asked.set()
     records.append(path, {"i": 1})
     process.join()
     assert records.read(path) == [{"i": 0}, {"i": 1}]

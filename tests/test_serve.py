@@ -6,15 +6,17 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import openai
 import pytest
 
+from tests.held import PATIENCE_S, until
 from tests.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine
@@ -220,33 +222,36 @@ def test_what_is_wrong_is_said_in_one_line(client, changes, error, param):
     assert own["param"] == param
 
 
+# takes hours
+LONG = 10**6
+
+
 def test_a_client_that_goes_stops_its_answer_alone(server, client):
     long = client.chat.completions.create(
-        model=MODEL, messages=[said("user", "Tell me a long story.")], max_tokens=2000, stream=True
+        model=MODEL, messages=[said("user", "Tell me a long story.")], max_tokens=LONG, stream=True
     )
     for _ in range(3):
         next(long)
-    start = time.monotonic()
     found = []
     other = threading.Thread(target=lambda: found.append(ask(client, [said("user", "Hello.")])))
     other.start()
     long.close()
-    other.join(60)
-    # 2,000 tokens take 15 s and more
+    other.join(PATIENCE_S)
     assert found
-    assert time.monotonic() - start < 8
 
 
 def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
-    start = time.monotonic()
     with pytest.raises(openai.APITimeoutError):
-        ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=2000)
+        ask(client.with_options(timeout=0.5), [said("user", "Tell me a long story.")], max_tokens=LONG)
     # while its prompt is read, too
     with pytest.raises(openai.APITimeoutError):
-        ask(client.with_options(timeout=0.5), [said("user", "It is a long story. " * 2000)])
-    assert ask(client, [said("user", "Hello.")])
-    assert time.monotonic() - start < 8
-    assert "kvtool_requests_running 0\n" in httpx.get(f"{server.url}/metrics").text
+        ask(
+            client.with_options(timeout=0.5),
+            [said("user", "It is a long story. " * 2000)],
+            max_tokens=LONG,
+        )
+    assert ask(client.with_options(timeout=PATIENCE_S), [said("user", "Hello.")])
+    until(lambda: "kvtool_requests_running 0\n" in httpx.get(f"{server.url}/metrics").text)
 
 
 def test_many_at_once_get_their_own_answers(client):
@@ -332,13 +337,11 @@ def test_keys_limits_and_overflow(smollm2, tmp_path):
             )
             deep = b"[" * 100_000 + b"]" * 100_000
             assert http.post("/v1/completions", content=deep).status_code == 400
-
-            def slow():
-                yield b'{"prompt": '
-                time.sleep(2)
-                yield b'"x"}'
-
-            assert http.post("/v1/completions", content=slow()).status_code == 408
+        where = urlsplit(url)
+        with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as slow:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\n"
+            slow.sendall(f'{head}Content-Length: 15\r\n\r\n{{"prompt": '.encode())
+            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])

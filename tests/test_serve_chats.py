@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -129,12 +128,10 @@ def test_who_gives_another_name_for_this_machine_is_refused(open_url):
 
 
 def test_an_answer_that_nobody_reads_ends(url):
-    long = {"messages": [said("user", "Long.")], "max_tokens": 1_000_000, "stream": True}
+    # takes days
+    long = {"messages": [said("user", "Long.")], "max_tokens": 10**9, "stream": True}
     assert request(url, long, KEY, n_lines=5) == (None, None)
-    start = time.monotonic()
     asked(url, [said("user", "Short.")])
-    # the long one takes minutes
-    assert time.monotonic() - start < 20
 
 
 def test_no_more_wait_than_may():

@@ -18,6 +18,7 @@ import pytest
 
 from tests import crowd_serve, fuzz_serve
 from tests.crowd_serve import reply_to, request, said
+from tests.held import PATIENCE_S, until
 from tests.serving import ONE_THREAD, serving
 
 pytestmark = [
@@ -87,19 +88,24 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(chat_model, tmp_path, pol
                 # this one is never finished
                 request(url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_lines=3)
 
-    for _ in range(2):
+    def wait_for_turns(n):
+        """Of all chats; more than half of them have one."""
+        until(lambda: sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10)
+
+    for n in (12, 40):
         is_over = threading.Event()
         with (
             serving(chat_model, *options(policy, tmp_path)) as server,
             ThreadPoolExecutor(len(chats)) as pool,
         ):
             threads = [pool.submit(talk, server.url, i, is_over) for i in range(len(chats))]
-            time.sleep(1)
-            server.process.kill()
-            is_over.set()
+            try:
+                wait_for_turns(n)
+            finally:
+                server.process.kill()
+                is_over.set()
         for thread in threads:
             thread.result()
-    assert sum(map(bool, chats)) > 10
     with serving(chat_model, *options(policy, tmp_path)) as server:
         found = [ask(server.url, [*chat, said("user", "And?")])[:2] if chat else ("", 0) for chat in chats]
     assert [n_cached for _, n_cached in found] == tokens
@@ -165,12 +171,12 @@ def _bytes(folder):
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_it_ends_within_seconds_whatever_clients_do(chat_model, how, code):
+def test_it_ends_whatever_clients_do(chat_model, how, code):
     with serving(chat_model, "--budget", "64", "--temp", "0") as server:
         where = urlsplit(server.url)
         address = (where.hostname, where.port)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
-        long = b'{"prompt": "a", "max_tokens": 1000000, "stream": true}'
+        long = b'{"prompt": "a", "max_tokens": 1000000000, "stream": true}'
         with (
             socket.create_connection(address),
             socket.create_connection(address) as half,
@@ -183,28 +189,28 @@ def test_it_ends_within_seconds_whatever_clients_do(chat_model, how, code):
             for each in (writing, waiting):
                 each.sendall(head + b"%d\r\n\r\n" % len(long) + long)
             assert writing.recv(100)
-            start = time.monotonic()
+            # it has a minute, and an answer takes days
             assert server.stop(how) == (code, "kvtool: stopped\n")
-        assert time.monotonic() - start < 5
 
 
 def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
     with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
         where = urlsplit(server.url)
         for sent in (b"", b"POST /v1/completions HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nA"):
-            with socket.create_connection((where.hostname, where.port), timeout=10) as slow:
+            with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as slow:
                 slow.sendall(sent)
-                start = time.monotonic()
                 # closed: by an end, or a reset
                 with suppress(ConnectionError):
                     assert slow.recv(100) == b""
-                assert time.monotonic() - start < 8
         # the head as a whole has to come in time
-        with socket.create_connection((where.hostname, where.port), timeout=10) as trickling:
-            start = time.monotonic()
-            with suppress(ConnectionError):
-                for byte in b"GET /health HTTP/1.1\r\nX: " + b"x" * 200:
-                    trickling.sendall(bytes([byte]))
-                    time.sleep(0.05)
-            assert time.monotonic() - start < 4
+        with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as trickling:
+            trickling.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            with pytest.raises(ConnectionError):
+                _trickle(trickling)
         assert reply_to(server.url, [said("user", "Hello.")])
+
+
+def _trickle(connection):
+    for _ in range(1200):
+        connection.sendall(b"x")
+        time.sleep(0.05)

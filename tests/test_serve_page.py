@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,7 @@ import pytest
 from kvtool.serve import app
 from kvtool.serve.app import Limits, Site
 from kvtool.serve.jobs import Job, Waiting
+from tests.held import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 WEB = ROOT / "kvtool" / "serve" / "web"
@@ -136,21 +138,25 @@ def test_a_stream_says_that_it_lives_while_a_long_prompt_is_read(monkeypatch):
     monkeypatch.setattr(app, "PING_S", 0.1)
 
     async def said():
-        job = Job(None, "")
+        job, found = Job(None, ""), []
 
         async def read():
-            for n in range(20):
-                job.emit("reading", n_read=n, n_all=20)
+            # what the engine says meanwhile puts no ping off
+            for n in itertools.count():
+                job.emit("reading", n_read=n, n_all=10**9)
                 await asyncio.sleep(0.02)
+                if len(found) == 2:
+                    break
             job.emit("read")
             job.emit("piece", text="a")
 
         reading = asyncio.ensure_future(read())
-        found = [each async for each in app._pings(job)]
+        async for each in app._pings(job):
+            found.append(each)
         await reading
         return found
 
-    *pings, event = asyncio.run(said())
+    *pings, event = asyncio.run(asyncio.wait_for(said(), PATIENCE_S))
     assert len(pings) >= 2
     assert set(pings) == {": ping\n\n"}
     assert event == {"kind": "piece", "text": "a"}

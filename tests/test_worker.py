@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
+from tests.held import until
 from tests.test_cli import KVTOOL, TEXT, kvtool
 
 EXACT = ["--temp", "0", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -196,13 +196,6 @@ class Worker:
             return code, out.read(), "\n".join(self.said)
 
 
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def workers():
     """Two workers that offer the same amount of memory."""
@@ -239,7 +232,7 @@ def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
 @pytest.mark.engine
 def test_the_protocol_is_the_librarys(workers):
     host, port = workers[0].endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         assert endpoints._greet(connection) == endpoints.PROTOCOL
 
 
@@ -247,7 +240,7 @@ def test_the_protocol_is_the_librarys(workers):
 def test_mem_is_what_the_worker_tells_its_clients(workers):
     get_device_memory = 11
     host, port = workers[0].endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         endpoints._greet(connection)
         connection.sendall(struct.pack("<BQI", get_device_memory, 4, 0))
         size, free, total = struct.unpack("<QQQ", endpoints._receive(connection, 24))
@@ -258,7 +251,7 @@ def test_mem_is_what_the_worker_tells_its_clients(workers):
 def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
     named = [workers[0].endpoint]
-    with socket.create_connection(named[0].split(":"), timeout=20) as connection:
+    with socket.create_connection(named[0].split(":"), timeout=60) as connection:
         endpoints._greet(connection)
         with pytest.raises(LibraryError, match="may be serving another"), endpoints.reached(named):
             pass

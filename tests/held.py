@@ -1,0 +1,67 @@
+"""A policy that waits in an eviction until its test lets it go on.
+
+So what a test does meanwhile is done in the middle of the work, however fast the machine is.
+"""
+
+from __future__ import annotations
+
+import time
+
+PATIENCE_S = 120
+"""Seconds after which a test gives up. Nothing takes so long: this ends what hangs."""
+
+POLICY = '''
+"""The newest tokens stay; an eviction waits for a file."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.policies.local import Local
+
+THERE, GO = Path({there!r}), Path({go!r})
+
+
+@dataclass(frozen=True)
+class Held(Local):
+    def plan(self, view, state):
+        if {when}:
+            (THERE / str(os.getpid())).touch()
+            end = time.monotonic() + {patience_s}
+            while not GO.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+        return Local.plan(self, view, state)
+
+
+POLICY = Held
+'''
+
+
+class Held:
+    """A policy file, and who waits in it.
+
+    when: which evictions wait, an expression of `view`.
+    """
+
+    def __init__(self, folder, when="True"):
+        self.policy, self._there, self._go = (folder / name for name in ("held.py", "there", "go"))
+        self._there.mkdir()
+        code = POLICY.format(there=str(self._there), go=str(self._go), when=when, patience_s=PATIENCE_S)
+        self.policy.write_text(code, encoding="utf-8")
+
+    def wait(self, n_process=1):
+        """Until so many processes wait in an eviction."""
+        until(lambda: len(list(self._there.iterdir())) >= n_process)
+
+    def go(self):
+        """Lets all go on, and nobody wait again."""
+        self._go.touch()
+
+
+def until(condition):
+    """Waits until a condition holds."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
