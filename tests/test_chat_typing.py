@@ -9,6 +9,7 @@ import pytest
 from kvtool.chats import session
 from kvtool.cli.chat_input import goes_on, unquoted, with_files
 from kvtool.errors import InputError
+from tests.held import Held
 from tests.terminal import Terminal
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -147,13 +148,15 @@ def test_a_chat_without_a_folder_for_its_history_goes_on(terminal, tmp_path):
 
 @pytest.mark.engine
 def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_path):
-    path = tmp_path / "chat.kv"
-    chat = terminal("--session", path, "-b", 16)
+    path, held = tmp_path / "chat.kv", Held(tmp_path)
+    chat = terminal("--session", path, "-b", 16, "--policy", held.policy)
     before = chat.say("hello").split("\n")[-1]
-    # long enough to be stopped in
+    # far more than the cells: most of it is read after the first eviction
     chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
-    chat.wait_for(" of 6,0")
+    chat.wait_for("reading")
+    held.wait()
     chat.type("\x03")
+    held.go()
     chat.until("cancelled; the chat is as it was before\n\n> ")
     assert said(path) == ["hello"]
     assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())

@@ -296,7 +296,6 @@ def test_a_run_has_the_numbers_of_perplexity(common):
     assert (full["kl"], full["top1"], full["nll_minus_full"], full["plan_s"]) == (0, 1, 0, 0)
     assert h2o["kl"] > 0.01
     assert roomy["kl"] == pytest.approx(0, abs=1e-6)
-    assert roomy["edit_s"] < h2o["edit_s"]
     assert 0 < h2o["top1"] < 1
     assert h2o["plan_s"] > 0 < h2o["edit_s"]
     sums = statistics.block_sums(nll[runs[1]] - nll[runs[0]])

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -50,7 +50,7 @@ def test_every_request_is_answered_or_refused(chat_model):
     assert sum(counts.values()) >= 300
     assert counts["right", 200] > 50
     assert counts["right", 400] > 50
-    assert n_file < 30
+    assert n_file < fuzz_serve.N_FILE
 
 
 @EACH_POLICY
@@ -196,17 +196,23 @@ def test_it_ends_whatever_clients_do(chat_model, how, code):
 def test_a_slow_head_and_a_slow_body_are_not_waited_for(chat_model):
     with serving(chat_model, "--budget", "64", "--read-timeout", "0.5") as server:
         where = urlsplit(server.url)
-        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nA"):
-            with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as slow:
-                slow.sendall(sent)
-                # closed: by an end, or a reset
-                with suppress(ConnectionError):
-                    assert slow.recv(100) == b""
-        # the head as a whole has to come in time
-        with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as trickling:
+        with ExitStack() as stack:
+
+            def connected():
+                address = (where.hostname, where.port)
+                return stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
+
+            silent, begun, amid, trickling = (connected() for _ in range(4))
+            begun.sendall(b"POST /v1/completions HTTP/1.1\r\n")
+            amid.sendall(b"GET /health HTTP/1.1\r\nA")
+            # the head as a whole has to come in time
             trickling.sendall(b"GET /health HTTP/1.1\r\nX: ")
             with pytest.raises(ConnectionError):
                 _trickle(trickling)
+            for slow in (silent, begun, amid):
+                # closed: by an end, or a reset
+                with suppress(ConnectionError):
+                    assert slow.recv(100) == b""
         assert reply_to(server.url, [said("user", "Hello.")])
 
 
