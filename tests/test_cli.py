@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtool import policies
+from tests.called import called
 
 TEXT = (
     "The tide came in over the flats before sunrise, and the birds that had fed there moved up the shore. "
@@ -144,7 +145,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
 )
 @pytest.mark.engine
 def test_bad_input_gets_one_line_and_its_code(arguments, code, words, text_file, smollm2):
-    done = kvtool(*(str(text_file) if a == "TEXT" else a for a in arguments))
+    done = called(*(str(text_file) if a == "TEXT" else a for a in arguments))
     assert done.returncode == code
     assert done.stdout == ""
     (line,) = done.stderr.strip().split("\n")
@@ -159,13 +160,13 @@ def test_a_budget_in_bytes_has_to_hold_what_is_beside_the_rows(tiny_model, text_
     own = ["-m", tiny_model(arch=arch), "-b", 16, "-t", 1, "--max-tokens", 40]
     budget = "--budgets" if command == "compare" else "--budget"
     policy = "--policies" if command == "compare" else "--policy"
-    done = kvtool(command, text_file, *own, policy, "h2o", budget, "129KiB")
+    done = called(command, text_file, *own, policy, "h2o", budget, "129KiB")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"kvtool: 129KiB is too small for this model: its smallest cache (256 tokens) takes {least}\n"
     )
     if command == "perplexity":
-        done = kvtool(command, text_file, *own, policy, "h2o", budget, least.replace(" ", ""), "--json")
+        done = called(command, text_file, *own, policy, "h2o", budget, least.replace(" ", ""), "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["budget"] == 256
 
@@ -187,7 +188,7 @@ def test_a_small_budget_in_bytes_lowers_the_batch(tiny_model, text_file, command
 def test_what_is_no_text_is_refused(tmp_path, data):
     path = tmp_path / "data"
     path.write_bytes(data)
-    done = kvtool("perplexity", path)
+    done = called("perplexity", path)
     assert done.returncode == 5
     assert done.stderr.count("\n") == 1
 
@@ -196,25 +197,25 @@ def test_what_is_no_text_is_refused(tmp_path, data):
 @pytest.mark.parametrize("command", ["perplexity", "compare"])
 def test_a_text_of_one_token_is_too_short(tmp_path, smollm2, command):
     (tmp_path / "one.txt").write_text("a")
-    done = kvtool(command, tmp_path / "one.txt")
+    done = called(command, tmp_path / "one.txt")
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == f"kvtool: {tmp_path / 'one.txt'} is too short: 1 token, at least 2 needed\n"
 
 
 def test_policies_lists_all_with_their_parameters():
-    listed = {policy["name"]: policy for policy in json.loads(kvtool("policies", "--json").stdout)}
+    listed = {policy["name"]: policy for policy in json.loads(called("policies", "--json").stdout)}
     assert {"full", "local", "random", "streamingllm", "h2o", "tova", "buzz"} <= set(listed)
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
     # the same in a table, where nothing is cut in a pipe: a line a policy
-    table = kvtool("policies").stdout
+    table = called("policies").stdout
     assert len(table.splitlines()) == 1 + len(listed)
     for policy in listed.values():
         assert f" {policy['paper']} " in table
 
 
 def test_a_policy_shows_what_a_budget_gives():
-    (buzz,) = json.loads(kvtool("policies", "buzz", "--budget", "512", "--json").stdout)
+    (buzz,) = json.loads(called("policies", "buzz", "--budget", "512", "--json").stdout)
     params = buzz["params"]
     assert params["sinks"] + params["window"] + params["threshold"] + 1 == 512
     # Theorem 3.1 for stride 5, as near as whole cells allow
@@ -223,13 +224,13 @@ def test_a_policy_shows_what_a_budget_gives():
 
 def test_a_policy_shows_what_is_given_by_hand():
     given = ("--budget", 512, "--evict-every", 32, "-o", "sinks=2")
-    (h2o,) = json.loads(kvtool("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
+    (h2o,) = json.loads(called("policies", "h2o", *given, "-o", "group=mean", "--json").stdout)
     # half of what an eviction leaves; mean and sum over a group rank alike
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
     }
-    table = kvtool("policies", "buzz", *given).stdout
+    table = called("policies", "buzz", *given).stdout
     lines = [line.split() for line in table.splitlines()]
     assert ["parameter", "(-o)", "at", "budget", "512", "what", "it", "does"] in lines
     # a line for each, with its value and what it does
@@ -238,10 +239,10 @@ def test_a_policy_shows_what_is_given_by_hand():
 
 
 def test_policies_explains_every_parameter():
-    for policy in json.loads(kvtool("policies", "--json").stdout):
+    for policy in json.loads(called("policies", "--json").stdout):
         assert set(policy["explained"]) == set(policy["params"]), policy["name"]
         assert all(text.endswith(".") for text in policy["explained"].values()), policy["name"]
-    (h2o,) = json.loads(kvtool("policies", "h2o", "--json").stdout)
+    (h2o,) = json.loads(called("policies", "h2o", "--json").stdout)
     assert h2o["explained"]["sinks"] == "First tokens, never evicted."
     assert h2o["explained"]["window"] == "Newest tokens, never evicted. Default: half of what is kept."
     # two lines of the docstring
@@ -261,7 +262,7 @@ def test_policies_explains_every_parameter():
     ],
 )
 def test_policies_refuses_what_would_show_nothing(arguments, words):
-    done = kvtool("policies", *arguments)
+    done = called("policies", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.strip().split("\n")
