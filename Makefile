@@ -9,10 +9,12 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 # one thread: two are slower on a busy machine, and results must not depend on their number
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
+# a file's tests go to one worker; tests/conftest.py begins with the longest files
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # the contract is about policies; their kernels are held against the definitions in these
 KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam divergence h2o keys roco \
 	scissorhands snapkv weightedkv))
-# a stage of their own, first: what fails here fails everywhere
+# a stage of their own: what fails here fails everywhere
 PATCH_TESTS := tests/test_patches.py tests/test_build.py
 SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_SANITIZE_UNDEFINED=ON)
 # Mesa's Vulkan on the CPU: the files it needs, each with the Debian package that has it
@@ -30,7 +32,7 @@ IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT &&
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library chat dist check-dist test $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library kernels chat dist check-dist test test-long $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -38,6 +40,7 @@ help:
 	@echo 'make dist         write two wheels to dist/: kvtool, and llama.cpp for every CPU of this kind of machine'
 	@echo 'make check-dist   install those in empty environments without a compiler, and run them; takes minutes'
 	@echo 'make test         set up, then run every check: $(STAGES)'
+	@echo 'make test-long    the same with every kill, random call and build of wheels; takes long'
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'
@@ -70,12 +73,16 @@ $(PY):
 library: $(PY)
 	@$(PY) -m kvtool.build --install >/dev/null
 
-$(READY): pyproject.toml | library
+$(READY): pyproject.toml | $(PY)
 	@echo 'installing kvtool and its dependencies' >&2
 	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[test]' >&2
 	@touch $@
 
-setup: library $(READY)
+# pip loads packages and numba compiles while C++ is compiled
+setup: $(PY)
+	@$(MAKE) --no-print-directory -j2 library kernels
+
+kernels: $(READY)
 	@$(PY) -m kvtool.build.kernels
 
 chat: setup
@@ -92,30 +99,37 @@ dist: $(PY)
 check-dist: $(PY)
 	@$(PY) tests/check_dist.py dist $(ARGS)
 
+# the long stage, and beside it the others one by one
 test: setup
-	@for stage in $(STAGES); do \
-		echo "== $$stage" >&2; start=$$(date +%s); \
-		$(MAKE) --no-print-directory $$stage || exit 1; \
-		echo "== $$stage: $$(($$(date +%s) - start)) s" >&2; \
-	done
+	@$(MAKE) --no-print-directory -j2 $(patsubst %,timed-%,test-plain $(filter-out test-plain,$(STAGES)))
+
+test-long: setup
+	@$(MAKE) --no-print-directory test LONG=--long
+
+# says what a stage has said once it has ended; the long one says it at once
+timed-%:
+	@start=$$(date +%s); \
+	if [ $* = test-plain ]; then $(MAKE) --no-print-directory $*; \
+	else said=$$($(MAKE) --no-print-directory $* 2>&1); fi; code=$$?; \
+	printf '%s\n' "$$said" "== $*: $$(($$(date +%s) - start)) s" >&2; exit $$code
 
 # not on Python 3.10: its last NumPy has other types
-lint: $(READY)
+lint: library $(READY)
 	@$(PY) -m ruff check
 	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || $(PY) -m mypy
 
-test-patches: $(READY)
+test-patches: library $(READY)
 	@$(PY) patches/sync.py check
 	@$(PYTEST) $(PATCH_TESTS)
 
-test-unjitted: $(READY)
+test-unjitted: library $(READY)
 	@NUMBA_DISABLE_JIT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
-test-bounds: $(READY)
+test-bounds: library $(READY)
 	@NUMBA_BOUNDSCHECK=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
-test-plain: $(READY)
-	@$(PYTEST) $(addprefix --ignore=,$(PATCH_TESTS))
+test-plain: library $(READY)
+	@$(PYTEST) $(WORKERS) $(LONG) $(addprefix --ignore=,$(PATCH_TESTS))
 
 stock: $(PY)
 	@$(PY) -m kvtool.build --stock

@@ -11,8 +11,11 @@ os.environ["KVTOOL_CONFIG"] = os.devnull
 for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
     if name not in ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS"):
         del os.environ[name]
+# hundreds of processes would compile the package, each for itself
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
+from filelock import FileLock  # noqa: E402
 
 from tests import tiny, tiny_kinds  # noqa: E402
 
@@ -52,9 +55,15 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def smollm2_f32(smollm2, tmp_path_factory):
-    """The same with every weight as F32: only so do reordered sums agree."""
-    path = tmp_path_factory.mktemp("f32") / "smollm2-f32.gguf"
-    tiny.dequantize(smollm2, path)
+    """The same with every weight as F32: only so do reordered sums agree. 540 MB, which all workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / "smollm2-f32.gguf"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            tiny.dequantize(smollm2, path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
     return path
 
 
@@ -77,4 +86,12 @@ def chat_model(tmp_path_factory):
     """A small random model that chats, trained for 512 tokens."""
     path = tmp_path_factory.mktemp("chat") / "chat.gguf"
     tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
+    return path
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory):
+    """A small random model that chats in letters and blanks: what it says never breaks a terminal's lines."""
+    path = tmp_path_factory.mktemp("talker") / "talker.gguf"
+    tiny.write_llama(path, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
     return path

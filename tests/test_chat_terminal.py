@@ -22,11 +22,11 @@ SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
 
 
 @pytest.fixture
-def terminal(smollm2):
+def terminal(talker):
     started = []
 
     def start(*options, **kwargs):
-        started.append(Terminal(smollm2, *SMALL, *options, **kwargs))
+        started.append(Terminal(talker, *SMALL, *options, **kwargs))
         started[-1].wait_for("\n> ")
         return started[-1]
 
@@ -37,10 +37,10 @@ def terminal(smollm2):
 
 
 @pytest.fixture(scope="module")
-def four_turns(smollm2, tmp_path_factory):
+def four_turns(talker, tmp_path_factory):
     """A session of four turns."""
     path = tmp_path_factory.mktemp("session") / "four.kv"
-    chat = Terminal(smollm2, *SMALL, "--session", path)
+    chat = Terminal(talker, *SMALL, "--session", path)
     chat.wait_for("\n> ")
     for i in range(4):
         chat.say(f"turn {i}")

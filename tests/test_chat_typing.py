@@ -18,12 +18,12 @@ UP = "\x1b[A"
 
 
 @pytest.fixture
-def terminal(smollm2, tmp_path):
+def terminal(talker, tmp_path):
     started = []
 
     def start(*options, **kwargs):
         env = {"XDG_STATE_HOME": str(tmp_path)} | kwargs.pop("env", {})
-        started.append(Terminal(smollm2, *SMALL, *options, env=env, **kwargs))
+        started.append(Terminal(talker, *SMALL, *options, env=env, **kwargs))
         started[-1].wait_for("\n> ")
         return started[-1]
 
@@ -198,7 +198,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
     assert "cut at 2 tokens by -n; /set n changes it" in chat.say("Tell me a story.")
     assert chat.say("/show system") == "Be brief."
-    assert "im_start" in chat.say("/show template")
+    assert "add_generation_prompt" in chat.say("/show template")
     assert "h2o" in chat.say("/show policy")
     assert chat.say("/show thought") == "the last reply has no thought"
     assert chat.say("/show last").startswith("> Tell me a story.")

@@ -38,6 +38,7 @@ def write_llama(
     rope="norm",
     rope_base=10000.0,
     tied=False,
+    letters=False,
     chat_template=None,
     yarn=None,
     space_prefix=False,
@@ -48,7 +49,8 @@ def write_llama(
     """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
 
     Any text is tokenized without a BOS token and comes back as it was, unless space_prefix or add_bos say
-    otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself.
+    otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself; with
+    letters those of all bytes, too, so that it has letters and blanks only.
     n_head_kv: one for each layer with arch="deci", which is llama in all else.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
@@ -62,7 +64,7 @@ def write_llama(
         writer.add_rope_scaling_orig_ctx_len(int(n_ctx_train / yarn))
     if chat_template:
         writer.add_chat_template(chat_template)
-    _add_tensors(writer, *sizes, tied, seed)
+    _add_tensors(writer, *sizes, tied, seed, n_silent=N_SPECIAL + 256 if letters else N_SPECIAL)
 
 
 def write_gemma3(
@@ -142,8 +144,8 @@ class Tensors:
     def bias(self, *shape, std=0.5):
         return (self.rng.standard_normal(shape) * std).astype(np.float32)
 
-    def add_ends(self, n_vocab, *, tied=False, output_norm="output_norm"):
-        """What is before and behind the layers."""
+    def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm"):
+        """What is before and behind the layers. n_silent: tokens that are not written."""
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
         embd[:N_SPECIAL] *= not tied
         # a tied output row has the size of an embedding: the last norm brings its logits down
@@ -152,7 +154,7 @@ class Tensors:
         self.writer.add_tensor("token_embd.weight", embd)
         if not tied:
             output = self.matrix(n_vocab, self.n_embd, LOGIT_STD)
-            output[:N_SPECIAL] = 0
+            output[:n_silent] = 0
             self.writer.add_tensor("output.weight", output)
 
     def attention(self, n_head, n_head_kv, head_dim):
@@ -186,10 +188,12 @@ class Tensors:
         self.writer.close()
 
 
-def _add_tensors(writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False):
+def _add_tensors(
+    writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False, n_silent=N_SPECIAL
+):
     n_embd = n_head * head_dim
     tensors = Tensors(writer, n_embd, seed)
-    tensors.add_ends(n_vocab, tied=tied)
+    tensors.add_ends(n_vocab, tied=tied, n_silent=n_silent)
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
