@@ -95,3 +95,9 @@ def talker(tmp_path_factory):
     path = tmp_path_factory.mktemp("talker") / "talker.gguf"
     tiny.write_llama(path, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
     return path
+
+
+@pytest.fixture
+def default_talker(talker, monkeypatch):
+    """Commands that name no model take this one."""
+    monkeypatch.setenv("KVTOOL_MODEL", str(talker))

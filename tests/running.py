@@ -21,6 +21,13 @@ LOGITS = max(TOLERANCE, 1e-3)
 """The same of logits."""
 
 
+KINDS = ("h2o", "buzz", "corm", "weightedkv")
+"""Policies that differ for the engine: a plain one, by segments, rows of their own lengths, one that merges.
+
+What policies promise, each of them, is in test_contract.py.
+"""
+
+
 @contextmanager
 def open_engine(path, policy, n_gpu_layers=None, **settings):
     """F32 cache, no flash attention, one thread, logits of every token, unless `settings` say otherwise."""

@@ -349,12 +349,12 @@ def held(tmp_path):
 
 
 @pytest.fixture
-def terminal(smollm2, held):
+def terminal(talker, held):
     started = []
 
     def start(own=True):
         options = ("--policy", held.policy, "--budget", 80, "-n", 200)
-        started.append(Terminal(smollm2, *options, own=own))
+        started.append(Terminal(talker, *options, own=own))
         return started[0]
 
     yield start

@@ -49,8 +49,8 @@ def write_llama(
     """Writes a random F32 model whose attention is peaked, so that an eviction shows in the logits.
 
     Any text is tokenized without a BOS token and comes back as it was, unless space_prefix or add_bos say
-    otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself; with
-    letters those of all bytes, too, so that it has letters and blanks only.
+    otherwise. The output rows of special tokens are zero, so that greedy text hardly ever ends by itself.
+    letters: so are those of all bytes; it writes letters and blanks.
     n_head_kv: one for each layer with arch="deci", which is llama in all else.
     """
     sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
