@@ -29,6 +29,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="run each case once, at its first size, and no test marked large: for slow kernels",
     )
+    parser.addoption("--long", action="store_true", help="every kill and random call, not a share of them")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(config, items):
         seen.add(case)
     items[:] = small
     config.hook.pytest_deselected(items=rest)
+
+
+@pytest.fixture(scope="session")
+def share_of(request):
+    """share_of(n, n_all): how many are tried of what is long and rarely finds anything; n_all with --long."""
+    return lambda n, n_all: n_all if request.config.getoption("--long") else n
 
 
 @pytest.fixture(scope="session")

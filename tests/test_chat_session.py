@@ -85,8 +85,9 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, po
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("options", "n"), [(FIRST, 50), (RECALL, 15)], ids=["h2o", "recall"])
-def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, options, n):
+@pytest.mark.parametrize(("options", "n", "n_all"), [(FIRST, 10, 50), (RECALL, 5, 15)], ids=["h2o", "recall"])
+def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, share_of, options, n, n_all):
+    n = share_of(n, n_all)
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []
     typed = tmp_path / "typed"
     for n_kill in range(n):

@@ -28,6 +28,7 @@ from kvtool.llama.sampler import Sampler
 from kvtool.measure import holdings
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
+from tests.running import KINDS
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
@@ -620,8 +621,8 @@ def test_a_system_prompt_is_pinned_before_the_first_turn_as_by_it(chat):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("policy", policies.names())
-def test_every_policy_chats(chat, policy):
+@pytest.mark.parametrize("policy", ["full", "recall", *KINDS])
+def test_policies_of_each_kind_chat(chat, policy):
     talk = chat(policy=policy, budget=1024 if policy == "full" else 64, system="You count waves.")
     said = ["".join(talk.reply(f"Tell me of day {day} at the sea.", 16)) for day in range(3)]
     assert all(said)

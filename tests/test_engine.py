@@ -25,14 +25,11 @@ from kvtool.units import CACHE_TYPES
 from tests import saved
 from tests.merging import Merging, keep_and_merge
 from tests.reference import transformer
-from tests.running import LOGITS, TOLERANCE, open_engine, text
+from tests.running import KINDS, LOGITS, TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
-EVICTING = [name for name in policies.names() if name != "full"]
-UNIFORM = [name for name in EVICTING if not policies.load(name).ragged]
-# those whose cells are all for live tokens
-FORGETTING = [name for name in EVICTING if policies.load(name).recall is Policy.recall]
+UNIFORM = [name for name in KINDS if not policies.load(name).ragged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ def test_below_the_budget_logits_are_those_of_plain_llama_cpp_to_the_bit(
 
 
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
-@pytest.mark.parametrize("name", FORGETTING)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, name, positions):
     path, tokens = tiny_model(), text(256)
     found = []
@@ -596,7 +593,7 @@ def test_a_text_with_a_token_that_there_is_not_is_refused_before_any_of_it_is_re
                 assert engine.n_past == 0
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", [*KINDS, "recall"])
 def test_pinned_tokens_stay(tiny_model, name):
     with open_engine(tiny_model(), policies.fit(name, 64, 8)) as engine:
         engine.pin(20)
@@ -622,7 +619,7 @@ def test_pinning_more_than_evictions_leave_is_a_usage_error(tiny_model):
 
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("over_budget", [True, False])
-@pytest.mark.parametrize("name", [name for name in UNIFORM if name in FORGETTING])
+@pytest.mark.parametrize("name", UNIFORM)
 def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, positions):
     rng = np.random.default_rng(5)
     tokens, at, longest = text(600), 0, 0
@@ -644,7 +641,7 @@ def test_no_row_is_over_the_budget_between_steps(tiny_model, name, over_budget, 
     assert (longest > 48) == over_budget
 
 
-@pytest.mark.parametrize("name", [name for name in UNIFORM if name in FORGETTING])
+@pytest.mark.parametrize("name", UNIFORM)
 def test_a_prompt_is_read_in_steps_longer_than_the_slack(tiny_model, name):
     steps = []
     with open_engine(tiny_model(), policies.fit(name, 96, 8), prefill="stream") as engine:
@@ -693,9 +690,7 @@ def test_a_smaller_context_can_be_asked_for(tiny_model):
         assert engine.n_past <= 70
 
 
-@pytest.mark.parametrize(
-    ("name", "positions"), [*product(EVICTING, ["auto"]), *product(FORGETTING, ["in-cache"])]
-)
+@pytest.mark.parametrize(("name", "positions"), [("recall", "auto"), *product(KINDS, ["auto", "in-cache"])])
 def test_other_positions_pass_the_trained_context(tiny_model, name, positions):
     with open_engine(tiny_model(n_ctx_train=130), policies.fit(name, 48, 16), positions=positions) as engine:
         assert engine.n_restart == 0
@@ -751,7 +746,8 @@ def test_settings_that_there_are_not_are_a_usage_error(wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"), [*product(EVICTING, ["original", "auto"]), *product(FORGETTING, ["in-cache"])]
+    ("name", "positions"),
+    [*product(["recall"], ["original", "auto"]), *product(KINDS, ["original", "auto", "in-cache"])],
 )
 def test_after_a_reset_all_is_as_at_first(tiny_model, name, positions):
     path, first, second = tiny_model(n_ctx_train=130), text(128, seed=1), text(128, seed=2)
