@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 from kvtool.chats import segments, session
+from tests.called import called
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
@@ -40,22 +41,21 @@ def talk(chat_model, tmp_path):
     return run
 
 
-def _command(chat_model, session, *options):
+def _words(chat_model, session, *options):
     own = ["-m", chat_model, "-n", 12, "-t", 1, "--session", session]
-    return [*KVTOOL, "chat", *map(str, [*own, *options])]
+    return ["chat", *map(str, [*own, *options])]
+
+
+def _command(chat_model, session, *options):
+    return [*KVTOOL, *_words(chat_model, session, *options)]
 
 
 FIRST = ["--policy", "h2o", "--budget", "96", "--temp", "0"]
 RECALL = ["--policy", "recall", *FIRST[2:]]
 
 
-def session_command(*arguments):
-    command = [*KVTOOL, "session", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, check=False, timeout=60)
-
-
 def of_session(*arguments):
-    done = session_command(*arguments)
+    done = called("session", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -139,7 +139,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
 
 
 @pytest.mark.engine
-def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(talk, tmp_path):
+def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(chat_model, talk, tmp_path):
     talk(TURNS[:2], *FIRST)
     path = tmp_path / "chat.kvs"
     before = path.read_bytes()
@@ -154,7 +154,7 @@ def test_what_does_not_go_with_a_session_is_one_line_and_leaves_it(talk, tmp_pat
         (["--positions", "original"], "started with --positions auto; it cannot"),
         (["--system", "Be brief."], "another system prompt"),
     ):
-        done = talk(TURNS[2:3], *options)
+        done = called(*_words(chat_model, path, *options), stdin=f"{TURNS[2]}\n")
         assert done.returncode == 9, (options, done.stderr)
         assert word in done.stderr
         assert done.stderr.count("\n") == 1
@@ -190,13 +190,13 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
     data = bytearray(path.read_bytes())
     data[-1000] ^= 1
     path.write_bytes(data[: -n_cut if n_cut else None])
-    done = session_command("show", path)
+    done = called("session", "show", path)
     assert done.returncode == 9
     # what can be read is shown all the same
-    assert re.search(rb"^turns +2 *$", done.stdout, re.M), done.stdout
+    assert re.search(r"^turns +2 *$", done.stdout, re.M), done.stdout
     line = f"kvtool: {path} {words} and its chat cannot continue; "
-    assert done.stderr.decode().startswith(line)
-    assert done.stderr.count(b"\n") == 1
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.engine
@@ -208,7 +208,7 @@ def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
         *("file", "size", "saved", "kvtool", "llama_cpp", "model", "model_sha256", "policy", "parameters"),
         *("turns", "tokens", "cells", "kv_bytes", "archived", "archive_bytes", "system", "problem"),
     ]
-    said = of_session("show", path).decode()
+    said = of_session("show", path)
     names = re.findall(r"^(\S+(?: \S+)*)  ", said, re.M)
     assert names == [
         *("file", "size", "saved", "kvtool", "llama.cpp", "model", "sha256", "policy", "eviction", "turns"),
@@ -262,7 +262,7 @@ def test_an_archive_that_cannot_be_read_is_one_line_and_the_text_is_still_there(
     assert done.stderr.count("\n") == 1
     assert path.read_bytes() == before
     assert exported(path) == text
-    shown = session_command("show", "--json", path)
+    shown = called("session", "show", "--json", path)
     assert shown.returncode == 9
     assert json.loads(shown.stdout)["turns"] == 6
     assert f"{archive} {what}" in json.loads(shown.stdout)["problem"]
@@ -351,5 +351,5 @@ def test_the_transcript_is_appended(talk, tmp_path):
     for turns in (TURNS[:2], TURNS[2:3]):
         assert talk(turns, *FIRST, "--transcript", path).returncode == 0
     shown = of_session("export", tmp_path / "chat.kvs")
-    assert path.read_bytes() == shown
-    assert shown.count(b"> line") == 3
+    assert path.read_bytes().decode().replace("\r\n", "\n") == shown
+    assert shown.count("> line") == 3
