@@ -37,7 +37,15 @@ CHATML = (
 
 
 @pytest.fixture(scope="module")
-def model(smollm2):
+def model(talker):
+    model = Model(talker)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def real_model(smollm2):
+    """One whose template has special tokens."""
     model = Model(smollm2)
     yield model
     model.close()
@@ -49,6 +57,15 @@ def greedy(model):
 
 @pytest.fixture
 def chat(model):
+    yield from chats(model)
+
+
+@pytest.fixture
+def real_chat(real_model):
+    yield from chats(real_model)
+
+
+def chats(model):
     talks = []
 
     def make(policy="buzz", budget=256, system=None, evict_every=None):
@@ -185,11 +202,11 @@ def test_what_was_not_read_before_a_stop_is_read_first_the_next_time(chat, model
 
 @pytest.mark.engine
 @pytest.mark.parametrize("marker", ["<|im_end|>", "<|endoftext|>"])
-def test_a_reply_ends_where_the_model_ends_its_turn(chat, model, monkeypatch, marker):
-    writer = chat().writer
-    writer.read(model.tokenize("Hello"))
-    hello = int(model.tokenize("Hello")[0])
-    (end,) = model.tokenize(marker, special=True)
+def test_a_reply_ends_where_the_model_ends_its_turn(real_chat, real_model, monkeypatch, marker):
+    writer = real_chat().writer
+    writer.read(real_model.tokenize("Hello"))
+    hello = int(real_model.tokenize("Hello")[0])
+    (end,) = real_model.tokenize(marker, special=True)
     sampled = iter([hello, hello, int(end)])
     monkeypatch.setattr(writer.sampler, "sample", lambda context: next(sampled))
     assert "".join(writer.write()) == "HelloHello"
@@ -525,8 +542,8 @@ def test_a_turn_that_cannot_begin_leaves_nothing_to_take_back(chat):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("system", ["s", "system", "<|im_start|>"])
-def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(chat, system):
-    talk = chat(system=system)
+def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(real_chat, system):
+    talk = real_chat(system=system)
     talk.pin_system()
     model = talk.writer.engine.model
     wanted = model.tokenize(f"<|im_start|>system\n{system}", special=True)
@@ -549,12 +566,12 @@ def test_the_first_turn_can_be_taken_back_with_its_system_prompt_kept(chat):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
-def test_the_words_before_a_reply_are_whole_whatever_is_evicted(chat, model, policy):
-    talk = chat(policy=policy, budget=64, evict_every=1)
-    pieces = talk.reply("The sea is wide and the road is long. " * 30, 1)
+def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, policy):
+    talk = real_chat(policy=policy, budget=64, evict_every=1)
+    pieces = talk.reply("The sea is wide and the road is long. " * 12, 1)
     next(pieces, None)
     engine = talk.writer.engine
-    marker = model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)
+    marker = real_model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)
     live = engine.rows.pos[:, : engine.n_kv]
     assert engine.n_evicted > 0
     assert all((live == engine.n_past - 1 - i).any(axis=1).all() for i in range(len(marker)))
