@@ -102,8 +102,8 @@ def test_a_name_that_is_not_utf8_is_one_line(command):
 
 
 @pytest.mark.engine
-def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, smollm2):
-    done = kvtool("chat", "-n", 2, "-t", 1, "-m", smollm2, stdin=b"hello\n" + CAFE + b"\n", env=env)
+def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, talker):
+    done = kvtool("chat", "-n", 2, "-t", 1, "-m", talker, stdin=b"hello\n" + CAFE + b"\n", env=env)
     assert "stdin is not UTF-8 (line 2, byte 3)" in one_line(done, 5)
     # the line before it was answered
     assert done.stdout.count(b"\n") == 1
@@ -111,11 +111,11 @@ def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, smollm2):
 
 @few
 @pytest.mark.engine
-def test_a_pipe_is_utf8_whatever_the_locale_is(env, smollm2):
+def test_a_pipe_is_utf8_whatever_the_locale_is(env, talker):
     stdin = "\ufeffna\u00efve \u4e16\r\n".encode()
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "chat.kv"
-        done = kvtool("chat", "-n", 2, "-t", 1, "-m", smollm2, "--session", kept, stdin=stdin, env=env)
+        done = kvtool("chat", "-n", 2, "-t", 1, "-m", talker, "--session", kept, stdin=stdin, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
         assert session.read_meta(kept)["messages"][0]["content"] == "na\u00efve \u4e16"
 
@@ -141,11 +141,11 @@ def test_tables_go_to_any_stdout(arguments):
 
 @few
 @pytest.mark.engine
-def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(smollm2, tmp_path, env):
+def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(talker, tmp_path, env):
     folder = os.fsencode(tmp_path)
     model, kept = folder + b"/" + CAFE + b"[bold].gguf", folder + b"/" + CAFE + b"[/bold].kv"
     os.makedirs(os.path.dirname(kept))
-    shutil.copy(smollm2, model)
+    shutil.copy(talker, model)
     for line in (b"one\n", b"two\n"):
         done = kvtool("chat", "-m", model, "-n", 2, "-t", 1, "--session", kept, stdin=line, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
@@ -190,8 +190,8 @@ def test_what_no_command_has_looked_at_is_one_line():
 
 
 @pytest.mark.engine
-def test_a_blank_is_a_text_to_continue(smollm2):
-    done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", smollm2)
+def test_a_blank_is_a_text_to_continue(talker):
+    done = kvtool("generate", "--raw", "-p", " ", "-n", 2, "--temp", 0, "-t", 1, "-m", talker)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
