@@ -21,6 +21,7 @@ from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.options.sampling import Sampling
+from tests.called import called
 from tests.running import open_engine
 from tests.test_cli import kvtool
 
@@ -361,7 +362,7 @@ def test_generate_writes_json_that_fits_a_schema_under_a_budget(smollm2, tmp_pat
 @pytest.mark.engine
 @pytest.mark.parametrize("typed", [["--grammar", "root ::= x"], ["--json-schema", '{"type": 5}']])
 def test_a_command_says_why_before_it_reads(chat_model, typed):
-    done = kvtool("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
+    done = called("generate", "-p", "a" * 400, "--policy", "h2o", "--budget", 64, "-m", chat_model, *typed)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

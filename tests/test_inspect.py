@@ -22,6 +22,7 @@ from rich.text import Text
 from kvtool import policies
 from kvtool.cli import inspect
 from kvtool.measure import holdings
+from tests.called import called
 from tests.running import open_engine, text
 from tests.test_cli import kvtool
 
@@ -377,7 +378,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):
-    done = kvtool("inspect", *arguments)
+    done = called("inspect", *arguments)
     assert (done.returncode, done.stdout) == (code, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvtool: ")
@@ -386,7 +387,7 @@ def test_bad_input_gets_one_line(arguments, code, words):
 
 @pytest.mark.engine
 def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
-    done = kvtool("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
+    done = called("inspect", "-m", tiny_model(), "--policy", "full", "-c", 16, stdin="word " * 40)
     assert done.returncode == 5
     assert "does not fit in the cache (16)" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -31,6 +31,7 @@ from kvtool.llama.sampler import Sampler
 from kvtool.options.field import declared
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing, Sampling
+from tests.called import called
 from tests.running import LOGITS, open_engine
 from tests.test_chat_session import exported, talk  # noqa: F401
 from tests.test_cli import kvtool
@@ -313,12 +314,12 @@ def test_a_setting_out_of_its_range_is_one_line(wrong, words):
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_command_refuses_a_setting_before_it_looks_for_a_model(command, typed, words):
     prompt = ["-p", "Hello"] if command == "generate" else []
-    done = kvtool(command, "-m", "no-such-model", *prompt, *typed, stdin="")
+    done = called(command, "-m", "no-such-model", *prompt, *typed, stdin="")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {words}\n")
 
 
 def test_logprobs_need_json():
-    done = kvtool("generate", "-p", "Hello", "--logprobs", 2)
+    done = called("generate", "-p", "Hello", "--logprobs", 2)
     assert (done.returncode, done.stderr) == (2, "kvtool: --logprobs goes into the JSON; add --json\n")
 
 

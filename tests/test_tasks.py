@@ -27,6 +27,7 @@ from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
+from tests.called import called
 from tests.held import Held
 from tests.test_cli import KVTOOL, kvtool
 
@@ -440,7 +441,7 @@ SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2"
 @pytest.mark.engine
 def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
-    done = kvtool(
+    done = called(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "h2o", "--budget", "25%", "--json", out
     )
     assert done.returncode == 0, done.stderr
@@ -457,7 +458,7 @@ def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
 
 @pytest.mark.engine
 def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
-    done = kvtool(
+    done = called(
         "eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "buzz", "--budget", "1%", "--json", "-"
     )
     assert done.returncode == 0, done.stderr
@@ -471,12 +472,12 @@ def test_a_share_below_what_works_is_the_least_that_does(tiny_model):
 def test_a_run_is_gone_on_with(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ("eval", "passkey", "-m", tiny_model(), *SMALL, "--policy", "full", "--json", out)
-    assert kvtool(*command, "--limit", 1).returncode == 0
-    done = kvtool(*command)
+    assert called(*command, "--limit", 1).returncode == 0
+    done = called(*command)
     assert done.returncode == 2
     assert "go on with it by --resume" in done.stderr
     first = out.read_bytes()
-    assert kvtool(*command, "--resume").returncode == 0
+    assert called(*command, "--resume").returncode == 0
     assert out.read_bytes().startswith(first)
     assert [record["id"] for record in records.read(out)] == [
         "400-0.2-0",
@@ -484,7 +485,7 @@ def test_a_run_is_gone_on_with(tiny_model, tmp_path):
         "400-0.8-0",
         "400-0.8-1",
     ]
-    done, again = (kvtool(*command, "--resume") for _ in range(2))
+    done, again = (called(*command, "--resume") for _ in range(2))
     assert done.stdout == again.stdout
     assert "passkey, 4 items" in done.stdout
 
@@ -528,7 +529,7 @@ def test_a_needle_is_asked_for_in_the_chat_template(tiny_model, tmp_path):
     ],
 )
 def test_what_cannot_work_is_one_line(arguments, code, words):
-    done = kvtool("eval", *arguments)
+    done = called("eval", *arguments)
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
@@ -589,7 +590,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
 
 
 def test_tasks_are_listed():
-    done = kvtool("eval")
+    done = called("eval")
     assert done.returncode == 0
     assert all(name in done.stdout for name in tasks.names())
 
