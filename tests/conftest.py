@@ -6,6 +6,8 @@ import os
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+# where there are several all the same, one that waits leaves its core to who has work
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # no default of whoever runs the tests
 os.environ["KVTOOL_CONFIG"] = os.devnull
 for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
