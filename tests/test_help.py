@@ -20,6 +20,7 @@ from kvtool.cli.models import _Types
 from kvtool.cli.settings import all_commands
 from kvtool.options.field import declared
 from kvtool.options.run import Run
+from tests.called import called
 from tests.test_cli import KVTOOL, kvtool
 
 COMMANDS_OF = dict(all_commands(get_command(app)))
@@ -67,7 +68,7 @@ def test_the_list_of_commands_says_what_each_says_of_itself():
         command = root.commands[name]
         said = " ".join((command.help or "").split())
         assert said.startswith(sentence), name
-        assert sentence in " ".join(kvtool("--help").stdout.split())
+        assert sentence in " ".join(called("--help").stdout.split())
 
 
 def test_options_stand_in_groups_with_their_real_defaults():
@@ -119,7 +120,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
     ],
 )
 def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
-    done = kvtool(*words)
+    done = called(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvtool: {said}")
     assert done.stderr.count("\n") == 1
@@ -163,7 +164,7 @@ def test_what_is_suggested_exists():
 )
 @pytest.mark.engine
 def test_a_value_out_of_range_is_one_line(smollm2, words, said):
-    done = kvtool("chat" if words[0] < "--s" else "generate", *words, stdin="x")
+    done = called("chat" if words[0] < "--s" else "generate", *words, stdin="x")
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
@@ -178,7 +179,7 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
     ],
 )
 def test_what_is_typed_in_two_places_is_one_line(words, said):
-    done = kvtool(*words)
+    done = called(*words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvtool: {said}\n")
 
 
@@ -190,7 +191,7 @@ def test_cache_types_are_taken_in_any_case():
 
 
 @pytest.mark.engine
-def test_a_prompt_comes_in_any_way(smollm2, tmp_path):
+def test_a_prompt_comes_in_any_way(default_talker, tmp_path):
     (tmp_path / "prompt.txt").write_text("Say hello.\n")
     (tmp_path / "system.txt").write_text("Be brief.\n")
 
@@ -222,7 +223,7 @@ def test_minus_one_is_no_limit_and_a_random_seed(smollm2):
 
 
 @pytest.mark.engine
-def test_a_context_above_the_trained_one_is_said(smollm2, tmp_path):
+def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     (tmp_path / "text").write_text("The tide came in. " * 9)
     line = "-c 9,000 is above the model's trained length; it runs with 8,192\n"
     generate = kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 9000)
@@ -238,11 +239,11 @@ def test_a_context_above_the_trained_one_is_said(smollm2, tmp_path):
 
 
 @pytest.mark.engine
-def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(smollm2):
-    done = kvtool("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
+def test_a_prompt_that_full_cannot_hold_is_refused_before_it_is_read(default_talker):
+    done = called("generate", "word " * 400, "--policy", "full", "-c", 256, "-t", 1)
     assert (done.returncode, done.stdout) == (5, "")
     assert re.fullmatch(
-        r"kvtool: the prompt \(\d+ tokens\) does not fit in the cache \(256\) and `full` never evicts; "
+        r"kvtool: the prompt \([\d,]+ tokens\) does not fit in the cache \(256\) and `full` never evicts; "
         r"use --policy h2o or a shorter prompt\n",
         done.stderr,
     )
@@ -265,7 +266,7 @@ POLICY = Mine
 
 
 @pytest.mark.engine
-def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(smollm2, tmp_path):
+def test_v_shows_where_a_policy_of_ones_own_failed_and_vv_llama_cpps_log(default_talker, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
 
     def said(*arguments):
