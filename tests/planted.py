@@ -36,9 +36,9 @@ class Fault:
 PLANTED = {
     "cli": Fault(
         "a session's options stand for those that were typed",
-        "kvtool/cli/opening.py",
-        "if name in context.params and not is_typed(context, name):",
-        "if name in context.params and is_typed(context, name):",
+        "kvtool/options/field.py",
+        "if name in saved and name not in self.typed]",
+        "if name in saved and name in self.typed]",
         ("test_chat_session.py",),
     ),
     "models": Fault(

@@ -1,0 +1,161 @@
+"""Options as data: how they are filled, checked, kept and said, and what a run makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvtool.cli.declared import Typed, options, parameters
+from kvtool.errors import UsageError
+from kvtool.options.field import Options, again, declared, option, within
+from kvtool.options.run import Run, TextRun
+from kvtool.options.sampling import Drawing
+from kvtool.runs import report
+from kvtool.runs.opening import open_run
+
+
+@dataclass(frozen=True)
+class Tide(Options):
+    default_height: ClassVar[int] = 7
+
+    height: int | None = option("-h2, --height N", None, "How high.", words="{default_height}", least=1)
+    share: float = option(
+        "--share X", 0.5, "Of the day.", kept=True, identity=True, **within(0, 1, "; 1: all")
+    )
+    moon: str = option("--moon NAME", "full", "Which moon.", choices=("new", "half", "full"), kept=True)
+    names: tuple[str, ...] = option("--name TEXT", (), "Names.", read=lambda raw, flag: tuple(raw or ()))
+
+
+@dataclass(frozen=True)
+class Calm(Tide):
+    hidden: ClassVar = ("names", "moon")
+    default_height: ClassVar[int] = 2
+
+    share: float = again(Tide, "share", 0.25, help="Of the night.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"height": 0}, "-h2 must be at least 1, got 0"),
+        ({"share": 2}, "--share must be in 0..1, got 2; 1: all"),
+        ({"share": float("nan")}, "--share must be in 0..1, got nan; 1: all"),
+        ({"moon": "blue"}, "--moon must be new, half or full, got 'blue'"),
+    ],
+)
+def test_a_value_out_of_its_range_names_the_first_flag(wrong, words):
+    with pytest.raises(UsageError) as caught:
+        Tide(**wrong)
+    assert str(caught.value) == words
+
+
+def test_what_was_typed_beats_what_a_session_has_kept_and_that_beats_a_setting():
+    raw = {"height": 3, "share": 0.75, "moon": "new", "names": ["a"]}
+    its = Tide.filled(raw, typed=["share"], given=["share", "moon"])
+    assert (its.names, its.typed, its.given) == (("a",), {"share"}, {"share", "moon"})
+    again_there = its.resumed({"share": 0.1, "moon": "half", "unknown": 1})
+    assert (again_there.share, again_there.moon) == (0.75, "half")
+    # what a session has is nobody's wish of now
+    assert again_there.given == {"share"}
+    assert its.kept() == {"share": 0.75, "moon": "new"}
+    assert its.identity() == {"share": 0.75}
+    assert its.changed(moon="full").given == {"share", "moon"}
+
+
+def test_a_class_may_say_something_of_a_field_again_and_hide_others():
+    assert Calm().share == 0.25
+    assert (declared(Calm)["share"].help, declared(Calm)["share"].kept) == ("Of the night.", True)
+    assert [each.name for each in parameters(Calm)] == ["height", "share"]
+    with pytest.raises(UsageError, match="--share must be in"):
+        Calm(share=-1)
+
+
+def called(*arguments):
+    """What a command with these options gets: the options, its own, and what was typed."""
+    got = []
+
+    @options
+    def command(*, tide: Tide, loud: bool = False, typed: Typed) -> None:
+        got.append((tide, loud, dict(typed)))
+
+    app = typer.Typer()
+    app.command()(command)
+    done = CliRunner().invoke(app, [*arguments])
+    return got[0] if got else done
+
+
+def test_a_command_gets_its_options_filled_and_what_was_typed():
+    tide, loud, typed = called("--moon", "new", "-h2", "4", "--name", "a", "--name", "b", "--loud")
+    assert (tide.moon, tide.height, tide.names, tide.share, loud) == ("new", 4, ("a", "b"), 0.5, True)
+    assert tide.typed == tide.given == {"moon", "height", "names"}
+    assert typed == {"moon": "--moon", "height": "--height", "names": "--name", "loud": "--loud"}
+    # typer refuses it, and no command begins
+    assert called("-h2", "0").exit_code == 2
+
+
+@pytest.mark.parametrize("kind", [Run, TextRun, Drawing])
+def test_all_that_is_kept_is_read_as_the_same_again(kind):
+    values = {
+        "positions": "in-cache",
+        "type_k": "q8_0",
+        "n_ctx": 64,
+        "options": ("a=1", "b=2"),
+        "budget": "9",
+    }
+    changed = kind(**{name: value for name, value in values.items() if name in declared(kind)})
+    assert kind().resumed(json.loads(json.dumps(changed.kept()))) == changed
+    assert kind.filled(json.loads(json.dumps(changed.values()))) == changed
+
+
+def test_no_two_options_have_a_name_in_common():
+    flags = [flag for kind in (Run, Drawing) for its in declared(kind).values() for flag in its.flags]
+    assert len(flags) == len(set(flags))
+    named = [name for field, its in declared(Drawing).items() for name in {*its.names(field)}]
+    assert len(named) == len(set(named))
+
+
+# what a run makes of them
+
+
+@pytest.mark.engine
+def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
+    path = str(tiny_model(n_ctx_train=512))
+    with open_run(Run(model=path, policy="h2o", n_ctx=9999, threads=1)) as opened:
+        assert opened.notes == ["-c 9,999 is above the model's trained length; it runs with 512"]
+        assert opened.engine.policy.budget == 512
+        said = report.report(opened.engine, opened.run.policy)
+        assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
+        assert report.line(said).startswith("0/512 cells per row, cache ")
+    run = TextRun(model=path, policy="recall", positions="in-cache", threads=1)
+    with open_run(run, instead="h2o", length=lambda model: 40) as opened:
+        assert opened.notes == ["nothing can be recalled with --positions in-cache: the policy is h2o"]
+        assert opened.run.policy == "h2o"
+        # each token is scored, and no batch goes over the budget
+        assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
+        assert not opened.engine.settings.over_budget
+    with open_run(Run(model=path, policy="full", threads=1), length=lambda model: 40) as opened:
+        assert opened.engine.policy.budget == 40
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"policy": "nope"}, "unknown policy 'nope'"),
+        ({"options": ("sinkz=1",)}, "H2O has no parameter 'sinkz'"),
+        ({"archive": "many"}, "--archive is a number of tokens"),
+        ({"archive": "9", "typed": frozenset({"archive"})}, "`h2o` has no archive; leave out --archive"),
+        ({"rpc": "there:50052", "gpu_layers": 0}, "-ngl 0 leaves no layer for the workers"),
+        ({"policy": "full", "budget": "9", "typed": frozenset({"budget"})}, "`full` keeps every token"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_looked_for(wrong, words):
+    def find(name):
+        raise AssertionError(name)
+
+    with pytest.raises(UsageError, match=words), open_run(Run(**wrong), find=find):
+        pass
