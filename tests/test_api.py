@@ -31,7 +31,7 @@ def blocks(name):
 @pytest.fixture
 def run(smollm2, monkeypatch):
     """run(code) -> the names it leaves, on one thread."""
-    monkeypatch.setattr("kvtool.llama.context.default_threads", lambda: 1)
+    monkeypatch.setattr("kvtool.llama.decoder.default_threads", lambda: 1)
     left = {}
 
     def run(code):
