@@ -15,6 +15,9 @@ for name in [name for name in os.environ if name.startswith("KVTOOL_")]:
         del os.environ[name]
 # hundreds of processes would compile the package, each for itself
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# what a worker of pytest-xdist tells its programs: the terminals of tests have sizes of their own
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 import pytest  # noqa: E402
 from filelock import FileLock  # noqa: E402
