@@ -1,10 +1,10 @@
 """Stored chats of a server that is killed before each of the calls that change its folder, one after another.
 
-    python -m tests.killed_turns MODEL FOLDER h2o recall
+    python -m tests.killed_turns MODEL FOLDER STEP h2o recall
 
-Each death is one of a child process, at the next such call of the same turns. Another child then goes on with
-every turn that was finished before: all of it must be in the cache, and what follows must be what follows
-where nobody was killed.
+STEP: 1 for each of them, 4 for one in four. Each death is one of a child process, at that call of the same
+turns. Another child then goes on with every turn that was finished before: all of it must be in the cache,
+and what follows must be what follows where nobody was killed.
 """
 
 from __future__ import annotations
@@ -149,14 +149,14 @@ def go_on(model, policy, folder, finished):
     return found
 
 
-def run(model_path, folder, policy):
-    """Dies at every call; returns how many there are."""
+def run(model_path, folder, policy, step=1):
+    """Dies at every call, or at one of `step`; returns how many there are."""
     model = Model(model_path)
     code, finished = live(model, policy, folder / "whole", NEVER)
     assert code == 0
     n_call = finished.pop()
     expected = go_on(model, policy, folder / "whole", finished)
-    for n in range(1, n_call + 1):
+    for n in range(1, n_call + 1, step):
         place = folder / f"killed-{n}"
         code, seen = live(model, policy, place, n)
         assert code == KILLED, f"call {n}"
@@ -180,7 +180,7 @@ def run(model_path, folder, policy):
 
 
 if __name__ == "__main__":
-    for each in sys.argv[3:]:
+    for each in sys.argv[4:]:
         place = Path(sys.argv[2]) / each
         place.mkdir(parents=True)
-        print(each, run(sys.argv[1], place, each), flush=True)
+        print(each, run(sys.argv[1], place, each, int(sys.argv[3])), flush=True)

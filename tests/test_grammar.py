@@ -319,8 +319,7 @@ def test_what_a_grammar_cannot_hold_is_named():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("policy", ["h2o", "streamingllm", "recall"])
-@pytest.mark.parametrize("temp", [0, 1.5])
+@pytest.mark.parametrize(("policy", "temp"), [("h2o", 0), ("streamingllm", 1.5), ("recall", 1.5)])
 def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smollm2, policy, temp):
     model = Model(smollm2)
     engine = Engine(model, policies.fit(policy, 64), Settings(n_threads=1, n_batch=32))

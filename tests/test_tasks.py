@@ -599,7 +599,7 @@ def test_tasks_are_listed():
 @pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
 def test_the_real_model_finds_a_key_that_it_holds(smollm2, policy, found):
     done = kvtool(
-        *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", "lengths=512", "-t", "1"),
+        *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", "lengths=300", "-t", "1"),
         *("--set", "depths=0.3", "--set", "repeats=1", "--json", "-"),
     )
     assert done.returncode == 0, done.stderr
