@@ -24,6 +24,12 @@ from filelock import FileLock  # noqa: E402
 
 from tests import tiny, tiny_kinds  # noqa: E402
 
+LONGEST = (
+    "exactness policies kinds serve_clients serve_faults serve chat_session chat_terminal cli help archive "
+    "grammar encodings sliding tasks recall faults prefill"
+).split()
+"""Files whose tests take longest. They go first, so that all workers end at about the same time."""
+
 SIZES = ("budget", "evict_every", "seed", "pinned", "shape", "group", "held", "n_value")
 """Parameters that give a test another size of the same case."""
 
@@ -38,6 +44,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    first = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path.name, len(first)))
     if not config.getoption("--small"):
         return
     seen, small, rest = set(), [], []
