@@ -17,6 +17,7 @@ Layouts: LongBench's ({"input", "context", "answers", "all_classes", "dataset"})
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,6 @@ from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 
-_PASSAGES = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other "
-    "words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based on the given "
-    "passages. Only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:"
-)
-_CODE = "Please complete the code given below. \n{context}{input}Next line of code:\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -46,141 +40,23 @@ class Part:
 
     Attributes
     ----------
-    prompt
-        With {context} and {input} to be filled in.
     n_max
         The most tokens of an answer.
     metric
         Score of an output against a reference; `classification` also takes the classes.
-    as_it_is
-        Whether the prompt is plain text even with a chat model.
-    first_line
-        Whether only the first line of an answer counts.
+    prompt
+        With {context} and {input} to be filled in.
     """
 
-    prompt: str
     n_max: int
     metric: Callable[..., float]
-    as_it_is: bool = False
-    first_line: bool = False
+    prompt: str
 
 
-_few_shot = partial(Part, as_it_is=True, first_line=True)
-_code = partial(Part, _CODE, 64, metrics.code_similarity, as_it_is=True)
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
-PARTS = {
-    "narrativeqa": Part(
-        "You are given a story, which can be either a novel or a movie script, and a question. Answer the "
-        "question asconcisely as you can, using a single phrase if possible. Do not provide any explanation."
-        "\n\nStory: {context}\n\nNow, answer the question based on the story asconcisely as you can, using a "
-        "single phrase if possible. Do not provide any explanation.\n\nQuestion: {input}\n\nAnswer:",
-        128,
-        metrics.f1,
-    ),
-    "qasper": Part(
-        "You are given a scientific article and a question. Answer the question as concisely as you can, "
-        "using a single phrase or sentence if possible. If the question cannot be answered based on the "
-        'information in the article, write "unanswerable". If the question is a yes/no question, answer '
-        '"yes", "no", or "unanswerable". Do not provide any explanation.\n\nArticle: {context}\n\n Answer '
-        "the question based on the above article as concisely as you can, using a single phrase or sentence "
-        "if possible. If the question cannot be answered based on the information in the article, write "
-        '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". Do not '
-        "provide any explanation.\n\nQuestion: {input}\n\nAnswer:",
-        128,
-        metrics.f1,
-    ),
-    "multifieldqa_en": Part(
-        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question "
-        "based on the above text, only give me the answer and do not output any other words.\n\n"
-        "Question: {input}\nAnswer:",
-        64,
-        metrics.f1,
-    ),
-    "multifieldqa_zh": Part(
-        "阅读以下文字并用中文简短回答：\n\n{context}\n\n现在请基于上面的文章回答下面的问题，"
-        "只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",
-        64,
-        metrics.f1_zh,
-    ),
-    "hotpotqa": Part(_PASSAGES, 32, metrics.f1),
-    "2wikimqa": Part(_PASSAGES, 32, metrics.f1),
-    "musique": Part(_PASSAGES, 32, metrics.f1),
-    "dureader": Part(
-        "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
-        128,
-        metrics.rouge_l_zh,
-    ),
-    "gov_report": Part(
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n"
-        "{context}\n\nNow, write a one-page summary of the report.\n\nSummary:",
-        512,
-        metrics.rouge_l,
-    ),
-    "qmsum": Part(
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the "
-        "query in one or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the "
-        "above meeting transcript in one or more sentences.\n\nQuery: {input}\nAnswer:",
-        512,
-        metrics.rouge_l,
-    ),
-    "multi_news": Part(
-        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
-        "Now, write a one-page summary of all the news.\n\nSummary:",
-        512,
-        metrics.rouge_l,
-    ),
-    "vcsum": Part(
-        "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",
-        512,
-        metrics.rouge_l_zh,
-    ),
-    "trec": _few_shot(
-        "Please determine the type of the question below. Here are some examples of questions.\n\n"
-        "{context}\n{input}",
-        64,
-        metrics.classification,
-    ),
-    "triviaqa": _few_shot(
-        "Answer the question based on the given passage. Only give me the answer and do not output any other "
-        "words. The following are some examples.\n\n{context}\n\n{input}",
-        32,
-        metrics.f1,
-    ),
-    "samsum": _few_shot(
-        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
-        "{context}\n\n{input}",
-        128,
-        metrics.rouge_l,
-    ),
-    "lsht": _few_shot(
-        "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}", 64, metrics.classification
-    ),
-    "passage_count": Part(
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please "
-        "carefully read these paragraphs and determine how many unique paragraphs there are after removing "
-        "duplicates. In other words, how many non-repeating paragraphs are there in total?\n\n{context}\n\n"
-        "Please enter the final count of unique paragraphs after removing duplicates. The output format "
-        "should only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
-        32,
-        metrics.share_of_numbers,
-    ),
-    "passage_retrieval_en": Part(
-        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the "
-        "abstract is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the "
-        "number of the paragraph that the abstract is from. The answer format must be like "
-        '"Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
-        32,
-        metrics.retrieval,
-    ),
-    "passage_retrieval_zh": Part(
-        "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n下面是一个摘要\n\n"
-        '{input}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',
-        32,
-        metrics.retrieval,
-    ),
-    "lcc": _code(),
-    "repobench-p": _code(),
-}
+PARTS = {name: Part(**its | {"metric": getattr(metrics, its["metric"])}) for name, its in _TABLE.items()}
+"""The tasks, as longbench.json has them: the prompts are data, as in LongBench's own config/*.json."""
 
 CATEGORIES = {
     "single-document questions": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -233,10 +109,11 @@ class LongBench(Task):
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        part = PARTS[item.about["dataset"]]
-        reader.read(item.prompt, part.n_max, as_it_is=part.as_it_is)
-        output = reader.write(part.n_max, stop=["\n"] if part.first_line else ())
-        counted = output.lstrip("\n").split("\n")[0] if part.first_line else output
+        dataset = item.about["dataset"]
+        part, is_few_shot = PARTS[dataset], dataset in CATEGORIES["few-shot"]
+        reader.read(item.prompt, part.n_max, as_it_is=is_few_shot or dataset in CATEGORIES["code"])
+        output = reader.write(part.n_max, stop=["\n"] if is_few_shot else ())
+        counted = output.lstrip("\n").split("\n")[0] if is_few_shot else output
         metric = part.metric
         if metric is metrics.classification:
             metric = partial(metric, classes=item.choices)
