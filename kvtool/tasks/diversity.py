@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Answer, Item, RecordTask
 
 
 @dataclass(frozen=True, slots=True)
-class Diversity(Task):
+class Diversity(RecordTask):
     """Parameters of the task.
 
     Attributes
@@ -60,11 +58,9 @@ class Diversity(Task):
         if self.temp <= 0 or not 0 < self.top_p <= 1:
             raise ValueError("temp must be above 0, top_p above 0 and at most 1")
 
-    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        return [
-            Item(f"{data.stem(path)}-{number}", prompt)
-            for path, number, prompt in data.each(files, "diversity", _prompt)
-        ]
+    def asked(self, record: data.Record) -> Sequence[Item]:
+        name = next((name for name in ("turns", "prompt") if name in record), "article")
+        return [Item("", data.text(record[name][0] if name == "turns" else record[name]))]
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         # the full cache first: the record takes its sizes from the reader's last engine
@@ -96,12 +92,6 @@ class Diversity(Task):
                     reader.sample(self.n_max, temp=self.temp, top_p=self.top_p, seed=self.seed + number)
                 )
         return [text.strip() for text in found]
-
-
-def _prompt(record: data.Record) -> str:
-    if "turns" in record:
-        return data.text(record["turns"][0])
-    return data.text(record["prompt"] if "prompt" in record else record["article"])
 
 
 TASK = Diversity

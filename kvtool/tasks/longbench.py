@@ -31,7 +31,7 @@ from kvtool.llama.model import Model
 from kvtool.measure import records
 from kvtool.tasks import data, metrics
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Answer, Item, RecordTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ LANGUAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class LongBench(Task):
+class LongBench(RecordTask):
     """Parameters of the task.
 
     Attributes
@@ -99,14 +99,23 @@ class LongBench(Task):
             raise ValueError(f"unknown LongBench task {', '.join(unknown)}; choose from {', '.join(PARTS)}")
 
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        found = []
-        for path, number, (dataset, prompt, answers, classes) in data.each(files, "longbench", _parsed):
-            if not self.only or dataset in self.only:
-                name = f"{data.stem(path)}-{number}"
-                found.append(Item(name, prompt, answers, classes, {"dataset": dataset}))
-        if not found:
+        if not (found := RecordTask.items(self, files, model)):
             raise InputError(f"the files have no records of {', '.join(self.only)}")
         return found
+
+    def asked(self, record: data.Record) -> Sequence[Item]:
+        dataset = record["task" if "task" in record else "dataset"].removesuffix("_e")
+        if dataset not in PARTS:
+            raise ValueError(f"unknown LongBench task {dataset!r}")
+        if "prompt" in record:
+            prompt = data.text(record["prompt"])
+        else:
+            prompt = PARTS[dataset].prompt.format(context=record["context"], input=record["input"])
+        classes = data.texts(record.get("all_classes") or [])
+        if PARTS[dataset].metric is metrics.classification and not classes:
+            raise KeyError("all_classes")
+        found = Item("", prompt, data.texts(record["answers"]), classes, {"dataset": dataset})
+        return [found] if not self.only or dataset in self.only else []
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         dataset = item.about["dataset"]
@@ -134,20 +143,6 @@ class LongBench(Task):
                 means = [fmean(fmean(values[name]) for name in names) for names in categories if names]
                 averages[f"average {language}"] = fmean(means)
         return averages
-
-
-def _parsed(record: data.Record) -> tuple[str, str, list[str], list[str]]:
-    dataset = record["task" if "task" in record else "dataset"].removesuffix("_e")
-    if dataset not in PARTS:
-        raise ValueError(f"unknown LongBench task {dataset!r}")
-    if "prompt" in record:
-        prompt = data.text(record["prompt"])
-    else:
-        prompt = PARTS[dataset].prompt.format(context=record["context"], input=record["input"])
-    classes = data.texts(record.get("all_classes") or [])
-    if PARTS[dataset].metric is metrics.classification and not classes:
-        raise KeyError("all_classes")
-    return dataset, prompt, data.texts(record["answers"]), classes
 
 
 TASK = LongBench

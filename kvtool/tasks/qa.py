@@ -17,15 +17,13 @@ questions without an answer (category 5) are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvtool.llama.model import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Answer, Item, RecordTask
 
 _DOCUMENTS = (
     "Write a high-quality answer for the given question using only the provided search results "
@@ -42,26 +40,7 @@ _DIALOGUE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A question about documents.
-
-    Attributes
-    ----------
-    prompt
-        Instruction, documents and question.
-    answers
-        Right answers.
-    about
-        More fields for the record.
-    """
-
-    prompt: str
-    answers: Sequence[str]
-    about: Record
-
-
-@dataclass(frozen=True, slots=True)
-class QA(Task):
+class QA(RecordTask):
     """Parameters of the task.
 
     Attributes
@@ -83,14 +62,11 @@ class QA(Task):
         if self.n_max < 1:
             raise ValueError(f"n_max must be at least 1, got {self.n_max}")
 
-    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        found = []
-        for path, number, questions in data.each(files, "qa", _questions):
-            for i, question in enumerate(questions, 1):
-                name = f"{data.stem(path)}-{number}" + (f"-{i}" if len(questions) > 1 else "")
-                about = {"file": path.name, **question.about}
-                found.append(Item(name, question.prompt, question.answers, about=about))
-        return found
+    def asked(self, record: Record) -> Sequence[Item]:
+        if "conversation" not in record:
+            return [_of_documents(record)]
+        found = list(_of_dialogue(record))
+        return [replace(item, id=f"-{i}") for i, item in enumerate(found, 1)] if len(found) > 1 else found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         # a text has at most as many tokens as bytes; one more for the space before it
@@ -114,16 +90,14 @@ class QA(Task):
         return Answer(output, scores, {"logp": logp} if logp else {})
 
 
-def _questions(record: Record) -> list[Question]:
-    if "conversation" in record:
-        return list(_of_dialogue(record))
+def _of_documents(record: Record) -> Item:
     if "ctxs" in record:
         documents = [(text["title"], text["text"]) for text in record["ctxs"]]
     elif "paragraphs" in record:
         documents = [(text["title"], text["text"]) for text in record["paragraphs"]]
     elif isinstance(record["context"], str):
         prompt = _TEXT.format(context=record["context"].strip(), question=data.text(record["input"]))
-        return [Question(prompt, _answers(record["answers"]), {})]
+        return Item("", prompt, _answers(record["answers"]))
     else:
         documents = [(title, "".join(sentences)) for title, sentences in record["context"]]
     context = "\n".join(
@@ -131,10 +105,10 @@ def _questions(record: Record) -> list[Question]:
         for number, (title, text) in enumerate(documents, 1)
     )
     prompt = _DOCUMENTS.format(context=context, question=data.text(record["question"]))
-    return [Question(prompt, _answers(record["answers"] if "answers" in record else record["answer"]), {})]
+    return Item("", prompt, _answers(record["answers"] if "answers" in record else record["answer"]))
 
 
-def _of_dialogue(record: Record) -> Iterator[Question]:
+def _of_dialogue(record: Record) -> Iterator[Item]:
     said = record["conversation"]
     sessions = []
     # session_1, session_2, ... and the date of each
@@ -149,7 +123,7 @@ def _of_dialogue(record: Record) -> Iterator[Question]:
             prompt = _DIALOGUE.format(context="\n\n".join(sessions), question=data.text(question["question"]))
             # an answer that is a year is a number in the file
             answers = _answers(str(question["answer"]))
-            yield Question(prompt, answers, {"category": question.get("category")})
+            yield Item("", prompt, answers, about={"category": question.get("category")})
 
 
 def _answers(value: object) -> list[str]:

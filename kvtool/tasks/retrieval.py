@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from kvtool.llama.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
 from kvtool.tasks.reader import Reader
-from kvtool.tasks.task import Answer, Item, Task
+from kvtool.tasks.task import Answer, Item, RecordTask
 
 _PROMPT = (
     "Extract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -31,7 +29,7 @@ _PROMPT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieval(Task):
+class Retrieval(RecordTask):
     """Parameters of the task.
 
     Attributes
@@ -54,14 +52,7 @@ class Retrieval(Task):
         if self.n_max < 1:
             raise ValueError(f"n_max must be at least 1, got {self.n_max}")
 
-    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
-        return [
-            Item(f"{data.stem(path)}-{number}", prompt, [value])
-            for path, number, (prompt, value) in data.each(files, "retrieval", self._question)
-        ]
-
-    def _question(self, record: Record) -> tuple[str, str]:
-        """The prompt, and the value that it asks for."""
+    def asked(self, record: Record) -> Sequence[Item]:
         pairs = [(data.text(key), data.text(value)) for key, value in record["ordered_kv_records"]]
         wanted = data.text(record["key"]), data.text(record["value"])
         place = pairs.index(wanted)
@@ -71,7 +62,7 @@ class Retrieval(Task):
         at = round(place * (n - 1) / max(len(pairs) - 1, 1))
         shown = [*others[:at], wanted, *others[at : n - 1]]
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in shown)
-        return _PROMPT.format(pairs=lines, key=wanted[0]), wanted[1]
+        return [Item("", _PROMPT.format(pairs=lines, key=wanted[0]), [wanted[1]])]
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         (value,) = item.references

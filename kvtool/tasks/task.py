@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvtool.tasks import data
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
@@ -69,8 +71,6 @@ class Task(ABC):
         Whether the task reads files that the user names.
     chat
         Whether the prompt is a user's turn by default, and not plain text.
-    n_max
-        The most tokens of an answer.
     by
         Names in an item's `about` by which the summary is broken down. Two of them make a heat map.
     packages
@@ -98,11 +98,6 @@ class Task(ABC):
         """A task that writes nothing, or has a way of its own, replaces it."""
         return True
 
-    @property
-    def n_max(self) -> int:
-        """The most tokens of an answer. A task may replace it by a constant or a parameter."""
-        return 64
-
     @abstractmethod
     def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
         """All items, always in the same order. Raises InputError if the files have none."""
@@ -114,3 +109,24 @@ class Task(ABC):
     def summary(self, records: Sequence[Record]) -> dict[str, float]:
         """Numbers about all records together, by name, besides the means of their scores."""
         return {}
+
+
+class RecordTask(Task):
+    """A task that makes its items of one record of its files after the other.
+
+    An item's id is the file's name and the record's number. Its `about` has the file if `by` names it.
+    """
+
+    @abstractmethod
+    def asked(self, record: data.Record) -> Iterable[Item]:
+        """The items of a record, with what their ids add to the record's. Raises what `data.each` catches."""
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        name = self.__module__.rpartition(".")[2]
+        found = []
+        for path, number, asked in data.each(files, name, lambda record: list(self.asked(record))):
+            about = {"file": path.name} if "file" in self.by else {}
+            for item in asked:
+                own = f"{data.stem(path)}-{number}{item.id}"
+                found.append(replace(item, id=own, about=about | item.about))
+        return found
