@@ -59,8 +59,10 @@ class Diversity(RecordTask):
             raise ValueError("temp must be above 0, top_p above 0 and at most 1")
 
     def asked(self, record: data.Record) -> Sequence[Item]:
-        name = next((name for name in ("turns", "prompt") if name in record), "article")
-        return [Item("", data.text(record[name][0] if name == "turns" else record[name]))]
+        text = (
+            record["turns"][0] if "turns" in record else record["prompt" if "prompt" in record else "article"]
+        )
+        return [Item("", data.text(text))]
 
     def answer(self, item: Item, reader: Reader) -> Answer:
         # the full cache first: the record takes its sizes from the reader's last engine

@@ -1,26 +1,83 @@
-"""A fact hidden in filler text, at a given depth of a prompt of a given length."""
+"""A fact hidden in filler text, at a given depth of a prompt of a given length: for needle and passkey."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 from kvtool.errors import InputError
 from kvtool.llama.model import Model
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
 
 _END = re.compile(r"(?<=[.!?])\s+")
 
 
-def check(lengths: Sequence[int], depths: Sequence[float], repeats: int) -> None:
-    """Raise ValueError for wrong lengths (tokens), depths (0 to 1) or repeats."""
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths must be numbers of tokens, such as 1024,2048, got {lengths}")
-    if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(f"depths must be in 0..1, got {depths}")
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""The text around the fact where no files are given, as in passkey's paper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack(Task):
+    """The parameters that both tasks have.
+
+    Attributes
+    ----------
+    lengths
+        Lengths of the prompts in tokens.
+    depths
+        Where the fact is: 0 is the start, 1 the end.
+    repeats
+        Prompts for each length and depth, each with other filler.
+    """
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    repeats: int = 5
+
+    n_max: ClassVar[int]
+    by: ClassVar[tuple[str, ...]] = ("depth", "length")
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be numbers of tokens, such as 1024,2048, got {self.lengths}")
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths must be in 0..1, got {self.depths}")
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Seed of everything that is drawn: a parameter, the last one."""
+
+    @abstractmethod
+    def parts(self, draws: random.Random) -> tuple[str, str, str, Sequence[str]]:
+        """The start of a prompt, its fact, its end, and the words that the answer must contain."""
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        filler = sentences_of(files) if files or self.needs_files else sentences(FILLER)
+        found = []
+        for length, depth, number in product(self.lengths, self.depths, range(self.repeats)):
+            name = f"{length}-{depth:g}-{number}"
+            draws = random.Random(f"{self.seed} {name}")
+            start, fact, end, words = self.parts(draws)
+            prompt = hide(model, filler, fact, depth, length, draws, start, end)
+            found.append(Item(name, prompt, words, about={"length": length, "depth": depth}))
+        return found
+
+    def answer(self, item: Item, reader: Reader) -> Answer:
+        # uncut: the fact may be in the middle
+        reader.read(item.prompt, self.n_max, uncut=True)
+        output = reader.write(self.n_max)
+        found = all(word.lower() in output.lower() for word in item.references)
+        return Answer(output, {"found": float(found)})
 
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
@@ -42,17 +99,6 @@ def sentences(text: str) -> list[str]:
     """The sentences of a text, each on one line. A sentence ends with . ? or !"""
     parts = (" ".join(part.split()) for part in _END.split(text))
     return [part for part in parts if part]
-
-
-def places(
-    lengths: Sequence[int], depths: Sequence[float], repeats: int, seed: int
-) -> Iterator[tuple[str, int, float, random.Random]]:
-    """Each length and depth, `repeats` times: its id, length, depth and its own random numbers."""
-    for length in lengths:
-        for depth in depths:
-            for number in range(repeats):
-                name = f"{length}-{depth:g}-{number}"
-                yield name, length, depth, random.Random(f"{seed} {name}")
 
 
 def hide(
