@@ -15,7 +15,6 @@ Option1, "The options: A ) ..."), COPA ({"p", "a1", "a2", "asks-for", "most-plau
 from __future__ import annotations
 
 import ast
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.errors import InputError
 from kvtool.llama.model import Model
 from kvtool.tasks import data
 from kvtool.tasks.data import Record
@@ -100,8 +98,8 @@ class Choice(Task):
             questions = _questions(path)
             for number, question in enumerate(questions, 1):
                 name = f"{data.stem(path)}-{number}"
-                others = train or questions
-                shots = self._shots(name, question, others)
+                others = [other for other in train or questions if other != question]
+                shots = data.drawn(self.shots, others, f"{self.seed} {name}", "records")
                 about = {"file": path.name} | ({"ending": question.ending} if question.ending else {})
                 prompt = "\n\n".join([*(shot.solved for shot in shots), question.prompt])
                 right = [question.choices[question.right]]
@@ -126,12 +124,6 @@ class Choice(Task):
         chosen, chosen_by_byte = int(logp.argmax()), int((logp / n_byte).argmax())
         scores = {"acc": float(chosen == right), "acc_norm": float(chosen_by_byte == right)}
         return Answer(item.choices[chosen], scores, {"choices": list(item.choices), "logp": logp.tolist()})
-
-    def _shots(self, name: str, asked: Question, questions: Sequence[Question]) -> Sequence[Question]:
-        others = [question for question in questions if question != asked]
-        if len(others) < self.shots:
-            raise InputError(f"{self.shots} shots need {self.shots} other records, there are {len(others)}")
-        return random.Random(f"{self.seed} {name}").sample(others, self.shots)
 
 
 def _questions(path: Path) -> list[Question]:

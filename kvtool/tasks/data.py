@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +63,13 @@ def each(files: Sequence[Path], task: str, parse: Callable[[Record], T]) -> Iter
 def stem(path: Path) -> str:
     """The file's name without .gz, .jsonl and .json."""
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+
+
+def drawn(n: int, others: Sequence[T], seed: str, what: str) -> list[T]:
+    """n of the others, as solved examples. what: their name, for the InputError if they are fewer."""
+    if len(others) < n:
+        raise InputError(f"{n} shots need {n} other {what}, there are {len(others)}")
+    return random.Random(seed).sample(others, n)
 
 
 def text(value: Any) -> str:

@@ -103,9 +103,7 @@ class Reader:
     def close(self) -> None:
         if self.full is not self:
             self.full.close()
-        if self._engine:
-            self._engine.close()
-            self._engine = None
+        self._close()
 
     def read(self, prompt: str, n_answer: int, *, as_it_is: bool = False, uncut: bool = False) -> None:
         """Read a prompt into an empty cache; an answer of up to n_answer tokens is to follow.
@@ -176,31 +174,29 @@ class Reader:
             token_nll(logits, target, nll[n : n + len(target)])
             greedy = greedy and bool((logits.argmax(axis=1) == target).all())
             n += len(target)
-        self._logits = self._last_logits()
         return Likelihood(-float(nll.sum()), n, greedy)
 
     @contextmanager
     def going_back(self) -> Iterator[Callable[[], None]]:
         """A function that restores the present state, to score several texts after one prompt."""
         saved = {name: array.copy() for name, array in self.engine.save()}
-        logits = self._logits
+        logits = self._last_logits().copy()
 
         def back() -> None:
             self.engine.restore(saved)
-            self._logits = logits
             # the sampler reads them there
-            self.engine.context.logits()[-1:] = logits
+            self._last_logits()[:] = logits
 
         yield back
 
     def _predictions(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
         """Logits f32[n, n_vocab], batch by batch: after the prompt, and after each token."""
-        yield self._logits
+        yield self._last_logits()
         for _ in self.engine.steps(tokens):
             yield self.engine.context.logits()
 
     def _last_logits(self) -> np.ndarray:
-        return self.engine.context.logits()[-1:].copy()
+        return self.engine.context.logits()[-1:]
 
     def _write(self, sampler: Sampler, n_max: int, stop: Sequence[str] = ()) -> str:
         text = ""
@@ -211,25 +207,26 @@ class Reader:
                 text = text[: min(ends)]
                 break
         sampler.close()
-        self._logits = self._last_logits()
         return text
+
+    def _close(self) -> None:
+        if self._engine:
+            self._engine.close()
+            self._engine = None
 
     def _empty(self, policy: Policy, template: Template | None) -> None:
         """Empty the cache and use this policy from now on."""
-        if self._engine is None or self._engine.policy != policy:
-            if self._engine:
-                self._engine.close()
-                self._engine = None
-            self._engine = Engine(self.model, policy, self.settings)
-        else:
+        if self._engine and self._engine.policy == policy:
             self._engine.reset()
+        else:
+            self._close()
+            self._engine = Engine(self.model, policy, self.settings)
         if template:
-            self._engine.hold(self._n_held)
+            self.engine.hold(self._n_held)
 
     def _read(self, tokens: np.ndarray) -> None:
         self.n_read = len(tokens)
         self.engine.read(tokens)
-        self._logits = self._last_logits()
 
     def _after_text(self, text: str) -> np.ndarray:
         """The tokens i32[n] of a text that follows another; no tokenizer adds a second space."""

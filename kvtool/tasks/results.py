@@ -57,7 +57,7 @@ class Results:
         self.about = about
         self.path = path
         self._names = (*about, "id", "item_sha256")
-        self._items = {_key(about, item): item for item in items}
+        self._items = {records.key(self._what(item), self._names): item for item in items}
         if len(self._items) < len(items):
             raise InputError("two items of the task have the same id and text; remove one")
         self._found: dict[str, Record] = {}
@@ -88,7 +88,7 @@ class Results:
         missing = {key: item for key, item in self._items.items() if key not in self._found}
         for key, item in missing.items():
             started = time.monotonic()
-            record = {**self.about, "id": item.id, "item_sha256": _digest(item), **item.about}
+            record = self._what(item) | item.about
             try:
                 answer = task.answer(item, reader)
             except (InputError, StreamEnd) as error:
@@ -112,6 +112,12 @@ class Results:
                 records.append(self.path, record)
             self._found[key] = record
             yield record
+
+    def _what(self, item: Item) -> dict[str, Any]:
+        """What an item's record is known by. A hash tells apart items of the same id, but of other files."""
+        parts = [item.prompt, list(item.references), list(item.choices)]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return {**self.about, "id": item.id, "item_sha256": digest}
 
 
 def means(found: Sequence[Record]) -> dict[str, Mean]:
@@ -141,14 +147,3 @@ def broken_down(found: Sequence[Record], by: Sequence[str]) -> Groups:
     for record in found:
         groups[tuple(record[name] for name in by)].append(record)
     return {values: means(groups[values]) for values in sorted(groups)}
-
-
-def _digest(item: Item) -> str:
-    """A hash that tells apart items of the same id, from other files or with other parameters."""
-    parts = [item.prompt, list(item.references), list(item.choices)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _key(about: Record, item: Item) -> str:
-    record = {**about, "id": item.id, "item_sha256": _digest(item)}
-    return records.key(record, record)

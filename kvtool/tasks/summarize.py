@@ -16,14 +16,12 @@ Queries about meetings are a user's turn, in LongBench's words.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from kvtool.errors import InputError
 from kvtool.llama.model import Model
 from kvtool.tasks import data, metrics
 from kvtool.tasks.data import Record
@@ -96,69 +94,38 @@ class Summarize(Task):
 
     def _of_file(self, path: Path) -> Iterator[Item]:
         parsed = list(data.each([path], "summarize", self._parsed))
-        articles = [article for _, _, article in parsed if isinstance(article, _Article)]
-        for _, number, found in parsed:
-            name = f"{data.stem(path)}-{number}"
-            if isinstance(found, _Article):
-                prompt = "".join(
-                    shot.asked + shot.summary + "\n\n" for shot in self._shots(name, found, articles)
-                )
-                yield Item(name, prompt + found.asked, [found.summary], about={"file": path.name})
-            else:
-                for i, (prompt, answer) in enumerate(found, 1):
-                    yield Item(f"{name}-{i}", prompt, [answer], about={"file": path.name})
+        articles = [found for _, _, asked in parsed for found in asked if found[0].startswith(_HEAD)]
+        for _, number, asked in parsed:
+            for i, found in enumerate(asked, 1):
+                (prompt, answer), name = found, f"{data.stem(path)}-{number}"
+                if prompt.startswith(_HEAD):
+                    others = [article for article in articles if article is not found]
+                    shots = data.drawn(self.shots, others, f"{self.seed} {name}", "articles")
+                    prompt = "".join(f"{shot}{summary}\n\n" for shot, summary in shots) + prompt
+                else:
+                    name += f"-{i}"
+                yield Item(name, prompt, [answer], about={"file": path.name})
 
-    def _shots(self, name: str, asked: _Article, articles: Sequence[_Article]) -> Sequence[_Article]:
-        others = [article for article in articles if article is not asked]
-        if len(others) < self.shots:
-            raise InputError(f"{self.shots} shots need {self.shots} other articles, there are {len(others)}")
-        return random.Random(f"{self.seed} {name}").sample(others, self.shots)
-
-    def _parsed(self, record: Record) -> _Article | list[tuple[str, str]]:
+    def _parsed(self, record: Record) -> list[tuple[str, str]]:
+        """The prompts of a record with their right answers: of an article one, without shots."""
         if "meeting_transcripts" in record:
             return list(self._queries(record))
         text = data.text(record["document"] if "document" in record else record["article"])
-        for name in ("summary_gt", "summary", "highlights"):
-            if name in record:
-                break
+        name = next((name for name in ("summary_gt", "summary") if name in record), "highlights")
         text = text.removeprefix(_HEAD)
         plural = "s" if self.sentences > 1 else ""
         instruction = f"Summarize the above article in {self.sentences} sentence{plural}."
         if found := _ASKED.search(text):
             text, instruction = text[: found.start()], found[1]
-        return _Article(f"{_HEAD}{text.strip()}\n\n{instruction}\n", data.text(record[name]).strip())
+        return [(f"{_HEAD}{text.strip()}\n\n{instruction}\n", data.text(record[name]).strip())]
 
     def _queries(self, record: Record) -> Iterator[tuple[str, str]]:
         lines = [f"{turn['speaker']}: {turn['content']}" for turn in record["meeting_transcripts"]]
-        for query in [] if self.spans else record["general_query_list"]:
-            yield _about_meeting(lines, query)
-        for query in record["specific_query_list"]:
-            chosen = lines
-            if self.spans:
-                spans = [(int(first), int(last)) for first, last in query["relevant_text_span"]]
-                chosen = [line for first, last in spans for line in lines[first : last + 1]]
-            yield _about_meeting(chosen, query)
-
-
-@dataclass(frozen=True, slots=True)
-class _Article:
-    """An article with its summary.
-
-    Attributes
-    ----------
-    asked
-        The article and the instruction.
-    summary
-        The right summary.
-    """
-
-    asked: str
-    summary: str
-
-
-def _about_meeting(lines: Sequence[str], query: Record) -> tuple[str, str]:
-    prompt = PARTS["qmsum"].prompt.format(context="\n".join(lines), input=data.text(query["query"]))
-    return prompt, data.text(query["answer"])
+        for query in [*([] if self.spans else record["general_query_list"]), *record["specific_query_list"]]:
+            spans = query["relevant_text_span"] if self.spans else [(0, len(lines))]
+            chosen = [line for first, last in spans for line in lines[int(first) : int(last) + 1]]
+            prompt = PARTS["qmsum"].prompt.format(context="\n".join(chosen), input=data.text(query["query"]))
+            yield prompt, data.text(query["answer"])
 
 
 TASK = Summarize
