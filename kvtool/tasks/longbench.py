@@ -46,11 +46,17 @@ class Part:
         Score of an output against a reference; `classification` also takes the classes.
     prompt
         With {context} and {input} to be filled in.
+    as_it_is
+        Whether the prompt is plain text even with a chat model.
+    first_line
+        Whether only the first line of an answer counts.
     """
 
     n_max: int
     metric: Callable[..., float]
     prompt: str
+    as_it_is: bool = False
+    first_line: bool = False
 
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -118,11 +124,10 @@ class LongBench(RecordTask):
         return [found] if not self.only or dataset in self.only else []
 
     def answer(self, item: Item, reader: Reader) -> Answer:
-        dataset = item.about["dataset"]
-        part, is_few_shot = PARTS[dataset], dataset in CATEGORIES["few-shot"]
-        reader.read(item.prompt, part.n_max, as_it_is=is_few_shot or dataset in CATEGORIES["code"])
-        output = reader.write(part.n_max, stop=["\n"] if is_few_shot else ())
-        counted = output.lstrip("\n").split("\n")[0] if is_few_shot else output
+        part = PARTS[item.about["dataset"]]
+        reader.read(item.prompt, part.n_max, as_it_is=part.as_it_is)
+        output = reader.write(part.n_max, stop=["\n"] if part.first_line else ())
+        counted = output.lstrip("\n").split("\n")[0] if part.first_line else output
         metric = part.metric
         if metric is metrics.classification:
             metric = partial(metric, classes=item.choices)
