@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,22 +127,22 @@ def runs(
     n_ctx_train: the model's trained context. wanted: policies as typed, with their parameters. budgets: as
     typed. Raises UsageError.
     """
-    split = [(text.strip(), *split_policy(text)) for text in wanted]
+
+    def evicts(text: str) -> bool:
+        return policies.load(split_policy(text)[0]).evicts
+
+    def kinds(text: str) -> Sequence[str]:
+        return types if combine or not evicts(text) else types[:1]
+
+    # one after the other, so that the first mistake of what was typed is the one that is told
+    places = chain(
+        ((text, None, kind) for text in wanted if keeps_all_it_needs(text) for kind in kinds(text)),
+        ((text, asked, kind) for asked in budgets for text in wanted if evicts(text) for kind in kinds(text)),
+    )
     found: dict[str, Run] = {}
-
-    def add(label: str, name: str, options: tuple[str, ...], asked: str | None, kind: str) -> None:
-        run = _run(common, n_ctx_train, layers, label, name, options, asked, kind)
+    for text, asked, kind in places:
+        run = _run(common, n_ctx_train, layers, text.strip(), asked, kind)
         found.setdefault(records.key(identity(common, run), KEY), run)
-
-    for label, name, options in split:
-        if keeps_all_it_needs(name):
-            for kind in types if combine or not policies.load(name).evicts else types[:1]:
-                add(label, name, options, None, kind)
-    for asked in budgets:
-        for label, name, options in split:
-            if policies.load(name).evicts:
-                for kind in types if combine else types[:1]:
-                    add(label, name, options, asked, kind)
     return list(found.values())
 
 
@@ -206,18 +207,10 @@ def _options(common: Common, name: str, options: tuple[str, ...], kind: str, **m
     return replace(common.options, **own, typed=frozenset())
 
 
-def _run(
-    common: Common,
-    n_ctx_train: int,
-    layers: Layers,
-    label: str,
-    name: str,
-    options: tuple[str, ...],
-    asked: str | None,
-    kind: str,
-) -> Run:
+def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: str | None, kind: str) -> Run:
     from kvtool.llama.decoder import choose_flash
 
+    name, options = split_policy(label)
     policy_type, its = policies.load(name), _options(common, name, options, kind)
     policies.parse_options(policy_type, options)
     # raises for a type that does not fit the model's heads
@@ -225,12 +218,8 @@ def _run(
     choose_flash(its.flash, kind, policy_type.ragged or layers.has_alibi)
     if policy_type.evicts:
         found = fitted(its, n_ctx_train, layers, str(common.n_ctx) if asked is None else asked)
-        own: dict[str, Any] = {
-            "budget": str(found.n),
-            "evict_every": found.policy.slack or None,
-            "n_batch": found.n_batch,
-        }
-        its = replace(its, **own)
+        slack = found.policy.slack or None
+        its = replace(its, budget=str(found.n), evict_every=slack, n_batch=found.n_batch)
     else:
         found = unbounded(its, min(common.n_ctx, common.n_tokens))
     settings = settings_of(its, common.n_ctx, found.n_batch, found.n_batch)

@@ -10,14 +10,14 @@ KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvtool.errors import ModelError
 from kvtool.llama.model import Model
-from kvtool.llama.observe import Visit, What, observe
+from kvtool.llama.observe import What, observe
 from kvtool.models.layers import Kind
 
 Progress = Callable[[int], None]
@@ -28,6 +28,9 @@ Place = tuple[int, int]
 
 CARRIED = 0.9
 """Part of the sum of squares that the singular values of an effective rank carry."""
+
+Measure = Callable[[What, Place, np.ndarray], tuple[float, ...] | None]
+"""Takes what it is, its place, and the array of an `observe.Visit`; returns numbers of the head, if any."""
 
 _SEED = 1
 
@@ -53,14 +56,21 @@ class Reading:
     n_threads: int | None = None
     progress: Progress = lambda n: None
 
-    def observe(self, kind: str, wanted: Collection[What], visit: Visit) -> None:
-        """Visits what is wanted of the layers that a kind of map shows. Raises what `observe` raises."""
+    def columns(self, kind: str, wanted: Collection[What], measure: Measure) -> list[np.ndarray]:
+        """i32[head] layers, i32[head] heads, then f64[head] for each number that is measured of a head.
 
-        def one(what: What, layer: int, head: int, array: np.ndarray) -> None:
-            visit(what, layer, head, array)
+        wanted: what is observed of the layers that a kind of map shows. Raises what `observe` raises.
+        """
+        found = []
+
+        def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+            if (numbers := measure(what, (layer, head), array)) is not None:
+                found.append((layer, head, *numbers))
             self.progress(layer + 1)
 
-        observe(self.model, self.tokens, wanted, drawn_layers(self.model, kind), one, self.n_threads)
+        observe(self.model, self.tokens, wanted, drawn_layers(self.model, kind), visit, self.n_threads)
+        layers, heads, *rest = zip(*found, strict=True)
+        return [np.array(layers, np.int32), np.array(heads, np.int32), *map(np.array, rest)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,41 +212,36 @@ def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
     rng = np.random.default_rng(_SEED)
     previous = np.arange(len(text.tokens) - 1)
     nearest: dict[int, np.ndarray] = {}
-    found: list[tuple[float, ...]] = []
     maps = {}
 
-    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+    def measure(what: What, place: Place, array: np.ndarray) -> tuple[float, ...] | None:
+        _, head = place
         if what is What.QUERIES:
             nearest[head] = most_similar(cosines(array))
-            return
+            return None
         mask, similar = important(array), nearest[head]
-        random = rng.integers(previous + 1)
-        others = similar, previous, random
-        found.append((layer, head, share_of(mask), *(overlap(mask, earlier) for earlier in others)))
-        if (layer, head) in places:
-            maps[layer, head] = AttentionMap(array, mask, similar)
+        if place in places:
+            maps[place] = AttentionMap(array, mask, similar)
+        others = similar, previous, rng.integers(previous + 1)
+        return share_of(mask), *(overlap(mask, earlier) for earlier in others)
 
-    text.observe("attention", (What.QUERIES, What.ATTENTION), visit)
-    layer, head, own, similar, before, random = _columns(found)
-    return Attention(layer, head, own, similar, before, random, maps)
+    return Attention(*text.columns("attention", (What.QUERIES, What.ATTENTION), measure), maps=maps)
 
 
 def queries(text: Reading, places: Collection[Place] = ()) -> Queries:
     """How similar queries are. places: the heads whose maps are wanted. Raises what `observe` raises."""
-    found: list[tuple[float, ...]] = []
     distances, maps = [], {}
 
-    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+    def measure(what: What, place: Place, array: np.ndarray) -> tuple[float]:
         cosine = cosines(array)
         nearest = most_similar(cosine)
         query = np.arange(1, len(array))
         distances.append((query - nearest).astype(np.int32))
-        found.append((layer, head, float(cosine[query, nearest].mean())))
-        if (layer, head) in places:
-            maps[layer, head] = cosine
+        if place in places:
+            maps[place] = cosine
+        return (float(cosine[query, nearest].mean()),)
 
-    text.observe("queries", (What.QUERIES,), visit)
-    layer, head, cosine = _columns(found)
+    layer, head, cosine = text.columns("queries", (What.QUERIES,), measure)
     return Queries(layer, head, np.array(distances), cosine, maps)
 
 
@@ -244,31 +249,22 @@ def values(text: Reading) -> Values:
     """How many dimensions keys and values fill. Raises what `observe` raises."""
     wanted = (What.KEYS_BEFORE, What.KEYS, What.VALUES)
     singular: dict[What, list[np.ndarray]] = {}
-    heads: list[Place] = []
 
-    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
+    def measure(what: What, place: Place, array: np.ndarray) -> tuple[()] | None:
         falling = np.linalg.svd(array.astype(np.float64), compute_uv=False)
         singular.setdefault(what, []).append(falling)
-        if what is What.VALUES:
-            heads.append((layer, head))
+        return () if what is What.VALUES else None
 
-    text.observe("values", wanted, visit)
-    layer, head = np.array(heads, np.int32).T
+    layer, head = text.columns("values", wanted, measure)
     # a layer may lack its keys before RoPE
-    whole = [what for what in wanted if len(singular.get(what, ())) == len(heads)]
+    whole = [what for what in wanted if len(singular.get(what, ())) == len(head)]
     return Values(layer, head, {what: singular[what] for what in whole})
 
 
 def share(text: Reading) -> Share:
     """How many keys are important. Raises what `observe` raises."""
-    found: list[tuple[float, ...]] = []
-
-    def visit(what: What, layer: int, head: int, array: np.ndarray) -> None:
-        found.append((layer, head, share_of(important(array))))
-
-    text.observe("share", (What.ATTENTION,), visit)
-    layer, head, own = _columns(found)
-    return Share(layer, head, own)
+    own = text.columns("share", (What.ATTENTION,), lambda what, place, array: (share_of(important(array)),))
+    return Share(*own)
 
 
 def drawn_layers(model: Model, kind: str) -> list[int]:
@@ -338,9 +334,3 @@ def effective_rank(singular: np.ndarray) -> int:
     """How many of these falling singular values carry 90 % of the sum of their squares; 0 of zeros."""
     carried = np.cumsum(singular**2)
     return int(np.searchsorted(carried, CARRIED * carried[-1])) + 1 if carried[-1] > 0 else 0
-
-
-def _columns(rows: Iterable[tuple[float, ...]]) -> list[np.ndarray]:
-    """The columns of rows that begin with layer and head: i32[head], i32[head], then f64[head] each."""
-    layer, head, *rest = zip(*rows, strict=True)
-    return [np.array(layer, np.int32), np.array(head, np.int32), *map(np.array, rest)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtool.measure import records
 from kvtool.measure.grid import KEY, Common, Run, identity
-from kvtool.measure.statistics import block_counts, joined, mean_error
+from kvtool.measure.statistics import mean_of_text
 
 
 @dataclass(slots=True)
@@ -55,11 +55,8 @@ class Results:
 
     def finished(self) -> list[dict[str, Any]]:
         """All records: the grid's in its order, each with its difference to the best, then the others."""
-        found = []
-        for run in self.grid:
-            if record := self.of_run.get(run):
-                found.append(record if "error" in record else record | self._against_best(run))
-        return found + self.others
+        done = [(run, self.of_run[run]) for run in self.grid if run in self.of_run]
+        return [r if "error" in r else r | self._against_best(run) for run, r in done] + self.others
 
     def _against_best(self, run: Run) -> dict[str, Any]:
         """The difference in nll to the best other run of the same budget and types, by blocks of tokens."""
@@ -76,12 +73,8 @@ class Results:
         best = self.grid[min(others)[1]]
         record, other = self.of_run[run], self.of_run[best]
         difference = np.subtract(record["nll_blocks"], other["nll_blocks"])
-        mean, error = mean_error(*joined(difference, block_counts(record["n_scored"])))
-        return {
-            "best_other": best.label,
-            "nll_minus_best": mean,
-            "nll_minus_best_stderr": None if np.isnan(error) else error,
-        }
+        mean, error = mean_of_text(difference, record["n_scored"])
+        return {"best_other": best.label, "nll_minus_best": mean, "nll_minus_best_stderr": error}
 
 
 def _rank(record: Mapping[str, Any] | None) -> int:

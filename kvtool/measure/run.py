@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,19 +130,13 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     """
     import numpy as np
 
-    from kvtool.measure.statistics import block_counts, block_sums, interval, joined, mean_error
+    from kvtool.measure.statistics import block_counts, block_sums, interval, joined, mean_of_text
 
-    counts = block_counts(len(nll))
-
-    def mean(values: np.ndarray) -> tuple[float, float | None]:
-        value, error = mean_error(*joined(block_sums(values), counts))
-        return value, None if np.isnan(error) else error
-
-    sums = block_sums(nll)
-    value, error = mean(nll)
-    low, high = interval(*joined(sums, counts))
+    n, sums = len(nll), block_sums(nll)
+    value, error = mean_of_text(sums, n)
+    low, high = interval(*joined(sums, block_counts(n)))
     found: dict[str, Any] = {
-        "n_scored": len(nll),
+        "n_scored": n,
         "perplexity": math.exp(value),
         "perplexity_low": math.exp(low),
         "perplexity_high": math.exp(high),
@@ -153,15 +147,14 @@ def quality(nll: np.ndarray, scores: Scores | None = None) -> dict[str, Any]:
     names = ("nll_minus_full", "kl", "top1")
     values = (nll - scores.nll, scores.kl, scores.same.astype(np.float64)) if scores else (None,) * 3
     for name, of_tokens in zip(names, values, strict=True):
-        pair = (None, None) if of_tokens is None else mean(of_tokens)
+        pair = (None, None) if of_tokens is None else mean_of_text(block_sums(of_tokens), n)
         found |= zip((name, f"{name}_stderr"), pair, strict=True)
     return found
 
 
 def encode(job: Job) -> bytes:
     """The job as JSON."""
-    own = {name: getattr(job, name) for name in ("tokens", "reference", "writes")}
-    return json.dumps({"options": job.options.values(), **own}).encode()
+    return json.dumps(asdict(job) | {"options": job.options.values()}).encode()
 
 
 def decode(data: Mapping[str, Any]) -> Job:

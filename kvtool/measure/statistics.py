@@ -117,6 +117,15 @@ def mean_error(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     return float(mean), float(np.sqrt((residuals**2).sum() * n_block / (n_block - 1)) / n)
 
 
+def mean_of_text(sums: np.ndarray, n: int) -> tuple[float, float | None]:
+    """The mean and its standard error of the sums f64[block] over the blocks of a text of n tokens.
+
+    Blocks that depend on each other are joined before. None for the error of a single block.
+    """
+    mean, error = mean_error(*joined(sums, block_counts(n)))
+    return mean, None if np.isnan(error) else error
+
+
 def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     """The interval of the mean of independent scores f64[n].
 
