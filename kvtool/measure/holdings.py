@@ -111,9 +111,7 @@ def recalled_last(engine: Engine) -> np.ndarray:
 
 def is_archived(engine: Engine) -> np.ndarray:
     """b1[n_past], whether a token is in the archive: no row holds it, and it may be recalled."""
-    span = _archived(engine)
-    token = np.arange(engine.n_past)
-    return (token >= span.start) & (token < span.stop)
+    return np.isin(np.arange(engine.n_past), _archived(engine))
 
 
 def n_forgotten(engine: Engine) -> int:
@@ -121,8 +119,7 @@ def n_forgotten(engine: Engine) -> int:
 
     The cost grows with the cells, not the stream.
     """
-    held = np.sort(_held(engine)[1])
-    return engine.n_past - int(np.count_nonzero(np.diff(held, prepend=-1))) - engine.n_archived
+    return engine.n_past - len(np.unique(_held(engine)[1])) - engine.n_archived
 
 
 def watch(

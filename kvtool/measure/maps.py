@@ -90,6 +90,19 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Share(Heads):
+    """How many keys are important to a query. The paper's sparsity is 1 minus it.
+
+    Attributes
+    ----------
+    share
+        f64[head], of the keys that a query has seen, itself included; the mean over the queries.
+    """
+
+    share: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMap:
     """The attention of one head.
 
@@ -109,7 +122,7 @@ class AttentionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention(Heads):
+class Attention(Share):
     """Whether similar queries find the same keys important.
 
     The overlap of a query and an earlier one is of the keys that both have seen: how many are important to
@@ -117,8 +130,6 @@ class Attention(Heads):
 
     Attributes
     ----------
-    share
-        f64[head], as in `Share`.
     similar
         f64[head], the overlap with the most similar earlier query.
     previous
@@ -129,7 +140,6 @@ class Attention(Heads):
         The attention of the heads that were asked for.
     """
 
-    share: np.ndarray
     similar: np.ndarray
     previous: np.ndarray
     random: np.ndarray
@@ -194,19 +204,6 @@ class Values(Heads):
         return np.array([effective_rank(each) for each in self.singular[what]], np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Share(Heads):
-    """How many keys are important to a query. The paper's sparsity is 1 minus it.
-
-    Attributes
-    ----------
-    share
-        f64[head], of the keys that a query has seen, itself included; the mean over the queries.
-    """
-
-    share: np.ndarray
-
-
 def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
     """How similar queries attend. places: the heads whose maps are wanted. Raises what `observe` raises."""
     rng = np.random.default_rng(_SEED)
@@ -225,7 +222,9 @@ def attention(text: Reading, places: Collection[Place] = ()) -> Attention:
         others = similar, previous, rng.integers(previous + 1)
         return share_of(mask), *(overlap(mask, earlier) for earlier in others)
 
-    return Attention(*text.columns("attention", (What.QUERIES, What.ATTENTION), measure), maps=maps)
+    wanted = (What.QUERIES, What.ATTENTION)
+    layer, head, own, similar, before, random = text.columns("attention", wanted, measure)
+    return Attention(layer, head, own, similar, before, random, maps)
 
 
 def queries(text: Reading, places: Collection[Place] = ()) -> Queries:

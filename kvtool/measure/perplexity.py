@@ -28,7 +28,7 @@ def nll_of(logits: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def stream(
-    engine: Engine, tokens: np.ndarray, progress: Progress | None = None, score: Score = nll_of
+    engine: Engine, tokens: np.ndarray, progress: Progress = lambda nll: None, score: Score = nll_of
 ) -> np.ndarray:
     """The nll f64[n - 1] of every token i32[n] but the first, streamed through the engine's cache.
 
@@ -37,8 +37,7 @@ def stream(
     parts = [np.empty(0)]
     for nll in steps(engine, tokens, score):
         parts.append(nll)
-        if progress:
-            progress(nll)
+        progress(nll)
     return np.concatenate(parts)
 
 
@@ -54,7 +53,7 @@ def windows(
     tokens: np.ndarray,
     n_window: int,
     stride: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda nll: None,
     score: Score = nll_of,
 ) -> np.ndarray:
     """The nll of independent pieces of n_window tokens, one after the other, each in an empty cache.
@@ -74,8 +73,6 @@ def windows(
         if engine.model.adds_bos and not stride:
             window[0] = engine.model.bos
         engine.reset()
-        nll = stream(engine, window, score=score)[first:]
-        parts.append(nll)
-        if progress:
-            progress(nll)
+        parts.append(stream(engine, window, score=score)[first:])
+        progress(parts[-1])
     return np.concatenate(parts)

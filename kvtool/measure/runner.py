@@ -124,10 +124,8 @@ class Runner:
         """The record of a process that has ended."""
         status = self._running.pop(run).returncode
         what = identity(self.common, run)
-        if end and "record" in end:
-            return {**what, **end["record"]}
         if end:
-            return what | end
+            return what | dict(end.get("record", end))
         # a line of the guard, which ends a process that llama.cpp would abort
         said = self._log(run).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         if said.startswith("kvtool: "):

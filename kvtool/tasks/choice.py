@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,33 +36,6 @@ _ASKED = re.compile(
 )
 _NUMBERED = re.compile(r"\s*(?:Answer|Solution|Option)\d: ")
 _LETTERED = re.compile(r"(?:^|\s*,\s*|\s+)[A-E] \) ")
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question with its choices.
-
-    Attributes
-    ----------
-    prompt
-        The text before the choice.
-    choices
-        The possible answers.
-    right
-        Index of the right one.
-    ending
-        The text after the choice.
-    """
-
-    prompt: str
-    choices: Sequence[str]
-    right: int
-    ending: str = ""
-
-    @property
-    def solved(self) -> str:
-        """The question with its right answer, as an example for others."""
-        return f"{self.prompt} {self.choices[self.right]}{self.ending}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +73,9 @@ class Choice(Task):
                 name = f"{data.stem(path)}-{number}"
                 others = [other for other in train or questions if other != question]
                 shots = data.drawn(self.shots, others, f"{self.seed} {name}", "records")
-                about = {"file": path.name} | ({"ending": question.ending} if question.ending else {})
-                prompt = "\n\n".join([*(shot.solved for shot in shots), question.prompt])
-                right = [question.choices[question.right]]
-                found.append(Item(name, prompt, right, question.choices, about))
+                prompt = "\n\n".join([*map(_solved, shots), question.prompt])
+                about = {"file": path.name, **question.about}
+                found.append(replace(question, id=name, prompt=prompt, about=about))
         return found
 
     def answer(self, item: Item, reader: Reader) -> Answer:
@@ -126,19 +98,31 @@ class Choice(Task):
         return Answer(item.choices[chosen], scores, {"choices": list(item.choices), "logp": logp.tolist()})
 
 
-def _questions(path: Path) -> list[Question]:
+def _solved(question: Item) -> str:
+    """A question with its right answer, as an example for others."""
+    return f"{question.prompt} {question.references[0]}{question.about.get('ending', '')}"
+
+
+def _questions(path: Path) -> list[Item]:
     return [question for _, _, question in data.each([path], "choice", _question)]
 
 
-def _question(record: Record) -> Question:
+def _asked(prompt: str, choices: Sequence[str], right: int, ending: str = "") -> Item:
+    """A question. prompt: before the choice. right: the index of the right one. ending: behind the choice."""
+    if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
+        raise ValueError(f"answer {right + 1} of {len(choices)} choices")
+    return Item("", prompt, [choices[right]], choices, {"ending": ending} if ending else {})
+
+
+def _question(record: Record) -> Item:
     if "sentence1" in record:
         prompt = f"{record['sentence1']}\nQuestion: {record['sentence2']} True or False?\nAnswer:"
-        return Question(prompt, ["True", "False"], [0, 1][record["label"]])
+        return _asked(prompt, ["True", "False"], [0, 1][record["label"]])
     if "asks-for" in record:
         word = {"cause": "because", "effect": "therefore"}[record["asks-for"]]
         choices = [text[0].lower() + text[1:] for text in (record["a1"], record["a2"])]
         prompt = f"{record['p'].strip().removesuffix('.')} {word}"
-        return Question(prompt, choices, _number(int(record["most-plausible-alternative"]) - 1, choices))
+        return _asked(prompt, choices, int(record["most-plausible-alternative"]) - 1)
     text, _, lettered = record["instruction"].partition("The options:")
     if lettered:
         lettered = lettered.strip()
@@ -146,31 +130,24 @@ def _question(record: Record) -> Question:
             # some records of MathQA have a Python list here
             lettered = " , ".join(ast.literal_eval(lettered))
         choices = _LETTERED.split(lettered)[1:]
-        return Question(_as_question(text), choices, _number("ABCDE".index(record["answer"]), choices))
+        return _asked(_as_question(text), choices, "ABCDE".index(record["answer"]))
     asked = _ASKED.fullmatch(text)
     if not asked:
         raise ValueError("no numbered answers in the instruction")
     choices = _NUMBERED.split(asked["choices"])[1:]
-    right = _number(int(record["answer"][-1]) - 1, choices)
-    question = asked["question"]
+    right, question = int(record["answer"][-1]) - 1, asked["question"]
     if asked["choices"].startswith("Option"):
         before, blank, ending = question.partition("_")
         if not blank:
             raise ValueError("no blank in the sentence")
-        return Question(before.strip(), choices, right, ending.rstrip())
+        return _asked(before.strip(), choices, right, ending.rstrip())
     # as in the harness: OpenBookQA's questions are beginnings of sentences
     prompt = question.strip() if asked["choices"].startswith("Answer") else _as_question(question)
-    return Question(prompt, choices, right)
+    return _asked(prompt, choices, right)
 
 
 def _as_question(text: str) -> str:
     return f"Question: {text.strip()}\nAnswer:"
-
-
-def _number(right: int, choices: Sequence[str]) -> int:
-    if not (0 <= right < len(choices) and all(choice.strip() for choice in choices)):
-        raise ValueError(f"answer {right + 1} of {len(choices)} choices")
-    return right
 
 
 TASK = Choice

@@ -91,10 +91,8 @@ class QA(RecordTask):
 
 
 def _of_documents(record: Record) -> Item:
-    if "ctxs" in record:
-        documents = [(text["title"], text["text"]) for text in record["ctxs"]]
-    elif "paragraphs" in record:
-        documents = [(text["title"], text["text"]) for text in record["paragraphs"]]
+    if (texts := record.get("ctxs", record.get("paragraphs"))) is not None:
+        documents = [(text["title"], text["text"]) for text in texts]
     elif isinstance(record["context"], str):
         prompt = _TEXT.format(context=record["context"].strip(), question=data.text(record["input"]))
         return Item("", prompt, _answers(record["answers"]))

@@ -32,9 +32,6 @@ from kvtool.tasks import data
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
 
-Turns = list[tuple[str, str | None]]
-"""For each turn what the user says, and the right answer if there is one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Stream(Task):
@@ -116,20 +113,23 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _parsed(record: data.Record) -> tuple[Any, Any, bool]:
-    """A chat's id, and its turns or the answers to them; True for answers."""
+    """A chat's id, and its turns or the answers to them; True for answers.
+
+    A turn is what the user says, and the right answer if there is one.
+    """
     if "choices" in record:
         return record["question_id"], data.texts(record["choices"][0]["turns"]), True
     if "turns" in record:
-        turns: Turns = [(said, None) for said in data.texts(record["turns"])]
-        return record["question_id"], turns, False
+        return record["question_id"], [(said, None) for said in data.texts(record["turns"])], False
     if "conversations" in record:
         said = [(turn["from"], data.text(turn["value"])) for turn in record["conversations"]]
     else:
         said = [(turn["role"], data.text(turn["content"])) for turn in record["messages"]]
-    turns = []
-    for (who, text), (follower, reply) in zip(said, [*said[1:], ("", "")], strict=True):
-        if who in ("human", "user"):
-            turns.append((text, reply if follower in ("gpt", "assistant") else None))
+    turns = [
+        (text, reply if follower in ("gpt", "assistant") else None)
+        for (who, text), (follower, reply) in zip(said, [*said[1:], ("", "")], strict=True)
+        if who in ("human", "user")
+    ]
     return record.get("id"), turns, False
 
 
