@@ -85,7 +85,7 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
                 # raised here, before the reference gets its name
                 raise ModelError("the model's logits are not finite; the model file may be damaged")
         held = {name: value for name, value in said(engine, run.policy).items() if name in _HELD}
-        found = {
+        return quality(np.concatenate(parts), scores) | {
             "tokens_per_s": len(tokens) / seconds,
             "seconds": seconds,
             "cpu_s": cpu_s,
@@ -97,7 +97,6 @@ def measure(job: Job, report: Report = lambda n, nll: None) -> dict[str, Any]:
             "archive_file": job.options.archive_file if engine.context.archive else None,
             "peak_rss_bytes": peak_rss_bytes(),
         }
-        return quality(np.concatenate(parts), scores) | found
 
 
 _HELD = ("cells", "kv_bytes", "state_bytes", "archived", "archive_bytes")

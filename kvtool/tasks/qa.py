@@ -38,6 +38,8 @@ _DIALOGUE = (
     "phrase.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 )
 
+_METRICS = {"f1": metrics.f1, "em": metrics.exact_match, "subspan_em": metrics.subspan}
+
 
 @dataclass(frozen=True, slots=True)
 class QA(RecordTask):
@@ -80,11 +82,7 @@ class QA(RecordTask):
                 back()
                 scored = reader.log_likelihood(reader.following(reference))
                 logp[reference] = scored.logp / scored.n
-        scores = {
-            "f1": metrics.best(metrics.f1, output, item.references),
-            "em": metrics.best(metrics.exact_match, output, item.references),
-            "subspan_em": metrics.best(metrics.subspan, output, item.references),
-        }
+        scores = {name: metrics.best(metric, output, item.references) for name, metric in _METRICS.items()}
         if logp:
             scores["logp"] = max(logp.values())
         return Answer(output, scores, {"logp": logp} if logp else {})
