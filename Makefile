@@ -9,8 +9,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 # one thread: two are slower on a busy machine, and results must not depend on their number
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(PY) -m pytest -q
-# a file's tests go to one worker; tests/conftest.py begins with the longest files
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# a file's tests go to one worker; tests/conftest.py begins with the longest files. A worker that crashes ends the run
+# and names its test: pytest-xdist 3.8 hangs where it starts another
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # the contract is about policies; their kernels are held against the definitions in these
 KERNEL_TESTS := $(addsuffix .py,$(addprefix tests/test_,policies cells bumblebee buzz cam divergence h2o keys roco \
 	scissorhands snapkv weightedkv))
