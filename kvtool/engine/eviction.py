@@ -384,7 +384,7 @@ def moves_of(source: np.ndarray, turn: np.ndarray | None) -> np.ndarray:
 
 
 @kernel("void(b1[:,::1], i4[::1], i4[:,::1])")
-def fill_holes(keep: np.ndarray, n_keep: np.ndarray, source: np.ndarray) -> None:
+def fill_holes(keep, n_keep, source):
     """Fills holes left to right with kept cells from the tail, also left to right: one move per eviction.
 
     keep b1[row, n]
@@ -409,7 +409,7 @@ def fill_holes(keep: np.ndarray, n_keep: np.ndarray, source: np.ndarray) -> None
 
 
 @kernel("void(i4[:,::1], i4[:,::1])")
-def rank_by_pos(pos: np.ndarray, rank: np.ndarray) -> None:
+def rank_by_pos(pos, rank):
     """How many tokens of its row are older than each cell's: pos i32[row, n] -> rank i32[row, n]."""
     n_row, n = pos.shape
     for row in range(n_row):

@@ -8,7 +8,7 @@ from kvtool.kernels.kernel import kernel
 
 
 @kernel("Tuple((i8, f8))(f4[::1])")
-def _top_and_log_sum(logits: np.ndarray) -> tuple[int, float]:
+def _top_and_log_sum(logits):
     """logits f32[n_vocab] -> the first index of the highest, and log(sum(exp(logit - highest)))."""
     best = 0
     for j in range(1, len(logits)):
@@ -22,7 +22,7 @@ def _top_and_log_sum(logits: np.ndarray) -> tuple[int, float]:
 
 
 @kernel("void(f4[:,::1], i4[::1], f8[::1])")
-def token_nll(logits: np.ndarray, target: np.ndarray, nll: np.ndarray) -> None:
+def token_nll(logits, target, nll):
     """Negative log-likelihood in nats: logits f32[n, n_vocab], target i32[n] -> nll f64[n]."""
     for i in range(len(target)):
         best, log_sum = _top_and_log_sum(logits[i])
@@ -30,7 +30,7 @@ def token_nll(logits: np.ndarray, target: np.ndarray, nll: np.ndarray) -> None:
 
 
 @kernel("void(f4[:,::1], i4[:,::1], i4[::1], f4[:,::1])")
-def log_probs(logits: np.ndarray, tokens: np.ndarray, top: np.ndarray, log_p: np.ndarray) -> None:
+def log_probs(logits, tokens, top, log_p):
     """Log-probabilities in nats: logits f32[n, n_vocab], tokens i32[n, k] -> top i32[n], log_p f32[n, k].
 
     top is the likeliest token, the lowest among equals; log_p are those of the given tokens.
@@ -44,15 +44,7 @@ def log_probs(logits: np.ndarray, tokens: np.ndarray, top: np.ndarray, log_p: np
 
 
 @kernel("void(f4[:,::1], i4[::1], i4[:,::1], f4[:,::1], f8[::1], f8[::1], i4[::1])")
-def divergence(
-    logits: np.ndarray,
-    target: np.ndarray,
-    tokens: np.ndarray,
-    log_p: np.ndarray,
-    nll: np.ndarray,
-    kl: np.ndarray,
-    top: np.ndarray,
-) -> None:
+def divergence(logits, target, tokens, log_p, nll, kl, top):
     """How far predictions Q are from predictions P, of which the k likeliest tokens are known.
 
     logits f32[n, n_vocab] of Q, target i32[n], tokens i32[n, k] and log_p f32[n, k] of P -> nll f64[n] as

@@ -8,7 +8,7 @@ from kvtool.kernels.kernel import kernel
 
 
 @kernel("f8(f4[::1])")
-def square_norm(key: np.ndarray) -> float:
+def square_norm(key):
     """key f32[n_dim] -> the sum of its squares, in float64."""
     total = 0.0
     for x in key:

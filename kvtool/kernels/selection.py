@@ -8,7 +8,7 @@ from kvtool.kernels.kernel import kernel
 
 
 @kernel("i8(i8[::1], i8, i8)")
-def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
+def nth_lowest(values, n_value, nth):
     """values i64[n_value or more] -> the value that has `nth` lower ones, by quickselect.
 
     Reorders the values. It is slow for many equal values. numpy.partition does the same, but takes seconds
@@ -43,7 +43,7 @@ def nth_lowest(values: np.ndarray, n_value: int, nth: int) -> int:
 
 
 @kernel("i8(i4, i4)")
-def score_key(bits: int, pos: int) -> np.int64:
+def score_key(bits, pos):
     """Orders tokens by score, then by position; bits are those of the score, a float32, which may be NaN.
 
     No two tokens of a row have the same key, so a row always keeps the number that it should.
@@ -55,9 +55,7 @@ def score_key(bits: int, pos: int) -> np.int64:
 
 
 @kernel("void(i4[:,::1], f4[:,::1], i8, i8, i8, b1[:,::1])")
-def keep_highest(
-    pos: np.ndarray, score: np.ndarray, first: int, recent: int, n_keep: int, keep: np.ndarray
-) -> None:
+def keep_highest(pos, score, first, recent, n_keep, keep):
     """Tokens before `first` and from `recent` on stay, and of the others the highest scores, n_keep in all.
 
     pos i32[row, n], score f32[row, n or more], first, recent: positions -> keep b1[row, n].

@@ -32,7 +32,7 @@ def seeds(seed: int, step: int, n_row: int) -> np.ndarray:
 
 
 @kernel("i8(i8, i8, i8)")
-def _hash(seed: int, pick: int, draw: int) -> int:
+def _hash(seed, pick, draw):
     """Three whole numbers below 2**31 -> one below 2**32. No product is over 2**63."""
     x = seed
     for part in (pick, draw):
@@ -44,7 +44,7 @@ def _hash(seed: int, pick: int, draw: int) -> int:
 
 
 @kernel("f8(f8, b1)")
-def _phi(x: float, power: bool) -> float:
+def _phi(x, power):
     """log(1 + x), or the y with alpha * y**(1 / alpha) + beta * y = x. x is 0 or more."""
     if not power:
         return float(np.log1p(x))
@@ -61,7 +61,7 @@ def _phi(x: float, power: bool) -> float:
 
 
 @kernel("f8(f8, b1)")
-def _slope(x: float, power: bool) -> float:
+def _slope(x, power):
     """The derivative of phi."""
     if not power:
         return 1 / (1 + x)
@@ -69,7 +69,7 @@ def _slope(x: float, power: bool) -> float:
 
 
 @kernel("void(f4[::1], i2[::1])")
-def _normalize(key: np.ndarray, unit: np.ndarray) -> None:
+def _normalize(key, unit):
     """The key, of length _UNIT and in whole numbers; a zero key stays one."""
     total = 0.0
     for x in key:
@@ -80,7 +80,7 @@ def _normalize(key: np.ndarray, unit: np.ndarray) -> None:
 
 
 @kernel("i4(i2[::1], i2[::1])")
-def _dot(one: np.ndarray, other: np.ndarray) -> np.int32:
+def _dot(one, other):
     """The product of two keys."""
     dot = np.int32(0)
     for dim in range(len(one)):
@@ -89,7 +89,7 @@ def _dot(one: np.ndarray, other: np.ndarray) -> np.int32:
 
 
 @kernel("i4(i4, i8)")
-def _similarity(dot: np.int32, cosine: int) -> np.int32:
+def _similarity(dot, cosine):
     """ReLU(c), (1 + c) / 2 or |c|, 0.._ONE, of two keys' cosine c, by its place in COSINES.
 
     For a key and itself, rounding may give less: callers use _ONE. Apart from the product, so that both are
@@ -104,7 +104,7 @@ def _similarity(dot: np.int32, cosine: int) -> np.int32:
 
 
 @kernel("i4(i4[::1], i8)")
-def _lowest(bits: np.ndarray, n: int) -> np.int32:
+def _lowest(bits, n):
     """The least of the first n."""
     lowest = np.int32(0x7FFFFFFF)
     for i in range(n):
@@ -113,7 +113,7 @@ def _lowest(bits: np.ndarray, n: int) -> np.int32:
 
 
 @kernel("i4(i4[::1], i8)")
-def _highest(bits: np.ndarray, n: int) -> np.int32:
+def _highest(bits, n):
     """The greatest of the first n."""
     highest = np.int32(-0x7FFFFFFF)
     for i in range(n):
@@ -125,15 +125,7 @@ _MEASURE = "void(i4[:,::1], f4[:,:,::1], i8, i2[:,:,::1], f4[:,::1], i4[:,::1], 
 
 
 @kernel([_MEASURE.format("i4"), _MEASURE.format("u2")])
-def measure(
-    pos: np.ndarray,
-    keys: np.ndarray,
-    cosine: int,
-    unit: np.ndarray,
-    near: np.ndarray,
-    nearest: np.ndarray,
-    pairs: np.ndarray,
-) -> None:
+def measure(pos, keys, cosine, unit, near, nearest, pairs):
     """Normalises the new keys f32[row, n_new, n_dim], and compares every pair that has one of them.
 
     pos i32[row, n] -> unit i16[row, n or more, n_dim], near f32, nearest i32[row, n or more],
@@ -186,16 +178,7 @@ _NEIGHBOUR = "i8(i2[:,:,::1], {}[:,:,::1], i8, i8, i8, i8, i4[::1], i4[::1])"
 
 
 @kernel([_NEIGHBOUR.format("i4"), _NEIGHBOUR.format("u2")])
-def _neighbour(
-    unit: np.ndarray,
-    pairs: np.ndarray,
-    cosine: int,
-    row: int,
-    cell: int,
-    n: int,
-    alive: np.ndarray,
-    bits: np.ndarray,
-) -> int:
+def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
     """The nearest neighbour of a cell among the first n cells with alive i32 = -1 (dead ones have 0).
 
     Leaves the bits of its similarities in bits i32[n]; those of float16 pairs in float16.
@@ -217,7 +200,7 @@ def _neighbour(
 
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
-def _loss(mixture: float, far: float, mass: float, total: float, full: float, power: bool) -> float:
+def _loss(mixture, far, mass, total, full, power):
     """What g loses by a token. far is f's loss, full is phi(total)."""
     rest = (full - _phi(max(total - mass, 0.0), power)) / full if full > 0 else 0.0
     return mixture * far + (1 - mixture) * rest
@@ -230,21 +213,7 @@ _DISCARD = (
 
 
 @kernel([_DISCARD.format("i4"), _DISCARD.format("u2")])
-def discard(
-    pos: np.ndarray,
-    unit: np.ndarray,
-    mass: np.ndarray,
-    pairs: np.ndarray,
-    first: int,
-    recent: int,
-    n_keep: int,
-    mixture: float,
-    power: bool,
-    cosine: int,
-    near: np.ndarray,
-    nearest: np.ndarray,
-    keep: np.ndarray,
-) -> None:
+def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosine, near, nearest, keep):
     """Evicts the token with first <= pos < recent that g loses least by, until n_keep tokens are left.
 
     pos i32[row, n], unit, mass, pairs as in the state -> keep b1[row, n]. Updates near and nearest for what
@@ -321,7 +290,7 @@ _MOVE = "void(i4[:,::1], {}[:,:,::1])"
 
 
 @kernel([_MOVE.format("i4"), _MOVE.format("u2")])
-def move_pairs(source: np.ndarray, pairs: np.ndarray) -> None:
+def move_pairs(source, pairs):
     """pairs[row, i, j] = pairs[row, source[i], source[j]] for i, j of source i32[row, n_keep]."""
     n_row, n_keep = source.shape
     moved = np.empty(n_keep, np.int64)
@@ -351,7 +320,7 @@ def move_pairs(source: np.ndarray, pairs: np.ndarray) -> None:
 
 
 @kernel("i8(i2[:,::1], i8, i8, i4[::1])")
-def _gain(unit: np.ndarray, cosine: int, cell: int, cover: np.ndarray) -> np.int64:
+def _gain(unit, cosine, cell, cover):
     """What the sum of cover i32[n] (each cell's similarity to the summary) gains by a cell."""
     gain = np.int64(max(_ONE - cover[cell], 0))
     for j in range(len(cover)):
@@ -361,7 +330,7 @@ def _gain(unit: np.ndarray, cosine: int, cell: int, cover: np.ndarray) -> np.int
 
 
 @kernel("void(i2[:,::1], i8, i8, i4[::1])")
-def _take(unit: np.ndarray, cosine: int, cell: int, cover: np.ndarray) -> None:
+def _take(unit, cosine, cell, cover):
     """Adds a cell to the summary."""
     for j in range(len(cover)):
         cover[j] = max(cover[j], _similarity(_dot(unit[cell], unit[j]), cosine))
@@ -369,21 +338,7 @@ def _take(unit: np.ndarray, cosine: int, cell: int, cover: np.ndarray) -> None:
 
 
 @kernel("void(i4[:,::1], i8[:,::1], f4[:,:,::1], f4[:,::1], i8, i8, i8, f8, b1, i8, b1, i8[::1], b1[:,::1])")
-def summarize(
-    pos: np.ndarray,
-    order: np.ndarray,
-    keys: np.ndarray,
-    mass: np.ndarray,
-    first: int,
-    recent: int,
-    n_keep: int,
-    mixture: float,
-    power: bool,
-    cosine: int,
-    stochastic: bool,
-    seeds: np.ndarray,
-    keep: np.ndarray,
-) -> None:
+def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cosine, stochastic, seeds, keep):
     """The summary: tokens before `first` and from `recent` on, then what g gains most by, n_keep in all.
 
     pos i32[row, n], order i64[row, n]: cells, oldest first; keys f32[row, n, n_dim], mass f32[row, n], seeds

@@ -253,20 +253,7 @@ def _sizes_kept(
 
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, i8, i8, i8, b1, b1, u1[:,::1], b1[:,::1])")
-def _sample(
-    order: np.ndarray,
-    pos: np.ndarray,
-    mass: np.ndarray,
-    first: int,
-    window: int,
-    n_max: int,
-    stride: int,
-    old_stride: int,
-    local_max: bool,
-    exact: bool,
-    old: np.ndarray,
-    keep: np.ndarray,
-) -> None:
+def _sample(order, pos, mass, first, window, n_max, stride, old_stride, local_max, exact, old, keep):
     """order i64[row, n]: cells, oldest first; pos i32[row, n], mass f32[row, n or more] -> keep b1[row, n].
 
     At most n_max stay: tokens before position `first`, the newest `window` (which gives way where both do not

@@ -122,16 +122,7 @@ def _merge(gone: np.ndarray, target: np.ndarray, drawn: np.ndarray, weight: floa
 
 
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f4, i4[::1], i4[::1], i4[::1], f4[::1])")
-def _add_drawn(
-    gone: np.ndarray,
-    target: np.ndarray,
-    drawn: np.ndarray,
-    weight: float,
-    row_of: np.ndarray,
-    dst_of: np.ndarray,
-    src_of: np.ndarray,
-    weight_of: np.ndarray,
-) -> None:
+def _add_drawn(gone, target, drawn, weight, row_of, dst_of, src_of, weight_of):
     """gone, drawn [row, n_evict], target [row, n_target] -> the terms of a Merge, as many as there are."""
     n_term = 0
     for row in range(len(gone)):

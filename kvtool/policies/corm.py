@@ -88,7 +88,7 @@ class CORM(Policy):
 
 
 @kernel("i8(i4, i4, i8, i8)")
-def _rank(pos: int, step: int, first: int, recent: int) -> np.int64:
+def _rank(pos, step, first, recent):
     """Orders what may stay: the sinks highest, then the window, then by step, then by position."""
     rank = np.int64(step)
     if pos >= recent:
@@ -99,16 +99,7 @@ def _rank(pos: int, step: int, first: int, recent: int) -> np.int64:
 
 
 @kernel("void(i4[:,::1], i4[::1], i4[:,::1], i8, i8, i8, i8, b1[:,::1])")
-def _keep_important(
-    pos: np.ndarray,
-    live: np.ndarray,
-    step: np.ndarray,
-    first: int,
-    recent: int,
-    oldest: int,
-    n_max: int,
-    keep: np.ndarray,
-) -> None:
+def _keep_important(pos, live, step, first, recent, oldest, n_max, keep):
     """pos i32[row, n], live i32[row], step i32[row, n or more] -> keep b1[row, n].
 
     Positions before `first` and from `recent` on stay, and steps from `oldest` on: of these only as many as

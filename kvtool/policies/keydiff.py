@@ -57,7 +57,7 @@ class KeyDiff(Ranked):
 
 
 @kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")
-def _normalise(keys: np.ndarray, first: int, unit: np.ndarray) -> None:
+def _normalise(keys, first, unit):
     """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i8[row, n or more, n_dim].
 
     A key of zeros stays one.
@@ -72,7 +72,7 @@ def _normalise(keys: np.ndarray, first: int, unit: np.ndarray) -> None:
 
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)
-def _difference(unit: np.ndarray, score: np.ndarray) -> None:
+def _difference(unit, score):
     """unit i8[row, n or more, n_dim] -> score f32[row, n]: minus its product with the row's sum."""
     n_row, n = score.shape
     n_dim = unit.shape[2]

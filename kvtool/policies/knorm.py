@@ -52,7 +52,7 @@ class Knorm(Ranked):
 
 
 @kernel("void(f4[:,:,::1], i8, f4[:,::1])")
-def _shortness(keys: np.ndarray, first: int, score: np.ndarray) -> None:
+def _shortness(keys, first, score):
     """keys f32[row, n_new, n_dim], of the cells from `first` on -> score f32[row, first + n_new or more]."""
     n_row, n_new, _ = keys.shape
     for row in range(n_row):

@@ -78,16 +78,7 @@ class Scissorhands(Ranked):
 
 
 @kernel("void(i4[:,::1], f4[:,::1], i4[::1], i8, i8, i8, i8, u2[:,:,::1])")
-def _count_low(
-    pos: np.ndarray,
-    hits: np.ndarray,
-    n_head: np.ndarray,
-    next_pos: int,
-    n_new: int,
-    part: int,
-    n_begun: int,
-    low: np.ndarray,
-) -> None:
+def _count_low(pos, hits, n_head, next_pos, n_new, part, n_begun, low):
     """Adds the low scores of the last n_new queries to a part of the history, and clears those that begin.
 
     pos i32[row, n], hits f32[row, n], n_head i32[row]; the newest token is at next_pos - 1; the parts up to
@@ -107,7 +98,7 @@ def _count_low(
 
 
 @kernel("void(u2[:,:,::1], f4[:,::1])")
-def _minus_sum(low: np.ndarray, score: np.ndarray) -> None:
+def _minus_sum(low, score):
     """low u2[row, n or more, n_part] -> score f32[row, n]: minus the sum of the parts."""
     n_row, n = score.shape
     for row in range(n_row):

@@ -71,15 +71,7 @@ class SnapKV(Ranked):
 
 
 @kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], i8, i8, b1, f4[:,::1])")
-def _pool(
-    order: np.ndarray,
-    pos: np.ndarray,
-    votes: np.ndarray,
-    recent: int,
-    reach: int,
-    by_max: bool,
-    pooled: np.ndarray,
-) -> None:
+def _pool(order, pos, votes, recent, reach, by_max, pooled):
     """order i64[row, n]: cells, oldest first; pos i32[row, n], votes f32[row, n] -> pooled f32[row, n].
 
     For each token before position `recent` the sum (ranks as the average) or the highest of its own vote and

@@ -88,7 +88,7 @@ def _merge(pos: np.ndarray, average: np.ndarray, keep: np.ndarray) -> Merge:
 
 
 @kernel("i8(i4[::1], b1[::1], i8[::1])")
-def _line_up(pos: np.ndarray, keep: np.ndarray, line: np.ndarray) -> int:
+def _line_up(pos, keep, line):
     """The cells of a row that go, oldest first, and behind each run of them the one that they merge into.
 
     pos i32[n], keep b1[n] -> line i64[n + 1], and how many they are. n, which is no cell, stands for the
@@ -131,15 +131,7 @@ def _line_up(pos: np.ndarray, keep: np.ndarray, line: np.ndarray) -> int:
 
 
 @kernel("i8(i4[:,::1], f4[:,::1], b1[:,::1], i4[::1], i4[::1], i4[::1], f4[::1])")
-def _merge_right(
-    pos: np.ndarray,
-    average: np.ndarray,
-    keep: np.ndarray,
-    row_of: np.ndarray,
-    dst_of: np.ndarray,
-    src_of: np.ndarray,
-    weight_of: np.ndarray,
-) -> int:
+def _merge_right(pos, average, keep, row_of, dst_of, src_of, weight_of):
     """Lets the tokens that do not stay go one by one, and says what each that stays is made of in the end.
 
     pos i32[row, n], average f32[row, n], keep b1[row, n] -> terms of a Merge, i32, i32, i32, f32, two or more
