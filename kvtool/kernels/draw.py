@@ -15,13 +15,17 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
     return x
 
 
+def hash_rows(seed: int, step: int, n_row: int) -> np.ndarray:
+    """A hash of (seed, step, row) for every row: u64[row]."""
+    hashed = splitmix64(np.array([seed % 2**64], np.uint64))
+    hashed = splitmix64(hashed + np.uint64(step))
+    return splitmix64(hashed + np.arange(n_row, dtype=np.uint64))
+
+
 def draw(seed: int, step: int, pos: np.ndarray) -> np.ndarray:
     """A hash of (seed, step, row, pos) for every token: pos i32[row, n] -> f32[row, n].
 
     The numbers are whole and below 2**24, so they are exact as float32.
     """
-    hashed = splitmix64(np.array([seed % 2**64], np.uint64))
-    hashed = splitmix64(hashed + np.uint64(step))
-    hashed = splitmix64(hashed + np.arange(pos.shape[0], dtype=np.uint64))
-    hashed = splitmix64(hashed[:, None] + pos.astype(np.uint64))
+    hashed = splitmix64(hash_rows(seed, step, pos.shape[0])[:, None] + pos.astype(np.uint64))
     return (hashed >> np.uint64(40)).astype(np.float32)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvtool.kernels.draw import splitmix64
+from kvtool.kernels.draw import hash_rows
 from kvtool.kernels.kernel import kernel
+from kvtool.kernels.norm import square_norm
 
 _EPSILON = 1e-5
 """Stochastic greedy looks at n / k * ln(1 / epsilon) of n tokens for each of the k that it takes."""
@@ -25,10 +26,7 @@ _ONE = 1 << 24
 
 def seeds(seed: int, step: int, n_row: int) -> np.ndarray:
     """i64[row]: whole numbers below 2**31."""
-    hashed = splitmix64(np.array([seed % 2**64], np.uint64))
-    hashed = splitmix64(hashed + np.uint64(step))
-    hashed = splitmix64(hashed + np.arange(n_row, dtype=np.uint64))
-    return (hashed >> np.uint64(33)).astype(np.int64)
+    return (hash_rows(seed, step, n_row) >> np.uint64(33)).astype(np.int64)
 
 
 @kernel("i8(i8, i8, i8)")
@@ -71,9 +69,7 @@ def _slope(x, power):
 @kernel("void(f4[::1], i2[::1])")
 def _normalize(key, unit):
     """The key, of length _UNIT and in whole numbers; a zero key stays one."""
-    total = 0.0
-    for x in key:
-        total += np.float64(x) * np.float64(x)
+    total = square_norm(key)
     scale = _UNIT / np.sqrt(total) if total > 0 else 0.0
     for dim in range(len(key)):
         unit[dim] = np.int16(np.floor(key[dim] * scale + 0.5))
@@ -103,22 +99,31 @@ def _similarity(dot, cosine):
     return np.int32(min(max(whole + 8, 0) >> 4, _ONE))
 
 
-@kernel("i4(i4[::1], i8)")
+@kernel("i8(i4[::1], i4)")
+def _first(bits, wanted):
+    """The place of the first of these bits."""
+    i = 0
+    while bits[i] != wanted:
+        i += 1
+    return i
+
+
+@kernel("i8(i4[::1], i8)")
 def _lowest(bits, n):
-    """The least of the first n."""
+    """The place of the least of the first n, of equals the first."""
     lowest = np.int32(0x7FFFFFFF)
     for i in range(n):
         lowest = min(lowest, bits[i])
-    return lowest
+    return _first(bits, lowest)
 
 
-@kernel("i4(i4[::1], i8)")
+@kernel("i8(i4[::1], i8)")
 def _highest(bits, n):
-    """The greatest of the first n."""
+    """The place of the greatest of the first n, of equals the first."""
     highest = np.int32(-0x7FFFFFFF)
     for i in range(n):
         highest = max(highest, bits[i])
-    return highest
+    return _first(bits, highest)
 
 
 _MEASURE = "void(i4[:,::1], f4[:,:,::1], i8, i2[:,:,::1], f4[:,::1], i4[:,::1], {}[:,:,::1])"
@@ -157,10 +162,7 @@ def measure(pos, keys, cosine, unit, near, nearest, pairs):
                 for j in range(i):
                     value[j] *= np.float32(2.0**112)
             if i:
-                highest = _highest(bits, i)
-                j = 0
-                while bits[j] != highest:
-                    j += 1
+                j = _highest(bits, i)
                 near[row, i] = value[j]
                 nearest[row, i] = pos[row, j]
             newest = pos[row, i]
@@ -192,11 +194,7 @@ def _neighbour(unit, pairs, cosine, row, cell, n, alive, bits):
             pair = _similarity(_dot(unit[row, cell], unit[row, j]), cosine) & alive[j]
             value[j] = np.float32(pair) * np.float32(2**-24)
         bits[cell] = 0
-    highest = _highest(bits, n)
-    j = 0
-    while bits[j] != highest:
-        j += 1
-    return j
+    return _highest(bits, n)
 
 
 @kernel("f8(f8, f8, f8, f8, f8, b1)")
@@ -252,10 +250,7 @@ def discard(pos, unit, mass, pairs, first, recent, n_keep, mixture, power, cosin
             lightest = 0
             least = np.inf
             while True:
-                lowest = _lowest(bound_bits, n_open)
-                i = 0
-                while bound_bits[i] != lowest:
-                    i += 1
+                i = _lowest(bound_bits, n_open)
                 # the bounds are rounded
                 if bound[i] > least * (1 + 1e-6) + 1e-14:
                     break
@@ -396,10 +391,7 @@ def summarize(pos, order, keys, mass, first, recent, n_keep, mixture, power, cos
             best = 0
             most = -1.0
             while True:
-                highest = _highest(bound_bits, n_seen)
-                i = 0
-                while bound_bits[i] != highest:
-                    i += 1
+                i = _highest(bound_bits, n_seen)
                 # the bounds are rounded
                 if bound[i] < 0 or bound[i] * (1 + 1e-6) + 1e-14 < most:
                     break

@@ -107,22 +107,12 @@ class BUZZ(Policy):
             )
 
     @classmethod
-    def fit(
-        cls,
-        budget: int,
-        slack: int,
-        *,
-        window: int | None = None,
-        threshold: int | None = None,
-        sinks: int = _SINKS,
-        stride: int = _STRIDE,
-        swap: bool = False,
-        kept: bool = False,
-        **others: Any,
-    ) -> BUZZ:
-        if kept:
+    def fit(cls, budget: int, slack: int, **params: Any) -> BUZZ:
+        sinks, stride = params.get("sinks", _SINKS), params.get("stride", _STRIDE)
+        window, threshold = params.get("window"), params.get("threshold")
+        if params.get("kept"):
             # the constructor refuses a stride that is too small
-            strides = _strides(max(stride, 3), swap)
+            strides = _strides(max(stride, 3), params.get("swap", False))
             window, threshold = _sizes_kept(budget - sinks, window, threshold, *strides)
             budget = sinks + window + threshold + 1
         else:
@@ -131,7 +121,7 @@ class BUZZ(Policy):
                 window = _best_window(rest, stride) if threshold is None else rest - threshold
             if threshold is None:
                 threshold = rest - window
-        return cls(budget, slack, window, threshold, sinks, stride, swap, kept=kept, **others)
+        return cls(budget, slack, **params | {"window": window, "threshold": threshold})
 
     @property
     def n_asked(self) -> int:

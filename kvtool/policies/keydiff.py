@@ -16,29 +16,15 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import square_norm
-from kvtool.policy import Ranked, Signal, State, View
+from kvtool.policies._keys import RankedKeys
+from kvtool.policy import State, View
 
 
 @dataclass(frozen=True, slots=True)
-class KeyDiff(Ranked):
-    """The keys least like the average.
+class KeyDiff(RankedKeys):
+    """The keys least like the average."""
 
-    Attributes
-    ----------
-    sinks
-        First tokens, never evicted.
-    window
-        Newest tokens, never evicted; 1 or more.
-    """
-
-    budget: int
-    slack: int
-    sinks: int = 4
-    window: int = 1
-
-    reads: ClassVar[Signal] = Signal.KEYS
     paper: ClassVar[str] = "arXiv:2504.15364"
-    least_window: ClassVar[int] = 1
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Keys of length 127 i8[row, n_cell, n_dim], half the bytes that a key takes in an f16 cache.

@@ -16,29 +16,15 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import square_norm
-from kvtool.policy import Ranked, Signal, State, View
+from kvtool.policies._keys import RankedKeys
+from kvtool.policy import State, View
 
 
 @dataclass(frozen=True, slots=True)
-class Knorm(Ranked):
-    """The shortest keys.
+class Knorm(RankedKeys):
+    """The shortest keys."""
 
-    Attributes
-    ----------
-    sinks
-        First tokens, never evicted.
-    window
-        Newest tokens, never evicted; 1 or more.
-    """
-
-    budget: int
-    slack: int
-    sinks: int = 4
-    window: int = 1
-
-    reads: ClassVar[Signal] = Signal.KEYS
     paper: ClassVar[str] = "arXiv:2406.11430"
-    least_window: ClassVar[int] = 1
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """-||k||^2 f32, which ranks as -||k|| does."""

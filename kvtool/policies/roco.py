@@ -56,22 +56,11 @@ class RoCo(Ranked):
             )
 
     @classmethod
-    def fit(
-        cls,
-        budget: int,
-        slack: int,
-        *,
-        window: int | None = None,
-        keep_std: int | None = None,
-        sinks: int = _SINKS,
-        **others: Any,
-    ) -> RoCo:
-        n_keep = budget - slack
-        if window is None:
-            window = max(min(10, (n_keep - sinks) // 2), 1)
-        if keep_std is None:
-            keep_std = max(min(3 * n_keep // 10, n_keep - sinks) - window, 0)
-        return cls(budget, slack, window, keep_std, sinks, **others)
+    def fit(cls, budget: int, slack: int, **params: Any) -> RoCo:
+        n_keep, sinks = budget - slack, params.get("sinks", _SINKS)
+        window = params.get("window", max(min(10, (n_keep - sinks) // 2), 1))
+        keep_std = max(min(3 * n_keep // 10, n_keep - sinks) - window, 0)
+        return cls(budget, slack, **{"window": window, "keep_std": keep_std, **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and sum of its squares f32."""

@@ -1,0 +1,29 @@
+"""What the policies that rank by keys alone have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.policy import Ranked, Signal
+
+
+@dataclass(frozen=True, slots=True)
+class RankedKeys(Ranked):
+    """A score of each key, as it was before RoPE.
+
+    Attributes
+    ----------
+    sinks
+        First tokens, never evicted.
+    window
+        Newest tokens, never evicted; 1 or more.
+    """
+
+    budget: int
+    slack: int
+    sinks: int = 4
+    window: int = 1
+
+    reads: ClassVar[Signal] = Signal.KEYS
+    least_window: ClassVar[int] = 1
