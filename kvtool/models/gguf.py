@@ -35,19 +35,9 @@ MAX_LAYERS = 512
 # ggml's GGML_MAX_DIMS
 _MAX_AXES = 4
 
-_FORMATS = {
-    constants.GGUFValueType.UINT8: "B",
-    constants.GGUFValueType.INT8: "b",
-    constants.GGUFValueType.UINT16: "H",
-    constants.GGUFValueType.INT16: "h",
-    constants.GGUFValueType.UINT32: "I",
-    constants.GGUFValueType.INT32: "i",
-    constants.GGUFValueType.FLOAT32: "f",
-    constants.GGUFValueType.BOOL: "?",
-    constants.GGUFValueType.UINT64: "Q",
-    constants.GGUFValueType.INT64: "q",
-    constants.GGUFValueType.FLOAT64: "d",
-}
+_LETTERS = "UINT8=B INT8=b UINT16=H INT16=h UINT32=I INT32=i FLOAT32=f BOOL=? UINT64=Q INT64=q FLOAT64=d"
+_FORMATS = {constants.GGUFValueType[pair[:-2]]: pair[-1] for pair in _LETTERS.split()}
+"""The letter that struct has for each type of number."""
 
 
 class HeaderReader:

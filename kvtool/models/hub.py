@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvtool.errors import ModelError
-from kvtool.models.fetch import OFFLINE, Progress, fetch, storing
+from kvtool.models.fetch import OFFLINE, Progress, Remote, fetch, storing
 from kvtool.models.split import part_names
 
 DEFAULTS = ("Q4_K_M", "Q8_0")
@@ -61,34 +61,6 @@ class Reference:
     def folder(self) -> Path:
         """The repository's folder in the cache of huggingface_hub."""
         return cache_folder() / f"models--{self.repo.replace('/', '--')}"
-
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """A file as the server describes it.
-
-    Attributes
-    ----------
-    name
-        What messages call it.
-    url
-        Where it can be downloaded.
-    headers
-        What that request needs.
-    size
-        Its size in bytes; None if the server does not say.
-    sha256
-        Its hash; None if the server does not say.
-    etag
-        Its name in the cache of huggingface_hub; None if it has none.
-    """
-
-    name: str
-    url: str
-    headers: dict[str, str]
-    size: int | None
-    sha256: str | None
-    etag: str | None
 
 
 def parse(text: str) -> Reference | None:
@@ -200,8 +172,11 @@ def pull(reference: Reference, progress: Progress | None = None) -> Path:
     return [_pull(reference, part, progress) for part in part_names(name)][0]
 
 
-def find(repo: str, file: str, revision: str | None = None) -> Remote:
-    """What the server says about a file. Raises ModelError."""
+def find(repo: str, file: str, revision: str | None = None) -> tuple[Remote, str]:
+    """What the server says about a file, and its name in the cache of huggingface_hub. Raises ModelError.
+
+    The name is "" if it has none.
+    """
     from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
 
     url = hf_hub_url(repo, file, revision=revision)
@@ -209,17 +184,12 @@ def find(repo: str, file: str, revision: str | None = None) -> Remote:
         about = get_hf_file_metadata(url, timeout=_TIMEOUT_S)
     token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     is_same = urlsplit(about.location)[:2] == urlsplit(url)[:2]
-    is_sha256 = re.fullmatch("[0-9a-f]{64}", about.etag or "")
-    return Remote(
-        name=f"{file} of {repo}",
-        url=about.location,
-        # the token is for this server, and not for the one that it sends us to
-        headers={"Authorization": f"Bearer {token}"} if token and is_same else {},
-        size=about.size,
-        sha256=about.etag if is_sha256 else None,
-        # it is a file's name
-        etag=about.etag if re.fullmatch("[A-Za-z0-9_-]+", about.etag or "") else None,
-    )
+    # the token is for this server, and not for the one that it sends us to
+    headers = {"Authorization": f"Bearer {token}"} if token and is_same else {}
+    # it becomes a file's name
+    etag = about.etag if about.etag and re.fullmatch("[A-Za-z0-9_-]+", about.etag) else ""
+    sha256 = etag if re.fullmatch("[0-9a-f]{64}", etag) else None
+    return Remote(f"{file} of {repo}", about.location, headers, about.size, sha256), etag
 
 
 class _NoConnection(ModelError):
@@ -239,25 +209,16 @@ def _pull(reference: Reference, name: str, progress: Progress | None) -> Path:
     """One file into the cache."""
     from huggingface_hub import constants, hf_hub_download
 
-    found = find(reference.repo, name, reference.revision)
-    folder = reference.folder
-    blob = folder / "blobs" / (found.etag or "")
+    found, etag = find(reference.repo, name, reference.revision)
+    blob = reference.folder / "blobs" / etag
     with storing(name, cache_folder(), "HF_HOME"):
         # larger files come only from huggingface_hub itself
-        if found.etag and (found.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-            fetch(
-                found.url,
-                blob,
-                progress,
-                name=found.name,
-                headers=found.headers,
-                size=found.size,
-                sha256=found.sha256,
-            )
+        if etag and (found.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+            fetch(found, blob, progress)
     with _explained(reference, name):
         # it finds the bytes, and gives them their name
         path = Path(hf_hub_download(reference.repo, name, revision=reference.revision))
-    if found.etag and not path.is_symlink():
+    if etag and not path.is_symlink():
         # a file system without links: the name is a copy
         blob.unlink(missing_ok=True)
     return path

@@ -52,7 +52,7 @@ def of_entry(entry: Entry) -> Stored | None:
     # .part: of pip, .hf: of an earlier kvtool
     folders = [models_dir() / f"{entry.name}{suffix}" for suffix in (".part", ".hf")]
     left = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    left += left_of(entry.path) if is_download(entry) else []
+    left += left_of(entry.path) if entry.is_download else []
     return Stored(entry.name, tuple(left), False) if left else None
 
 
@@ -88,7 +88,7 @@ def _find(wanted: str) -> Stored:
     entries = registry()
     if wanted in entries:
         entry = entries[wanted]
-        if not is_download(entry):
+        if not entry.is_download:
             raise ModelError(f"{wanted} is {entry.path}, which kvtool did not download; delete it yourself")
         found = of_entry(entry)
     elif web.is_url(wanted):
@@ -96,8 +96,8 @@ def _find(wanted: str) -> Stored:
         found = next((each for each in _of_urls() if each.files[0].parent == folder), None)
     elif Path(wanted).expanduser().exists():
         path = Path(wanted).expanduser().absolute()
-        known = [*filter(None, map(of_entry, filter(is_download, entries.values()))), *downloads()]
-        found = next((each for each in known if path in each.files), None)
+        ours = [of_entry(entry) for entry in entries.values() if entry.is_download]
+        found = next((each for each in (*ours, *downloads()) if each and path in each.files), None)
         if not found:
             raise ModelError(f"{wanted} is in no cache, and kvtool deletes nothing else; delete it yourself")
     elif reference := hub.parse(wanted):
@@ -107,11 +107,6 @@ def _find(wanted: str) -> Stored:
     if not found:
         raise ModelError(f"{wanted} is not downloaded; see `kvtool models list`")
     return found
-
-
-def is_download(entry: Entry) -> bool:
-    """Whether kvtool downloads that entry of models.txt, and does not find it in a folder of the user's."""
-    return entry.source.startswith(("pip:", "hf:"))
 
 
 def _of_urls() -> Iterator[Stored]:

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtool.models.header import ModelInfo
 
-_RECURRENT = "recurrent in all layers: its memory does not grow, and needs no kvtool"
-
-_COMPRESSED = "attention to compressed tokens, several in a cell"
-
 # from llama.cpp's src/llama-arch.cpp, src/llama-model.cpp (create_memory) and src/models/*.cpp
 _NAMES = {
-    _RECURRENT: "arwkv7 mamba mamba2 rwkv6 rwkv6qwen2 rwkv7",
-    _COMPRESSED: "deepseek4",
+    "recurrent in all layers: its memory does not grow, and needs no kvtool": (
+        "arwkv7 mamba mamba2 rwkv6 rwkv6qwen2 rwkv7"
+    ),
+    "attention to compressed tokens, several in a cell": "deepseek4",
     "it reads the tokens before one from llama.cpp's own table of cells": "qwen4exp",
     "llama.cpp has its name alone": "gptj",
     "a router that attends to the cache": "graniteswitch",
@@ -37,14 +35,7 @@ BY_NAME = {name: reason for reason, names in _NAMES.items() for name in names.sp
 
 def unsupported(info: ModelInfo) -> str | None:
     """Why kvtool cannot run this model; None if it can. llama.cpp is asked again once it is loaded."""
-    reason = BY_NAME.get(info.architecture) or _by_keys(info)
+    reason = BY_NAME.get(info.architecture)
+    if info.metadata.get(f"{info.architecture}.attention.causal") is False:
+        reason = reason or "attention to later tokens"
     return reason and f"cannot run {info.architecture} models: {reason}"
-
-
-def _by_keys(info: ModelInfo) -> str | None:
-    def value(key: str) -> object:
-        return info.metadata.get(f"{info.architecture}.{key}")
-
-    if value("attention.causal") is False:
-        return "attention to later tokens"
-    return None

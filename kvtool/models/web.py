@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from kvtool.errors import ModelError
 from kvtool.models.catalogue import models_dir
-from kvtool.models.fetch import Progress, fetch, storing
+from kvtool.models.fetch import Progress, Remote, fetch, storing
 from kvtool.models.header import read_file
 from kvtool.models.split import part_names
 
@@ -51,7 +51,7 @@ def pull(url: str, progress: Progress | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / URL_FILE).write_text(files[0][0], encoding="utf-8")
         for each, name in files:
-            fetch(each, folder / name, progress)
+            fetch(Remote(each, each), folder / name, progress)
             try:
                 # a server that does not say the size may have sent a part of the file
                 read_file(folder / name)
