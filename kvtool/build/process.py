@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
 from kvtool.errors import LibraryError
 from kvtool.system.paths import cache_dir
@@ -40,10 +39,10 @@ class Progress:
         # a line that wraps cannot be redrawn
         self.title = title[: max(shutil.get_terminal_size().columns - 36, 20)]
         self.shown = -1
-        self.drawn = False
         self.tty = sys.stderr.isatty()
-        if not self.tty:
-            sys.stderr.write(f"{title}\n")
+        # there is nothing to count yet
+        sys.stderr.write(f"\r{self.title} ..." if self.tty else f"{title}\n")
+        sys.stderr.flush()
 
     def show(self, done: int, total: int) -> None:
         # CMake's small configure checks run ninja too
@@ -52,7 +51,6 @@ class Progress:
         if self.tty:
             bar = "#" * (20 * done // total)
             sys.stderr.write(f"\r{self.title}: {done}/{total} [{bar:-<20}]")
-            self.drawn = True
         elif 10 * done // total > self.shown:
             self.shown = 10 * done // total
             sys.stderr.write(f"  {done}/{total}\n")
@@ -65,15 +63,8 @@ class Progress:
         elif match := _MAKE.match(line):
             self.show(int(match[1]), 100)
 
-    def wait(self) -> None:
-        """Show the title alone: there is nothing to count yet."""
-        if self.tty:
-            sys.stderr.write(f"\r{self.title} ...")
-            sys.stderr.flush()
-            self.drawn = True
-
     def close(self) -> None:
-        if self.drawn:
+        if self.tty:
             sys.stderr.write("\n")
 
 
@@ -83,32 +74,36 @@ def pip(*arguments: str) -> list[str]:
 
 
 def run(
-    command: list[str], log: Path, env: dict[str, str], on_line: Callable[[str], None] = lambda line: None
-) -> str | None:
+    command: list[str],
+    log: Path,
+    what: str,
+    *,
+    env: dict[str, str] | None = None,
+    title: str = "",
+    known: tuple[str, str] = ("", ""),
+) -> None:
     """Run a command and append its output to the log.
 
-    Returns the lines that say what failed, or None if the command succeeded.
+    title: of the progress line; "" for none. Raises LibraryError if the command fails: one line if the log
+    shows a known cause, otherwise `what` with its last errors. known: what the log says for one more cause,
+    and the line.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     errors: deque[str] = deque(maxlen=8)
     last: deque[str] = deque(maxlen=8)
     n_after = 0
+    progress = Progress(title) if title else None
     with log.open("a", encoding="utf-8") as out:
         out.write(f"$ {shlex.join(command)}\n")
         out.flush()
         # Ctrl-C leaves this block early and ends the command too: it got the same signal
-        with subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+        with Popen(
+            command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
         ) as process:
             for line in process.stdout or ():
                 out.write(line)
-                on_line(line)
+                if progress:
+                    progress.read(line)
                 text = line.strip()
                 if not text or _PIP_SAYS.search(text):
                     continue
@@ -117,15 +112,15 @@ def run(
                 n_after = 6 if "CMake Error" in text else n_after - 1
                 if (_ERROR.search(text) and not _NINJA.match(line) and len(text) < 1000) or n_after > 0:
                     errors.append(text[:200])
+    if progress:
+        progress.close()
     if process.returncode == 0:
-        return None
-    return "\n".join(f"  {line}" for line in (errors or last))
-
-
-def failure(what: str, log: Path, errors: str) -> LibraryError:
-    """The error to raise: one line if the log shows a known cause, otherwise with its last errors."""
+        return
     said = log.read_text(encoding="utf-8", errors="replace")
+    if known[0] and known[0] in said:
+        raise LibraryError(known[1])
     for pattern, why in _CAUSES:
         if pattern.search(said):
-            return LibraryError(f"{what}: {why.format(cache=cache_dir())}. Log: {log}")
-    return LibraryError(f"{what}; the whole log is {log}; its last errors:\n{errors}")
+            raise LibraryError(f"{what}: {why.format(cache=cache_dir())}. Log: {log}")
+    lines = "\n".join(f"  {line}" for line in (errors or last))
+    raise LibraryError(f"{what}; the whole log is {log}; its last errors:\n{lines}")

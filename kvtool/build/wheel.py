@@ -97,18 +97,14 @@ def build(folder: Path, cmake_args: str, *, stock: bool = False, portable: bool 
     sources = archive(upstream, log)
     what = f"{'an unpatched ' if stock else ''}llama.cpp{' for every CPU' if portable else ''}"
     flags = f" with {cmake_args}" if cmake_args else ""
-    progress = process.Progress(f"building {what}{flags} (once; a few minutes)")
-    progress.wait()
+    title = f"building {what}{flags} (once; a few minutes)"
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".building-") as temporary:
         made = Path(temporary) / "made"
         # not from pip's cache, which knows a wheel by its version and not by its flags
         command = process.pip("wheel", "-v", "--no-cache-dir", "--no-deps", "-w", str(made), str(sources))
         env = build_env(folder, cmake_args, stock=stock, portable=portable)
-        failed = process.run(command, log, env, progress.read)
-        progress.close()
-        if failed is not None:
-            raise process.failure("llama.cpp did not build", log, failed)
+        process.run(command, log, "llama.cpp did not build", env=env, title=title)
         packed = Path(temporary) / "packed"
         pack.pack(next(made.glob("*.whl")), sources, upstream, key, cmake_args, packed)
         try:
@@ -142,8 +138,7 @@ def install(wheel: Path, cmake_args: str) -> bool:
         log.unlink(missing_ok=True)
         needs.check_pip()
         command = process.pip("install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
-        if (failed := process.run(command, log, dict(os.environ))) is not None:
-            raise process.failure(f"the built {wheel.name} could not be installed", log, failed)
+        process.run(command, log, f"the built {wheel.name} could not be installed")
     remember(cmake_args)
     return is_new
 
