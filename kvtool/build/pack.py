@@ -84,7 +84,8 @@ def _contents(
     yield f"{PACKAGE}/py.typed", b""
     with zipfile.ZipFile(built) as packed:
         # a build puts each library into several folders
-        libraries = {PurePosixPath(name).name: name for name in packed.namelist() if _is_library(name)}
+        files = map(PurePosixPath, packed.namelist())
+        libraries = {path.name: str(path) for path in files if path.suffix in _LIBRARIES}
         if not libraries:
             raise LibraryError(f"{built} has no library in it")
         for name in _BINDINGS:
@@ -95,16 +96,10 @@ def _contents(
     for name, licence in (*_licences(archive), (_OWN_LICENCE, _own_licence())):
         yield f"{info}/licenses/{name}", licence
     yield f"{info}/METADATA", _metadata(upstream).encode()
-    yield (
-        f"{info}/WHEEL",
-        f"Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
-    )
+    about = f"Wheel-Version: 1.0\nGenerator: kvtool\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    yield f"{info}/WHEEL", about.encode()
     what = {"key": key, "upstream": upstream.version, "cmake_args": cmake_args}
     yield f"{info}/{RECORD_OF_BUILD}", json.dumps(what).encode()
-
-
-def _is_library(name: str) -> bool:
-    return PurePosixPath(name).suffix in _LIBRARIES
 
 
 def _licences(archive: Path) -> Iterator[tuple[str, bytes]]:

@@ -18,18 +18,16 @@ _MAKE = re.compile(r"^\s*\[ *(\d+)%\]")
 _ERROR = re.compile(r"\berror\b|CMake Error|FAILED:|undefined reference|No space left|Killed", re.IGNORECASE)
 _PIP_SAYS = re.compile(r"subprocess-exited|from a subprocess|^Building wheel|ERROR: Failed (to )?build")
 
-_CAUSES = (
-    (
-        re.compile(r"No space left on device|Disk quota exceeded"),
-        "the disk is full: the folder for temporary files (TMPDIR names it) or {cache}",
+_CAUSES = {
+    "the disk is full: the folder for temporary files (TMPDIR names it) or {cache}": (
+        r"No space left on device|Disk quota exceeded"
     ),
-    (
-        re.compile(r"connection broken by|Temporary failure in name resolution|\(from versions: none\)"),
-        "there is no network, or the package registry does not answer",
+    "there is no network, or the package registry does not answer": (
+        r"connection broken by|Temporary failure in name resolution|\(from versions: none\)"
     ),
-    (re.compile(r"Killed signal terminated"), "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1"),
-)
-"""What a log says, and what it means."""
+    "not enough memory; try CMAKE_BUILD_PARALLEL_LEVEL=1": r"Killed signal terminated",
+}
+"""What a failure means, and what the log then says."""
 
 
 class Progress:
@@ -119,8 +117,8 @@ def run(
     said = log.read_text(encoding="utf-8", errors="replace")
     if known[0] and known[0] in said:
         raise LibraryError(known[1])
-    for pattern, why in _CAUSES:
-        if pattern.search(said):
+    for why, pattern in _CAUSES.items():
+        if re.search(pattern, said):
             raise LibraryError(f"{what}: {why.format(cache=cache_dir())}. Log: {log}")
     lines = "\n".join(f"  {line}" for line in (errors or last))
     raise LibraryError(f"{what}; the whole log is {log}; its last errors:\n{lines}")

@@ -24,10 +24,7 @@ def wheel_key(folder: Path, cmake_args: str, *, stock: bool = False, portable: b
     """
     parts = [
         "" if stock else patch_digest(folder),
-        (folder / "UPSTREAM").read_text(),
-        (folder / "apply.cmake").read_text(),
-        (folder / "amx-gcc.h").read_text(),
-        (folder / "vulkan-old.h").read_text(),
+        *((folder / name).read_text() for name in ("UPSTREAM", "apply.cmake", "amx-gcc.h", "vulkan-old.h")),
         " ".join((*FLAGS, *PORTABLE) if portable else FLAGS),
         " ".join(shlex.split(cmake_args)),
         str(pack.LAYOUT),

@@ -182,18 +182,14 @@ def _unlink(path: Path) -> int:
         return n_bytes
     target = _target(path)
     path.unlink()
-    is_needed = any(_target(link) == target for link in _links(hub.cache_folder()))
+    # from names to blobs, and from those to blobs that they share
+    links = (each for each in hub.cache_folder().glob("models--*/**/*") if each.is_symlink())
+    is_needed = any(_target(link) == target for link in links)
     return _unlink(target) if target.exists() and not is_needed else 0
 
 
 def _target(link: Path) -> Path:
     return Path(os.path.normpath(link.parent / os.readlink(link)))
-
-
-def _links(folder: Path) -> Iterator[Path]:
-    """The links in huggingface_hub's cache: from names to blobs, and from those to blobs that they share."""
-    for pattern in ("models--*/snapshots/**/*", "models--*/blobs/*"):
-        yield from (path for path in folder.glob(pattern) if path.is_symlink())
 
 
 def _tidy(folder: Path) -> None:

@@ -10,15 +10,7 @@ from kvtool.policy import Ranked, Signal
 
 @dataclass(frozen=True, slots=True)
 class RankedKeys(Ranked):
-    """A score of each key, as it was before RoPE.
-
-    Attributes
-    ----------
-    sinks
-        First tokens, never evicted.
-    window
-        Newest tokens, never evicted; 1 or more.
-    """
+    """A score of each key, as it was before RoPE."""
 
     budget: int
     slack: int

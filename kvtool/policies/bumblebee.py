@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, inf, log1p
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -95,10 +95,6 @@ class BumbleBee(Policy):
             raise ValueError(f"grow must be 0 or more, and finite, got {self.grow}")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: Any) -> BumbleBee:
-        return cls(budget, slack, **{"window": max((budget - slack) // 2, 1), **params})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Keys i16, attention sum f32, near f32, nearest i32, and the matrix of all pairs, if any.

@@ -84,6 +84,8 @@ class BUZZ(Policy):
     kept: bool = False
 
     reads: ClassVar[Signal] = Signal.ATTENTION
+    # and whether a token is old, in `start`
+    sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2410.23079"
 
     def __post_init__(self) -> None:
@@ -140,9 +142,6 @@ class BUZZ(Policy):
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, and u1: 1 for a token that has survived an eviction in the middle."""
         return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.uint8)
-
-    def observe(self, view: View, state: State) -> None:
-        state[0][:, : view.n_kv] += view.attn
 
     def plan(self, view: View, state: State) -> Plan:
         if view.n_kv < self.budget:

@@ -58,6 +58,7 @@ class H2O(Ranked):
     decay_beyond: float = 0.99
 
     reads: ClassVar[Signal] = Signal.ATTENTION
+    sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2306.14048"
 
     def __post_init__(self) -> None:
@@ -72,18 +73,13 @@ class H2O(Ranked):
             # what the engine is asked for
             object.__setattr__(self, "group", "sum")
 
-    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32."""
-        return (np.zeros((n_row, n_cell), np.float32),)
-
     def observe(self, view: View, state: State) -> None:
-        mass = state[0][:, : view.n_kv]
         decay = self.decay
         if self.score == "sum" and 0 < view.n_ctx < view.next:
             decay = min(decay, self.decay_beyond)
         if decay < 1:
-            mass *= np.float32(decay**view.n_new)
-        mass += view.attn
+            state[0][:, : view.n_kv] *= np.float32(decay**view.n_new)
+        Ranked.observe(self, view, state)
 
     def scores(self, view: View, state: State) -> np.ndarray:
         total = sum_rows(view, state[0], self.per)

@@ -22,7 +22,15 @@ from kvtool.policy import State, View
 
 @dataclass(frozen=True, slots=True)
 class KeyDiff(RankedKeys):
-    """The keys least like the average."""
+    """The keys least like the average.
+
+    Attributes
+    ----------
+    sinks
+        First tokens, never evicted.
+    window
+        Newest tokens, never evicted; 1 or more.
+    """
 
     paper: ClassVar[str] = "arXiv:2504.15364"
 

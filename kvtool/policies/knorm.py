@@ -22,7 +22,15 @@ from kvtool.policy import State, View
 
 @dataclass(frozen=True, slots=True)
 class Knorm(RankedKeys):
-    """The shortest keys."""
+    """The shortest keys.
+
+    Attributes
+    ----------
+    sinks
+        First tokens, never evicted.
+    window
+        Newest tokens, never evicted; 1 or more.
+    """
 
     paper: ClassVar[str] = "arXiv:2406.11430"
 

@@ -44,6 +44,7 @@ class RoCo(Ranked):
     sinks: int = _SINKS
 
     reads: ClassVar[Signal] = Signal.ATTENTION | Signal.SQUARES
+    sums: ClassVar[tuple[str, ...]] = ("attn", "squares")
     paper: ClassVar[str] = "arXiv:2402.06262"
 
     def __post_init__(self) -> None:
@@ -61,15 +62,6 @@ class RoCo(Ranked):
         window = params.get("window", max(min(10, (n_keep - sinks) // 2), 1))
         keep_std = max(min(3 * n_keep // 10, n_keep - sinks) - window, 0)
         return cls(budget, slack, **{"window": window, "keep_std": keep_std, **params})
-
-    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32, and sum of its squares f32."""
-        return np.zeros((n_row, n_cell), np.float32), np.zeros((n_row, n_cell), np.float32)
-
-    def observe(self, view: View, state: State) -> None:
-        mass, squares = state
-        mass[:, : view.n_kv] += view.attn
-        squares[:, : view.n_kv] += view.squares
 
     def scores(self, view: View, state: State) -> np.ndarray:
         mass, squares = (array[:, : view.n_kv] for array in state)

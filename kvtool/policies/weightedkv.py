@@ -48,6 +48,7 @@ class WeightedKV(Ranked):
     merge: bool = True
 
     reads: ClassVar[Signal] = Signal.ATTENTION
+    sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "arXiv:2503.01330"
     # the newest token has no right neighbour
     least_window: ClassVar[int] = 1
@@ -60,13 +61,6 @@ class WeightedKV(Ranked):
     def fit(cls, budget: int, slack: int, *, sinks: int = _SINKS, **params: Any) -> WeightedKV:
         window = max((budget - slack) // 2 - sinks, 1)
         return cls(budget, slack, **{"window": window, "sinks": sinks, **params})
-
-    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
-        """Attention sum f32."""
-        return (np.zeros((n_row, n_cell), np.float32),)
-
-    def observe(self, view: View, state: State) -> None:
-        state[0][:, : view.n_kv] += view.attn
 
     def scores(self, view: View, state: State) -> np.ndarray:
         average: np.ndarray = state[0][:, : view.n_kv] / view.lived

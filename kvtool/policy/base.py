@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -45,11 +47,15 @@ class Policy:
     prefill
         How the policy wants a prompt: "stream" (in batches, with a plan after each) or "whole" (decoded
         whole, then compressed once).
+    sums
+        Fields of the view whose sums are the state, unless the policy has its own `start` and `observe`.
     merges
         Whether its plans merge values.
     ragged
         Whether rows may keep different numbers of cells. The engine then asks for a plan every `slack`
         tokens, and the budget is only a cap.
+    most_window
+        The largest window that `fit` chooses.
     evicts
         Whether the policy ever evicts. False: the cache grows until it is full.
     """
@@ -61,7 +67,9 @@ class Policy:
 
     paper: ClassVar[str] = ""
     prefill: ClassVar[str] = "stream"
+    sums: ClassVar[tuple[str, ...]] = ()
     ragged: ClassVar[bool] = False
+    most_window: ClassVar[int] = sys.maxsize
     evicts: ClassVar[bool] = True
 
     if TYPE_CHECKING:
@@ -146,7 +154,13 @@ class Policy:
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
-        """The policy for a budget. Parameters that are not given take values that suit the budget."""
+        """The policy for a budget. Parameters that are not given take values that suit the budget.
+
+        A `window` without a default is half of what is kept, but at most `most_window`.
+        """
+        window = cls.__dataclass_fields__.get("window")
+        if window and window.default is MISSING and "window" not in params:
+            params["window"] = max(min((budget - slack) // 2, cls.most_window), 1)
         return cls(budget, slack, **params)
 
     def split(self, pinned: int = 0) -> dict[str, int]:
@@ -162,10 +176,12 @@ class Policy:
 
         The cell of a new token is zero in every array.
         """
-        return ()
+        return tuple(np.zeros((n_row, n_cell), np.float32) for _ in self.sums)
 
     def observe(self, view: View, state: State) -> None:
         """Adds the signals to state[..][:, :view.n_kv]. The engine calls it before every plan."""
+        for name, total in zip(self.sums, state, strict=False):
+            total[:, : view.n_kv] += getattr(view, name)
 
     def plan(self, view: View, state: State) -> Plan:
         """Which cells stay: fewer than the budget in every row, the same number in all rows.

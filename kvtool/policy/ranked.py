@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,40 +12,26 @@ from kvtool.policy.checks import check_cells, check_choice, check_kept, check_wh
 from kvtool.policy.plan import Plan
 from kvtool.policy.view import View
 
-if TYPE_CHECKING:
-    from typing import Self
-
 _F32 = np.dtype(np.float32)
 
 
 class Ranked(Policy):
     """A policy that writes `scores` alone: sinks and window stay, and of the rest the highest scores.
 
-    Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field. A `window`
-    without a default is half of what is kept, unless given.
+    Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field.
 
     Attributes
     ----------
     least_window
         The smallest window that works.
-    most_window
-        The largest window that is chosen by default.
     """
 
     __slots__ = ()
 
     least_window: ClassVar[int] = 0
-    most_window: ClassVar[int] = sys.maxsize
 
     def __post_init__(self) -> None:
         check_kept(self.budget, self.slack, *self.exempt, self.least_window)
-
-    @classmethod
-    def fit(cls, budget: int, slack: int, **params: Any) -> Self:
-        window = cls.__dataclass_fields__.get("window")
-        if window and window.default is MISSING and "window" not in params:
-            params["window"] = max(min((budget - slack) // 2, cls.most_window), 1)
-        return cls(budget, slack, **params)
 
     def scores(self, view: View, state: State) -> np.ndarray:
         """f32[row, n_kv or more]: the score of each cell. Among equal scores the newer token stays."""
