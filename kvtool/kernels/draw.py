@@ -1,7 +1,5 @@
 """Random numbers that depend only on seed, step, row and position."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

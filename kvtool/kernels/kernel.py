@@ -1,7 +1,5 @@
 """The decorator of kernels: functions over arrays that numba compiles."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Kernels over logits: likelihoods and divergence."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvtool.kernels.kernel import kernel

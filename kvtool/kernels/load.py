@@ -3,8 +3,6 @@
 link.py makes the library. Without one, numba compiles each kernel when it is first called.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """Norms of keys."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvtool.kernels.kernel import kernel

@@ -1,7 +1,5 @@
 """Kernels that choose which cells stay."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvtool.kernels.kernel import kernel

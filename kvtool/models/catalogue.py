@@ -1,7 +1,5 @@
 """models.txt: the models that kvtool knows by name."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

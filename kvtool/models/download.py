@@ -1,7 +1,5 @@
 """Downloads of models. A file gets its name only after its hash was checked."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The header of a GGUF file: its metadata, without what takes long to read and nothing here needs."""
 
-from __future__ import annotations
-
 import importlib.util
 import mmap
 import struct

@@ -1,7 +1,5 @@
 """What the header of a GGUF file says of a model."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 from dataclasses import dataclass, field

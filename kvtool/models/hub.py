@@ -4,8 +4,6 @@ huggingface_hub says what a repository has, and keeps the files in its cache, wh
 kvtool brings them there itself: since huggingface_hub 2, a download that was stopped starts from nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress

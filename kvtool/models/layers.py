@@ -1,7 +1,5 @@
 """What each layer of a model keeps from one token to the next, and how many bytes that takes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple

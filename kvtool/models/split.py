@@ -1,7 +1,5 @@
 """Models that were split into several GGUF files, NAME-00001-of-00003.gguf and so on."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

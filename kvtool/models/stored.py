@@ -1,7 +1,5 @@
 """The models that were downloaded: which there are, how many bytes they take, and how to delete them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Models by URL. The files of a URL are in a folder that is named by a digest of it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BumbleBee's kernels: the objective, the streaming discard, and the greedy summary of a prompt."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvtool.kernels.draw import hash_rows

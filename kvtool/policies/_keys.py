@@ -1,7 +1,5 @@
 """What the policies that rank by keys alone have in common."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -23,8 +23,6 @@ They are normalised and kept in 16 bits, so that a cosine is off by about 0.0000
 order of its sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil, inf, log1p
 from typing import ClassVar

@@ -16,8 +16,6 @@ and tokens that go together are no targets of each other. If fewer than `merge` 
 gets its part. One draw for a group of query heads, on their sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -13,8 +13,6 @@ Options from others: EasyKV divides by the steps a token has lived (`score=mean`
 (`group=first`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

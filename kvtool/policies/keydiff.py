@@ -7,8 +7,6 @@ Differs from the paper: keys are compared before RoPE; the paper (and kvpress) c
 equal keys are alike wherever they stand. The newest tokens and the sinks always stay.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

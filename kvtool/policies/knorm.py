@@ -7,8 +7,6 @@ Differs from the paper: the newest tokens and the sinks always stay. The paper c
 here the same is done whenever the cache is full.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 The baseline that forgets everything outside its window, even the first tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ The baseline that a score must beat. Each plan draws a new choice for every row.
 (seed, row, token, step): a stream can be repeated, and nothing has to be remembered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -12,8 +12,6 @@ queries and forgotten part by part, so it is up to an eighth shorter than asked 
 plans counts as of its last query, however long it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

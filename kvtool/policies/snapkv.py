@@ -10,8 +10,6 @@ code keeps a cache for every query head). The paper compresses a prompt once; he
 the cache is full.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ cache are a setting of the engine (`--positions in-cache`).
 Differs from the paper: an eviction makes room for `slack` tokens, the paper's for one (--evict-every 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

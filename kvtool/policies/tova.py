@@ -8,8 +8,6 @@ An eviction makes room for `slack` tokens, the paper's for one (--evict-every 1)
 head decides on its own, on its group of query heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Checks of parameters, and of arrays before a kernel gets them. Each raises one clear line."""
 
-from __future__ import annotations
-
 from operator import index
 from typing import Any
 

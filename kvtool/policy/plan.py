@@ -1,7 +1,5 @@
 """What a policy answers: which cells stay, and which values merge."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Policies that rank: sinks and window stay, and of the rest the highest scores."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a policy sees of the cache: the view, the signals in it, and the request for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import cast
