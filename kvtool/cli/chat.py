@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -13,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli.completion import models
-from kvtool.cli.completion import sessions as sessions_here
 from kvtool.cli.declared import options
 from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
 from kvtool.cli.opening import of_model, open_run, sampling_of
-from kvtool.options.field import SHOWS
+from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
@@ -28,6 +28,23 @@ from kvtool.system.texts import stdin_lines
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.engine.loop import Engine
+
+
+@dataclass(frozen=True)
+class _Own(Options):
+    plain: bool = option(
+        "--plain", False, "Show replies as the model writes them, without colours.", group=SHOWS
+    )
+    hide_thinking: bool = option(
+        "--hide-thinking", False, "Show nothing of the model's reasoning.", group=SHOWS
+    )
+    session: Path | None = option(
+        "--session",
+        None,
+        "Session file: continues the chat in it, and saves it after every reply.",
+        completes="sessions",
+    )
+    transcript: Path | None = option("--transcript", None, "Append what is said to this file as plain text.")
 
 
 @options
@@ -44,40 +61,18 @@ def chat(
     ] = None,
     system: System,
     drawing: Drawing,
-    plain: Annotated[
-        bool,
-        typer.Option(
-            "--plain",
-            help="Show replies as the model writes them, without colours.",
-            rich_help_panel=SHOWS,
-        ),
-    ] = False,
-    hide_thinking: Annotated[
-        bool,
-        typer.Option("--hide-thinking", help="Show nothing of the model's reasoning.", rich_help_panel=SHOWS),
-    ] = False,
-    session: Annotated[
-        Path | None,
-        typer.Option(
-            "--session",
-            help="Session file: continues the chat in it, and saves it after every reply.",
-            autocompletion=sessions_here,
-        ),
-    ] = None,
-    transcript: Annotated[
-        Path | None, typer.Option("--transcript", help="Append what is said to this file as plain text.")
-    ] = None,
+    own: _Own,
     run: Run,
 ) -> None:
     """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(run, model_name), system.text()
     with ExitStack() as stack:
         is_old = False
-        if session:
+        if own.session:
             from kvtool.chats import session as sessions
 
-            stack.enter_context(sessions.held(session))
-            if saved := sessions.peek(session):
+            stack.enter_context(sessions.held(own.session))
+            if saved := sessions.peek(own.session):
                 is_old = True
                 run, drawing = run.resumed(saved["options"]), drawing.resumed(saved["options"])
         sampling = sampling_of(drawing)
@@ -95,12 +90,12 @@ def chat(
         writer = Writer(engine, Sampler(engine.model, sampling, seed=drawing.seed))
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
-        keeper = stack.enter_context(closing(Keeper(conversation, run, drawing, session)))
-        if session and is_old:
-            keeper.resume(session)
+        keeper = stack.enter_context(closing(Keeper(conversation, run, drawing, own.session)))
+        if own.session and is_old:
+            keeper.resume(own.session)
         conversation.pin_system()
-        if transcript:
-            keeper.transcript = stack.enter_context(closing(open_transcript(transcript)))
+        if own.transcript:
+            keeper.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
         if run.explain:
             explain_run(engine, run.policy, "turn")
         else:
@@ -112,8 +107,8 @@ def chat(
             from kvtool.cli import chat_terminal
             from kvtool.cli.chat_screen import Terminal
 
-            terminal = Terminal(conversation, keeper, run.policy, plain=plain, hide_thinking=hide_thinking)
-            chat_terminal.run(terminal)
+            shows = {"plain": own.plain, "hide_thinking": own.hide_thinking}
+            chat_terminal.run(Terminal(conversation, keeper, run.policy, **shows))
         else:
             _pipe(conversation, keeper, drawing.n, stdin_lines())
             if run.verbose:

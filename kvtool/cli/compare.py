@@ -85,43 +85,35 @@ class _Run(TextRun):
     hidden: ClassVar = ("policy", "budget", "options", "prefill", "type_k", "type_v", "explain")
 
 
+@dataclass(frozen=True)
+class _Own(Options):
+    json_file: str | None = option(
+        "--json FILE",
+        None,
+        "Append each run's record to this file, a JSON line each; - prints them and no table.",
+    )
+    resume: bool = option("--resume", False, "Go on with the file of --json: do only the missing runs.")
+    plot: Path | None = option("--plot PNG", None, "Draw quality against bytes into this file.")
+    jobs: int = option("--jobs N", 1, "Runs at the same time, each in a process.", least=1)
+    shard: str | None = option(
+        "--shard I/N", None, "Do every N-th run from the I-th on, to share work among machines."
+    )
+
+
 @options
 def compare(
     *,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
     grid: _Grid,
-    json_file: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="Append each run's record to this file, a JSON line each; - prints them and no table.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the file of --json: do only the missing runs.")
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PNG", help="Draw quality against bytes into this file."),
-    ] = None,
-    jobs: Annotated[
-        int, typer.Option("--jobs", min=1, metavar="N", help="Runs at the same time, each in a process.")
-    ] = 1,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            "--shard", metavar="I/N", help="Do every N-th run from the I-th on, to share work among machines."
-        ),
-    ] = None,
+    own: _Own,
     run: _Run,
 ) -> None:
     """Stream a text under each policy and budget, and compare the results.
 
     One policy with one budget and one cache type is a run; each run scores every token after the first.
     """
-    path = output.records_path(json_file, resume)
-    output.check_picture("--plot", plot)
+    path = output.records_path(own.json_file, own.resume)
+    output.check_picture("--plot", own.plot)
     text = read_text(file)
 
     from kvtool.measure import grid as of_runs
@@ -135,7 +127,7 @@ def compare(
         workers_of,
     )
 
-    if workers_of(run) and jobs > 1:
+    if workers_of(run) and own.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
@@ -168,7 +160,7 @@ def compare(
         model=str(model_path),
         n_ctx=n_ctx_of(run, info),
         n_batch=run.n_batch or run.default_n_batch,
-        threads=run.threads or (max(1, default_threads() // jobs) if jobs > 1 else None),
+        threads=run.threads or (max(1, default_threads() // own.jobs) if own.jobs > 1 else None),
     )
     common = of_runs.Common(what, shared, len(read.tokens))
     if not names:
@@ -186,8 +178,8 @@ def compare(
         grid.listed("types"),
         combine=grid.combine,
     )
-    if shard:
-        runs = of_runs.shard(runs, shard)
+    if own.shard:
+        runs = of_runs.shard(runs, own.shard)
     if not runs:
         # if only `full` was asked for, and it does not fit
         raise UsageError(why_not or "nothing to compare; name policies, and budgets for them")
@@ -195,8 +187,8 @@ def compare(
     if path:
         results.take(records.read(path))
     say([why_not])
-    _run(results, read.tokens, not why_not, jobs, path)
-    _finish(results, info, json_file, path, plot)
+    _run(results, read.tokens, not why_not, own.jobs, path)
+    _finish(results, info, own.json_file, path, own.plot)
 
 
 class _Text(NamedTuple):

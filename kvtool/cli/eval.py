@@ -95,6 +95,27 @@ class _Drawn(Options):
         return Sampling(self.temp, top_k=Drawing.top_k, top_p=Drawing.top_p, min_p=Drawing.min_p)
 
 
+@dataclass(frozen=True)
+class _Own(Options):
+    chat: bool | None = option(
+        "--chat/--raw", None, "Ask in the chat template, or as plain text.", words="the task's own"
+    )
+    max_prompt: int | None = option(
+        "--max-prompt N",
+        None,
+        "Cut the middle out of prompts of more than N tokens.",
+        least=16,
+        words="trained context",
+    )
+    json_to: str | None = option(
+        "--json FILE",
+        None,
+        "Append each item's record to this file, a JSON line each; - prints records and summary.",
+    )
+    resume: bool = option("--resume", False, "Go on with the file of --json: ask only the missing items.")
+    plot: Path | None = option("--plot PNG", None, "Draw the summary as a heat map into this file.")
+
+
 @options
 def evaluate(
     *,
@@ -110,41 +131,9 @@ def evaluate(
         list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
     ] = None,
     asking: _Asking,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Ask in the chat template, or as plain text.",
-            show_default="the task's own",
-        ),
-    ] = None,
-    max_prompt: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt",
-            min=16,
-            metavar="N",
-            help="Cut the middle out of prompts of more than N tokens.",
-            show_default="trained context",
-        ),
-    ] = None,
+    own: _Own,
     run: _Run,
     drawn: _Drawn,
-    json_to: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="Append each item's record to this file, a JSON line each; - prints records and summary.",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the file of --json: ask only the missing items.")
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PNG", help="Draw the summary as a heat map into this file."),
-    ] = None,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
 
@@ -162,11 +151,11 @@ def evaluate(
     for file in files or []:
         if not file.exists():
             raise InputError(f"no such file: {file}")
-    records_path = output.records_path(json_to, resume)
-    to_stdout = json_to == "-"
-    if plot and len(chosen.by) != 2:
+    records_path = output.records_path(own.json_to, own.resume)
+    to_stdout = own.json_to == "-"
+    if own.plot and len(chosen.by) != 2:
         raise UsageError(f"{task} has no heat map; leave out --plot")
-    output.check_picture("--plot", plot)
+    output.check_picture("--plot", own.plot)
     # what is out of its range is refused before a download
     _check_drawing(drawn, chosen, task)
     sampling = drawn.sampling()
@@ -181,10 +170,10 @@ def evaluate(
 
     from kvtool.tasks import results as of_items
 
-    as_chat = chosen.chat if chat is None else chat
+    as_chat = chosen.chat if own.chat is None else own.chat
     with (
         loaded(path, run, guarded=True) as model,
-        closing(_reader(run, info, model, as_chat, max_prompt, sampling, drawn.seed)) as reader,
+        closing(_reader(run, info, model, as_chat, own.max_prompt, sampling, drawn.seed)) as reader,
     ):
         items = chosen.items(files or [], model)[: asking.limit]
         about = {
@@ -211,7 +200,7 @@ def evaluate(
                     sys.stdout.write(json_text(record) + "\n")
                     sys.stdout.flush()
                 step(len(results), f"{task}: {_in_short(results.records)}")
-    _finish(chosen, results, to_stdout, plot)
+    _finish(chosen, results, to_stdout, own.plot)
 
 
 def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:

@@ -22,7 +22,7 @@ from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, UsageError
-from kvtool.options.field import again
+from kvtool.options.field import Options, again, option
 from kvtool.options.run import TextRun
 from kvtool.system.texts import json_text, read_text
 
@@ -67,42 +67,31 @@ class _Run(TextRun):
     )
 
 
+@dataclass(frozen=True)
+class _Own(Options):
+    max_tokens: int | None = option(
+        "--max-tokens N",
+        None,
+        "Read at most this many tokens.",
+        least=2,
+        words=f"all, with --map {inspect_map.N_TOKENS}",
+    )
+    snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
+    last: int | None = option(
+        "--last N", None, "Number of last tokens to show.", least=1, words=f"{LAST}, in --html {_LAST_HTML}"
+    )
+    html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")
+    png: Path | None = option(
+        "--png", None, "Write a picture, rows by positions or the map; needs matplotlib."
+    )
+
+
 @options
 def inspect(
     *,
     file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
     run: _Run,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            min=2,
-            metavar="N",
-            help="Read at most this many tokens.",
-            show_default=f"all, with --map {inspect_map.N_TOKENS}",
-        ),
-    ] = None,
-    snapshots: Annotated[
-        int,
-        typer.Option("--snapshots", metavar="N", min=1, max=255, help="Points in time that --html can show."),
-    ] = 32,
-    last: Annotated[
-        int | None,
-        typer.Option(
-            "--last",
-            min=1,
-            metavar="N",
-            help="Number of last tokens to show.",
-            show_default=f"{LAST}, in --html {_LAST_HTML}",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a web page with sliders for layer, head and time.")
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", help="Write a picture, rows by positions or the map; needs matplotlib."),
-    ] = None,
+    own: _Own,
     shown: Map,
     as_json: Json = False,
     typed: Typed,
@@ -112,15 +101,15 @@ def inspect(
     With --map show instead what attention looks like with the full cache.
     """
     inspect_map.check(shown, typed)
-    output.check_writable(html)
-    output.check_picture("--png", png)
+    output.check_writable(own.html)
+    output.check_picture("--png", own.png)
     if file is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("there is nothing to read; name a text file, or give a text on stdin")
         file = "-"
     text = read_text(file)
     if shown.kind:
-        inspect_map.show(shown, run, file, text, max_tokens, png, as_json)
+        inspect_map.show(shown, run, file, text, own.max_tokens, own.png, as_json)
         return
 
     from kvtool.llama.model import Model
@@ -131,7 +120,7 @@ def inspect(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        tokens = loaded.tokenize(text, start=True)[:max_tokens]
+        tokens = loaded.tokenize(text, start=True)[: own.max_tokens]
         return len(tokens)
 
     with open_run(run, length=length) as opened:
@@ -141,7 +130,7 @@ def inspect(
             explain_run(engine, run.policy, "text", len(tokens))
         started = time.monotonic()
         with tokens_progress("reading", len(tokens)) as step:
-            found = holdings.watch(engine, tokens, snapshots, step)
+            found = holdings.watch(engine, tokens, own.snapshots, step)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
         share, archived = found.share(), holdings.is_archived(engine)
@@ -154,8 +143,8 @@ def inspect(
             "seconds": seconds,
         }
     pictures: Sequence[tuple[Path | None, Callable[[], bytes]]] = (
-        (html, lambda: page(result, found, texts, last or _LAST_HTML)),
-        (png, lambda: drawn(result, found)),
+        (own.html, lambda: page(result, found, texts, own.last or _LAST_HTML)),
+        (own.png, lambda: drawn(result, found)),
     )
     failed = None
     for path, data in pictures:
@@ -170,7 +159,7 @@ def inspect(
     else:
         from kvtool.cli.console import plain_console, table_console
 
-        show(plain_console(), texts, share, archived, last or LAST)
+        show(plain_console(), texts, share, archived, own.last or LAST)
         show_recalled(table_console(), found, texts)
     # not earlier: a file that cannot be written must not lose the result
     if failed:

@@ -18,6 +18,7 @@ from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length, too_short
 from kvtool.errors import UsageError
+from kvtool.options.field import Options, option
 from kvtool.options.run import TextRun
 from kvtool.system.texts import json_text, read_text
 
@@ -30,34 +31,27 @@ class _Run(TextRun):
     hidden: ClassVar = ("prefill",)
 
 
+@dataclass(frozen=True)
+class _Own(Options):
+    max_tokens: int | None = option(
+        "--max-tokens N", None, "Read the text's first N tokens.", least=2, words="all"
+    )
+    windows: int | None = option(
+        "--windows N",
+        None,
+        "Score pieces of N tokens, each in an empty cache, as llama-perplexity -c N does.",
+        least=2,
+    )
+    stride: int | None = option(
+        "--stride N", None, "With --windows: start a piece every N tokens, and score its last N.", least=1
+    )
+
+
 @options
 def perplexity(
     *,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", min=2, metavar="N", help="Read the text's first N tokens.", show_default="all"
-        ),
-    ] = None,
-    windows: Annotated[
-        int | None,
-        typer.Option(
-            "--windows",
-            min=2,
-            metavar="N",
-            help="Score pieces of N tokens, each in an empty cache, as llama-perplexity -c N does.",
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            "--stride",
-            min=1,
-            metavar="N",
-            help="With --windows: start a piece every N tokens, and score its last N.",
-        ),
-    ] = None,
+    own: _Own,
     run: _Run,
     as_json: Json = False,
 ) -> None:
@@ -66,7 +60,7 @@ def perplexity(
     Every token after the first is scored. Details go to stderr.
     """
     text = read_text(file)
-    if stride is not None and (windows is None or stride >= windows):
+    if own.stride is not None and (own.windows is None or own.stride >= own.windows):
         raise UsageError("--stride needs --windows, and must be smaller")
 
     from kvtool.llama.model import Model
@@ -78,28 +72,28 @@ def perplexity(
 
     def length(loaded: Model) -> int:
         nonlocal tokens
-        tokens = loaded.tokenize(text, start=windows is None)[:max_tokens]
-        if len(tokens) < (windows or 2):
-            raise too_short(file, len(tokens), windows or 2)
-        return windows or len(tokens)
+        tokens = loaded.tokenize(text, start=own.windows is None)[: own.max_tokens]
+        if len(tokens) < (own.windows or 2):
+            raise too_short(file, len(tokens), own.windows or 2)
+        return own.windows or len(tokens)
 
     with open_run(run, length=length) as opened:
         engine = opened.engine
-        if windows is None:
+        if own.windows is None:
             check_length(engine, len(tokens))
-        what, n = ("window", windows) if windows else ("text", len(tokens))
+        what, n = ("window", own.windows) if own.windows else ("text", len(tokens))
         if run.explain:
             explain_run(engine, run.policy, what, n)
         else:
             say_spare(engine)
             Notice(engine, what)(n)
-        n_scored = _n_scored(len(tokens), windows, stride)
+        n_scored = _n_scored(len(tokens), own.windows, own.stride)
         started = time.monotonic()
         with _progress(n_scored) as step:
-            if windows is None:
+            if own.windows is None:
                 nll = measure.stream(engine, tokens, step)
             else:
-                nll = measure.windows(engine, tokens, windows, stride, step)
+                nll = measure.windows(engine, tokens, own.windows, own.stride, step)
         seconds = time.monotonic() - started
         mean = float(nll.mean())
         result = {
