@@ -1,10 +1,7 @@
 """Two examples for each command, as -h and docs/cli.md show them."""
 
 EXAMPLES = {
-    "": (
-        "kvtool chat",
-        'cat report.txt | kvtool generate "Summarize:" --budget 1024',
-    ),
+    "": ("kvtool chat", 'cat report.txt | kvtool generate "Summarize:" --budget 1024'),
     "chat": (
         "kvtool chat smollm2-135m --system-file tutor.txt",
         "kvtool chat --policy recall --budget 64M --session talk.kv",
@@ -25,60 +22,27 @@ EXAMPLES = {
         "kvtool compare book.txt --max-tokens 4000 --policies h2o,buzz,local --budgets 128,512",
         "kvtool compare book.txt --json runs.jsonl --plot runs.png --jobs 2",
     ),
-    "eval": (
-        "kvtool eval",
-        "kvtool eval retrieval --policy snapkv --budget 20% --limit 50",
-    ),
+    "eval": ("kvtool eval", "kvtool eval retrieval --policy snapkv --budget 20% --limit 50"),
     "inspect": (
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",
         "kvtool inspect book.txt --map attention --layer 15 --png map.png",
     ),
-    "policies": (
-        "kvtool policies",
-        "kvtool policies buzz --budget 512 -o stride=4",
-    ),
-    "models list": (
-        "kvtool models list",
-        "kvtool models list --json",
-    ),
-    "models pull": (
-        "kvtool models pull smollm2-135m",
-        "kvtool models pull smollm2-135m --json",
-    ),
-    "models rm": (
-        "kvtool models rm smollm2-135m",
-        "kvtool models rm hf:OWNER/REPO:Q4_K_M",
-    ),
+    "policies": ("kvtool policies", "kvtool policies buzz --budget 512 -o stride=4"),
+    "models list": ("kvtool models list", "kvtool models list --json"),
+    "models pull": ("kvtool models pull smollm2-135m", "kvtool models pull smollm2-135m --json"),
+    "models rm": ("kvtool models rm smollm2-135m", "kvtool models rm hf:OWNER/REPO:Q4_K_M"),
     "models show": (
         "kvtool models show smollm2-135m --fit 256M",
         "kvtool models show ./model.gguf -ctk q8_0 -ctv q8_0",
     ),
-    "session show": (
-        "kvtool session show talk.kv",
-        "kvtool session show talk.kv --json",
-    ),
-    "session export": (
-        "kvtool session export talk.kv",
-        "kvtool session export talk.kv --json > talk.json",
-    ),
+    "session show": ("kvtool session show talk.kv", "kvtool session show talk.kv --json"),
+    "session export": ("kvtool session export talk.kv", "kvtool session export talk.kv --json > talk.json"),
     "config": (
         "kvtool config chat",
         'mkdir -p "$(dirname "$(kvtool config --path)")" && $EDITOR "$(kvtool config --path)"',
     ),
-    "worker": (
-        "kvtool worker",
-        "kvtool worker --host 0.0.0.0 --mem 8GiB",
-    ),
-    "build": (
-        "kvtool build",
-        "kvtool build --cuda",
-    ),
-    "doctor": (
-        "kvtool doctor",
-        "kvtool doctor --json",
-    ),
-    "help": (
-        "kvtool help generate",
-        "kvtool help models show",
-    ),
+    "worker": ("kvtool worker", "kvtool worker --host 0.0.0.0 --mem 8GiB"),
+    "build": ("kvtool build", "kvtool build --cuda"),
+    "doctor": ("kvtool doctor", "kvtool doctor --json"),
+    "help": ("kvtool help generate", "kvtool help models show"),
 }
