@@ -5,47 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_CALLED = {
+    "chat": ("run", "start", "cli"),
+    "generate": ("prompt", "complete"),
+    "serve": ("server", "api"),
+    "models list": ("list", "ls"),
+    "models pull": ("pull", "download", "get"),
+    "models show": ("show", "info"),
+    "models rm": ("rm", "remove", "delete"),
+    "compare": ("bench", "benchmark"),
+    "perplexity": ("ppl",),
+    "session show": ("sessions",),
+    "session export": ("export",),
+    "eval": ("tasks",),
+    "worker": ("rpc-server",),
+    "config": ("settings",),
+    "doctor": ("check",),
+    "--version": ("version",),
+}
+"""What other programs call our commands."""
+
+_ALL = {name: ours for ours, names in _CALLED.items() for name in names}
+
 INSTEAD = {
-    "kvtool": {
-        "run": "chat",
-        "start": "chat",
-        "prompt": "generate",
-        "complete": "generate",
-        "cli": "chat",
-        "server": "serve",
-        "api": "serve",
-        "list": "models list",
-        "ls": "models list",
-        "pull": "models pull",
-        "download": "models pull",
-        "get": "models pull",
-        "show": "models show",
-        "info": "models show",
-        "rm": "models rm",
-        "remove": "models rm",
-        "delete": "models rm",
-        "bench": "compare",
-        "benchmark": "compare",
-        "ppl": "perplexity",
-        "sessions": "session show",
-        "export": "session export",
-        "tasks": "eval",
-        "rpc-server": "worker",
-        "settings": "config",
-        "check": "doctor",
-        "version": "--version",
-    },
+    "kvtool": _ALL,
     "kvtool models": {
-        "ls": "models list",
-        "download": "models pull",
-        "get": "models pull",
-        "info": "models show",
-        "remove": "models rm",
-        "delete": "models rm",
+        name: ours
+        for name, ours in _ALL.items()
+        if ours.startswith("models ") and not ours.endswith(f" {name}")
     },
     "kvtool session": {"cat": "session export", "print": "session export", "info": "session show"},
 }
-"""The words that call it here, by the group that was asked."""
+"""Our command for the name of another program, by the group that was asked."""
 
 NOT_HERE = {
     "ps": "nothing of it runs in the background; each command loads its model and frees it at its end",
