@@ -64,7 +64,7 @@ def test_every_command_has_two_examples_that_it_takes():
 
 def test_the_list_of_commands_says_what_each_says_of_itself():
     root = get_command(app)
-    for name, (_, sentence) in COMMANDS.items():
+    for name, sentence in COMMANDS.items():
         command = root.commands[name]
         said = " ".join((command.help or "").split())
         assert said.startswith(sentence), name

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from kvtool import __version__
 from kvtool.cli.command import CLICK_ERROR, Group, plain, shaped
-from kvtool.cli.listed import COMMANDS
+from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
@@ -22,39 +23,33 @@ from kvtool.system import interrupt
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 
 
-class _Commands(Mapping[str, Any]):
+class _Commands(UserDict[str, Any]):
     """Imports a command when it is asked for: importing all takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> Any:
-        attribute, sentence = COMMANDS[name]
-        found = getattr(import_module(f"kvtool.cli.{name}"), attribute)
-        if not isinstance(found, typer.Typer):
-            own = typer.Typer(rich_markup_mode=None, add_completion=False)
-            own.command(name)(found)
-            found = own
+        sentence, module = self.data[name], import_module(f"kvtool.cli.{name}")
+        if name in GROUPS:
+            found = module.app
+        else:
+            found = typer.Typer(rich_markup_mode=None, add_completion=False)
+            found.command(name)(getattr(module, FUNCTIONS.get(name, name)))
         command = shaped(found)
         command.name, command.short_help = name, sentence
         return command
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
 
 
 class _Group(Group):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # typer wants a dictionary, but adds nothing to it
-        self.commands = cast(Any, _Commands())
+        self.commands = _Commands(COMMANDS)
 
     def list_commands(self, context: Any) -> list[str]:
         return list(self.commands)
 
     def format_commands(self, context: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         # --help prints here

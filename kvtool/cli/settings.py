@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.cli.listed import COMMANDS
+from kvtool.cli.listed import COMMANDS, GROUPS
 from kvtool.errors import UsageError, suggestion
 from kvtool.options.field import declared
 from kvtool.options.run import Run
@@ -179,7 +179,7 @@ def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...
             continue
         if name not in COMMANDS:
             raise UsageError(f"{path}: [{name}] is no command.{suggestion(name, COMMANDS)}")
-        is_group = COMMANDS[name][0] == "app"
+        is_group = name in GROUPS
         yield (name,), (_values(table), f"{path}: [{name}]", not is_group)
         for each, inner in table.items():
             if isinstance(inner, dict):
