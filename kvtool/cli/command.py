@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from kvtool.cli.listed import words_of
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options.field import ARCHIVES, DRAWS, KEEPS, RUNS, SERVES, SHOWS
 
@@ -35,11 +36,31 @@ _WIDEST = 32
 """The widest name of an option that has its text beside it."""
 
 
-class Command(TyperCommand):
-    """A command that runs something."""
+class _Shared:
+    """The help of a command, and -V."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return [*super().get_params(ctx), *_version(ctx)]
+        root = ctx.find_root()
+        version = [] if root is ctx else [each for each in root.command.params if each.name == "version"]
+        return [*super().get_params(ctx), *version]  # type: ignore[misc]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self.get_params(ctx), ctx, formatter)
+        if isinstance(self, Group):
+            self.format_commands(ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from kvtool.cli.examples import EXAMPLES
+
+        if examples := EXAMPLES.get(" ".join(words_of(ctx))):
+            with formatter.section("Examples"):
+                # as they are: a command that is wrapped cannot be copied
+                indent = " " * formatter.current_indent
+                formatter.write("".join(f"{indent}{example}\n" for example in examples))
+
+
+class Command(_Shared, TyperCommand):
+    """A command that runs something."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
@@ -69,32 +90,15 @@ class Command(TyperCommand):
         ctx.default_map = None
         super().format_help(ctx, formatter)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_options(self.get_params(ctx), ctx, formatter)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_examples(ctx, formatter)
-
-
-class Group(TyperGroup):
+class Group(_Shared, TyperGroup):
     """A command of several commands."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return [*super().get_params(ctx), *_version(ctx)]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_options(self.get_params(ctx), ctx, formatter)
-        self.format_commands(ctx, formatter)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        _write_examples(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
         command = self.get_command(ctx, name)
         if command is None and not ctx.resilient_parsing:
             from kvtool.cli.near import missing
-            from kvtool.cli.settings import words_of
 
             path = " ".join(("kvtool", *words_of(ctx)))
             raise UsageError(missing(path, name, self.list_commands(ctx)))
@@ -117,14 +121,12 @@ def plain(message: str) -> str:
 
 def default_of(param: Any) -> str | None:
     """A default in words, where a command's signature has words for it."""
-    if not isinstance(param.show_default, str):
-        return None
-    if "{model}" not in param.show_default:
-        return param.show_default
+    words = param.show_default if isinstance(param.show_default, str) else None
+    if words and "{model}" in words:
+        from kvtool.models.catalogue import registry
 
-    from kvtool.models.catalogue import registry
-
-    return param.show_default.replace("{model}", next(iter(registry())))
+        words = words.replace("{model}", next(iter(registry())))
+    return words
 
 
 def title_of(param: Any) -> str:
@@ -137,12 +139,6 @@ def title_of(param: Any) -> str:
 def place_of(title: str) -> int:
     """Where a group stands in the help."""
     return _ORDER.index(title) if title in _ORDER else _ORDER.index("Options")
-
-
-def _version(ctx: Any) -> list[Any]:
-    """The option -V of the root, which every command takes too."""
-    root = ctx.find_root()
-    return [] if root is ctx else [p for p in root.command.params if p.name == "version"]
 
 
 def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
@@ -164,35 +160,19 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
             formatter.write_dl(groups[title], col_max=_WIDEST)
 
 
-def _write_examples(ctx: Any, formatter: Any) -> None:
-    from kvtool.cli.examples import EXAMPLES
-    from kvtool.cli.settings import words_of
-
-    words = " ".join(words_of(ctx))
-    if words in EXAMPLES:
-        with formatter.section("Examples"):
-            # as they are: a command that is wrapped cannot be copied
-            indent = " " * formatter.current_indent
-            formatter.write("".join(f"{indent}{example}\n" for example in EXAMPLES[words]))
-
-
 class _Defaults(dict[str, Any]):
     """The values from the environment and the file, looked up when the first option was not typed."""
 
     def __init__(self, command: Command, ctx: Any, args: list[str]) -> None:
         super().__init__()
         self._of = command, ctx, args
-        self._settings: dict[str, Setting] | None = None
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Setting]:
         """What was found, by the name of the parameter. Raises UsageError."""
-        if self._settings is None:
-            self._settings = {}
-            from kvtool.cli import settings
+        from kvtool.cli import settings
 
-            self._settings = settings.of_run(*self._of)
-        return self._settings
+        return settings.of_run(*self._of)
 
     def __contains__(self, name: object) -> bool:
         return name in self.settings
@@ -203,14 +183,14 @@ class _Defaults(dict[str, Any]):
 
 def _origins(ctx: Any, said: str) -> str:
     """Where the options come from that an error names and nobody typed; empty if there are none."""
-    from kvtool.cli import settings
+    from kvtool.cli.settings import flag
 
     found = ctx.default_map.settings if isinstance(ctx.default_map, _Defaults) else {}
-    named = (param for param in ctx.command.params if param.name in found)
     return "; ".join(
-        f"{settings.flag(param)} is set by {found[param.name].source}"
-        for param in named
-        if ctx.get_parameter_source(param.name).name == "DEFAULT_MAP"
+        f"{flag(param)} is set by {found[param.name].source}"
+        for param in ctx.command.params
+        if param.name in found
+        and ctx.get_parameter_source(param.name).name == "DEFAULT_MAP"
         and any(re.search(rf"(?<![\w-]){name}(?![\w-])", said) for name in param.opts)
     )
 
@@ -218,20 +198,13 @@ def _origins(ctx: Any, said: str) -> str:
 def _show_own_traceback(error: BaseException) -> None:
     """Writes the traceback from the first line in a file that is not kvtool's on, for a policy's author."""
     import traceback
-
-    cause = error.__cause__
-    frames = list(_own_frames(cause)) if cause else []
-    if cause and (frames or isinstance(cause, SyntaxError)):
-        sys.stderr.write("Traceback (most recent call last):\n")
-        sys.stderr.writelines(traceback.format_list(frames))
-        sys.stderr.writelines(traceback.format_exception_only(cause))
-
-
-def _own_frames(error: BaseException) -> Iterator[Any]:
-    import traceback
     from pathlib import Path
 
+    if not (cause := error.__cause__):
+        return
+    shown = traceback.TracebackException.from_exception(cause)
     package = f"{Path(__file__).parent.parent}{os.sep}"
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [i for i, f in enumerate(frames) if not f.filename.startswith((package, "<"))]
-    yield from frames[theirs[0] :] if theirs else []
+    while shown.stack and shown.stack[0].filename.startswith((package, "<")):
+        shown.stack.pop(0)
+    if shown.stack or isinstance(cause, SyntaxError):
+        sys.stderr.writelines(shown.format(chain=False))

@@ -1,5 +1,7 @@
 """The commands that there are."""
 
+from typing import Any
+
 COMMANDS = {
     "chat": "Start a chat: memory and speed stay constant however long it gets.",
     "generate": "Answer a prompt, a text on stdin, or both.",
@@ -24,3 +26,8 @@ GROUPS = ("models", "session")
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
 """What the function of a command is called where Python needs the name itself."""
+
+
+def words_of(context: Any) -> tuple[str, ...]:
+    """The words that called a command."""
+    return (*words_of(context.parent), context.info_name) if context.parent else ()

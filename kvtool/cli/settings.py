@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.cli.listed import COMMANDS, GROUPS
+from kvtool.cli.listed import COMMANDS, GROUPS, words_of
 from kvtool.errors import UsageError, suggestion
 from kvtool.options.field import declared
 from kvtool.options.run import Run
@@ -131,11 +131,6 @@ def config_file() -> Path:
     from platformdirs import user_config_path
 
     return user_config_path("kvtool", appauthor=False) / "config.toml"
-
-
-def words_of(context: Any) -> tuple[str, ...]:
-    """The words that called a command."""
-    return (*words_of(context.parent), context.info_name) if context.parent else ()
 
 
 def options_of(command: Any) -> list[Any]:
