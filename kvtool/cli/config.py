@@ -75,16 +75,13 @@ def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterato
     if words not in known:
         names = [" ".join(each) for each in known]
         raise UsageError(f"kvtool has no command {' '.join(words)!r}.{suggestion(' '.join(words), names)}")
-    values = {"model": model} if model else {}
-    found = settings.of_command(known[words], words, values, root)
+    typed = {"model": settings.Setting(model, "-m")} if model else {}
+    found = settings.of_command(known[words], words, {"model": model}, root) | typed
     for param in settings.options_of(known[words]):
-        if param.name in values:
-            yield _row(words, param, model, "-m")
-        elif param.name in found:
-            setting = found[param.name]
-            yield _row(words, param, _plain(setting.value), setting.source)
+        if param.name in found:
+            yield _row(words, param, *found[param.name])
         else:
-            yield _row(words, param, _plain(param.default), "default") | {"default": default_of(param)}
+            yield _row(words, param, param.default, "default") | {"default": default_of(param)}
 
 
 def _all(root: Any) -> Iterator[Row]:
@@ -105,12 +102,12 @@ def _of_table(
 ) -> Iterator[Row]:
     """The rows of a table for the commands whose words have this start."""
     values, where, is_own = table
-    reached = [command for words, command in known.items() if words[: len(start)] == start]
+    reached = [words for words in known if words[: len(start)] == start]
     if not reached or (is_own and start not in known):
         raise UsageError(f"{where} is no command of kvtool")
-    if not start:
-        reached = [known[words] for words in known if words not in settings.LISTS]
-    params = [param for command in reached for param in settings.options_of(command)]
+    params = [
+        param for words in reached for param in settings.options_of(known[words], () if start else words)
+    ]
     for name, value in values.items():
         named = [param for param in params if name.replace("_", "-") in settings.names_of(param)]
         if not named:
@@ -142,16 +139,12 @@ def _row(words: tuple[str, ...], param: Any, value: Any, source: str) -> Row:
     return {"command": of, "option": settings.flag(param), "value": value, "source": source}
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _print(rows: list[Row]) -> None:
     from kvtool.cli.console import print_table
 
     table = []
     for row in rows:
         value = row.get("default") or row["value"]
-        shown = "" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        table.append([row["command"], row["option"], shown, row["source"]])
+        values = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+        table.append([row["command"], row["option"], " ".join(map(str, values)), row["source"]])
     print_table(["command", "option", "value", "set by"], table)

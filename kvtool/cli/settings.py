@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtool.cli.listed import COMMANDS, GROUPS, words_of
 from kvtool.errors import UsageError, suggestion
@@ -26,27 +25,25 @@ NOT_OPTIONS = ("KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_WHEELS")
 Table = tuple[dict[str, Any], str, bool]
 """Keys and values, how messages name the table, and whether only options of one command may be in it."""
 
-LISTS = (("policies",),)
-"""Commands whose options say what to show: only their own table and variables are about them."""
-
-OWN: dict[tuple[str, ...], tuple[str, ...]] = {("eval",): ("temp", "seed")}
-"""Options that only a command's own table and variables are about: a chat's drawing is no task's."""
+OWN: dict[tuple[str, ...], tuple[str, ...]] = {
+    # they say what to show
+    ("policies",): ("budget", "evict_every", "options", "as_json"),
+    # a chat's drawing is no task's
+    ("eval",): ("temp", "seed"),
+}
+"""Options that only a command's own table and variables are about."""
 
 _MODELS = "models"
-_MODEL = ("model", "model_name")
-"""The parameters that name a model: an option and an argument."""
 
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)),
-    "float": ("a number", (int, float)),
-    "bool": ("true or false", (bool,)),
+    "flo": ("a number", (int, float)),
+    "boo": ("true or false", (bool,)),
 }
-_KINDS |= {"integer": _KINDS["int"], "boolean": _KINDS["bool"]}
-"""The names that click has for types, in its older versions and in those of typer's own."""
+"""How the names begin that click has for types: newer versions shorten them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """A value that was not typed.
 
     Attributes
@@ -77,15 +74,17 @@ def of_command(
     """
     data, path = read()
     params = {param.name: param for param in options_of(command)}
-    shared = {name: param for name, param in params.items() if name not in OWN.get(words, ())}
-    is_list = words in LISTS
-    tables_of = [table for of, table in tables(data, path) if of == words[: len(of)] and (of or not is_list)]
-    layers = [_from_table(*each, params if each[2] else shared, root) for each in tables_of]
-    variables = [dict(_from_variables(params if each else shared, each)) for each in ((), words)[is_list:]]
+    shared = {param.name: param for param in options_of(command, but_own=words)}
+    # where all options are a command's own, the top level is not about it
+    layers = [
+        _from_table(*each, params if each[2] else shared, root)
+        for of, each in tables(data, path)
+        if of == words[: len(of)] and (of or shared or not params)
+    ]
+    variables = [dict(_from_variables(params if of else shared, of)) for of in ((), words)]
     if isinstance(data.get(_MODELS), dict) and "model" in params:
-        model = next((typed[name] for name in _MODEL if typed.get(name)), None)
-        for layer in [*layers, *variables] if model is None else []:
-            model = layer["model"].value if "model" in layer else model
+        chosen = [layer["model"].value for layer in [*layers, *variables] if "model" in layer]
+        model = typed.get("model") or typed.get("model_name") or (chosen[-1] if chosen else None)
         of_model = _tables_of_model(data[_MODELS], path, words, model)
         layers += [_from_table(*each, params if each[2] else shared, root) for each in of_model]
     found: dict[str, Setting] = {}
@@ -133,9 +132,10 @@ def config_file() -> Path:
     return user_config_path("kvtool", appauthor=False) / "config.toml"
 
 
-def options_of(command: Any) -> list[Any]:
-    """A command's options that can have a default."""
-    return [each for each in command.params if each.param_type_name == "option" and each.expose_value]
+def options_of(command: Any, but_own: tuple[str, ...] = ()) -> list[Any]:
+    """A command's options that can have a default. but_own: its words, to leave out its `OWN` ones."""
+    options = [each for each in command.params if each.param_type_name == "option" and each.expose_value]
+    return [each for each in options if each.name not in OWN.get(but_own, ())]
 
 
 def flag(param: Any) -> str:
@@ -143,14 +143,9 @@ def flag(param: Any) -> str:
     return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 
 
-def key(param: Any) -> str:
-    """An option's name in the file."""
-    return flag(param).lstrip("-")
-
-
 def variable(param: Any, words: Iterable[str] = ()) -> str:
     """The variable for an option, of one command if its words are given."""
-    return VARIABLE + "_".join([*words, key(param)]).replace("-", "_").upper()
+    return VARIABLE + "_".join([*words, flag(param).lstrip("-")]).replace("-", "_").upper()
 
 
 def checked(param: Any, value: Any, source: str) -> Setting:
@@ -264,20 +259,15 @@ def _values(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(kind: str, value: Any, source: str) -> Any:
-    if kind in _KINDS:
-        words, right = _KINDS[kind]
-        # Python's true is a whole number, too
-        if isinstance(value, right) and isinstance(value, bool) == (bool in right):
-            return value
-        raise UsageError(f"{source} must be {words}, got {_shown(value)}")
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise UsageError(f"{source} must be a text, got {_shown(value)}")
+    words, right = _KINDS.get(kind[:3], ("a text", (str, int, float)))
+    # Python's true is a whole number, too
+    if not isinstance(value, right) or isinstance(value, bool) != (bool in right):
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise UsageError(f"{source} must be {words}, got {shown}")
+    if kind[:3] in _KINDS:
+        return value
     # 512 and "512" are the same budget
     return os.path.expanduser(str(value)) if kind == "path" else str(value)
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _quoted(name: str) -> str:
