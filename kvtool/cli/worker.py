@@ -9,72 +9,67 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
-from typing import Annotated, TextIO
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TextIO
 
-import typer
-
+from kvtool.cli.declared import options
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
+from kvtool.options.field import Options, option
 from kvtool.system import interrupt
+from kvtool.units import format_bytes, parse_bytes
 
 _SHORT_S = 1.0
 """Connections shorter than this are not reported: a client makes some to look at the worker."""
 
 
-def worker(
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="Address to listen on: a name or IPv4 address of this machine."
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen on.")
-    ] = endpoints.PORT,
-    mem: Annotated[
-        str | None,
-        typer.Option(
-            "--mem",
-            metavar="BYTES",
-            help="Memory to offer, for example 8GiB. Clients spread layers in proportion to it.",
-            show_default="all there is",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option("-t", "--threads", min=1, metavar="N", help="CPU threads.", show_default="one per core"),
-    ] = None,
-    verbose: Annotated[
-        int,
-        typer.Option(
-            "-v",
-            "--verbose",
-            count=True,
-            help="Show each connection on stderr; -vv: llama.cpp's log too.",
-            show_default=False,
-        ),
-    ] = 0,
-) -> None:
+@dataclass(frozen=True)
+class _Serving(Options):
+    host: str = option(
+        "--host ADDRESS", "127.0.0.1", "Address to listen on: a name or IPv4 address of this machine."
+    )
+    port: int = option("--port N", endpoints.PORT, "Port to listen on.", least=1, most=65535)
+    mem: str | None = option(
+        "--mem BYTES",
+        None,
+        "Memory to offer, for example 8GiB. Clients spread layers in proportion to it.",
+        words="all there is",
+    )
+    threads: int | None = option("-t, --threads N", None, "CPU threads.", words="one per core", least=1)
+    verbose: int = option(
+        "-v, --verbose",
+        0,
+        "Show each connection on stderr; -vv: llama.cpp's log too.",
+        words=False,
+        is_count=True,
+    )
+
+
+@options
+def worker(*, serving: _Serving) -> None:
     """Lend this machine's GPUs, or its CPU, to another machine that runs kvtool with --rpc.
 
     There is no authentication and no encryption: whoever reaches the port can use the devices, read and
     change what they hold, and may be able to take over the process. Use it only in networks that you trust.
     """
-    address = endpoints.address(host)
-    n_bytes = _bytes(mem)
-    check_free(address, port)
+    address, port = endpoints.address(serving.host), serving.port
+    n_bytes = None if serving.mem is None else parse_bytes(serving.mem)
+    if n_bytes == 0:
+        raise UsageError("--mem must be above 0; leave it out to offer all memory")
+    # who listens then would not say why it cannot
+    listener(address, port).close()
 
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
     from kvtool.llama.log import set_verbose
     from kvtool.llama.workers import served, server
 
-    set_verbose(verbose > 1)
+    set_verbose(serving.verbose > 1)
     guard()
     devices = served(n_bytes)
-    start = server(f"{address}:{port}", threads or default_threads())
-    log = _Log(verbose)
+    start = server(f"{address}:{port}", serving.threads or default_threads())
+    log = _Log(serving.verbose)
     signal.signal(signal.SIGTERM, lambda *_: interrupt.end(exit_code=0))
     interrupt.ends()
     if not endpoints.is_loopback(address):
@@ -101,42 +96,18 @@ def worker(
     raise LibraryError(f"ggml cannot serve on {address}:{port}; -vv shows more")
 
 
-def _bytes(mem: str | None) -> int | None:
-    if mem is None:
-        return None
-
-    from kvtool.units import parse_bytes
-
-    n_bytes = parse_bytes(mem)
-    if n_bytes == 0:
-        raise UsageError("--mem must be above 0; leave it out to offer all memory")
-    return n_bytes
-
-
-def check_free(address: str, port: int) -> None:
-    """Raise UsageError if nobody can listen there: who listens then would not say why."""
-    listener(address, port).close()
-
-
 def listener(address: str, port: int) -> socket.socket:
     """A socket that listens there. Raises UsageError."""
-    with ExitStack() as stack:
-        probe = stack.enter_context(socket.socket())
-        if os.name == "posix":
-            # as ggml does: the port of a process that has just ended counts as free
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-            probe.listen()
-            stack.pop_all()
-        except OSError as error:
-            why = error.strerror or error
-            if error.errno == errno.EADDRINUSE:
-                why = "the port is in use, maybe by another kvtool; choose another --port"
-            elif error.errno == errno.EADDRNOTAVAIL:
-                why = "this machine has no such address; choose another --host (0.0.0.0 means all)"
-            raise UsageError(f"cannot listen on {address}:{port}: {why}") from None
-    return probe
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        # Python says once more which address
+        why = str(error.strerror or error).partition(" (while attempting")[0]
+        if error.errno == errno.EADDRINUSE:
+            why = "the port is in use, maybe by another kvtool; choose another --port"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            why = "this machine has no such address; choose another --host (0.0.0.0 means all)"
+        raise UsageError(f"cannot listen on {address}:{port}: {why}") from None
 
 
 def _listens(thread: threading.Thread, address: str, port: int) -> bool:
@@ -153,8 +124,6 @@ def _listens(thread: threading.Thread, address: str, port: int) -> bool:
 
 
 def _names(devices: list[dict[str, object]]) -> str:
-    from kvtool.units import format_bytes
-
     return ", ".join(
         f"{device['name']} ({device['description']}, {format_bytes(int(str(device['memory_total'])))})"
         for device in devices
@@ -179,9 +148,8 @@ class _Log:
 
     def __init__(self, verbose: int) -> None:
         self.verbose = verbose
-        self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._is_told = False
+        self._told = threading.Event()
 
     def say(self, line: str) -> None:
         # go on serving when the terminal is gone
@@ -198,14 +166,12 @@ class _Log:
         elif line.startswith("Client connection closed"):
             if self._timer:
                 self._timer.cancel()
-            with self._lock:
-                told, self._is_told = self._is_told, False
-            if told:
+            if self._told.is_set():
+                self._told.clear()
                 self.say("the client has disconnected")
         elif self.verbose > 1:
             sys.stderr.write(line)
 
     def _tell(self) -> None:
-        with self._lock:
-            self._is_told = True
+        self._told.set()
         self.say("a client has connected")
