@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvtool.cli.completion import models
-from kvtool.cli.declared import options
+from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
 from kvtool.cli.opening import of_model, open_run, sampling_of
@@ -50,15 +47,7 @@ class _Own(Options):
 @options
 def chat(
     *,
-    model_name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A model, as for -m.",
-            show_default=False,
-            autocompletion=models,
-        ),
-    ] = None,
+    model_name: ModelName = None,
     system: System,
     drawing: Drawing,
     own: _Own,

@@ -18,6 +18,17 @@ Typed = NewType("Typed", Mapping[str, str])
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=SHOWS)]
 """--json of the commands that print one result."""
 
+ModelName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A model, as for -m.",
+        show_default=False,
+        autocompletion=completion.models,
+    ),
+]
+"""The model, where it may be typed without -m."""
+
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer takes it: each parameter of a class of `Options` becomes an option a field.

@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvtool.cli.completion import models
-from kvtool.cli.declared import options
+from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.keeper import fixed_of, meta_of
 from kvtool.cli.locate import locate
@@ -73,12 +70,7 @@ class _Drawing(Drawing):
 @options
 def serve(
     *,
-    model_name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="A model, as for -m.", show_default=False, autocompletion=models
-        ),
-    ] = None,
+    model_name: ModelName = None,
     serving: _Serving,
     system: System,
     drawing: _Drawing,
