@@ -18,9 +18,7 @@ _BUILD = build_command()
 _COMPILE = f"{sys.executable} -m kvtool.build.kernels"
 
 
-def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Check the installation: what is built and cached, what is wrong, and how to fix it.
 
     The exit code is 1 if anything is wrong.
@@ -44,6 +42,7 @@ def examine() -> dict[str, Any]:
     if not kernels["compiled"]:
         wrong("the kernels are not compiled; the first start will take some seconds longer", _COMPILE)
     models = cache_dir() / "models"
+    files = [{"name": path.name, "bytes": path.stat().st_size} for path in sorted(models.rglob("*.gguf"))]
     return {
         "ok": not problems,
         "problems": problems,
@@ -51,12 +50,7 @@ def examine() -> dict[str, Any]:
         "cache": str(cache_dir()),
         "library": library,
         "kernels": kernels,
-        "models": {
-            "path": str(models),
-            "files": [
-                {"name": path.name, "bytes": path.stat().st_size} for path in sorted(models.rglob("*.gguf"))
-            ],
-        },
+        "models": {"path": str(models), "files": files},
     }
 
 
@@ -87,11 +81,8 @@ def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
     if not library["patched"]:
         wrong("llama.cpp is not patched; only policies that read no attention run", _BUILD)
     elif library["abi"] != library["abi_wanted"]:
-        wrong(
-            f"the library has version {library['abi']} of kvtool's C API, this kvtool needs "
-            f"{library['abi_wanted']}",
-            _BUILD,
-        )
+        has = f"the library has version {library['abi']} of kvtool's C API"
+        wrong(f"{has}, this kvtool needs {library['abi_wanted']}", _BUILD)
     elif library["digest"] != library["digest_wanted"]:
         wrong("the library was built from other patch files than the present ones", _BUILD)
     elif key is not None and key not in keys_wanted:
@@ -103,10 +94,8 @@ def _text(found: dict[str, Any]) -> str:
     lines = []
     if library := found["library"]:
         patch = f"patched, C API {library['abi']}" if library["patched"] else "not patched"
-        lines += [
-            f"llama.cpp   llama-cpp-python {library['version']}, {patch}",
-            f"            {library['path']}",
-        ]
+        lines.append(f"llama.cpp   llama-cpp-python {library['version']}, {patch}")
+        lines.append(f"            {library['path']}")
         if library["digest"]:
             lines.append(f"            digest {library['digest'][:16]}")
         if library["portable"]:
@@ -125,8 +114,7 @@ def _text(found: dict[str, Any]) -> str:
         state += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
     lines.append(f"kernels     {state}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({format_bytes(file['bytes'])})" for file in models["files"])
-    lines.append(f"models      {names or 'none yet'}, {models['path']}")
-    lines.append("")
+    lines += [f"models      {names or 'none yet'}, {models['path']}", ""]
     for problem in found["problems"]:
         lines += [f"problem: {problem['wrong']}", f"  fix it with: {problem['command']}"]
-    return "\n".join([*lines, *([] if found["problems"] else ["no problems found"])])
+    return "\n".join(lines if found["problems"] else [*lines, "no problems found"])
