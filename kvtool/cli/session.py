@@ -11,10 +11,11 @@ import typer
 
 from kvtool.cli.completion import sessions
 from kvtool.cli.declared import Json
+from kvtool.cli.listed import COMMANDS
 from kvtool.errors import SessionError
 from kvtool.system.texts import json_text, shown
 
-app = typer.Typer(help="Look into session files.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mode=None)
 
 File = Annotated[
     Path, typer.Argument(help="A file that `kvtool chat --session` wrote.", autocompletion=sessions)
