@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 from kvtool.options.field import ARCHIVES, KEEPS, RUNS, SHOWS, Options, option, unless
 from kvtool.units import CACHE_TYPES
@@ -17,14 +18,13 @@ def _all(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
     return tuple(raw or ())
 
 
-def _kept(usage: str, default: Any, help: str, group: str, **more: Any) -> Any:
-    """An option that a session keeps, and that a result depends on."""
-    return option(usage, default, help, **{"group": group, "kept": True, "identity": True, **more})
+_kept = partial(option, group=KEEPS, kept=True, identity=True)
+"""An option that a session keeps, and that a result depends on."""
 
+# model files and llama.cpp's documents have both Q8_0 and q8_0
+_type = partial(_kept, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
 
-def _type(usage: str, default: str, help: str, group: str = KEEPS) -> Any:
-    # model files and llama.cpp's documents have both Q8_0 and q8_0
-    return _kept(usage, default, help, group, choices=tuple(CACHE_TYPES), read=lambda raw, flag: raw.lower())
+_runs = partial(option, group=RUNS)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class Run(Options):
         None,
         "Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
         "or bytes (64M or 64MiB).",
-        KEEPS,
         words="{default_budget:,} tokens",
         identity=False,
     )
@@ -65,7 +64,6 @@ class Run(Options):
         "-o, --option NAME=VALUE",
         (),
         "Set a parameter of the policy (kvtool policies lists them). Repeatable.",
-        KEEPS,
         words=False,
         completes="parameters",
         read=_all,
@@ -75,7 +73,6 @@ class Run(Options):
         "--evict-every N",
         None,
         "Tokens from one eviction to the next.",
-        KEEPS,
         words="16, fewer for budgets below 128",
         least=1,
     )
@@ -84,7 +81,6 @@ class Run(Options):
         "auto",
         "Positions of the kept tokens: original, in-cache (renumbered without gaps), or auto (original; "
         "renumbered whenever the trained context is full).",
-        KEEPS,
         choices=("original", "in-cache", "auto"),
     )
     prefill: str | None = _kept(
@@ -92,15 +88,13 @@ class Run(Options):
         None,
         "How to read a prompt longer than the budget: stream (evict after each batch) or whole (decode "
         "all of it, then evict once).",
-        KEEPS,
         words="the policy's own",
         choices=("stream", "whole"),
     )
-    model: str | None = option(
+    model: str | None = _runs(
         "-m, --model MODEL",
         None,
         "A name (kvtool models list), a GGUF file, its URL, or hf:OWNER/REPO[:QUANT].",
-        group=RUNS,
         words="{model}",
         completes="models",
     )
@@ -108,7 +102,7 @@ class Run(Options):
         "-c, --ctx-size N",
         None,
         "Context length, at most the trained length (also 0); with `full`, also the cache size.",
-        RUNS,
+        group=RUNS,
         words="the model's trained length",
         least=0,
         read=unless(0),
@@ -117,29 +111,23 @@ class Run(Options):
         "-b, --batch-size N",
         None,
         "Maximum tokens decoded per batch.",
-        RUNS,
+        group=RUNS,
         words="{default_n_batch}",
         least=1,
     )
-    threads: int | None = option(
-        "-t, --threads N",
-        None,
-        "CPU threads.",
-        group=RUNS,
-        words="as many as are fastest, one per core at most",
-        least=1,
+    threads: int | None = _runs(
+        "-t, --threads N", None, "CPU threads.", words="as many as are fastest, one per core at most", least=1
     )
-    gpu_layers: int | None = option(
+    gpu_layers: int | None = _runs(
         "-ngl, --gpu-layers N",
         None,
         "Layers on the GPU.",
-        group=RUNS,
         words="all",
         least=-1,
         read=unless(-1),
         identity=True,
     )
-    rpc: str | None = option(
+    rpc: str | None = _runs(
         "--rpc HOST:PORT,...",
         None,
         "Spread layers and cache over these machines, which run kvtool worker.",
@@ -170,13 +158,13 @@ class Run(Options):
         "--archive-type TYPE",
         "q8_0",
         "With --policy recall: type of the archived keys and values, as for -ctk.",
-        ARCHIVES,
+        group=ARCHIVES,
     )
     flash: str = _kept(
         "-fa, --flash-attn MODE",
         "auto",
         "Flash attention: on, off or auto.",
-        RUNS,
+        group=RUNS,
         choices=("on", "off", "auto"),
     )
     explain: bool = option(

@@ -161,10 +161,7 @@ class Sampling(Options):
         "--dry-allowed-length N", 2, within(0, MOST), "Longest sequence that DRY lets repeat."
     )
     dry_penalty_last_n: int = _number(
-        "--dry-penalty-last-n N",
-        64,
-        within(0, MOST),
-        "Written tokens that DRY looks back at; 0 means off.",
+        "--dry-penalty-last-n N", 64, within(0, MOST), "Written tokens that DRY looks back at; 0 means off."
     )
     dry_sequence_breaker: tuple[str, ...] = option(
         "--dry-sequence-breaker TEXT",
@@ -185,11 +182,7 @@ class Sampling(Options):
         "means off.",
     )
     mirostat_lr: float = _number(
-        "--mirostat-lr X",
-        0.1,
-        within(0, LIMIT),
-        "Mirostat's learning rate, eta.",
-        request=("mirostat_eta",),
+        "--mirostat-lr X", 0.1, within(0, LIMIT), "Mirostat's learning rate, eta.", request=("mirostat_eta",)
     )
     mirostat_ent: float = _number(
         "--mirostat-ent X",
