@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
 
 
 def plain_console(**how: Any) -> Console:
@@ -28,15 +30,29 @@ def table_console(**how: Any) -> Console:
     return console
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout; without names of columns, rows of a name and a value."""
-    from rich.table import Table
-    from rich.text import Text
+def table(
+    columns: Iterable[str | Column],
+    rows: Iterable[Iterable[str | Text]],
+    n_left: int | None = None,
+    **how: Any,
+) -> Table:
+    """A table without lines.
 
-    table = Table(box=None, show_header=bool(columns), pad_edge=False)
-    for column in columns or ("what", "value"):
-        table.add_column(column, overflow="fold")
+    n_left: the columns behind the first n_left have numbers, which stand at the right; None: no column has.
+    """
+    from rich.table import Table
+
+    made = Table(*columns, box=None, pad_edge=False, **how)
+    for column in [] if n_left is None else made.columns[n_left:]:
+        column.justify = "right"
     for row in rows:
-        # Text: a path may contain what rich takes for markup
-        table.add_row(*(Text(cell) for cell in row))
-    table_console().print(table)
+        made.add_row(*row)
+    return made
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table on stdout, no text of it cut; without names of columns, rows of a name and a value."""
+    from rich.table import Column
+
+    folding = [Column(name, overflow="fold") for name in columns or ("what", "value")]
+    table_console().print(table(folding, rows, show_header=bool(columns)))

@@ -10,16 +10,19 @@ import typer
 
 from kvtool import parameters
 from kvtool.cli.completion import policies as complete
-from kvtool.cli.console import table_console
+from kvtool.cli.console import table, table_console
 from kvtool.cli.declared import Json, options
 from kvtool.errors import UsageError
-from kvtool.options.field import Options, again
+from kvtool.options.field import Options, again, option
 from kvtool.options.run import Run
 from kvtool.system.texts import json_text
 
 
 @dataclass(frozen=True)
 class _Fitted(Options):
+    budget: int | None = option(
+        "--budget N", None, "Show the parameters for a budget of N tokens per KV head."
+    )
     evict_every: int | None = again(Run, "evict_every")
     options: tuple[str, ...] = again(Run, "options")
 
@@ -35,18 +38,13 @@ def policies(
             autocompletion=complete,
         ),
     ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            "--budget", metavar="N", help="Show the parameters for a budget of N tokens per KV head."
-        ),
-    ] = None,
     given: _Fitted,
     as_json: Json = False,
 ) -> None:
     """List the policies with their parameters, defaults and papers."""
     from kvtool import policies as known
 
+    budget = given.budget
     if budget is None and (given.options or given.evict_every):
         raise UsageError("-o and --evict-every need a --budget; without one they change nothing")
     if given.options and not name:
@@ -59,11 +57,9 @@ def policies(
             params = known.chosen(known.fit(name, budget, given.evict_every, given.options))
         what = (sys.modules[policy.__module__].__doc__ or "").split("\n")[0]
         package = known.owners(name) if known.package(name) else None
+        said = {"name": name, "paper": policy.paper, "params": params, "what": what, "package": package}
         explained = {key: text for key, text in parameters.explained(policy).items() if key in params}
-        return {
-            **{"name": name, "paper": policy.paper, "params": params, "what": what, "package": package},
-            "explained": explained,
-        }
+        return said | {"explained": explained}
 
     own = known.names()
     listed = [described(each) for each in ([name] if name else own)]
@@ -84,37 +80,37 @@ def policies(
 
 def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
     """A policy with a line for every parameter."""
-    from rich.table import Table
-
     (policy,) = listed
     console = table_console()
     console.print(policy["what"])
     paper = f"paper: {policy['paper']}" if policy["paper"] else ""
     if about := ", ".join(filter(None, [paper, policy["package"] and f"from {policy['package']}"])):
         console.print(about)
-    table = Table(box=None, pad_edge=False)
-    for column in ("parameter (-o)", f"at budget {budget}" if budget else "default", "what it does"):
-        table.add_column(column)
-    for key, value in policy["params"].items():
-        table.add_row(key, "by budget" if value is None else str(value), policy["explained"].get(key, ""))
+    columns = "parameter (-o)", f"at budget {budget}" if budget else "default", "what it does"
+    rows = [
+        (key, "by budget" if value is None else str(value), policy["explained"].get(key, ""))
+        for key, value in policy["params"].items()
+    ]
     console.print()
-    console.print(table if policy["params"] else "It has no parameters.")
+    console.print(table(columns, rows) if rows else "It has no parameters.")
 
 
 def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("policy", style="bold")
-    table.add_column(f"parameters at budget {budget}" if budget else "parameters (-o name=value)")
-    table.add_column("paper", overflow="fold")
-    table.add_column("what it keeps")
-    if has_package := any(policy["package"] for policy in listed):
-        table.add_column("package")
+    rows = []
     for policy in listed:
-        params = " ".join(
-            f"{key}={'(by budget)' if value is None else value}" for key, value in policy["params"].items()
+        params = (f"{key}={'(by budget)' if x is None else x}" for key, x in policy["params"].items())
+        rows.append(
+            [policy["name"], " ".join(params), policy["paper"], policy["what"], policy["package"] or ""]
         )
-        package = [policy["package"] or ""] if has_package else []
-        table.add_row(policy["name"], params, policy["paper"], policy["what"], *package)
-    table_console().print(table)
+    columns = [
+        Column("policy", style="bold"),
+        f"parameters at budget {budget}" if budget else "parameters (-o name=value)",
+        Column("paper", overflow="fold"),
+        "what it keeps",
+        "package",
+    ]
+    # the last column only if there is something in it
+    n = 5 if any(policy["package"] for policy in listed) else 4
+    table_console().print(table(columns[:n], (row[:n] for row in rows)))
