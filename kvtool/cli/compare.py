@@ -13,7 +13,7 @@ from kvtool.cli.console import plain_console
 from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
 from kvtool.cli.opening import say
-from kvtool.cli.progress import bytes_progress
+from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import too_short
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options.field import KEEPS, Options, option
@@ -249,7 +249,6 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
 
 def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: Path | None) -> None:
     """Do the missing runs; results and the file get each record at once. Raises _Stopped after Ctrl-C."""
-    from kvtool.cli.compare_progress import runs_progress
     from kvtool.measure import grid, records, runner
 
     missing = results.missing(kl=against)

@@ -104,7 +104,7 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
         rows.append(
             [policy["name"], " ".join(params), policy["paper"], policy["what"], policy["package"] or ""]
         )
-    columns = [
+    columns: list[Column | str] = [
         Column("policy", style="bold"),
         f"parameters at budget {budget}" if budget else "parameters (-o name=value)",
         Column("paper", overflow="fold"),

@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.console import plain_console
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn, TaskID
+
+    from kvtool.measure.grid import Run
+    from kvtool.measure.runner import Event
 
 _SOON_S = 0.5
 """Seconds before which nobody needs to know how long it takes."""
@@ -48,11 +51,17 @@ def bytes_progress(what: str, *, piped: bool = True) -> Iterator[Callable[[int, 
 
 def _bytes_bar() -> Progress:
     # imported here: rich takes long to import, and mostly there is nothing to draw
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
 
-    text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    return Progress(*columns, console=plain_console(stderr=True), transient=True)
+    return _bars(BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+
+
+def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
+    """Bars on stderr, each behind its text; nothing in a pipe."""
+    from rich.progress import Progress, TextColumn
+
+    console, text = plain_console(stderr=True), TextColumn("{task.description}", markup=False)
+    return Progress(text, *columns, console=console, transient=True, disable=not console.is_terminal, **how)
 
 
 class Pace:
@@ -111,22 +120,54 @@ def tokens_progress(what: str, n: int) -> Iterator[Callable[..., None]]:
 
     what: the text beside the bar.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    console = plain_console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        # else rich prints what goes to a file or a pipe above the bar instead
-        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
-    ) as bar:
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
+    # else rich prints what goes to a file or a pipe above the bar instead
+    with _bars(*columns, redirect_stdout=sys.stdout is not None and sys.stdout.isatty()) as bar:
         task = bar.add_task(what, total=n)
         yield lambda done, what=what: bar.update(task, completed=done, description=what)
+
+
+@contextmanager
+def runs_progress(n_run: int, n_token: int) -> Iterator[Callable[[Event], None]]:
+    """A callback for events. It prints a line per finished run, and on a terminal draws bars below.
+
+    n_run: runs to be done. n_token: tokens that each scores.
+    """
+    from math import exp
+
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    beside = TextColumn("{task.fields[words]}", markup=False)
+    columns = BarColumn(bar_width=20), TaskProgressColumn(), beside, TimeRemainingColumn()
+    start, n_done = time.monotonic(), 0
+    with _bars(*columns, speed_estimate_period=600) as bars:
+        whole = bars.add_task("all", total=n_run * n_token, words=f"0 of {n_run} runs")
+        tasks: dict[Run, TaskID] = {}
+
+        def show(event: Event) -> None:
+            nonlocal n_done
+            run, record = event.run, event.record
+            if run not in tasks:
+                tasks[run] = bars.add_task(run.name, total=n_token, words="")
+            if record:
+                n_done += 1
+                bars.remove_task(tasks[run])
+                left = (time.monotonic() - start) / n_done * (n_run - n_done)
+                end = "" if bars.console.is_terminal else f" ({n_done}/{n_run}, {left / 60:.0f} min left)"
+                bars.console.print(f"{run.name}: {_in_short(record)}{end}", soft_wrap=True)
+            else:
+                words = f"{event.n:,} tokens, perplexity {exp(event.nll):.3f}" if event.n else ""
+                bars.update(tasks[run], completed=event.n, words=words)
+            running = sum(task.completed for task in bars.tasks if task.id != whole)
+            words = f"{n_done} of {n_run} runs"
+            bars.update(whole, completed=n_done * n_token + running, words=words)
+
+        yield show
+
+
+def _in_short(record: dict[str, Any]) -> str:
+    if "error" in record:
+        return f"failed: {' '.join(record['error'].split())}"
+    return f"perplexity {record['perplexity']:.3f}, {record['tokens_per_s']:.0f} tokens/s"
