@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from kvtool.engine.settings import Settings
     from kvtool.errors import KvtoolError
     from kvtool.llama.model import Model
+    from kvtool.options.run import Run
     from kvtool.policy import Policy
+    from kvtool.runs.opening import open_run
 
 __version__ = "0.1.0"
 
@@ -27,11 +29,13 @@ _MODULES = {
     "KvtoolError": "errors",
     "Model": "llama.model",
     "Policy": "policy",
+    "Run": "options.run",
     "Settings": "engine.settings",
     "chat": "api",
     "generate": "api",
     "load_model": "api",
     "load_policy": "api",
+    "open_run": "runs.opening",
 }
 
 __all__ = [
@@ -41,11 +45,13 @@ __all__ = [
     "KvtoolError",
     "Model",
     "Policy",
+    "Run",
     "Settings",
     "chat",
     "generate",
     "load_model",
     "load_policy",
+    "open_run",
 ]
 
 if not TYPE_CHECKING:

@@ -85,7 +85,12 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     capsys.readouterr()
     run(code[3])
     assert "H2O has no parameter 'windw'; its parameters: window" in capsys.readouterr().out
-    assert len(code) == 4
+    run(code[4])
+    opened = left["opened"]
+    assert (opened.run.budget, opened.engine.policy.budget, opened.notes) == ("10%", 819, [])
+    assert opened.engine.settings.type_k == "q8_0"
+    assert len(capsys.readouterr().out.split()) > 3
+    assert len(code) == 5
 
 
 @pytest.mark.engine
