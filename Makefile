@@ -30,6 +30,8 @@ CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CU
 # $(call IN_SITE,COMMAND): unpacks the wheel that COMMAND prints into a folder $$site, deleted after the recipe
 IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2
+# before a stage that is asked for by itself; `make test` has seen to it
+NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
@@ -102,7 +104,7 @@ check-dist: $(PY)
 
 # the long stage, and beside it the others one by one
 test: setup
-	@$(MAKE) --no-print-directory -j2 $(patsubst %,timed-%,test-plain $(filter-out test-plain,$(STAGES)))
+	@$(MAKE) --no-print-directory -j2 NEEDED= $(patsubst %,timed-%,test-plain $(filter-out test-plain,$(STAGES)))
 
 test-long: setup
 	@$(MAKE) --no-print-directory test LONG=--long
@@ -115,21 +117,21 @@ timed-%:
 	printf '%s\n' "$$said" "== $*: $$(($$(date +%s) - start)) s" >&2; exit $$code
 
 # not on Python 3.10: its last NumPy has other types
-lint: library $(READY)
+lint: $(NEEDED)
 	@$(PY) -m ruff check
 	@$(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 11))' || $(PY) -m mypy
 
-test-patches: library $(READY)
+test-patches: $(NEEDED)
 	@$(PY) patches/sync.py check
 	@$(PYTEST) $(PATCH_TESTS)
 
-test-unjitted: library $(READY)
+test-unjitted: $(NEEDED)
 	@NUMBA_DISABLE_JIT=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
-test-bounds: library $(READY)
+test-bounds: $(NEEDED)
 	@NUMBA_BOUNDSCHECK=1 $(PYTEST) --small -m 'not engine' $(KERNEL_TESTS)
 
-test-plain: library $(READY)
+test-plain: $(NEEDED)
 	@$(PYTEST) $(WORKERS) $(LONG) $(addprefix --ignore=,$(PATCH_TESTS))
 
 stock: $(PY)
