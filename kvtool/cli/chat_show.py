@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtool.cli.explain import policy_line
@@ -80,43 +81,13 @@ def setting(terminal: Terminal, name: str) -> str:
     return ("no limit" if name == "n" else "(none)") if value is None else str(value)
 
 
-def _settings(terminal: Terminal) -> None:
-    _table(terminal, {name: setting(terminal, name) for name in declared(Drawing)})
-
-
-def _thought(terminal: Terminal) -> None:
-    if terminal.thought.strip():
-        terminal.note(terminal.thought.strip())
-    else:
-        terminal.note("the last reply has no thought")
-
-
-def _system(terminal: Terminal) -> None:
-    terminal.console.print(terminal.conversation.system or "(none)")
-
-
-def _template(terminal: Terminal) -> None:
-    terminal.console.print(terminal.conversation.template.source)
-
-
-def _policy(terminal: Terminal) -> None:
-    terminal.console.print(policy_line(terminal.engine, terminal.policy))
-
-
-def _last(terminal: Terminal) -> None:
-    if terminal.conversation.n_turn:
-        terminal.show_last()
-    else:
-        terminal.note("nothing was said yet")
-
-
-SHOWN = {
-    "system": _system,
-    "settings": _settings,
-    "template": _template,
-    "policy": _policy,
-    "thought": _thought,
-    "last": _last,
+SHOWN: dict[str, Callable[[Terminal], None]] = {
+    "system": lambda on: on.console.print(on.conversation.system or "(none)"),
+    "settings": lambda on: _table(on, {name: setting(on, name) for name in declared(Drawing)}),
+    "template": lambda on: on.console.print(on.conversation.template.source),
+    "policy": lambda on: on.console.print(policy_line(on.engine, on.policy)),
+    "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),
+    "last": lambda on: on.show_last() if on.conversation.n_turn else on.note("nothing was said yet"),
 }
 """What /show shows."""
 
