@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -59,19 +59,9 @@ def _bias(text: str) -> tuple[int, float]:
     raise UsageError(f"--logit-bias must be TOKEN+BIAS or TOKEN-BIAS (15043+1), got {shown(text)!r}")
 
 
-def _grammar(raw: str | None, flag: str) -> str | None:
-    return _file_or(raw, flag, lambda text: "::=" in text)
-
-
-def _schema(raw: str | None, flag: str) -> str | None:
-    return _file_or(raw, flag, lambda text: text.lstrip().startswith("{"))
-
-
-def _file_or(given: str | None, flag: str, is_text: Any) -> str | None:
-    """The text that is given, or that of the file; None for an empty one."""
-    if not given:
-        return None
-    return utf8(flag, given) if is_text(given) else read_text(given)
+def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str | None]:
+    """Reads a text that is typed, or the file that is named; None for an empty one."""
+    return lambda raw, flag: (utf8(flag, raw) if is_text(raw) else read_text(raw)) if raw else None
 
 
 def _limit(raw: int | None, flag: str) -> int | None:
@@ -214,7 +204,7 @@ class Sampling(Options):
         None,
         "Write only what fits this GBNF grammar: a file, or the grammar itself.",
         group=DRAWS,
-        read=_grammar,
+        read=_or_file(lambda text: "::=" in text),
         kept=True,
     )
 
@@ -269,7 +259,7 @@ class Drawing(Sampling, _Limit):
         None,
         "Write only JSON that fits this schema: a file, or the schema itself.",
         group=DRAWS,
-        read=_schema,
+        read=_or_file(lambda text: text.lstrip().startswith("{")),
         kept=True,
     )
     seed: int | None = option(
