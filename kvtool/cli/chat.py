@@ -45,14 +45,7 @@ class _Own(Options):
 
 
 @options
-def chat(
-    *,
-    model_name: ModelName = None,
-    system: System,
-    drawing: Drawing,
-    own: _Own,
-    run: Run,
-) -> None:
+def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, run: Run) -> None:
     """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(run, model_name), system.text()
     with ExitStack() as stack:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from kvtool.serve.talk import Talk
 
 
-def _serving(usage: str, default: Any, help: str, **more: Any) -> Any:
-    return option(usage, default, help, group=SERVES, **more)
+_serving = partial(option, group=SERVES)
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,7 @@ class _Drawing(Drawing):
 
 @options
 def serve(
-    *,
-    model_name: ModelName = None,
-    serving: _Serving,
-    system: System,
-    drawing: _Drawing,
-    run: Run,
+    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, run: Run
 ) -> None:
     """Answer programs that speak the OpenAI API, from caches that never fill."""
     run = of_model(run, model_name)
@@ -85,6 +79,7 @@ def serve(
         raise LibraryError(f"{error.name} is missing; install it: pip install 'kvtool[serve]'") from None
 
     from kvtool.llama import endpoints
+    from kvtool.models.catalogue import registry
     from kvtool.runs.opening import check_options, located, n_ctx_note, n_ctx_of
     from kvtool.serve.jobs import Waiting
     from kvtool.serve.requests import Defaults
@@ -101,7 +96,7 @@ def serve(
     say([n_ctx_note(run, info)])
     # it is said once that a context is cut
     run = run.changed(n_ctx=run.n_ctx and n_ctx_of(run, info))
-    name = Path(run.model).stem if run.model else _default_model()
+    name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
     site = Site(
         name,
@@ -117,14 +112,11 @@ def serve(
         if run.explain:
             explain_run(talk.engine, run.policy, "chat")
         if not endpoints.is_loopback(address) and not keys:
-            sys.stderr.write("there is no API key: whoever reaches the port can use the model\n")
-        sys.stderr.write(f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it\n")
-        sys.stderr.flush()
-
-    def opened() -> Any:
-        return _opened(run, drawing, serving, prompt, most_bytes)
+            say(["there is no API key: whoever reaches the port can use the model"])
+        say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
 
     with listening:
+        opened = partial(_opened, run, drawing, serving, prompt, most_bytes)
         interrupt.end_by(answer(site, opened, listening, ready))
 
 
@@ -147,10 +139,8 @@ def _opened(
         fixed = fixed_of(engine, run.policy)
         chats = stack.enter_context(closing(Chats(path, most_bytes, fixed)))
         if chats.n_others:
-            sys.stderr.write(
-                f"{chats.n_others:,} files in {serving.sessions} are damaged, or of another model, policy or "
-                "options; they stay as they are\n"
-            )
+            others = f"{chats.n_others:,} files in {serving.sessions} are damaged, or of another model"
+            say([f"{others}, policy or options; they stay as they are"])
         kept = run.kept() | drawing.kept()
         template = None
         with suppress(ModelError):
@@ -159,25 +149,15 @@ def _opened(
         if template and system:
             # it must fit before anybody asks
             Conversation(writer, template).check(system)
-        told = _say if run.verbose else lambda line: None
+        told = (lambda line: say([line])) if run.verbose else lambda line: None
         yield Talk(writer, template, chats, serving.overflow, lambda chat: meta_of(chat, fixed, kept), told)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _tell(site: Site, talk: Talk) -> None:
     """Lets the routes know the engine."""
     from kvtool.serve.talk import text_of
 
-    engine, model = talk.engine, talk.model
-    template = talk.template
-
-    def tokenize(text: str, start: bool, special: bool) -> list[int]:
-        found: list[int] = model.tokenize(text, special=special, start=start).tolist()
-        return found
+    engine, model, template = talk.engine, talk.model, talk.template
 
     def detokenize(tokens: list[int]) -> str:
         if any(not 0 <= token < model.n_vocab for token in tokens):
@@ -186,7 +166,8 @@ def _tell(site: Site, talk: Talk) -> None:
             raise ApiError(f"tokens must be in 0..{model.n_vocab - 1}", param="tokens")
         return text_of(model, tokens)
 
-    site.tokenize, site.detokenize = tokenize, detokenize
+    site.tokenize = lambda text, start, special: model.tokenize(text, special=special, start=start).tolist()
+    site.detokenize = detokenize
     site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)
     site.props = {
         "model_path": str(model.path),
@@ -211,9 +192,3 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     if not keys:
         raise UsageError(f"{path} has no key; write one a line")
     return keys
-
-
-def _default_model() -> str:
-    from kvtool.models.catalogue import registry
-
-    return next(iter(registry()))
