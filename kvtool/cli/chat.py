@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
-from kvtool.cli.opening import of_model, open_run, sampling_of
+from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
@@ -24,7 +24,6 @@ from kvtool.system.texts import stdin_lines
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
-    from kvtool.engine.loop import Engine
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,12 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
     """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(run, model_name), system.text()
     with ExitStack() as stack:
-        is_old = False
+        saved = None
         if own.session:
             from kvtool.chats import session as sessions
 
             stack.enter_context(sessions.held(own.session))
             if saved := sessions.peek(own.session):
-                is_old = True
                 run, drawing = run.resumed(saved["options"]), drawing.resumed(saved["options"])
         sampling = sampling_of(drawing)
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -73,7 +71,7 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
         keeper = stack.enter_context(closing(Keeper(conversation, run, drawing, own.session)))
-        if own.session and is_old:
+        if own.session and saved:
             keeper.resume(own.session)
         conversation.pin_system()
         if own.transcript:
@@ -83,25 +81,20 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         else:
             say_spare(engine)
         if may_lose_system(conversation):
-            sys.stderr.write(unpinned("the system prompt") + "\n")
+            say([unpinned("the system prompt")])
         writer.before_reading = Notice(engine, "turn")
         if is_terminal:
             from kvtool.cli import chat_terminal
             from kvtool.cli.chat_screen import Terminal
 
-            shows = {"plain": own.plain, "hide_thinking": own.hide_thinking}
-            chat_terminal.run(Terminal(conversation, keeper, run.policy, **shows))
+            chat_terminal.run(Terminal(conversation, keeper, run.policy, own.plain, own.hide_thinking))
         else:
             _pipe(conversation, keeper, drawing.n, stdin_lines())
             if run.verbose:
-                _say_statistics(engine, run.policy)
+                from kvtool.runs.report import line, report
+
+                say([f"{engine.n_past:,} tokens, {line(report(engine, run.policy))}"])
     keeper.check()
-
-
-def _say_statistics(engine: Engine, policy: str) -> None:
-    from kvtool.runs.report import line, report
-
-    sys.stderr.write(f"{engine.n_past:,} tokens, {line(report(engine, policy))}\n")
 
 
 def _pipe(conversation: Conversation, keeper: Keeper, n_max: int | None, lines: Iterator[str]) -> None:

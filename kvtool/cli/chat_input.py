@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from platformdirs import user_state_path
@@ -114,10 +115,8 @@ def _history() -> History:
 class _File(FileHistory):
     def store_string(self, string: str) -> None:
         # a full disk must not end the chat
-        try:
+        with suppress(OSError, UnicodeError):
             super().store_string(string)
-        except (OSError, UnicodeError):
-            return
 
 
 def _keys() -> KeyBindings:

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
 from kvtool.cli.chat_input import confirmed, with_files
@@ -17,10 +18,16 @@ from kvtool.cli.keeper import Keeper
 from kvtool.errors import InputError, ModelError, StreamEnd, UsageError
 from kvtool.system import interrupt
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtool.engine.loop import Engine
+
 _N_LINES = 8
 """Lines of the last turn that are shown when a chat goes on."""
 
 
+@dataclass
 class Terminal:
     """A chat in a terminal: takes turns, and shows what comes of them.
 
@@ -44,26 +51,21 @@ class Terminal:
         The keyboard.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        keeper: Keeper,
-        policy: str,
-        *,
-        plain: bool = False,
-        hide_thinking: bool = False,
-    ) -> None:
-        self.conversation = conversation
-        self.keeper = keeper
-        self.engine = conversation.writer.engine
-        self.policy = policy
-        self.plain = plain
-        self.hide_thinking = hide_thinking
-        self.thought = self.typed = ""
-        self.last_typed: dict[str, str] = {}
-        self.tokens_per_s = 0.0
-        self.console = plain_console()
-        self.keys = Keys()
+    conversation: Conversation
+    keeper: Keeper
+    policy: str
+    plain: bool = False
+    hide_thinking: bool = False
+    thought: str = ""
+    typed: str = ""
+    tokens_per_s: float = 0.0
+    last_typed: dict[str, str] = field(default_factory=dict)
+    console: Console = field(default_factory=plain_console)
+    keys: Keys = field(default_factory=lambda: Keys())
+
+    @property
+    def engine(self) -> Engine:
+        return self.conversation.writer.engine
 
     def note(self, text: str) -> None:
         self.console.print(text, style="dim")
@@ -134,8 +136,7 @@ class Terminal:
         self.console.print()
         try:
             if not self._hear(text):
-                self._cancel()
-                return
+                return self._cancel()
             self._answer()
         except (ModelError, StreamEnd, UsageError) as error:
             self.error(f"{error}; or start over with /reset")
@@ -193,8 +194,7 @@ def share(part: float) -> str:
 class Keys:
     """Hides what is typed while the chat is busy; the next prompt gets it."""
 
-    def __init__(self) -> None:
-        self._before: Any = None
+    _before: Any = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
