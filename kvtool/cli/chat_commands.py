@@ -58,7 +58,6 @@ class Commands:
         self.terminal = terminal
         self.conversation = terminal.conversation
         self.keeper = terminal.keeper
-        self.engine = terminal.engine
         self._plain: dict[str, Callable[[], None]] = {
             "/help": lambda: terminal.console.print(HELP),
             "/stats": lambda: chat_show.stats(terminal),
@@ -79,13 +78,9 @@ class Commands:
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """The commands, each with the words that may follow it; None stands for a path."""
-        found: dict[str, Callable[[], Iterable[str]] | None] = dict.fromkeys(
-            [*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple
-        )
-        found["/save"] = found["/load"] = None
-        found["/show"] = lambda: chat_show.SHOWN
-        found["/set"] = lambda: declared(Drawing)
-        return found
+        found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
+        found |= {"/show": lambda: chat_show.SHOWN, "/set": lambda: declared(Drawing)}
+        return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
 
     def run(self, line: str) -> bool:
         """Does what a line says; returns False to leave the chat."""
@@ -193,11 +188,7 @@ class Commands:
 
     def _save(self, name: str) -> None:
         path = _path("/save", name)
-
-        def may_replace(what: str) -> bool:
-            return self.terminal.confirm(f"{what}. Replace it?")
-
-        if self.keeper.save(path, may_replace):
+        if self.keeper.save(path, lambda what: self.terminal.confirm(f"{what}. Replace it?")):
             self.terminal.note(f"saved to {path}")
             self.terminal.saved()
         else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import typer
 
 from kvtool.cli.listed import COMMANDS
+from kvtool.errors import KvtoolError
 from kvtool.units import CACHE_TYPES
 
 _FIRST = b"kvtool session"
@@ -29,7 +31,6 @@ def policy_list(incomplete: str) -> list[str]:
 def parameters(context: typer.Context, incomplete: str) -> list[str]:
     """Parameters of the policy that is typed before, or of the default one."""
     from kvtool import policies as known
-    from kvtool.errors import KvtoolError
 
     try:
         names = known.params(known.load(context.params.get("policy") or ""))
@@ -59,18 +60,13 @@ def cache_type_list(incomplete: str) -> list[str]:
 
 def sessions(incomplete: str) -> list[str]:
     """Session files, and folders to look for them in."""
-    folder, _, start = incomplete.rpartition("/")
+    folder, slash, start = incomplete.rpartition("/")
     found = []
-    try:
-        for path in sorted(Path(f"{folder}/" if "/" in incomplete else ".").expanduser().iterdir()):
-            if path.name.startswith(start) and not (path.name.startswith(".") and not start):
-                shown = f"{folder}/{path.name}" if "/" in incomplete else path.name
-                if path.is_dir():
-                    found.append(f"{shown}/")
-                elif _is_session(path):
-                    found.append(shown)
-    except OSError:
-        return []
+    with suppress(OSError):
+        for path in sorted(Path(folder + slash or ".").expanduser().iterdir()):
+            if path.name.startswith(start) and (start or path.name[0] != "."):
+                shown = f"{folder}{slash}{path.name}"
+                found += [f"{shown}/"] if path.is_dir() else [shown] if _is_session(path) else []
     return found
 
 
@@ -80,13 +76,12 @@ def commands(incomplete: str) -> list[str]:
 
 
 def _is_session(path: Path) -> bool:
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return file.read(len(_FIRST)) == _FIRST
-    except OSError:
-        return False
+    with suppress(OSError):
+        # a pipe would be waited for
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_FIRST)) == _FIRST
+    return False
 
 
 def _from(incomplete: str, known: Iterable[str]) -> list[str]:

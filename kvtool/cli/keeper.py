@@ -59,7 +59,6 @@ class Keeper:
         self._version_there: int | None = None
         self._there: Meta | None = None
         self._asides: list[Path] = []
-        self._own_store: Store | None = None
         chat.kept = self._kept
 
     def resume(self, path: Path) -> None:
@@ -212,7 +211,8 @@ class Keeper:
         """Raises SessionError."""
         from kvtool.chats import segments, session
 
-        store = self._store if self._is_own(path) else segments.Store(path)
+        is_own = self._is_own(path)
+        store = self._store if is_own else segments.Store(path)
         try:
             with store.put(self.chat.archive) as listed:
                 saved, arrays = self.chat.save(listed)
@@ -221,7 +221,7 @@ class Keeper:
         except OSError as error:
             raise session.cannot("write", segments.beside(path), error, path) from None
         finally:
-            if store is not self._own_store:
+            if not is_own:
                 store.close()
 
     def _is_own(self, path: Path) -> bool:
@@ -248,19 +248,17 @@ class Keeper:
                 return file, archive
         return None
 
-    @property
+    @cached_property
     def _store(self) -> Store:
         """Where the session has its archive."""
         from kvtool.chats.segments import Store
 
-        if not self._own_store:
-            self._own_store = Store(self.path)
-        return self._own_store
+        return Store(self.path)
 
     def close(self) -> None:
         """Closes what is open."""
-        if self._own_store:
-            self._own_store.close()
+        if "_store" in vars(self):
+            self._store.close()
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
