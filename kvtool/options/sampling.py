@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -71,10 +72,13 @@ def _limit(raw: int | None, flag: str) -> int | None:
     return None if raw == -1 else raw
 
 
+_drawn = partial(option, group=DRAWS, kept=True)
+
+
 def _number(usage: str, default: Any, fits: dict[str, Any], help: str, **more: Any) -> Any:
     """A number, and its range. Its name in a request is that of its option unless another is given."""
     name = usage.partition(" ")[0].strip(",-").replace("-", "_")
-    return option(usage, default, help, **{"group": DRAWS, "kept": True, "request": (name,), **fits, **more})
+    return _drawn(usage, default, help, **{"request": (name,), **fits, **more})
 
 
 @dataclass(frozen=True)
@@ -153,16 +157,14 @@ class Sampling(Options):
     dry_penalty_last_n: int = _number(
         "--dry-penalty-last-n N", 64, within(0, MOST), "Written tokens that DRY looks back at; 0 means off."
     )
-    dry_sequence_breaker: tuple[str, ...] = option(
+    dry_sequence_breaker: tuple[str, ...] = _drawn(
         "--dry-sequence-breaker TEXT",
         ("\n", ":", '"', "*"),
         "A text that no sequence of DRY goes across, in place of the default ones; `none`: there are "
         "none. Repeatable.",
-        group=DRAWS,
         words=r"\n, :, \" and *",
         read=_breakers,
         write=lambda texts: _escaped(texts) or ["none"],
-        kept=True,
     )
     mirostat: int = _number(
         "--mirostat 0|1|2",
@@ -181,31 +183,25 @@ class Sampling(Options):
         "Mirostat's target entropy in bits, tau.",
         request=("mirostat_tau",),
     )
-    logit_bias: tuple[tuple[int, float], ...] = option(
+    logit_bias: tuple[tuple[int, float], ...] = _drawn(
         "-l, --logit-bias TOKEN+BIAS",
         (),
         "Add to a token's logit, or subtract: 15043+1, 15043-2.5; 15043-inf bans the token. Repeatable.",
-        group=DRAWS,
         read=_biases,
         write=lambda pairs: [f"{token}{bias:+}" for token, bias in pairs],
-        kept=True,
     )
-    stop: tuple[str, ...] = option(
+    stop: tuple[str, ...] = _drawn(
         "--stop TEXT",
         (),
         r"End the text before this one; \n is a line break. Repeatable.",
-        group=DRAWS,
         read=_stops,
         write=_escaped,
-        kept=True,
     )
-    grammar: str | None = option(
+    grammar: str | None = _drawn(
         "--grammar FILE",
         None,
         "Write only what fits this GBNF grammar: a file, or the grammar itself.",
-        group=DRAWS,
         read=_or_file(lambda text: "::=" in text),
-        kept=True,
     )
 
     def __post_init__(self) -> None:
@@ -228,15 +224,13 @@ class Sampling(Options):
 
 @dataclass(frozen=True)
 class _Limit(Options):
-    n: int | None = option(
+    n: int | None = _drawn(
         "-n, --predict, --n-predict N",
         None,
         "Maximum tokens of a reply; -1 means no limit.",
-        group=DRAWS,
         words="no limit",
         least=-1,
         read=_limit,
-        kept=True,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
         also=("predict", "num_predict", "max_new_tokens"),
     )
@@ -254,13 +248,11 @@ class Drawing(Sampling, _Limit):
     top_k: int = again(Sampling, "top_k", 40)
     top_p: float = again(Sampling, "top_p", 0.95)
     min_p: float = again(Sampling, "min_p", 0.05)
-    json_schema: str | None = option(
+    json_schema: str | None = _drawn(
         "-j, --json-schema FILE|TEXT",
         None,
         "Write only JSON that fits this schema: a file, or the schema itself.",
-        group=DRAWS,
         read=_or_file(lambda text: text.lstrip().startswith("{")),
-        kept=True,
     )
     seed: int | None = option(
         "--seed N", None, "Seed for drawing tokens.", group=DRAWS, words="random", least=-1, read=unless(-1)
