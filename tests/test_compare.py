@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvtool.cli import compare_plot, compare_table, output
+from kvtool.cli import compare_table, output
 from kvtool.cli.compare import _run
 from kvtool.errors import UsageError
 from kvtool.measure import grid, runner
@@ -406,6 +406,8 @@ def test_no_name_is_cut_in_a_pipe():
 
 def test_the_picture_has_a_line_a_policy(monkeypatch):
     from matplotlib.axes import Axes
+
+    from kvtool.cli import compare_plot
 
     lines, allocated = {}, []
     plot = Axes.plot

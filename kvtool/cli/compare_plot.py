@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
-    from kvtool.cli.compare_table import Line
+from kvtool import policies
+from kvtool.cli.compare_table import Line
 
 
 def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
@@ -17,16 +18,11 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     A point is at the bytes of the budget's cells; a thin line goes from there to the bytes allocated. Each
     policy has a line. `full` has one too: its points are the cache types.
     """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    from kvtool import policies
-
     done = [(run, record) for run, record in lines if "error" not in record]
     has_kl = any(record["kl"] is not None for _, record in done)
     name = "kl" if has_kl else "nll"
-    drawn: dict[str, list[tuple[float, float]]] = {}
-    allocated: dict[str, list[tuple[tuple[float, float], float]]] = {}
+    # for each label: MiB of the budget, MiB allocated, and what they give
+    drawn: dict[str, list[tuple[float, float, float]]] = {}
     for run, record in done:
         label = run.label
         if not policies.load(run.options.policy).evicts:
@@ -35,32 +31,24 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
             label = f"{label}, no budget"
         elif run.options.type_k != "f16":
             label = f"{label} {run.options.type_k}"
-        point = record["budget_bytes"] / 2**20, record[name]
+        value = record[name]
         # a logarithmic axis has no zero, which is the full cache itself
-        if point[1] is not None and (point[1] > 0 or not has_kl):
-            drawn.setdefault(label, []).append(point)
-            allocated.setdefault(label, []).append(((point[0], record["kv_bytes"] / 2**20), point[1]))
+        if value is not None and (value > 0 or not has_kl):
+            mib = record["budget_bytes"] / 2**20, record["kv_bytes"] / 2**20
+            drawn.setdefault(label, []).append((*mib, value))
     figure = Figure(figsize=(10, 6), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     colours, marks = colormaps["tab20"], "osD^vP*X"
     for i, (label, points) in enumerate(drawn.items()):
-        bold = {"color": "black", "linewidth": 2.5, "linestyle": "--"} if label == "full, quantized" else {}
         # tab20 has pairs of a dark and a light colour; first the dark ones
-        style: dict[str, Any] = {
-            "color": colours((2 * i + i // 10 % 2) % 20),
-            "marker": marks[i % len(marks)],
-            "label": label,
-        } | bold
-        (line,) = axes.plot(*zip(*sorted(points), strict=True), **style)
-        for between, value in allocated[label]:
-            thin: dict[str, Any] = {
-                "color": line.get_color(),
-                "linewidth": 0.7,
-                "alpha": 0.6,
-                "marker": "|",
-                "markevery": [1],
-            }
-            axes.plot(between, (value, value), **thin)
+        colour, mark = colours((2 * i + i // 10 % 2) % 20), marks[i % len(marks)]
+        style: dict[str, Any] = {"color": colour, "marker": mark, "label": label}
+        if label == "full, quantized":
+            style |= {"color": "black", "linewidth": 2.5, "linestyle": "--"}
+        (line,) = axes.plot(*zip(*sorted((x, y) for x, _, y in points), strict=True), **style)
+        thin: dict[str, Any] = {"color": line.get_color(), "linewidth": 0.7, "alpha": 0.6}
+        for taken, most, value in points:
+            axes.plot((taken, most), (value, value), marker="|", markevery=[1], **thin)
     for run, record in done:
         if run.options.type_k == "f16" and not policies.load(run.options.policy).evicts:
             axes.axvline(record["budget_bytes"] / 2**20, color="grey", linestyle=":", label="full, f16")
@@ -69,12 +57,12 @@ def picture(lines: Sequence[Line], text: str, model: str) -> Figure:
     if has_kl:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(
-        "MiB of keys and values: points in the budget's cells, thin lines up to what is allocated"
-    )
-    axes.set_ylabel("KL from the full cache, nats per token" if has_kl else "nll, nats per token")
     n_scored = next((record["n_scored"] for _, record in done), 0)
-    axes.set_title(f"{model}, {n_scored:,} tokens of {text}: lower is better")
+    axes.set(
+        title=f"{model}, {n_scored:,} tokens of {text}: lower is better",
+        xlabel="MiB of keys and values: points in the budget's cells, thin lines up to what is allocated",
+        ylabel="KL from the full cache, nats per token" if has_kl else "nll, nats per token",
+    )
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     return figure

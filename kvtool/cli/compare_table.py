@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.console import table_console
+from rich.console import Console
+from rich.table import Column
+from rich.text import Text
+
+from kvtool.cli.console import table, table_console
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from kvtool.measure.grid import Run
 
 Line = tuple["Run", dict[str, Any]]
@@ -36,73 +37,64 @@ LEGEND = (
     "to full, to best (other run of a budget): nll +- two standard errors; "
     '"=" means within two standard errors'
 )
-
-
 BYTES = "budget: bytes of the budget's cells; cache: bytes allocated, in steps of 256 cells"
 
 
 def show(console: Console, lines: Sequence[Line], text: str, model: str) -> None:
     """Print a line per run, budget by budget. In a pipe or a file all columns are there, and uncut."""
-    from rich.table import Table
-    from rich.text import Text
-
     if not console.is_terminal:
         console = table_console(file=console.file, color_system=None)
     wide, widest = console.width >= WIDE, console.width >= WIDEST
     mark = "" if console.is_terminal and console.color_system and not console.no_color else "*"
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("policy", overflow="fold")
     names = (
         ["cells"] * wide
         + ["budget"] * widest
         + ["cache", "perplexity" if wide else "ppl", "to full", "to best", "KL", "top-1"]
         + ["tokens/s"] * wide
     )
-    for column in names:
-        table.add_column(column, justify="right", no_wrap=True)
-    n_scored = next((record["n_scored"] for _, record in lines if "n_scored" in record), 0)
+    rows: list[list[str | Text]] = []
     for asked in dict.fromkeys(run.asked for run, _ in lines):
         group = [(run, record) for run, record in lines if run.asked == asked]
         best = _best(group)
-        if table.row_count:
-            table.add_row()
-        table.add_row(Text(f"budget {asked}" if asked else "no budget", "italic"))
+        rows += [[]] if rows else []
+        rows.append([Text(f"budget {asked}" if asked else "no budget", "italic")])
         for run, record in group:
-            if "error" in record:
-                table.add_row(Text(run.title), *["-"] * (len(table.columns) - 1))
-                continue
-
-            def one(
-                name: str, shown: str, record: dict[str, Any] = record, best: dict[str, float] = best
-            ) -> Text:
-                is_best = name in best and record[name] == best[name]
-                return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
-
-            between = f" ({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})" if wide else ""
-            parts = [
-                Text(run.title),
-                *[Text(f"{record['cells']:,.0f}")] * wide,
-                *[Text(format_bytes(record["budget_bytes"]))] * widest,
-                one("kv_bytes", format_bytes(record["kv_bytes"])),
-                one("perplexity", f"{record['perplexity']:.2f}{between}"),
-                difference(record, "nll_minus_full"),
-                difference(record, "nll_minus_best"),
-                one("kl", "-" if record["kl"] is None else f"{record['kl']:.4f}"),
-                one("top1", "-" if record["top1"] is None else f"{record['top1']:.1%}"),
-                *[one("tokens_per_s", f"{record['tokens_per_s']:.0f}")] * wide,
-            ]
-            table.add_row(*parts)
+            cells = {} if "error" in record else _cells(record, best, mark)
+            rows.append([run.title, *(cells.get(name, "-") for name in names)])
+    columns = [Column("policy", overflow="fold"), *(Column(name, no_wrap=True) for name in names)]
+    n_scored = next((record["n_scored"] for _, record in lines if "n_scored" in record), 0)
     console.print(Text(f"{model}, {n_scored:,} tokens of {text} scored\n"))
-    console.print(table)
+    console.print(table(columns, rows, 1, padding=(0, 1, 0, 0)))
     console.print(Text(f"\n{LEGEND}", "dim"))
     if widest:
         console.print(Text(BYTES, "dim"))
 
 
+def _cells(record: dict[str, Any], best: dict[str, float], mark: str) -> dict[str, Text]:
+    """What the columns say of a run. mark: goes behind the best value of a column."""
+
+    def one(name: str, shown: str) -> Text:
+        is_best = name in best and record[name] == best[name]
+        return Text(shown + (mark if is_best else " " * len(mark)), "bold" if is_best else "")
+
+    ppl = f"{record['perplexity']:.2f}"
+    interval = f"({record['perplexity_low']:.2f}-{record['perplexity_high']:.2f})"
+    return {
+        "cells": Text(f"{record['cells']:,.0f}"),
+        "budget": Text(format_bytes(record["budget_bytes"])),
+        "cache": one("kv_bytes", format_bytes(record["kv_bytes"])),
+        "perplexity": one("perplexity", f"{ppl} {interval}"),
+        "ppl": one("perplexity", ppl),
+        "to full": difference(record, "nll_minus_full"),
+        "to best": difference(record, "nll_minus_best"),
+        "KL": one("kl", "-" if record["kl"] is None else f"{record['kl']:.4f}"),
+        "top-1": one("top1", "-" if record["top1"] is None else f"{record['top1']:.1%}"),
+        "tokens/s": one("tokens_per_s", f"{record['tokens_per_s']:.0f}"),
+    }
+
+
 def difference(record: dict[str, Any], name: str) -> Text:
     """A difference with its two standard errors; "=" in its place if it is within them."""
-    from rich.text import Text
-
     value, error = record[name], record[f"{name}_stderr"]
     if value is None:
         return Text("-", "dim")
@@ -115,9 +107,5 @@ def difference(record: dict[str, Any], name: str) -> Text:
 
 def _best(group: Sequence[Line]) -> dict[str, float]:
     """The best value of each column that has at least two different values."""
-    found = {}
-    for name, choose in BEST.items():
-        values = {record[name] for _, record in group if record.get(name) is not None}
-        if len(values) > 1:
-            found[name] = choose(values)
-    return found
+    of = {name: {record[name] for _, record in group if record.get(name) is not None} for name in BEST}
+    return {name: BEST[name](values) for name, values in of.items() if len(values) > 1}
