@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -14,8 +15,8 @@ from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
 from kvtool.cli.opening import say
 from kvtool.cli.progress import bytes_progress, runs_progress
-from kvtool.cli.texts import too_short
-from kvtool.errors import InputError, KvtoolError, UsageError
+from kvtool.cli.texts import check_positions, too_short
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.options.field import KEEPS, Options, option
 from kvtool.options.run import TextRun
 from kvtool.system import interrupt
@@ -23,10 +24,13 @@ from kvtool.system.texts import json_text, read_text
 from kvtool.units import CACHE_TYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
 
-    from kvtool.measure.grid import Common, Run
+    from kvtool.measure.grid import Common
     from kvtool.measure.results import Results
+    from kvtool.measure.runner import Event
     from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
 
@@ -117,67 +121,47 @@ def compare(
     text = read_text(file)
 
     from kvtool.measure import grid as of_runs
-    from kvtool.runs.opening import (
-        check_options,
-        located,
-        n_ctx_note,
-        n_ctx_of,
-        patch_note,
-        runnable,
-        workers_of,
-    )
+    from kvtool.runs import opening
 
-    if workers_of(run) and own.jobs > 1:
+    if opening.workers_of(run) and own.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
         raise UsageError("--budgets names no budget; only full and corm need none")
-    check_options(run, [of_runs.split_policy(name)[0] for name in names or ["recall"]])
-    model_path, info = located(run, locate)
-    say([n_ctx_note(run, info)])
+    opening.check_options(run, [of_runs.split_policy(name)[0] for name in names or ["recall"]])
+    model_path, info = opening.located(run, locate)
+    say([opening.n_ctx_note(run, info)])
 
+    from kvtool import policies
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
     from kvtool.llama.log import set_verbose
     from kvtool.measure import records
     from kvtool.measure.results import Results
     from kvtool.models.download import sha256
-    from kvtool.policies import load as load_policy
 
     set_verbose(run.verbose > 1)
     guard()
-    read = _read(info, file, text, grid.max_tokens)
+    tokens, text_sha256, n_vocab, layers = _read(info, file, text, grid.max_tokens)
     with bytes_progress(f"hashing {model_path.name}", piped=False) as progress:
         model_sha256 = sha256(model_path, progress)
-    what = {
-        "model": model_path.name,
-        "model_sha256": model_sha256,
-        "text": "stdin" if file == "-" else Path(file).name,
-        "text_sha256": read.sha256,
-        **records.versions(),
-    }
+    name = "stdin" if file == "-" else Path(file).name
+    what = {"model": model_path.name, "model_sha256": model_sha256, "text": name, "text_sha256": text_sha256}
     shared = run.changed(
         model=str(model_path),
-        n_ctx=n_ctx_of(run, info),
+        n_ctx=opening.n_ctx_of(run, info),
         n_batch=run.n_batch or run.default_n_batch,
         threads=run.threads or (max(1, default_threads() // own.jobs) if own.jobs > 1 else None),
     )
-    common = of_runs.Common(what, shared, len(read.tokens))
+    common = of_runs.Common(what | records.versions(), shared, len(tokens))
     if not names:
         # a model whose values are a part of its keys has none to merge
-        kinds = {name: load_policy(name) for name in runnable()}
-        names = [n for n, kind in kinds.items() if read.layers.has_values or not kind.may_merge()]
-    say([patch_note([of_runs.split_policy(name)[0] for name in names])])
-    names, why_not = _against_full(common, read.n_vocab, names)
-    runs = of_runs.runs(
-        common,
-        info.n_ctx_train,
-        read.layers,
-        names,
-        budgets,
-        grid.listed("types"),
-        combine=grid.combine,
-    )
+        kinds = {name: policies.load(name) for name in opening.runnable()}
+        names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
+    say([opening.patch_note([of_runs.split_policy(name)[0] for name in names])])
+    names, why_not = _against_full(common, n_vocab, names)
+    types = grid.listed("types")
+    runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)
     if own.shard:
         runs = of_runs.shard(runs, own.shard)
     if not runs:
@@ -187,40 +171,27 @@ def compare(
     if path:
         results.take(records.read(path))
     say([why_not])
-    _run(results, read.tokens, not why_not, own.jobs, path)
+    _run(results, tokens, not why_not, own.jobs, path)
     _finish(results, info, own.json_file, path, own.plot)
 
 
-class _Text(NamedTuple):
-    """What a model makes of a text, and says of itself.
+def _read(
+    info: ModelInfo, file: str, text: str, max_tokens: int | None
+) -> tuple[np.ndarray, str, int, Layers]:
+    """The tokens i32[n], as kvtool perplexity reads them, and the SHA-256 of their text.
 
-    tokens: i32[n], as kvtool perplexity reads them. sha256: of their text. n_vocab: tokens of the vocabulary.
-    layers: what the model keeps.
+    And of the model: how many tokens its vocabulary has, and its layers.
     """
-
-    tokens: np.ndarray
-    sha256: str
-    n_vocab: int
-    layers: Layers
-
-
-def _read(info: ModelInfo, file: str, text: str, max_tokens: int | None) -> _Text:
     import hashlib
 
     from kvtool.llama.model import Model
 
-    model = Model(info.path, no_weights=True)
-    try:
+    with closing(Model(info.path, no_weights=True)) as model:
         tokens = model.tokenize(text, start=True)[:max_tokens]
-        digest = hashlib.sha256()
-        for token in tokens.tolist():
-            digest.update(model.piece(token, special=True))
-        layers = model.layers
-    finally:
-        model.close()
-    if len(tokens) < 2:
-        raise too_short(file, len(tokens), 2)
-    return _Text(tokens, digest.hexdigest(), model.n_vocab, layers)
+        if len(tokens) < 2:
+            raise too_short(file, len(tokens), 2)
+        pieces = b"".join(model.piece(token, special=True) for token in tokens.tolist())
+        return tokens, hashlib.sha256(pieces).hexdigest(), model.n_vocab, model.layers
 
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
@@ -230,11 +201,7 @@ def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[
     from kvtool.measure.divergence import fits
 
     n = common.n_tokens
-    if common.options.positions == "original" and n > common.n_ctx:
-        raise InputError(
-            f"the text has {n:,} tokens, and original positions end at {common.n_ctx:,}; "
-            "choose --positions auto or in-cache, or --max-tokens"
-        )
+    check_positions(common.options.positions, n, common.n_ctx)
     without = "so KL, top-1 and differences to `full` are missing"
     if n > common.n_ctx:
         why = (
@@ -257,42 +224,38 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
     common = results.common
     if len(missing) < len(results.grid):
         say([f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already"])
-    reference = grid.reference(common) if against else None
-    first = _first(common, missing) if reference and not reference.exists() else None
+    reference, first = grid.reference(common) if against else None, None
+    if reference and not reference.exists():
+        # the run that writes it: one of the grid if there is one
+        full = grid.full_run(common)
+        first = next((run for run in missing if run.options.values() == full.options.values()), full)
 
-    def keep(run: Run, record: dict[str, Any]) -> None:
-        results.of_run[run] = record
-        if path:
-            records.append(path, record)
+    def watched(events: Iterator[Event]) -> dict[str, Any] | None:
+        """Shows what runs report, and keeps the records of the grid's. Returns the last record."""
+        record = None
+        for event in events:
+            show(event)
+            record = event.record
+            if record and event.run in missing:
+                results.of_run[event.run] = record
+                if path:
+                    records.append(path, record)
+        return record
 
     try:
         with interrupt.raising(), runner.Runner(common, tokens) as started:
             n_run = len(missing) + (first is not None and first not in missing)
             with runs_progress(n_run, common.n_tokens - 1) as show:
                 if first:
-                    for event in started.run([first], against=reference, writes=True):
-                        show(event)
-                        if event.record and first in missing:
-                            keep(first, event.record)
-                    if event.record and "error" in event.record:
+                    record = watched(started.run([first], against=reference, writes=True))
+                    if record and "error" in record:
                         say(["the full cache failed, so KL, top-1 and differences to it are missing"])
                         reference, missing = None, results.missing()
                     missing = [run for run in missing if run is not first]
-                for event in started.run(missing, jobs=jobs, against=reference):
-                    show(event)
-                    if event.record:
-                        keep(event.run, event.record)
+                watched(started.run(missing, jobs=jobs, against=reference))
     except KeyboardInterrupt:
         n_kept = len(results.grid) - len(results.missing())
         raise _Stopped(output.stopped(path, n_kept, len(results.grid), "runs")) from None
-
-
-def _first(common: Common, missing: list[Run]) -> Run:
-    """The run that writes the reference: one of the grid if there is one."""
-    from kvtool.measure.grid import full_run
-
-    full = full_run(common)
-    return next((run for run in missing if run.options.values() == full.options.values()), full)
 
 
 def _finish(

@@ -24,8 +24,15 @@ def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:
             f"the {what} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "
             f"`full` never evicts; use --policy h2o {shorter}"
         )
-    if engine.settings.positions == "original" and n_tokens > engine.n_ctx:
+    check_positions(engine.settings.positions, n_tokens, engine.n_ctx, what, shorter)
+
+
+def check_positions(
+    positions: str, n_tokens: int, n_ctx: int, what: str = "text", shorter: str = "or --max-tokens"
+) -> None:
+    """Raise InputError for a text that is longer than its positions. shorter: how to shorten it."""
+    if positions == "original" and n_tokens > n_ctx:
         raise InputError(
-            f"the {what} has {n_tokens:,} tokens, and original positions end at {engine.n_ctx:,}; "
+            f"the {what} has {n_tokens:,} tokens, and original positions end at {n_ctx:,}; "
             f"choose --positions auto or in-cache, {shorter}"
         )
