@@ -23,27 +23,7 @@ from kvtool.errors import LibraryError
 if TYPE_CHECKING:
     from kvtool.kernels.kernel import Kernel
 
-_ALLOCATOR = r"""
-#include "nrt.cpp"
-
-static void out_of_memory() {
-    fprintf(stderr, "no memory for a kernel\n");
-    abort();
-}
-
-extern "C" {
-
-__attribute__((constructor)) static void start() { NRT_MemSys_init(); }
-
-// what kernels would raise an error with: the one error that they have comes without Python's lock
-void numba_gil_ensure(void *) { out_of_memory(); }
-void numba_gil_release(void *) { out_of_memory(); }
-void * numba_unpickle(void *, int, void *) { out_of_memory(); return nullptr; }
-void * numba_runtime_build_excinfo_struct(void *, void *) { out_of_memory(); return nullptr; }
-void numba_do_raise(void *) { out_of_memory(); }
-
-}
-"""
+_ALLOCATOR = Path(__file__).with_name("allocator.cpp")
 
 
 def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
@@ -75,8 +55,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         folder = Path(name)
         (folder / "kernels.o").write_bytes(target.emit_object(module))
-        (folder / "allocator.cpp").write_text(_ALLOCATOR)
-        command = [*compiler, "-O2", "-shared", "-fPIC", "allocator.cpp", "kernels.o", "-o", path.name]
+        command = [*compiler, "-O2", "-shared", "-fPIC", str(_ALLOCATOR), "kernels.o", "-o", path.name]
         command.append(f"-I{Path(numba.__file__).parent / 'core' / 'runtime'}")
         # Python's functions are in the process that loads it
         command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-lm"]

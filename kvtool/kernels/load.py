@@ -55,26 +55,6 @@ def symbol(name: str, signature: str) -> str:
     return f"{name} {signature}"
 
 
-_Form = tuple[Callable[..., Any], list[Argument]]
-"""A kernel with one of its signatures."""
-
-
-class _Function:
-    """A kernel of the library. Raises TypeError for arguments that fit no signature."""
-
-    def __init__(self, name: str, forms: list[_Form]) -> None:
-        self._name = name
-        self._forms = forms
-
-    def __call__(self, *args: Any) -> Any:
-        for function, wanted in self._forms:
-            flat = _flat(args, wanted)
-            if flat is not None:
-                return function(*flat)
-        given = ", ".join(f"{arg.dtype}{arg.shape}" if hasattr(arg, "shape") else repr(arg) for arg in args)
-        raise TypeError(f"{self._name} does not take {given}")
-
-
 def _flat(args: tuple[Any, ...], wanted: list[Argument]) -> list[Any] | None:
     if len(args) != len(wanted):
         return None
@@ -91,11 +71,14 @@ def _flat(args: tuple[Any, ...], wanted: list[Argument]) -> list[Any] | None:
 
 
 def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
-    """The library's kernel of that name; None if there is no library, or no such kernel in it."""
+    """The library's kernel of that name; None if there is no library, or no such kernel in it.
+
+    It raises TypeError for arguments that fit no signature.
+    """
     opened = _opened()
     if opened is None:
         return None
-    forms: list[_Form] = []
+    forms: list[tuple[Callable[..., Any], list[Argument]]] = []
     for signature in signatures:
         try:
             function = opened[symbol(name, signature)]
@@ -108,4 +91,12 @@ def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
             c_types += [ctypes.c_void_p, *[ctypes.c_int64] * n_dim] if n_dim else [_C_TYPES[dtype]]
         function.argtypes = c_types
         forms.append((function, arguments))
-    return _Function(name, forms)
+
+    def call(*args: Any) -> Any:
+        for function, wanted in forms:
+            if (flat := _flat(args, wanted)) is not None:
+                return function(*flat)
+        given = ", ".join(f"{arg.dtype}{arg.shape}" if hasattr(arg, "shape") else repr(arg) for arg in args)
+        raise TypeError(f"{name} does not take {given}")
+
+    return call

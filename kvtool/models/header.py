@@ -102,9 +102,8 @@ def read(path: Path) -> ModelInfo:
     whole = read_file(path)
     n_part = whole.metadata.get("split.count", 0)
     # like llama.cpp, treats a file that names one part as a plain one
-    if n_part in (0, 1):
-        return _info(path, 1, whole.size, whole.metadata)
-    return _info(path, n_part, whole.size + _rest_of(path, whole, n_part), whole.metadata)
+    rest = 0 if n_part in (0, 1) else _rest_of(path, whole, n_part)
+    return _info(path, n_part or 1, whole.size + rest, whole.metadata)
 
 
 def read_file(path: Path) -> File:

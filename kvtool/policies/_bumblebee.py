@@ -150,13 +150,11 @@ def measure(pos, keys, cosine, unit, near, nearest, pairs):
                 for j in range(i):
                     value[j] *= np.float32(2.0**-112)
                 for j in range(i):
-                    bits[j] = np.int32(bits[j] + 0xFFF + ((bits[j] >> 13) & 1)) >> 13
+                    bits[j] = np.int32(bits[j] + 0xFFF + ((bits[j] >> 13) & 1)) & ~0x1FFF
             if len(pairs):
                 for j in range(i):
-                    pairs[row, i, j] = bits[j]
+                    pairs[row, i, j] = bits[j] >> (13 if half else 0)
             if half:
-                for j in range(i):
-                    bits[j] = bits[j] << 13
                 for j in range(i):
                     value[j] *= np.float32(2.0**112)
             if i:

@@ -54,6 +54,7 @@ class CaM(Policy):
     denominator: str = "mean"
     seed: int = 0
 
+    sums: ClassVar[tuple[str, ...]] = ("attn",)
     paper: ClassVar[str] = "openreview.net/forum?id=LCTmppB165"
 
     def __post_init__(self) -> None:
@@ -73,11 +74,7 @@ class CaM(Policy):
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
         """Attention sum f32, unless the last query decides."""
-        return () if self.score == "last" else (np.zeros((n_row, n_cell), np.float32),)
-
-    def observe(self, view: View, state: State) -> None:
-        for mass in state:
-            mass[:, : view.n_kv] += view.attn
+        return () if self.score == "last" else Policy.start(self, n_row, n_cell, n_dim)
 
     def plan(self, view: View, state: State) -> Plan:
         # what stays depends on positions alone: sorted, every row holds the same tokens

@@ -49,7 +49,7 @@ def kernel_dir() -> Path:
     numba would notice changes in a kernel's own file, but not in the files of kernels that it calls.
     """
     digest = hashlib.sha256()
-    for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.py")}):
+    for path in sorted({*kernel_files(), *(_PACKAGE / "kernels").glob("*.*")}):
         digest.update(path.read_bytes())
     # numba's index has the folder of the sources in it
     digest.update(str(_PACKAGE).encode())

@@ -1,0 +1,20 @@
+// numba's own allocator, which kernels with arrays of their own call; link.py links them with it
+#include "nrt.cpp"
+
+static void out_of_memory() {
+    fprintf(stderr, "no memory for a kernel\n");
+    abort();
+}
+
+extern "C" {
+
+__attribute__((constructor)) static void start() { NRT_MemSys_init(); }
+
+// what kernels would raise an error with: the one error that they have comes without Python's lock
+void numba_gil_ensure(void *) { out_of_memory(); }
+void numba_gil_release(void *) { out_of_memory(); }
+void * numba_unpickle(void *, int, void *) { out_of_memory(); return nullptr; }
+void * numba_runtime_build_excinfo_struct(void *, void *) { out_of_memory(); return nullptr; }
+void numba_do_raise(void *) { out_of_memory(); }
+
+}
