@@ -24,7 +24,9 @@ def check_tools(cmake_args: str = "") -> None:
             f"kvtool needs Python 3.10 or newer, this is {platform.python_version()}; "
             "name another: make setup PYTHON=python3.12"
         )
-    for device, check in (("metal", _check_metal), ("cuda", _check_cuda), ("vulkan", _check_vulkan)):
+    if asks_for(cmake_args, "metal") and sys.platform != "darwin":
+        raise LibraryError("Metal exists on Macs only; build with --cuda, --vulkan or --cpu")
+    for device, check in (("cuda", _check_cuda), ("vulkan", _check_vulkan)):
         if asks_for(cmake_args, device):
             check(cmake_args)
     if sys.platform == "win32":
@@ -71,11 +73,6 @@ def _runs(program: str) -> bool:
         return False
     # on a Mac without the command line tools, c++ exists and only prints a hint
     return subprocess.run([*words, "--version"], capture_output=True, check=False).returncode == 0
-
-
-def _check_metal(cmake_args: str) -> None:
-    if sys.platform != "darwin":
-        raise LibraryError("Metal exists on Macs only; build with --cuda, --vulkan or --cpu")
 
 
 def _check_cuda(cmake_args: str) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,16 +26,15 @@ _C_TYPES = {
 _Memory = ctypes.c_char * 0
 
 
-class Argument(NamedTuple):
-    dtype: np.dtype[Any]
-    n_dim: int
+Arguments = list[tuple[np.dtype[Any], int]]
+"""Type and number of axes of each argument."""
 
 
-def parse(signature: str) -> tuple[str, list[Argument]]:
+def parse(signature: str) -> tuple[str, Arguments]:
     """ "i8(i4[:,::1], f8)" -> "i8", [(int32, 2), (float64, 0)]."""
     result, _, arguments = signature.rpartition("(")
     return result, [
-        Argument(np.dtype(name), dims.count(",") + 1 if dims else 0)
+        (np.dtype(name), dims.count(",") + 1 if dims else 0)
         for name, dims in re.findall(r"(\w\d)(\[[:,1]+\])?", arguments)
     ]
 
@@ -55,7 +54,7 @@ def symbol(name: str, signature: str) -> str:
     return f"{name} {signature}"
 
 
-def _flat(args: tuple[Any, ...], wanted: list[Argument]) -> list[Any] | None:
+def _flat(args: tuple[Any, ...], wanted: Arguments) -> list[Any] | None:
     if len(args) != len(wanted):
         return None
     flat: list[Any] = []
@@ -78,7 +77,7 @@ def find(name: str, signatures: list[str]) -> Callable[..., Any] | None:
     opened = _opened()
     if opened is None:
         return None
-    forms: list[tuple[Callable[..., Any], list[Argument]]] = []
+    forms: list[tuple[Callable[..., Any], Arguments]] = []
     for signature in signatures:
         try:
             function = opened[symbol(name, signature)]

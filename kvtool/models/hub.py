@@ -242,16 +242,13 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
     sign_in = "`hf auth login`, or a token in $HF_TOKEN"
     try:
         yield
+        return
     except errors.GatedRepoError:
-        raise ModelError(
-            f"{repo} is gated: accept its terms on its page, then let the server know you by {sign_in}"
-        ) from None
+        said = f"{repo} is gated: accept its terms on its page, then let the server know you by {sign_in}"
     except errors.RepositoryNotFoundError:
-        raise ModelError(
-            f"there is no repository {repo}, or it is private; a private one needs {sign_in}"
-        ) from None
+        said = f"there is no repository {repo}, or it is private; a private one needs {sign_in}"
     except errors.RevisionNotFoundError:
-        raise ModelError(f"{repo} has no revision {reference.revision!r}") from None
+        said = f"{repo} has no revision {reference.revision!r}"
     except errors.OfflineModeIsEnabled:
         raise _NoConnection(
             f"{what} is not in {cache_folder()}, and $HF_HUB_OFFLINE forbids a download; unset it; {OFFLINE}"
@@ -259,3 +256,4 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
     except Exception as error:
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _NoConnection(f"cannot download {what}: {said}; {OFFLINE}") from error
+    raise ModelError(said)
