@@ -154,6 +154,19 @@ def test_the_build_needs_the_standard_library_alone():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_an_old_python_can_import_the_build_which_says_that_it_is_too_old():
+    """Before 3.10 `Path | None` cannot be evaluated: the files that a build imports must not try."""
+    code = "import sys, kvtool.build.__main__; print(*(name for name in sys.modules if name[:6] == 'kvtool'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in FILES:
+        if (
+            ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            in done.stdout.split()
+        ):
+            text = path.read_text(encoding="utf-8")
+            assert "from __future__ import annotations\n" in text or not re.search(r"\w \| \w", text), path
+
+
 @pytest.mark.parametrize("folder", ["kvtool", "benchmarks", "papers"])
 def test_no_file_is_longer_than_500_lines_and_no_class_than_300(folder):
     for path in set((ROOT / folder).rglob("*.py")) - set((ROOT / folder / "tests").rglob("*.py")):

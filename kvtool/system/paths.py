@@ -1,5 +1,7 @@
 """Where kvtool is, and where it keeps what it builds and downloads. Standard library only."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import sys
