@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvtool import policies
-from kvtool.cli import inspect
+from kvtool.cli import inspect_page, inspect_terminal, output
 from kvtool.measure import holdings
 from tests.called import called
 from tests.running import open_engine, text
@@ -32,7 +32,7 @@ SHARES = [1, 0.71, 0.41, 0.1, 0.011, 0]
 def shown(texts, share, last=100, archived=(), **console):
     out = io.StringIO()
     is_archived = np.isin(np.arange(len(texts)), archived)
-    inspect.show(
+    inspect_terminal.show(
         Console(**({"file": out, "width": 21, "_environ": {}} | console)),
         *(texts, np.array(share), is_archived, last),
     )
@@ -40,7 +40,9 @@ def shown(texts, share, last=100, archived=(), **console):
 
 
 def drawn(texts, width):
-    return ["".join(piece for piece, _ in line) for line in inspect.lines(texts, [0] * len(texts), width)]
+    return [
+        "".join(piece for piece, _ in line) for line in inspect_terminal.lines(texts, [0] * len(texts), width)
+    ]
 
 
 def test_without_colour_each_column_has_a_mark_below_it():
@@ -168,10 +170,10 @@ def run_script(page, driver):
 @pytest.mark.parametrize("last", [1000, 50])
 def test_the_page_holds_what_the_rows_held(watched, last):
     found, rows, texts = watched
-    data = data_of(inspect.page(RESULT, found, texts, last).decode())
+    data = data_of(inspect_page.page(RESULT, found, texts, last).decode())
     first = max(180 - last, 0)
     assert data["first"] == first
-    assert "".join(data["texts"]) == inspect.visible("".join(texts[first:]))
+    assert "".join(data["texts"]) == inspect_terminal.visible("".join(texts[first:]))
     assert data["model"] == "<tiny>.gguf"
     until = np.frombuffer(zlib.decompress(base64.b64decode(data["until"])), np.uint8).reshape(4, -1)
     for snapshot, end in enumerate(data["ends"]):
@@ -183,7 +185,7 @@ def test_the_page_holds_what_the_rows_held(watched, last):
 @pytest.mark.engine
 def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
     found, _, texts = watched
-    page = inspect.page(RESULT, found, texts, 1000).decode()
+    page = inspect_page.page(RESULT, found, texts, 1000).decode()
     assert not re.search(r"https?:|\bsrc=|\bhref=|url\(|@import|\bfetch\(", page)
     assert "default-src 'none'" in page
     assert page.count("</script>") == 2
@@ -194,7 +196,7 @@ def test_the_page_loads_nothing_and_a_text_cannot_leave_its_place(watched):
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
 def test_the_page_counts_rows_as_the_engine_does(watched):
     found, _, texts = watched
-    page = inspect.page(RESULT, found, texts, 150).decode()
+    page = inspect_page.page(RESULT, found, texts, 150).decode()
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
         inflate(data.until).then((until) => {
@@ -212,7 +214,7 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     chosen = [layer >= 0, layer == 1, head == 0, (layer == 0) & (head == 1), head == 7]
     want = [found.held(s)[rows, 30:].sum(axis=0).tolist() for rows in chosen for s in range(len(found.ends))]
     assert got["counts"] == want
-    assert got["levels"] == [inspect._level(share) for share in (0, 0.02, 0.021, 0.7, 0.99, 1)]
+    assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
 
@@ -228,7 +230,7 @@ def recalled(tiny_model):
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
 def test_the_page_counts_recalls_as_the_engine_does(recalled):
     found, texts = recalled
-    page = inspect.page(RESULT, found, texts, 150).decode()
+    page = inspect_page.page(RESULT, found, texts, 150).decode()
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
         inflate(data.recalled.steps).then((bytes) => {
@@ -249,9 +251,9 @@ def test_the_page_counts_recalls_as_the_engine_does(recalled):
 @pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
 def test_the_tokens_recalled_most_often_are_shown(recalled, width):
     found, texts = recalled
-    said = inspect.recalled_record(found)
+    said = inspect_terminal.recalled_record(found)
     out = io.StringIO()
-    inspect.show_recalled(Console(file=out, width=width, _environ={}), found, texts)
+    inspect_terminal.show_recalled(Console(file=out, width=width, _environ={}), found, texts)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert lines[3].split()[:4] == ["times", "rows", "layer/head", "query"]
@@ -278,6 +280,8 @@ def test_the_picture_is_dark_where_a_row_holds():
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
+    from kvtool.cli import inspect_plot
+
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
     # layers 0 to 2 hold the first half, the others the last quarter
@@ -285,7 +289,7 @@ def test_the_picture_is_dark_where_a_row_holds():
     found = holdings.Holdings(
         layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until, np.zeros((1, 2), np.int64)
     )
-    pixels = imread(io.BytesIO(inspect.drawn(RESULT, found)))[..., :3]
+    pixels = imread(io.BytesIO(output.png(inspect_plot.held(RESULT, found))))[..., :3]
     dark, light = (
         np.abs(pixels - np.array(colour) / 255).max(axis=2) < 0.01
         for colour in ((8, 48, 107), (247, 251, 255))

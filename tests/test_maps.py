@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import tests.tiny_kinds as tiny_kinds
-from kvtool.cli import inspect_map, inspect_plot
+from kvtool.cli import inspect_map
+from kvtool.cli.inspect import KINDS
 from kvtool.errors import ModelError, UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.observe import What, observe
@@ -282,12 +283,12 @@ def test_only_layers_that_attend_to_all_tokens_are_shown(tmp_path, capsys):
     ("name", "kinds", "words"),
     [
         ("deepseek2", ("queries", "values"), r"keeps keys and values as one \(MLA\)"),
-        ("deepseek32", inspect_map.KINDS, "chooses by an index which tokens a query sees"),
+        ("deepseek32", KINDS, "chooses by an index which tokens a query sees"),
     ],
 )
 def test_a_model_without_such_a_map_is_refused(name, kinds, words, tmp_path):
     model = Model(tiny_path(name, tmp_path))
-    for kind in inspect_map.KINDS:
+    for kind in KINDS:
         if kind in kinds:
             with pytest.raises(ModelError, match=words):
                 maps.drawn_layers(model, kind)
@@ -310,6 +311,8 @@ def pixels(figure):
 
 def test_important_keys_are_green_and_two_queries_are_framed():
     pytest.importorskip("matplotlib")
+    from kvtool.cli import inspect_plot
+
     n = 1000
     mask = np.zeros((n, n), np.bool_)
     mask[:, :250] = np.tri(n, 250, dtype=np.bool_)
@@ -333,6 +336,9 @@ def test_important_keys_are_green_and_two_queries_are_framed():
 
 @pytest.mark.parametrize("n", [5, 800, 801, 2000])
 def test_a_pixel_is_the_mean_of_its_tokens(n):
+    pytest.importorskip("matplotlib")
+    from kvtool.cli import inspect_plot
+
     array = np.random.default_rng(1).random((n, n))
     coarse = inspect_plot._coarse(array)
     assert len(coarse) == min(n, 800)
@@ -357,7 +363,7 @@ OWN = {
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", inspect_map.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_map_is_json_a_table_and_a_picture(kind, tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", kind, "--max-tokens", 60)

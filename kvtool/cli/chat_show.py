@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 def cells(terminal: Terminal, last: str) -> None:
     """The last tokens, the darker the more rows still hold them. Raises UsageError for what is no number."""
-    from kvtool.cli import inspect
+    from kvtool.cli.inspect import LAST
+    from kvtool.cli.inspect_terminal import show
     from kvtool.measure import holdings
 
     engine = terminal.engine
     if last and not (last.isdecimal() and int(last)):
-        raise UsageError(f"/cells takes a number of tokens, like /cells {inspect.LAST}")
+        raise UsageError(f"/cells takes a number of tokens, like /cells {LAST}")
     if not engine.n_past:
         terminal.note("nothing has been read yet")
         return
     texts = holdings.texts(engine.model, terminal.conversation.writer.tokens)
     share, archived = engine.cells().share(), holdings.is_archived(engine)
-    inspect.show(terminal.console, texts, share, archived, int(last or inspect.LAST))
+    show(terminal.console, texts, share, archived, int(last or LAST))
 
 
 def stats(terminal: Terminal) -> None:

@@ -3,105 +3,57 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
-from kvtool.cli import inspect_plot, output
-from kvtool.cli.console import print_table
+from kvtool.cli import output
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import too_short
 from kvtool.errors import InputError, UsageError
-from kvtool.options.field import Options, option
+from kvtool.llama.model import Model
+from kvtool.llama.observe import What
+from kvtool.measure import maps
+from kvtool.measure.maps import Heads, Place, Reading
 from kvtool.options.run import Run
-from kvtool.system.texts import json_text
+from kvtool.runs.opening import loaded, located, workers_of
 
 if TYPE_CHECKING:
     import numpy as np
-    from matplotlib.figure import Figure
-
-    from kvtool.llama.model import Model
-    from kvtool.measure.maps import Heads, Place, Reading
-
-KINDS = ("attention", "queries", "values", "share")
-
-N_TOKENS = 512
-"""Default of --max-tokens with --map."""
 
 NEAR = (1, 16, 256)
 """Distances in tokens for which --map queries says how many queries have their most similar one within."""
 
-TAKEN = {
-    *("file", "kind", "layer", "head", "png", "max_tokens", "model", "threads", "gpu_layers", "rpc"),
-    *("verbose", "as_json"),
-}
-"""The parameters of kvtool inspect that go with --map."""
 
-OF_PLACES = ("attention", "queries")
-"""The kinds that take --layer and --head."""
+class Drawn(NamedTuple):
+    """A map as it is printed.
 
-
-def _numbers(usage: str, help: str, words: str) -> Any:
-    return option(usage, (), help, least=0, words=words, read=lambda raw, flag: tuple(raw or ()))
-
-
-@dataclass(frozen=True)
-class Map(Options):
-    """What of the full cache is shown instead."""
-
-    kind: str | None = option(
-        "--map KIND",
-        None,
-        "Show the full cache instead: attention, queries (their similarity), values (singular "
-        "values of keys and values) or share (of important keys).",
-        choices=KINDS,
-    )
-    layer: tuple[int, ...] = _numbers(
-        "--layer N",
-        "With --map attention or queries: a layer to draw. Repeatable.",
-        "the first, the middle and the last",
-    )
-    head: tuple[int, ...] = _numbers(
-        "--head N", "The same: a query head to draw. Repeatable.", "the first and the one in the middle"
-    )
-
-
-def check(shown: Map, typed: Mapping[str, str]) -> None:
-    """Raise UsageError for options that do not go with the map, or that only go with one.
-
-    typed: the parameters that were typed, with their flags.
+    Attributes
+    ----------
+    found
+        What the picture shows.
+    record
+        Its JSON.
+    columns, rows
+        Its table.
     """
-    if shown.kind is None:
-        if alone := [flag for name, flag in typed.items() if name in ("layer", "head")]:
-            raise UsageError(f"{alone[0]} goes with --map only")
-        return
-    if other := [flag for name, flag in typed.items() if name not in TAKEN]:
-        raise UsageError(f"--map shows the full cache, without a policy: leave out {', '.join(other)}")
-    if shown.kind not in OF_PLACES and (of_places := typed.keys() & {"layer", "head"}):
-        raise UsageError(f"--map {shown.kind} shows all layers and heads: leave out --{min(of_places)}")
+
+    found: Heads
+    record: dict[str, Any]
+    columns: Sequence[str]
+    rows: list[list[str]]
 
 
-def show(
-    shown: Map, run: Run, file: str, text: str, max_tokens: int | None, png: Path | None, as_json: bool
-) -> None:
-    """Read the text with the full cache, print the numbers of the map, and write its picture.
-
-    Raises KvtoolError.
-    """
-    from kvtool.measure import maps
-    from kvtool.runs.opening import loaded, located, workers_of
-
-    kind = shown.kind or ""
+def read(
+    kind: str, layers: Sequence[int], heads: Sequence[int], run: Run, file: str, text: str, n_tokens: int
+) -> tuple[Drawn, str]:
+    """Read the text with the full cache. Returns the map, and a title for its picture. Raises KvtoolError."""
     # a policy's own options may have defaults in config.toml: they have nothing to do here
     run = run.changed(policy="full", options=(), archive=None)
     workers_of(run)
     path, info = located(run, locate)
     with loaded(path, run, guarded=True) as model:
-        tokens = model.tokenize(text, start=True)[: max_tokens or N_TOKENS]
+        tokens = model.tokenize(text, start=True)[:n_tokens]
         if len(tokens) < 2:
             raise too_short(file, len(tokens), 2)
         if len(tokens) > info.n_ctx_train:
@@ -109,34 +61,25 @@ def show(
                 f"{len(tokens):,} tokens are more than the model was trained on; "
                 f"choose --max-tokens {info.n_ctx_train} or fewer"
             )
-        drawn = _drawn_layers(model, kind)
-        places = _places(drawn, info.n_head, shown.layer, shown.head) if kind in OF_PLACES else []
-        with tokens_progress("layers", drawn[-1] + 1) as report:
-            result, columns, rows, figure = _MAPS[kind](
-                maps.Reading(model, tokens, run.threads, report), places
-            )
-    head = {"map": kind, "tokens": len(tokens), "model": str(path), "layers": drawn}
-    failed = None
-    if png:
-        try:
-            title = f"{path.stem}, {len(tokens):,} tokens"
-            output.write(png, output.png(figure(title)))
-        except UsageError as error:
-            failed = error
-    if as_json:
-        typer.echo(json_text(head | result))
-    else:
-        print_table(columns, rows)
-    # not earlier: a file that cannot be written must not lose the result
-    if failed:
-        raise failed
+        layers_drawn = _drawn_layers(model, kind)
+        places = _places(layers_drawn, info.n_head, layers, heads)
+        with tokens_progress("layers", layers_drawn[-1] + 1) as report:
+            drawn = _MAPS[kind](Reading(model, tokens, run.threads, report), places)
+    head = {"map": kind, "tokens": len(tokens), "model": str(path), "layers": layers_drawn}
+    return drawn._replace(record=head | drawn.record), f"{path.stem}, {len(tokens):,} tokens"
+
+
+def picture(kind: str, drawn: Drawn, title: str) -> bytes:
+    """The picture of a map, a PNG file."""
+    from kvtool.cli import inspect_plot
+
+    # a function of that name for each kind
+    return output.png(getattr(inspect_plot, kind)(drawn.found, title))
 
 
 def _drawn_layers(model: Model, kind: str) -> list[int]:
     """The layers that the map shows; those that it leaves out are said on stderr. Raises ModelError."""
-    from kvtool.measure.maps import drawn_layers
-
-    drawn = drawn_layers(model, kind)
+    drawn = maps.drawn_layers(model, kind)
     if missing := sorted({layer.number for layer in model.layers.all} - set(drawn)):
         why = "they do not attend to all tokens"
         if kind == "values":
@@ -167,38 +110,27 @@ def _places(
     return found
 
 
-# each kind of map: its JSON, the columns and rows of its table, its picture for a title
-
-Drawn = tuple[dict[str, Any], Sequence[str], list[list[str]], Callable[[str], "Figure"]]
+# each kind of map
 
 
 def _attention(text: Reading, places: list[Place]) -> Drawn:
-    from kvtool.measure import maps
-
     found = maps.attention(text, places)
     numbers = {name: getattr(found, name) for name in ("share", "similar", "previous", "random")}
     columns = ("layer", "head", "important keys", "overlap: most similar", "query before", "random query")
-    rows = _of_heads(found, places, numbers)
-    return _record(found, numbers), columns, rows, lambda title: inspect_plot.attention(found, title)
+    return Drawn(found, _record(found, numbers), columns, _of_heads(found, places, numbers))
 
 
 def _queries(text: Reading, places: list[Place]) -> Drawn:
-    from kvtool.measure import maps
-
     found = maps.queries(text, places)
     numbers = {"cosine": found.cosine} | {f"within_{n}": found.within(n) for n in NEAR}
     chance = {f"within_{n}": found.chance(n) for n in NEAR}
     columns = ("layer", "head", "cosine", *(f"within {n}" for n in NEAR))
-    rows = _of_heads(found, places, numbers)
-    rows.append(["by chance", "", "", *map(_percent, chance.values())])
+    by_chance = ["by chance", "", "", *map(_percent, chance.values())]
     record = _record(found, numbers) | {"chance": chance}
-    return record, columns, rows, lambda title: inspect_plot.queries(found, title)
+    return Drawn(found, record, columns, [*_of_heads(found, places, numbers), by_chance])
 
 
 def _values(text: Reading, places: list[Place]) -> Drawn:
-    from kvtool.llama.observe import What
-    from kvtool.measure import maps
-
     found = maps.values(text)
     if What.KEYS_BEFORE not in found.singular:
         sys.stderr.write("llama.cpp does not show keys before RoPE of this model\n")
@@ -210,23 +142,18 @@ def _values(text: Reading, places: list[Place]) -> Drawn:
         rows.append([what.value, str(len(curve)), *numbers])
         record[what.name.lower()] = {"rank": ranks.tolist(), "normalised": curve.round(6).tolist()}
     columns = ("", "dimensions", "rank for 90 %", "of single heads", "middle value / first")
-    return record, columns, rows, lambda title: inspect_plot.values(found, title)
+    return Drawn(found, record, columns, rows)
 
 
 def _share(text: Reading, places: list[Place]) -> Drawn:
-    import numpy as np
-
-    from kvtool.measure import maps
-
     found = maps.share(text)
-    rows = []
-    for layer in np.unique(found.layer).tolist():
-        own = found.share[found.layer == layer]
-        rows.append([str(layer), *map(_percent, (own.mean(), own.min(), own.max()))])
-    rows.append(["all", *map(_percent, (found.share.mean(), found.share.min(), found.share.max()))])
+    groups = {str(layer): found.share[found.layer == layer] for layer in dict.fromkeys(found.layer.tolist())}
+    rows = [
+        [name, *map(_percent, (own.mean(), own.min(), own.max()))]
+        for name, own in (groups | {"all": found.share}).items()
+    ]
     columns = ("layer", "important keys", "lowest head", "highest head")
-    record = _record(found, {"share": found.share})
-    return record, columns, rows, lambda title: inspect_plot.share(found, title)
+    return Drawn(found, _record(found, {"share": found.share}), columns, rows)
 
 
 def _record(found: Heads, numbers: dict[str, np.ndarray]) -> dict[str, Any]:

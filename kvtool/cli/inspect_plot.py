@@ -1,19 +1,22 @@
-"""The pictures of kvtool inspect --map."""
+"""The pictures of kvtool inspect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
-    from kvtool.measure.maps import Attention, Place, Queries, Share, Values
+from kvtool.measure.holdings import Holdings
+from kvtool.measure.maps import Attention, Place, Queries, Share, Values
 
-MOST_PIXELS = 800
-"""Longer texts have several tokens in a pixel of a map."""
+MOST_PIXELS, MOST_COLUMNS = 800, 1600
+"""Longer texts have several tokens in a pixel of a map, and in a column of the picture of rows."""
 
 _GREEN = (0, 0.62, 0.25)
 _RED = "#e00000"
@@ -21,17 +24,35 @@ _FAINT = 1e-5
 """Attention from which on a minor key is not white."""
 
 
+def held(result: dict[str, Any], found: Holdings) -> Figure:
+    """Rows by positions, dark where a row holds the token."""
+    rows = found.held()
+    n_row, n = rows.shape
+    first, size = _parts(n, MOST_COLUMNS)
+    columns = np.add.reduceat(rows, first, axis=1, dtype=np.float32) / size
+    figure = Figure(figsize=(12, min(max(2.2 + n_row * 0.055, 3.2), 14)), dpi=120, layout="constrained")
+    # one label per layer, fewer where they would touch
+    layer, first, n_head = np.unique(found.layer, return_index=True, return_counts=True)
+    step, name = -(-len(layer) // 32), Path(result["model"]).stem
+    what = f"{result['policy']}, {result['budget']:,} cells per row: which of {n:,} tokens are held ({name})"
+    down = f"row: layer, and {int(n_head.max())} KV heads in each"
+    axes = figure.add_subplot(title=what, xlabel="position of the token in the text", ylabel=down)
+    image = axes.imshow(
+        columns, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1, extent=(0, n, n_row, 0)
+    )
+    axes.set_yticks((first + n_head / 2)[::step], [str(number) for number in layer[::step]])
+    figure.colorbar(image, label="share of the column's tokens that are held", pad=0.01)
+    return figure
+
+
 def attention(found: Attention, title: str) -> Figure:
     """Attention by query and key: important keys green, others the darker the more attention they get.
 
     Red frames: the last query whose most similar earlier one is some way back, and that one.
     """
-    import numpy as np
-    from matplotlib.patches import Rectangle
-
     heads = {(a, b): share for a, b, share in zip(found.layer, found.head, found.share, strict=True)}
     figure, panels = _grid(found.maps, f"attention of {title}: important keys are green", colorbar=False)
-    for place, axes in panels:
+    for place, axes in panels.items():
         of = found.maps[place]
         n = len(of.attention)
         grey = 1 - 0.6 * np.clip(np.log10(_coarse(of.attention) / _FAINT + 1e-9) / -np.log10(_FAINT), 0, 1)
@@ -51,13 +72,11 @@ def attention(found: Attention, title: str) -> Figure:
 
 def queries(found: Queries, title: str) -> Figure:
     """Cosine similarity of each query to all earlier ones."""
-    import numpy as np
-
     coarse = {place: _coarse(cosine) for place, cosine in found.maps.items()}
     earlier = {place: np.tri(len(cosine), dtype=np.bool_) for place, cosine in coarse.items()}
     lowest = min(float(np.quantile(cosine[earlier[place]], 0.01)) for place, cosine in coarse.items())
     figure, panels = _grid(found.maps, f"cosine similarity of queries, {title}", colorbar=True)
-    for place, axes in panels:
+    for place, axes in panels.items():
         n = len(found.maps[place])
         shown = np.ma.masked_where(~earlier[place], coarse[place])
         image = axes.imshow(shown, extent=(0, n, n, 0), cmap="turbo", vmin=lowest, vmax=1)
@@ -69,19 +88,13 @@ def queries(found: Queries, title: str) -> Figure:
 
 def values(found: Values, title: str) -> Figure:
     """Normalised singular values of keys and values, the mean over layers and heads."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(xlabel="number of the singular value", ylabel="singular value / first")
     for what, style in zip(found.singular, ("-", "--", "-"), strict=False):
         curve = found.normalised(what)
         label = f"{what.value} (rank for 90 %: {found.rank(what).mean():.1f})"
         axes.plot(np.arange(1, len(curve) + 1), curve, style, label=label, linewidth=2)
-    axes.set_xlabel("number of the singular value")
-    axes.set_ylabel("singular value / first")
-    axes.set_ylim(0, 1)
-    axes.set_xlim(1)
+    axes.set(xlim=(1, None), ylim=(0, 1))
     axes.set_title(f"singular values, mean of {len(found.layer):,} KV heads\n{title}", fontsize="medium")
     axes.grid(True, alpha=0.25)
     axes.legend()
@@ -90,10 +103,6 @@ def values(found: Values, title: str) -> Figure:
 
 def share(found: Share, title: str) -> Figure:
     """The share of important keys, by layer and by head."""
-    import numpy as np
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
     layers, row = np.unique(found.layer, return_inverse=True)
     by_head = np.full((int(found.head.max()) + 1, len(layers)), np.nan)
     by_head[found.head, row] = found.share
@@ -101,9 +110,8 @@ def share(found: Share, title: str) -> Figure:
     left, right = figure.subplots(1, 2)
     left.plot(found.layer, found.share, ".", color="0.6", label="a head")
     left.plot(layers, np.nanmean(by_head, axis=0), "o-", color=_RED, label="mean of the layer")
-    left.set_ylim(0)
-    left.set_ylabel("important keys")
-    left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    left.set(xlabel="layer", ylabel="important keys", ylim=(0, None))
+    left.yaxis.set_major_formatter("{x:.0%}")
     left.grid(True, alpha=0.25)
     left.legend()
     edges = (-0.5, len(layers) - 0.5, len(by_head) - 0.5, -0.5)
@@ -111,40 +119,27 @@ def share(found: Share, title: str) -> Figure:
     step = -(-len(layers) // 16)
     right.set_xticks(np.arange(len(layers))[::step], [str(layer) for layer in layers[::step]])
     right.yaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_ylabel("head")
-    for axes in (left, right):
-        axes.set_xlabel("layer")
-    figure.colorbar(image, label="important keys", pad=0.01, format=PercentFormatter(1, decimals=0))
+    right.set(xlabel="layer", ylabel="head")
+    figure.colorbar(image, label="important keys", pad=0.01, format="{x:.0%}")
     figure.suptitle(f"share of important keys, {title}", fontsize="medium")
     return figure
 
 
-def _grid(
-    maps: Mapping[Place, Any], title: str, *, colorbar: bool
-) -> tuple[Figure, Iterator[tuple[Place, Axes]]]:
+def _grid(maps: Mapping[Place, Any], title: str, *, colorbar: bool) -> tuple[Figure, dict[Place, Axes]]:
     """A panel for each head, those of a layer below each other. colorbar: leaves room for one."""
-    from matplotlib.figure import Figure
-
     layers = list(dict.fromkeys(layer for layer, _ in maps))
     columns = [[place for place in maps if place[0] == layer] for layer in layers]
-    n_row = max(map(len, columns))
+    n_row, n_column = max(map(len, columns)), len(columns)
     size = 6.5 if len(maps) == 1 else 4.2
-    figure = Figure(
-        figsize=(size * len(layers) + colorbar, size * n_row + 0.3), dpi=120, layout="constrained"
-    )
+    room = size * n_column + colorbar, size * n_row + 0.3
+    figure, panels = Figure(figsize=room, dpi=120, layout="constrained"), {}
     figure.suptitle(title, fontsize="medium")
-
-    def panels() -> Iterator[tuple[Place, Axes]]:
-        for i, column in enumerate(columns):
-            for j, place in enumerate(column):
-                axes = figure.add_subplot(n_row, len(layers), j * len(layers) + i + 1)
-                axes.set_xlabel("key")
-                axes.set_ylabel("query")
-                for side in ("top", "right"):
-                    axes.spines[side].set_visible(False)
-                yield place, axes
-
-    return figure, panels()
+    for i, column in enumerate(columns):
+        for j, place in enumerate(column):
+            at = n_row, n_column, j * n_column + i + 1
+            panels[place] = axes = figure.add_subplot(*at, xlabel="key", ylabel="query")
+            axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
 
 
 def _name(place: Place) -> str:
@@ -153,11 +148,13 @@ def _name(place: Place) -> str:
 
 def _coarse(array: np.ndarray) -> np.ndarray:
     """f64[m, m], the means of equal parts of an array [n, n]; m is at most MOST_PIXELS."""
-    import numpy as np
-
-    n = len(array)
-    first = np.unique(np.arange(min(n, MOST_PIXELS)) * n // min(n, MOST_PIXELS))
-    size = np.diff(first, append=n)
+    first, size = _parts(len(array), MOST_PIXELS)
     sums = np.add.reduceat(np.add.reduceat(array, first, axis=0, dtype=np.float64), first, axis=1)
     coarse: np.ndarray = sums / np.outer(size, size)
     return coarse
+
+
+def _parts(n: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where equal parts of n tokens begin, at most so many, and their sizes."""
+    first = np.unique(np.arange(min(n, most)) * n // min(n, most))
+    return first, np.diff(first, append=n)

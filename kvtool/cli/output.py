@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
 from kvtool.system import files
+from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,10 +81,26 @@ def png(figure: Figure) -> bytes:
     return out.getvalue()
 
 
+@contextmanager
+def written(*wanted: tuple[Path | None, Callable[[], bytes]]) -> Iterator[None]:
+    """Writes the files that have a path, before the context prints the result.
+
+    The error for one that cannot be written comes at the end: no result is lost. Raises UsageError.
+    """
+    failed = None
+    for path, data in wanted:
+        try:
+            if path:
+                write(path, data())
+        except UsageError as error:
+            failed = error
+    yield
+    if failed:
+        raise failed
+
+
 def write(path: Path, data: bytes) -> None:
     """Write a file and say so on stderr. Raises UsageError."""
-    from kvtool.units import format_bytes
-
     try:
         files.write(path.expanduser(), data)
     except OSError as error:

@@ -1,0 +1,47 @@
+"""The web page of kvtool inspect --html."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.cli.inspect_terminal import BOUNDS, visible
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvtool.measure.holdings import Holdings
+
+
+def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:
+    """The web page, with all its data inside."""
+    first = max(len(texts) - last, 0)
+    data = {
+        "about": {key: result[key] for key in ("policy", "params", "budget", "tokens", "rows", "cells")},
+        "model": Path(result["model"]).name,
+        "first": first,
+        "bounds": BOUNDS,
+        "texts": [visible(text) for text in texts[first:]],
+        **{name: getattr(found, name).tolist() for name in ("layer", "head", "ends", "archived")},
+        "until": _deflated(found.until[:, first:]),
+        "recalled": None,
+    }
+    if recalled := found.recalled:
+        data["recalled"] = {
+            "steps": _deflated(recalled.steps[:, first:].clip(max=65535).astype("<u2")),
+            "query": recalled.query[first:].tolist(),
+            "rows": recalled.rows[first:].tolist(),
+        }
+    # inside a script element, only "</" could end it
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = files("kvtool.cli").joinpath("inspect.html").read_text(encoding="utf-8")
+    return page.replace("{{data}}", text).encode()
+
+
+def _deflated(array: np.ndarray) -> str:
+    """An array's bytes, row by row, deflated, in base64."""
+    return base64.b64encode(zlib.compress(array.tobytes(), 9)).decode()

@@ -1,0 +1,225 @@
+"""What kvtool inspect and /cells show on a terminal: tokens, the darker the more rows hold them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len, chop_cells
+from rich.console import Console
+from rich.style import Style
+from rich.table import Column
+from rich.text import Text
+
+from kvtool.cli.console import table
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvtool.measure.holdings import Holdings
+
+BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
+N_RECALLED = 10
+"""How many of the tokens recalled most often a terminal shows."""
+
+ALL = len(BOUNDS) + 2
+"""The level of a token that all rows hold."""
+ARCHIVED = ALL + 1
+"""The level of a token that no row holds, but the archive."""
+_DARK = (17, 18, 24, 25, 31, 38, 45, 123, 53)
+_LIGHT = (195, 153, 117, 111, 75, 69, 33, 27, 225)
+"""Background colours (of 256), from few rows to all, then archived: on a dark and on a light terminal."""
+_BRIGHT = {38, 45, 123, *_LIGHT[:-2], 225}
+"""The backgrounds that need dark letters."""
+
+Line = list[tuple[str, int]]
+"""A line on a terminal: texts, each with its level."""
+
+
+def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np.ndarray, last: int) -> None:
+    """Prints a strip of the whole stream and the last tokens, by the share f64[n] of rows that hold each.
+
+    archived: b1[n], the tokens that only the archive holds. A terminal with 256 colours gets shades; others
+    get marks below each line.
+    """
+    n, n_archived = len(texts), int(archived.sum())
+    levels = _levels(share, archived)
+    shaded = console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor")
+    draw: Callable[..., Sequence[str | Text]] = _shaded if shaded else _marked
+    # some terminals break the line in the last column
+    width = max(console.width - 1, 20)
+    _print(console, _legend(shaded, n_archived > 0))
+    _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
+    # marks need no text above them
+    _print(console, draw(_strip(share, archived, width))[-1])
+    if n > last:
+        _print(console, f"\nthe last {last:,} tokens; {n - last:,} earlier ones are not shown:\n")
+    else:
+        _print(console, "\nthe text:\n")
+    for line in lines(texts[-last:], levels[-last:], width):
+        _print(console, *draw(line))
+    n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
+    in_archive = f"{n_archived:,} archived, " if n_archived else ""
+    _print(
+        console,
+        f"\n{n:,} tokens: {n_all:,} held by every row, {n - n_all - n_none:,} by some, "
+        f"{in_archive}{n_none - n_archived:,} forgotten",
+    )
+
+
+def recalled_record(found: Holdings) -> dict[str, Any] | None:
+    """What --json says of recall, for each token: how often, where, and for which query."""
+    import numpy as np
+
+    recalled = found.recalled
+    if not recalled:
+        return None
+    times, row = recalled.steps.sum(axis=0), recalled.steps.argmax(axis=0)
+    columns = {
+        "times": times,
+        "rows": (recalled.steps > 0).sum(axis=0),
+        "layer": np.where(times, found.layer[row], -1),
+        "head": np.where(times, found.head[row], -1),
+        "query": recalled.query,
+        "query_rows": recalled.rows,
+    }
+    return {name: column.tolist() for name, column in columns.items()}
+
+
+def show_recalled(console: Console, found: Holdings, texts: Sequence[str]) -> None:
+    """Prints the tokens that were recalled most often, with the text before each and what recalled it."""
+    said = recalled_record(found)
+    begin, end = found.archived[-1]
+    if not said or begin == end:
+        return
+    most = sorted(range(len(said["times"])), key=lambda i: -said["times"][i])[:N_RECALLED]
+    if not said["times"][most[0]]:
+        _print(console, "\nthe whole archive came back in every step: nothing was chosen")
+        return
+    names = "times", "rows", "layer/head", "query (rows)"
+    rows = []
+    for at in ({name: column[i] for name, column in said.items()} for i in most):
+        query = f"{at['query']:,} ({at['query_rows']})" if at["query"] >= 0 else ""
+        rows.append((f"{at['times']:,}", f"{at['rows']}", f"{at['layer']}/{at['head']}", query))
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
+    # the text alone is cut where a line is too short
+    room = console.width - sum(max(map(len, cells)) + 2 for cells in zip(names, *rows, strict=True))
+    columns.append(Column("token", no_wrap=True, overflow="ellipsis", max_width=max(room, 1)))
+    _print(console, f"\nrecalled most often, of {len(found.layer)} rows:\n")
+    shown = [(*row, _with_context(texts, i)) for row, i in zip(rows, most, strict=True)]
+    console.print(table(columns, shown))
+
+
+def _with_context(texts: Sequence[str], i: int) -> Text:
+    """Token i with its position and the text before it; the token itself is underlined."""
+    before = visible("".join(texts[max(i - 5, 0) : i])).replace("\n", "")
+    token = visible(texts[i]).replace("\n", "")
+    return Text.assemble((f"{i:,} ", ""), (before, "dim"), (token, "underline"))
+
+
+def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[Line]:
+    """The tokens in lines of at most `width` columns, broken between words; line breaks are shown."""
+    line: Line = []
+    used = 0
+    for word in _words(texts, levels):
+        n_columns = sum(cell_len(text) for text, _ in word)
+        if used and used + n_columns > width:
+            yield line
+            line, used = [], 0
+        for text, level in word:
+            for i, part in enumerate(text.split("\n")):
+                if i:
+                    yield line
+                    line, used = [], 0
+                for piece in chop_cells(part, width) if used + cell_len(part) > width else [part]:
+                    if used + cell_len(piece) > width:
+                        yield line
+                        line, used = [], 0
+                    if piece:
+                        line.append((piece, level))
+                        used += cell_len(piece)
+    if line:
+        yield line
+
+
+def _words(texts: Iterable[str], levels: Iterable[int]) -> Iterator[Line]:
+    """Groups tokens that no space separates."""
+    word: Line = []
+    for text, level in zip(texts, levels, strict=True):
+        if word and (text[:1].isspace() or word[-1][0][-1:].isspace()):
+            yield word
+            word = []
+        word.append((visible(text), level))
+    if word:
+        yield word
+
+
+_PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(32)}
+_PICTURES |= {127: 0x2421, 9: "\u2192   ", 10: "\u23ce\n"}
+_PICTURES |= {code: 0xFFFD for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def visible(text: str) -> str:
+    """The text with pictures of control characters, so that no file can control the terminal."""
+    return text.replace("\r\n", "\n").translate(_PICTURES)
+
+
+def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
+    """Of each token: 0 if no row holds it, 1 to 7 by the bounds, ALL or ARCHIVED."""
+    import numpy as np
+
+    held = np.where(share < 1, np.searchsorted(BOUNDS, share) + 1, ALL)
+    levels: list[int] = np.where(archived, ARCHIVED, np.where(share > 0, held, 0)).tolist()
+    return levels
+
+
+@cache
+def _style(level: int) -> Style:
+    if not level:
+        return Style(color="color(244)")
+    # a few terminals say here whether they are light, as in "15;0"
+    light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
+    ground = (_LIGHT if light else _DARK)[level - 1]
+    return Style(color=f"color({16 if ground in _BRIGHT else 231})", bgcolor=f"color({ground})")
+
+
+def _shaded(line: Line) -> list[Text]:
+    return [Text.assemble(*((text, _style(level)) for text, level in line))]
+
+
+def _marked(line: Line) -> list[str]:
+    """A line, and a line of marks, one per column."""
+    marks = "".join(_MARKS[level] * cell_len(text) for text, level in line)
+    return ["".join(text for text, _ in line), marks]
+
+
+_MARKS = ".1234567#a"
+
+
+def _legend(shaded: bool, has_archive: bool) -> str | Text:
+    names = ["no row", *(f"{bound:.0%}" for bound in BOUNDS), "more", "all rows"]
+    names += ["archived"] * has_archive
+    if not shaded:
+        signs = (f"{mark} {name}" for mark, name in zip(_MARKS, names, strict=False))
+        return f"held by up to: {', '.join(signs)}"
+    swatches = ((f" {name} ", _style(level)) for level, name in enumerate(names))
+    return Text.assemble("held by up to:", *swatches)
+
+
+def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
+    """The mean share of equal parts of the stream, one a column; archived where most of a part is."""
+    import numpy as np
+
+    mean, is_archived = (
+        np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
+        for of_tokens in (share, archived)
+    )
+    return [(" ", level) for level in _levels(mean, is_archived > 0.5)]
+
+
+def _print(console: Console, *texts: str | Text) -> None:
+    for text in texts:
+        console.print(text, markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
