@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from kvtool import policies
 from kvtool.cli import completion, output
-from kvtool.cli.console import table_console
+from kvtool.cli.console import table, table_console
 from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
 from kvtool.cli.opening import say
@@ -26,8 +27,6 @@ from kvtool.system import interrupt
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
     from kvtool.models.header import ModelInfo
@@ -158,7 +157,6 @@ def evaluate(
     output.check_picture("--plot", own.plot)
     # what is out of its range is refused before a download
     _check_drawing(drawn, chosen, task)
-    sampling = drawn.sampling()
 
     from kvtool.runs.opening import check_options, loaded, located, n_ctx_note
 
@@ -173,7 +171,7 @@ def evaluate(
     as_chat = chosen.chat if own.chat is None else own.chat
     with (
         loaded(path, run, guarded=True) as model,
-        closing(_reader(run, info, model, as_chat, own.max_prompt, sampling, drawn.seed)) as reader,
+        closing(_reader(run, info, model, as_chat, own.max_prompt, drawn)) as reader,
     ):
         items = chosen.items(files or [], model)[: asking.limit]
         about = {
@@ -197,19 +195,19 @@ def evaluate(
             step(len(results))
             for record in results.measure(chosen, reader):
                 if to_stdout:
-                    sys.stdout.write(json_text(record) + "\n")
-                    sys.stdout.flush()
+                    typer.echo(json_text(record))
                 step(len(results), f"{task}: {_in_short(results.records)}")
     _finish(chosen, results, to_stdout, own.plot)
 
 
 def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
-    """Raises UsageError for a temperature or a seed without effect."""
+    """Raises UsageError for a temperature or a seed that is out of range or without effect."""
     if drawn.temp and not chosen.draws:
         own = "--set temp=T is its own" if hasattr(chosen, "temp") else "it draws no answers"
         raise UsageError(f"{task} has no --temp: {own}")
     if "seed" in drawn.typed and "temp" not in drawn.typed and not drawn.temp:
         raise UsageError("--seed draws nothing without a temperature; add --temp T")
+    drawn.sampling()
 
 
 def _policy_for(run: Run, info: ModelInfo, layers: Layers | None, n_held: int = 0) -> tuple[PolicyFor, int]:
@@ -217,7 +215,6 @@ def _policy_for(run: Run, info: ModelInfo, layers: Layers | None, n_held: int = 
 
     layers: of the loaded model; None before that. n_held: tokens that no eviction removes. Raises UsageError.
     """
-    from kvtool import policies
     from kvtool.models import budget
     from kvtool.runs.opening import fitted, n_batch_note, n_ctx_of
 
@@ -242,7 +239,6 @@ def _policy_for(run: Run, info: ModelInfo, layers: Layers | None, n_held: int = 
 
 def _full_for(run: Run, info: ModelInfo, name: str = "full", own: Sequence[str] = ()) -> PolicyFor:
     """A policy that never evicts, with cells for prompt and answer."""
-    from kvtool import policies
     from kvtool.runs.opening import n_ctx_of
 
     def policy_for(n: int, n_answer: int) -> Policy:
@@ -253,15 +249,8 @@ def _full_for(run: Run, info: ModelInfo, name: str = "full", own: Sequence[str] 
 
 
 def _reader(
-    run: Run,
-    info: ModelInfo,
-    model: Model,
-    as_chat: bool,
-    max_prompt: int | None,
-    sampling: Sampling | None,
-    seed: int,
+    run: Run, info: ModelInfo, model: Model, as_chat: bool, max_prompt: int | None, drawn: _Drawn
 ) -> Reader:
-    from kvtool import policies
     from kvtool.chats.prompt import template_of
     from kvtool.runs.opening import n_ctx_of, settings_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
@@ -270,12 +259,12 @@ def _reader(
     policy_for, n_batch = _policy_for(run, info, model.layers, n_held(model, template))
     settings = settings_of(run, n_ctx_of(run, info), n_batch, N_OUTPUT)
     full_for = _full_for(run, info) if policies.load(run.policy).evicts else None
-    return Reader(model, policy_for, settings, template, max_prompt, full_for, sampling, seed)
+    drawing = drawn.sampling(), drawn.seed
+    return Reader(model, policy_for, settings, template, max_prompt, full_for, *drawing)
 
 
 def _about(run: Run, path: Path) -> dict[str, object]:
     """The fields of a record that say what it is a result of, besides the task."""
-    from kvtool import policies
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
@@ -296,21 +285,18 @@ def _about(run: Run, path: Path) -> dict[str, object]:
 
 
 def _list() -> None:
-    from rich.table import Table
+    from rich.table import Column
 
     from kvtool import tasks
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("task", style="bold")
-    table.add_column("what it asks")
-    table.add_column("parameters (--set name=value)")
+    rows = []
     for name in tasks.names():
         kind = tasks.load(name)
         what = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
-        table.add_row(
-            name, what, "\n".join(f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
-        )
-    table_console().print(table)
+        params = (f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
+        rows.append((name, what, "\n".join(params)))
+    columns = Column("task", style="bold"), "what it asks", "parameters (--set name=value)"
+    table_console().print(table(columns, rows))
 
 
 def _shown(value: object) -> str:
@@ -319,11 +305,9 @@ def _shown(value: object) -> str:
 
 def _in_short(found: Sequence[Record]) -> str:
     """The means so far, without intervals: computing those takes longer than a short answer."""
-    from kvtool.tasks import results as of_items
+    from kvtool.tasks.results import scores
 
-    return ", ".join(
-        f"{name} {sum(values) / len(values):.3f}" for name, values in of_items.scores(found).items()
-    )
+    return ", ".join(f"{name} {sum(of) / len(of):.3f}" for name, of in scores(found).items())
 
 
 def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) -> None:
@@ -342,10 +326,8 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
     groups = of_items.broken_down(results.records, task.by) if task.by else {}
     if to_stdout:
         summary = {name: asdict(score) for name, score in means.items()}
-        more = task.summary(results.records)
-        sys.stdout.write(
-            json_text({**results.about, "items": len(results), "summary": summary, "more": more}) + "\n"
-        )
+        said = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
+        typer.echo(json_text({**results.about, **said}))
     else:
         _print(task, results, means, groups)
     if plot:
@@ -353,80 +335,56 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
 
 
 def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups) -> None:
-    from rich.table import Table
-
-    console = table_console()
-    about = results.about
+    console, about = table_console(), results.about
     policy = " ".join([about["policy"], *about["options"]])
     budget = f", budget {about['budget']}" if about["budget"] else ""
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
-    title = f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}{drawn}"
-    console.print(f"{title}\n", highlight=False, markup=False)
-    table = Table(box=None, pad_edge=False)
-    for column in ("score", "mean", "95 % interval", "items"):
-        table.add_column(column, justify="left" if column == "score" else "right")
-    for name, score in means.items():
-        table.add_row(name, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}")
-    console.print(table, highlight=False)
+    console.print(f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}{drawn}\n")
+    rows = [
+        (name, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}")
+        for name, score in means.items()
+    ]
+    console.print(table(("score", "mean", "95 % interval", "items"), rows, 1))
     if more := task.summary(results.records):
         console.print()
         for name, value in more.items():
-            console.print(f"{name}: {value:.4g}", highlight=False)
+            console.print(f"{name}: {value:.4g}")
     if not task.by or not means:
         return
-    first = next(iter(means))
     console.print()
-    if len(task.by) == 2:
-        console.print(f"{first} by {task.by[0]} and {task.by[1]}\n", highlight=False)
-        console.print(_grid(task.by, groups, first))
-        return
-    table = Table(box=None, pad_edge=False)
-    table.add_column(task.by[0])
-    for name in means:
-        table.add_column(name, justify="right")
-    for (value,), group in groups.items():
-        table.add_row(str(value), *(f"{group[name].mean:.3f}" if name in group else "" for name in means))
-    console.print(table, highlight=False)
+    if len(task.by) == 1:
+        columns, n_left, digits = list(means), 1, 3
+        lines = [(value, [group.get(name) for name in means]) for (value,), group in groups.items()]
+    else:
+        first, n_left, digits = next(iter(means)), 0, 2
+        down, columns, grid = _grid(groups, first)
+        lines = list(zip(down, grid, strict=True))
+        console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
+    cells = [[str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines]
+    console.print(table((task.by[0], *map(str, columns)), cells, n_left))
 
 
-def _grid(by: tuple[str, ...], groups: Groups, score: str) -> Table:
-    """A table with the first name of `by` down and the second across."""
-    from rich.table import Table
-
-    across = sorted({column for _, column in groups})
-    table = Table(box=None, pad_edge=False)
-    table.add_column(by[0], justify="right")
-    for column in across:
-        table.add_column(str(column), justify="right")
-    for row in sorted({row for row, _ in groups}):
-        means = (groups.get((row, column), {}).get(score) for column in across)
-        table.add_row(str(row), *(f"{mean.mean:.2f}" if mean else "" for mean in means))
-    return table
+def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:
+    """The values of the first name of a task's `by`, of the second, and a score's mean for each pair."""
+    down, across = (sorted({values[i] for values in groups}) for i in range(2))
+    return down, across, [[groups.get((row, column), {}).get(score) for column in across] for row in down]
 
 
 def _plot(task: Task, results: Results, groups: Groups, score: str, path: Path) -> None:
     import numpy as np
     from matplotlib.figure import Figure
 
-    down, across = (sorted({values[i] for values in groups}) for i in range(2))
-    grid = np.array(
-        [
-            [getattr(groups.get((row, column), {}).get(score), "mean", np.nan) for column in across]
-            for row in down
-        ]
-    )
+    down, across, means = _grid(groups, score)
+    grid = np.array([[each.mean if each else np.nan for each in of_row] for of_row in means])
     figure = Figure(figsize=(2.5 + 0.7 * len(across), 1.5 + 0.5 * len(down)), layout="constrained")
-    axes = figure.subplots()
+    axes = figure.add_subplot(xlabel=task.by[1], ylabel=task.by[0])
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(across)), across)
     axes.set_yticks(range(len(down)), down)
-    axes.set_xlabel(task.by[1])
-    axes.set_ylabel(task.by[0])
     for row, column in np.argwhere(np.isfinite(grid)):
         axes.text(column, row, f"{grid[row, column]:.2f}", ha="center", va="center")
     about = results.about
-    axes.set_title(
-        f"{about['task']}: {about['policy']}, budget {about['budget'] or 'all'}", fontsize="medium"
-    )
+    title = f"{about['task']}: {about['policy']}, budget {about['budget'] or 'all'}"
+    axes.set_title(title, fontsize="medium")
     figure.colorbar(image, label=score)
     output.write(path, output.png(figure))
