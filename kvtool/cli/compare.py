@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from kvtool import policies
 from kvtool.cli import output
 from kvtool.cli.console import plain_console
 from kvtool.cli.declared import options
@@ -132,7 +133,6 @@ def compare(
     model_path, info = opening.located(run, locate)
     say([opening.n_ctx_note(run, info)])
 
-    from kvtool import policies
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
     from kvtool.llama.log import set_verbose
@@ -196,7 +196,6 @@ def _read(
 
 def _against_full(common: Common, n_vocab: int, names: list[str]) -> tuple[list[str], str]:
     """The policies that can run, and why they cannot be compared with the full cache; "" if they can."""
-    from kvtool import policies
     from kvtool.measure import grid
     from kvtool.measure.divergence import fits
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
 from kvtool.cli.console import table, table_console
+from kvtool.measure.grid import Run
 from kvtool.units import format_bytes
 
-if TYPE_CHECKING:
-    from kvtool.measure.grid import Run
-
-Line = tuple["Run", dict[str, Any]]
+Line = tuple[Run, dict[str, Any]]
 """A run and its record."""
 
 WIDE = 100
@@ -24,13 +22,7 @@ WIDE = 100
 WIDEST = 120
 """From this one on, and in a pipe, it has the bytes of the budget's cells beside those allocated."""
 
-BEST: dict[str, Callable[[Iterable[float]], float]] = {
-    "kv_bytes": min,
-    "perplexity": min,
-    "kl": min,
-    "top1": max,
-    "tokens_per_s": max,
-}
+BEST = {"kv_bytes": min, "perplexity": min, "kl": min, "top1": max, "tokens_per_s": max}
 """Which value of a column is the best."""
 
 LEGEND = (

@@ -31,19 +31,16 @@ def table_console(**how: Any) -> Console:
 
 
 def table(
-    columns: Iterable[str | Column],
-    rows: Iterable[Iterable[str | Text]],
-    n_left: int | None = None,
-    **how: Any,
+    columns: Iterable[str | Column], rows: Iterable[Iterable[str | Text]], left: int | None = None, **how: Any
 ) -> Table:
     """A table without lines.
 
-    n_left: the columns behind the first n_left have numbers, which stand at the right; None: no column has.
+    left: how many columns stand at the left; those behind have numbers, which stand at the right. None: all.
     """
     from rich.table import Table
 
     made = Table(*columns, box=None, pad_edge=False, **how)
-    for column in [] if n_left is None else made.columns[n_left:]:
+    for column in [] if left is None else made.columns[left:]:
         column.justify = "right"
     for row in rows:
         made.add_row(*row)

@@ -43,18 +43,6 @@ _STEP = 1024
 
 
 @dataclass(frozen=True)
-class _Asking(Options):
-    settings: tuple[str, ...] = option(
-        "--set NAME=VALUE",
-        (),
-        "Set a parameter of the task (kvtool eval lists them). Repeatable.",
-        words=False,
-        read=lambda raw, flag: tuple(raw or ()),
-    )
-    limit: int | None = option("--limit N", None, "Ask the first N items.", words="all", least=1)
-
-
-@dataclass(frozen=True)
 class _Run(Run):
     hidden: ClassVar = ("explain",)
 
@@ -96,6 +84,14 @@ class _Drawn(Options):
 
 @dataclass(frozen=True)
 class _Own(Options):
+    settings: tuple[str, ...] = option(
+        "--set NAME=VALUE",
+        (),
+        "Set a parameter of the task (kvtool eval lists them). Repeatable.",
+        words=False,
+        read=lambda raw, flag: tuple(raw or ()),
+    )
+    limit: int | None = option("--limit N", None, "Ask the first N items.", words="all", least=1)
     chat: bool | None = option(
         "--chat/--raw", None, "Ask in the chat template, or as plain text.", words="the task's own"
     )
@@ -129,7 +125,6 @@ def evaluate(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
     ] = None,
-    asking: _Asking,
     own: _Own,
     run: _Run,
     drawn: _Drawn,
@@ -143,7 +138,7 @@ def evaluate(
     if task is None:
         _list()
         return
-    chosen = tasks.make(task, asking.settings)
+    chosen = tasks.make(task, own.settings)
     output.check_packages(task, chosen.packages, "eval")
     if chosen.needs_files and not files:
         raise UsageError(f"{task} needs files; name them after it")
@@ -173,7 +168,7 @@ def evaluate(
         loaded(path, run, guarded=True) as model,
         closing(_reader(run, info, model, as_chat, own.max_prompt, drawn)) as reader,
     ):
-        items = chosen.items(files or [], model)[: asking.limit]
+        items = chosen.items(files or [], model)[: own.limit]
         about = {
             "task": task,
             "task_params": asdict(chosen),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvtool.options.run import Run
+from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.engine.loop import Engine
-    from kvtool.llama.archive import Archive
 
 
 def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
@@ -28,19 +31,30 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
     sys.stderr.writelines(f"{name:<11} {text}\n" for name, text in lines.items())
 
 
+def before_text(engine: Engine, run: Run, what: str, n: int) -> None:
+    """Says on stderr what --explain asks for, or only what may surprise, before a text of n tokens is read.
+
+    what: "prompt", for example.
+    """
+    if run.explain:
+        explain_run(engine, run.policy, what, n)
+    else:
+        say_spare(engine)
+        Notice(engine, what)(n)
+
+
+@dataclass
 class Notice:
     """Says on stderr, at most once, what happens to a text that is longer than the budget."""
 
-    def __init__(self, engine: Engine, what: str) -> None:
-        self._engine = engine
-        self._what = what
-        self._said = False
+    engine: Engine
+    what: str
+    was_said: bool = False
 
     def __call__(self, n: int) -> None:
         """Call it before a text of n tokens is read."""
-        text = None if self._said else long_text(self._engine, self._what, n)
-        if text:
-            self._said = True
+        if not self.was_said and (text := long_text(self.engine, self.what, n)):
+            self.was_said = True
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
@@ -48,7 +62,6 @@ class Notice:
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens; None if it fits in the budget."""
     from kvtool.engine.outlook import whole_bytes
-    from kvtool.units import format_bytes
 
     is_whole, settings = engine.reads_whole(n), engine.settings
     budget = engine.policy.n_asked if is_whole else engine.policy.budget
@@ -60,7 +73,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             "reading stops when the cache is full"
         )
     start = f"the {what} has {n:,} tokens"
-    share = f"each row keeps at most {budget:,} of them ({_percent(budget, n)})"
+    percent = 100 * budget / n
+    share = f"each row keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if is_whole:
         segments = -(-n // engine.n_ctx)
         if segments > 1 and settings.positions == "original":
@@ -73,7 +87,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
     if engine.context.archive:
-        share += f", and the others go to {_where(engine.context.archive)}"
+        share += f", and the others go to {engine.context.archive.file or 'host memory'}"
     return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
 
 
@@ -81,7 +95,6 @@ def spare_line(engine: Engine) -> str | None:
     """What is allocated besides the budget's cells, in bytes; None if there is nothing worth saying."""
     from kvtool.measure.run import budget_bytes, fixed_bytes
     from kvtool.models.layers import PAD
-    from kvtool.units import format_bytes
 
     taken, fixed = budget_bytes(engine), fixed_bytes(engine)
     spare = engine.cache_bytes - taken - fixed
@@ -144,13 +157,13 @@ def _budget(engine: Engine) -> str:
 
 
 def _memory(engine: Engine) -> str:
-    from kvtool.units import format_bytes
-
     cells = f"{engine.context.n_cell:,} cells per row{' at the start' if engine.policy.ragged else ''}"
     state = f"policy state {format_bytes(engine.host_bytes)}"
     if archive := engine.context.archive:
         most = format_bytes(archive.max_bytes)
-        state += f", an archive of at most {archive.n_max:,} tokens ({most}) in {_where(archive)}"
+        state += (
+            f", an archive of at most {archive.n_max:,} tokens ({most}) in {archive.file or 'host memory'}"
+        )
     cells += f"; {spare}" if (spare := spare_line(engine)) else ""
     return f"K and V {format_bytes(engine.cache_bytes)} ({cells}), {state}"
 
@@ -194,14 +207,5 @@ def _prefill(engine: Engine) -> str:
     return f"stream: in batches of up to {_batch(engine):,} tokens"
 
 
-def _where(archive: Archive) -> str:
-    return archive.file or "host memory"
-
-
 def _batch(engine: Engine) -> int:
     return min(engine.n_batch, engine.n_cell)
-
-
-def _percent(part: int, n: int) -> str:
-    share = 100 * part / n
-    return f"{share:.0f} %" if share >= 1 else f"{share:.1g} %"

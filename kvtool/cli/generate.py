@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.declared import Json, Typed, options
-from kvtool.cli.explain import Notice, explain_run, say_spare, unpinned
+from kvtool.cli.declared import Json, options
+from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.opening import open_run, sampling_of
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
-from kvtool.options.field import SHOWS, again
+from kvtool.options.field import SHOWS, Options, again, option
 from kvtool.options.run import POLICY, Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
@@ -39,6 +39,28 @@ class _Drawing(Drawing):
     temp: float = again(Drawing, "temp", 0.4)
 
 
+@dataclass(frozen=True)
+class _Asked(Options):
+    prompt: str | None = option("-p, --prompt", None, "The prompt, as an option.")
+    file: str | None = option(
+        "-f, --file FILE", None, "Read the prompt from a file; of two, this one comes second."
+    )
+
+
+@dataclass(frozen=True)
+class _Printed(Options):
+    logprobs: int | None = option(
+        "--logprobs N",
+        None,
+        "With --json: the log-probability of each token, and the N likeliest, before any sampler "
+        "changes them.",
+        group=SHOWS,
+        words="off",
+        least=0,
+        most=1000,
+    )
+
+
 @options
 def generate(
     *,
@@ -46,37 +68,18 @@ def generate(
         str | None,
         typer.Argument(metavar="[PROMPT]", help="The prompt. Text on stdin follows it.", show_default=False),
     ] = None,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt, as an option.")] = None,
-    file: Annotated[
-        str | None,
-        typer.Option(
-            "-f", "--file", metavar="FILE", help="Read the prompt from a file; of two, this one comes second."
-        ),
-    ] = None,
+    asked: _Asked,
     system: System,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     drawing: _Drawing,
     run: _Run,
     as_json: Json = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            min=0,
-            max=1000,
-            metavar="N",
-            help="With --json: the log-probability of each token, and the N likeliest, before any sampler "
-            "changes them.",
-            show_default="off",
-            rich_help_panel=SHOWS,
-        ),
-    ] = None,
-    typed: Typed,
+    printed: _Printed,
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
-    if given is not None and "prompt" in typed:
-        raise UsageError(f"{given!r} and -p {prompt!r} stand for the same; leave out one")
-    prompt = utf8("-p", prompt if given is None else given)
+    if given is not None and "prompt" in asked.typed:
+        raise UsageError(f"{given!r} and -p {asked.prompt!r} stand for the same; leave out one")
+    prompt, file = utf8("-p", asked.prompt if given is None else given), asked.file
     system_prompt = system.text()
     text = "" if file == "-" else read_stdin()
     if file is not None:
@@ -93,53 +96,55 @@ def generate(
         if prompt is None:
             raise InputError("there is nothing to read; give a prompt, a file with -f, or a text on stdin")
         raise UsageError("the prompt is empty; give a text")
-    if logprobs is not None and not as_json:
+    if printed.logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
     sampling = sampling_of(drawing)
     # what was asked for is refused instead, where it cannot run: the policy, or an option of it
-    asked = run.typed & {"archive", "archive_file", "archive_type"} or run.given & {"policy", "options"}
-    with open_run(run, instead=None if asked else POLICY) as opened:
+    wanted = run.typed & {"archive", "archive_file", "archive_type"} or run.given & {"policy", "options"}
+    with open_run(run, instead=None if wanted else POLICY) as opened:
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
         from kvtool.llama.sampler import Sampler
+        from kvtool.runs.report import line, report
 
-        policy, engine = opened.run.policy, opened.engine
+        engine = opened.engine
         writer = Writer(engine, Sampler(engine.model, sampling, seed=drawing.seed))
-        likely = _record_logprobs(writer, logprobs)
+        likely = None if printed.logprobs is None else _record_logprobs(writer, printed.logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
-        if raw:
-            whole, prefix = request, first
-        else:
-            whole, prefix = _rendered(writer, system_prompt, request, first)
+        whole, prefix = (request, first) if raw else _rendered(writer, system_prompt, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
-        if run.explain:
-            explain_run(engine, policy, "prompt", len(tokens))
-        else:
-            say_spare(engine)
-            Notice(engine, "prompt")(len(tokens))
+        before_text(engine, opened.run, "prompt", len(tokens))
         started = time.monotonic()
-        pieces = []
         with reading_progress() as writer.while_reading:
             is_read = writer.read(tokens)
         writer.while_reading = lambda done, n: None
         if is_read:
-            read_in = time.monotonic() - started
-            started = time.monotonic()
-            try:
-                for piece in writer.write(drawing.n):
-                    pieces.append(piece)
-                    if not as_json:
-                        sys.stdout.write(piece)
-                        sys.stdout.flush()
-            except KvtoolError:
-                if pieces and sys.stdout.isatty():
-                    # the line that says why begins a line
-                    sys.stdout.write("\n")
-                raise
+            read_in, started = time.monotonic() - started, time.monotonic()
+            pieces = _written(writer, drawing.n, aloud=not as_json)
             wrote_in = time.monotonic() - started
-            _finish(writer, opened.run, pieces, len(tokens), read_in, wrote_in, likely, as_json)
+            n_written, said = writer.n_written, report(engine, opened.run.policy)
+            if as_json:
+                result = {
+                    "text": "".join(pieces),
+                    "finish_reason": "length" if writer.is_cut else "stop",
+                    "prompt_tokens": len(tokens),
+                    "tokens": n_written,
+                    "evicted": engine.n_evicted,
+                    **said,
+                    **({} if likely is None else {"logprobs": {"content": likely}}),
+                    "prompt_s": read_in,
+                    "tokens_per_s": n_written / wrote_in if wrote_in else None,
+                }
+                typer.echo(json_text(result))
+            elif pieces and not pieces[-1].endswith("\n"):
+                sys.stdout.write("\n")
+            if writer.is_cut and sampling.grammar is not None:
+                sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
+            if run.verbose:
+                wrote = f"wrote {n_written} in {wrote_in:.1f} s, {line(said)}"
+                sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")
         if writer.stop:
             raise KeyboardInterrupt
 
@@ -171,56 +176,31 @@ def _rendered(writer: Writer, system: str | None, request: str, first: str) -> t
     return whole, prefix
 
 
-def _record_logprobs(writer: Writer, n: int | None) -> list[dict[str, Any]] | None:
-    """A list that gets a record of each token as it is written; None if n is None.
-
-    n: how many of the likeliest tokens a record lists.
-    """
-    if n is None:
-        return None
+def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
+    """A list that gets a record of each token as it is written, with the n likeliest in its place."""
     from kvtool.chats.logprobs import logprobs
 
-    likely: list[dict[str, Any]] = []
+    engine, likely = writer.engine, list[dict[str, Any]]()
 
     def record(token: int) -> None:
-        engine = writer.engine
         likely.append(logprobs(engine.model, engine.context.logits()[-1], token, n))
 
     writer.after_sampling = record
     return likely
 
 
-def _finish(
-    writer: Writer,
-    run: Run,
-    pieces: list[str],
-    n_read: int,
-    read_in: float,
-    wrote_in: float,
-    likely: list[dict[str, Any]] | None,
-    as_json: bool,
-) -> None:
-    from kvtool.runs.report import line, report
-
-    n_written, said = writer.n_written, report(writer.engine, run.policy)
-    if as_json:
-        result = {
-            "text": "".join(pieces),
-            "finish_reason": "length" if writer.is_cut else "stop",
-            "prompt_tokens": n_read,
-            "tokens": n_written,
-            "evicted": writer.engine.n_evicted,
-            **said,
-            **({} if likely is None else {"logprobs": {"content": likely}}),
-            "prompt_s": read_in,
-            "tokens_per_s": n_written / wrote_in if wrote_in else None,
-        }
-        sys.stdout.write(json_text(result) + "\n")
-    elif pieces and not pieces[-1].endswith("\n"):
-        sys.stdout.write("\n")
-    if writer.is_cut and writer.sampler.settings.grammar is not None:
-        sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
-    if run.verbose:
-        sys.stderr.write(
-            f"read {n_read} tokens in {read_in:.1f} s, wrote {n_written} in {wrote_in:.1f} s, {line(said)}\n"
-        )
+def _written(writer: Writer, n: int | None, *, aloud: bool) -> list[str]:
+    """The pieces of the answer, at most n tokens. aloud: each goes to stdout as it comes."""
+    pieces = []
+    try:
+        for piece in writer.write(n):
+            pieces.append(piece)
+            if aloud:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except KvtoolError:
+        if pieces and sys.stdout.isatty():
+            # the line that says why begins a line
+            sys.stdout.write("\n")
+        raise
+    return pieces

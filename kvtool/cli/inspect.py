@@ -78,12 +78,6 @@ class _Own(Options):
     png: Path | None = option(
         "--png", None, "Write a picture, rows by positions or the map; needs matplotlib."
     )
-
-
-@dataclass(frozen=True)
-class _Map(Options):
-    """What of the full cache is shown instead."""
-
     kind: str | None = option(
         "--map KIND",
         None,
@@ -107,7 +101,6 @@ def inspect(
     file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
     run: _Run,
     own: _Own,
-    shown: _Map,
     as_json: Json = False,
     typed: Typed,
 ) -> None:
@@ -115,7 +108,7 @@ def inspect(
 
     With --map show instead what attention looks like with the full cache.
     """
-    _check(shown, typed)
+    _check(own, typed)
     output.check_writable(own.html)
     output.check_picture("--png", own.png)
     if file is None:
@@ -123,8 +116,8 @@ def inspect(
             raise InputError("there is nothing to read; name a text file, or give a text on stdin")
         file = "-"
     text = read_text(file)
-    if shown.kind:
-        _show_map(shown, run, file, text, own, as_json)
+    if own.kind:
+        _show_map(own.kind, own, run, file, text, as_json)
         return
 
     from kvtool.cli.inspect_page import page
@@ -175,11 +168,11 @@ def inspect(
             show_recalled(table_console(), found, texts)
 
 
-def _show_map(shown: _Map, run: Run, file: str, text: str, own: _Own, as_json: bool) -> None:
+def _show_map(kind: str, own: _Own, run: Run, file: str, text: str, as_json: bool) -> None:
     from kvtool.cli import inspect_map
 
-    kind, n_tokens = shown.kind or "", own.max_tokens or N_TOKENS
-    drawn, title = inspect_map.read(kind, shown.layer, shown.head, run, file, text, n_tokens)
+    n_tokens = own.max_tokens or N_TOKENS
+    drawn, title = inspect_map.read(kind, own.layer, own.head, run, file, text, n_tokens)
     with output.written((own.png, lambda: inspect_map.picture(kind, drawn, title))):
         if as_json:
             typer.echo(json_text(drawn.record))
@@ -187,16 +180,16 @@ def _show_map(shown: _Map, run: Run, file: str, text: str, own: _Own, as_json: b
             print_table(drawn.columns, drawn.rows)
 
 
-def _check(shown: _Map, typed: Mapping[str, str]) -> None:
+def _check(own: _Own, typed: Mapping[str, str]) -> None:
     """Raise UsageError for options that do not go with the map, or that only go with one.
 
     typed: the parameters that were typed, with their flags.
     """
-    if shown.kind is None:
-        if alone := [flag for name, flag in typed.items() if name in ("layer", "head")]:
-            raise UsageError(f"{alone[0]} goes with --map only")
-        return
-    if other := [flag for name, flag in typed.items() if name not in TAKEN]:
+    of_places = [flag for name, flag in typed.items() if name in ("layer", "head")]
+    if own.kind is None:
+        if of_places:
+            raise UsageError(f"{of_places[0]} goes with --map only")
+    elif other := [flag for name, flag in typed.items() if name not in TAKEN]:
         raise UsageError(f"--map shows the full cache, without a policy: leave out {', '.join(other)}")
-    if shown.kind not in OF_PLACES and (of_places := typed.keys() & {"layer", "head"}):
-        raise UsageError(f"--map {shown.kind} shows all layers and heads: leave out --{min(of_places)}")
+    elif own.kind not in OF_PLACES and of_places:
+        raise UsageError(f"--map {own.kind} shows all layers and heads: leave out {min(of_places)}")

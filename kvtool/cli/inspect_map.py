@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvtool.cli import output
 from kvtool.cli.locate import locate
@@ -17,9 +19,6 @@ from kvtool.measure import maps
 from kvtool.measure.maps import Heads, Place, Reading
 from kvtool.options.run import Run
 from kvtool.runs.opening import loaded, located, workers_of
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NEAR = (1, 16, 256)
 """Distances in tokens for which --map queries says how many queries have their most similar one within."""

@@ -7,14 +7,12 @@ import json
 import zlib
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from kvtool.cli.inspect_terminal import BOUNDS, visible
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kvtool.measure.holdings import Holdings
+from kvtool.measure.holdings import Holdings
 
 
 def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.style import Style
@@ -14,11 +15,7 @@ from rich.table import Column
 from rich.text import Text
 
 from kvtool.cli.console import table
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kvtool.measure.holdings import Holdings
+from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
@@ -55,25 +52,18 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     _print(console, f"\nthe whole stream of {n:,} tokens, left to right:")
     # marks need no text above them
     _print(console, draw(_strip(share, archived, width))[-1])
-    if n > last:
-        _print(console, f"\nthe last {last:,} tokens; {n - last:,} earlier ones are not shown:\n")
-    else:
-        _print(console, "\nthe text:\n")
+    what = f"the last {last:,} tokens; {n - last:,} earlier ones are not shown" if n > last else "the text"
+    _print(console, f"\n{what}:\n")
     for line in lines(texts[-last:], levels[-last:], width):
         _print(console, *draw(line))
     n_all, n_none = int((share == 1).sum()), int((share == 0).sum())
     in_archive = f"{n_archived:,} archived, " if n_archived else ""
-    _print(
-        console,
-        f"\n{n:,} tokens: {n_all:,} held by every row, {n - n_all - n_none:,} by some, "
-        f"{in_archive}{n_none - n_archived:,} forgotten",
-    )
+    held = f"{n_all:,} held by every row, {n - n_all - n_none:,} by some"
+    _print(console, f"\n{n:,} tokens: {held}, {in_archive}{n_none - n_archived:,} forgotten")
 
 
 def recalled_record(found: Holdings) -> dict[str, Any] | None:
     """What --json says of recall, for each token: how often, where, and for which query."""
-    import numpy as np
-
     recalled = found.recalled
     if not recalled:
         return None
@@ -169,8 +159,6 @@ def visible(text: str) -> str:
 
 def _levels(share: np.ndarray, archived: np.ndarray) -> list[int]:
     """Of each token: 0 if no row holds it, 1 to 7 by the bounds, ALL or ARCHIVED."""
-    import numpy as np
-
     held = np.where(share < 1, np.searchsorted(BOUNDS, share) + 1, ALL)
     levels: list[int] = np.where(archived, ARCHIVED, np.where(share > 0, held, 0)).tolist()
     return levels
@@ -211,8 +199,6 @@ def _legend(shaded: bool, has_archive: bool) -> str | Text:
 
 def _strip(share: np.ndarray, archived: np.ndarray, width: int) -> Line:
     """The mean share of equal parts of the stream, one a column; archived where most of a part is."""
-    import numpy as np
-
     mean, is_archived = (
         np.array([part.mean() for part in np.array_split(of_tokens, min(width, len(share)))])
         for of_tokens in (share, archived)

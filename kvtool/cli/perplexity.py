@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from kvtool.cli.declared import Json, options
-from kvtool.cli.explain import Notice, explain_run, say_spare
+from kvtool.cli.explain import before_text
 from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length, too_short
@@ -65,7 +63,7 @@ def perplexity(
 
     from kvtool.llama.model import Model
     from kvtool.measure import perplexity as measure
-    from kvtool.runs.report import report
+    from kvtool.runs.report import line, report
     from kvtool.system.memory import peak_rss_bytes
 
     tokens: np.ndarray
@@ -82,18 +80,20 @@ def perplexity(
         if own.windows is None:
             check_length(engine, len(tokens))
         what, n = ("window", own.windows) if own.windows else ("text", len(tokens))
-        if run.explain:
-            explain_run(engine, run.policy, what, n)
-        else:
-            say_spare(engine)
-            Notice(engine, what)(n)
-        n_scored = _n_scored(len(tokens), own.windows, own.stride)
-        started = time.monotonic()
-        with _progress(n_scored) as step:
+        before_text(engine, run, what, n)
+        started, total, n_done = time.monotonic(), 0.0, 0
+        with tokens_progress("perplexity", _n_scored(len(tokens), own.windows, own.stride)) as step:
+
+            def scored(nll: np.ndarray) -> None:
+                """Draws the perplexity so far beside the bar."""
+                nonlocal total, n_done
+                total, n_done = total + float(nll.sum()), n_done + len(nll)
+                step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")
+
             if own.windows is None:
-                nll = measure.stream(engine, tokens, step)
+                nll = measure.stream(engine, tokens, scored)
             else:
-                nll = measure.windows(engine, tokens, own.windows, own.stride, step)
+                nll = measure.windows(engine, tokens, own.windows, own.stride, scored)
         seconds = time.monotonic() - started
         mean = float(nll.mean())
         result = {
@@ -109,7 +109,8 @@ def perplexity(
         typer.echo(json_text(result))
     else:
         typer.echo(f"{result['perplexity']:.4f}")
-        _summary(result)
+        speed = f"{result['tokens_per_s']:.1f} tokens/s"
+        sys.stderr.write(f"{len(nll)} tokens scored, policy {run.policy}, {line(result)}, {speed}\n")
 
 
 def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
@@ -118,26 +119,3 @@ def _n_scored(n_tokens: int, windows: int | None, stride: int | None) -> int:
     if stride:
         return len(range(0, n_tokens - windows, stride)) * stride
     return n_tokens // windows * (windows - windows // 2 - 1)
-
-
-@contextmanager
-def _progress(n_scored: int) -> Iterator[Callable[[np.ndarray], None]]:
-    """A callback for `measure`: on a terminal it draws a bar with the perplexity so far."""
-    total, n = 0.0, 0
-    with tokens_progress("perplexity", n_scored) as step:
-
-        def report(nll: np.ndarray) -> None:
-            nonlocal total, n
-            total, n = total + float(nll.sum()), n + len(nll)
-            step(n, f"perplexity {math.exp(total / n):.3f}" if n else "perplexity")
-
-        yield report
-
-
-def _summary(result: dict[str, Any]) -> None:
-    from kvtool.runs.report import line
-
-    sys.stderr.write(
-        f"{result['tokens']} tokens scored, policy {result['policy']}, {line(result)}, "
-        f"{result['tokens_per_s']:.1f} tokens/s\n"
-    )

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.console import plain_console
@@ -64,29 +65,34 @@ def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
     return Progress(text, *columns, console=console, transient=True, disable=not console.is_terminal, **how)
 
 
+@dataclass
 class Pace:
     """How far a text is read, as one line.
 
-    what: the first word of the line.
+    Attributes
+    ----------
+    what
+        The first word of the line.
+    started
+        When the text was begun, in seconds of the monotonic clock.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._started = time.monotonic()
+    what: str
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def is_slow(self) -> bool:
         """Whether it takes so long by now that people want to know how long."""
-        return time.monotonic() - self._started >= _SOON_S
+        return time.monotonic() - self.started >= _SOON_S
 
     def line(self, done: int, n: int) -> str:
         """After `done` tokens of n."""
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self.started
         if not done or not self.is_slow:
-            return self._what
+            return self.what
         left = seconds / done * (n - done)
         minutes = f"{left // 60:.0f} min {left % 60:.0f} s" if left >= 60 else f"{left:.0f} s"
-        return f"{self._what} {done:,} of {n:,} tokens, {done / n:.0%}, {minutes} left"
+        return f"{self.what} {done:,} of {n:,} tokens, {done / n:.0%}, {minutes} left"
 
 
 @contextmanager
