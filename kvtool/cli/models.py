@@ -36,6 +36,9 @@ Name = Annotated[
     ),
 ]
 
+_OF_ENTRY = ("sha256", "size", "licence", "note")
+"""What models.txt alone says of a model."""
+
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
@@ -48,14 +51,17 @@ def list_(as_json: Json = False) -> None:
     others, default = stored.downloads(), known[0][0]
     if as_json:
         rows = [
-            _json_row(found, entry.name, entry.source, entry.file, entry.size)
-            | {"default": entry is default, "sha256": entry.sha256}
-            | {"licence": entry.licence, "note": entry.note}
+            {"name": entry.name, "default": entry is default}
+            | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
+            | _json_stored(found)
             # a file in a folder of the user's is in no cache
             | ({} if entry.is_download else {"cached_bytes": 0})
             for entry, found in known
         ]
-        _print_json(rows + [_json_row(each, each.name, each.name, each.files[0].name) for each in others])
+        for each in others:
+            named = {"name": each.name, "default": False, "source": each.name, "file": each.files[0].name}
+            rows.append(named | dict.fromkeys(_OF_ENTRY) | _json_stored(each))
+        _print_json(rows)
         return
     table = []
     for entry, found in known:
@@ -274,22 +280,10 @@ def _state(found: Stored | None) -> str:
     return "no" if not found else "yes" if found.is_whole else "in part"
 
 
-def _json_row(
-    found: Stored | None, name: str, source: str, file: str, size: int | None = None
-) -> dict[str, object]:
-    is_whole = found is not None and found.is_whole
-    return {
-        "name": name,
-        "default": False,
-        "source": source,
-        "file": file,
-        "sha256": None,
-        "size": found.size if found and is_whole else size,
-        "licence": None,
-        "note": None,
-        "path": str(found.files[0]) if found and is_whole else None,
-        "cached_bytes": found.size if found else 0,
-    }
+def _json_stored(found: Stored | None) -> dict[str, Any]:
+    """What there is of a model; the size of a whole one goes before that of models.txt."""
+    whole = {"size": found.size, "path": str(found.files[0])} if found and found.is_whole else {}
+    return {"path": None, "cached_bytes": found.size if found else 0} | whole
 
 
 def _per_layer(numbers: tuple[int, ...]) -> str:
