@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import settings
-from kvtool.cli.completion import commands, models
-from kvtool.cli.declared import Json
+from kvtool.cli.completion import models
+from kvtool.cli.declared import Json, command_words
 from kvtool.errors import UsageError, suggestion
 from kvtool.system.texts import json_text
 
@@ -23,11 +23,8 @@ def config(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[COMMAND...]",
-            help="Show all options of this command with the values that hold.",
-            show_default="what is set, for all commands",
-            autocompletion=commands,
+        command_words(
+            "Show all options of this command with the values that hold.", "what is set, for all commands"
         ),
     ] = None,
     model: Annotated[

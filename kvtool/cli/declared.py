@@ -30,6 +30,13 @@ ModelName = Annotated[
 """The model, where it may be typed without -m."""
 
 
+def command_words(help: str, default: str) -> Any:
+    """An argument that takes the words of a command."""
+    return typer.Argument(
+        metavar="[COMMAND...]", help=help, show_default=default, autocompletion=completion.commands
+    )
+
+
 def options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as Typer takes it: each parameter of a class of `Options` becomes an option a field.
 

@@ -6,20 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool.cli.completion import commands
+from kvtool.cli.declared import command_words
 from kvtool.errors import UsageError
 
 
 def help_(
     context: typer.Context,
     words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[COMMAND...]",
-            help="A command, and a command of it: models show.",
-            show_default="all commands",
-            autocompletion=commands,
-        ),
+        list[str] | None, command_words("A command, and a command of it: models show.", "all commands")
     ] = None,
 ) -> None:
     """Show the help of a command."""
