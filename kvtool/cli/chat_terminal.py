@@ -17,14 +17,8 @@ def run(terminal: Terminal) -> None:
 
     engine, commands = terminal.engine, Commands(terminal)
     limits = [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
-    terminal.console.print(
-        Text.assemble(
-            (engine.model.path.stem, "bold"),
-            " with policy ",
-            (terminal.policy, "bold"),
-            ", ".join(filter(None, limits)),
-        )
-    )
+    model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
+    terminal.console.print(Text.assemble(model, " with policy ", policy, ", ".join(filter(None, limits))))
     if n := terminal.conversation.n_turn:
         terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
         terminal.show_last()
