@@ -14,7 +14,6 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
-from kvtool.options.run import Run
 from kvtool.runs import archive
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
@@ -51,7 +50,7 @@ def talk(chat_model, tmp_path):
     ],
 )
 def test_an_archive_is_tokens_or_bytes(text, settings):
-    assert archive.limit(Run(archive=text)) == settings
+    assert archive.limit(text) == settings
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_an_archive_is_tokens_or_bytes(text, settings):
 def test_what_is_no_archive_is_refused(monkeypatch, text, words):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**40)
     with pytest.raises(UsageError, match=words):
-        archive.limit(Run(archive=text))
+        archive.limit(text)
 
 
 @pytest.mark.parametrize(
@@ -308,19 +307,19 @@ def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypa
     file = str(tmp_path / "file")
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**20)
     monkeypatch.setattr("kvtool.system.files.free_disk_bytes", lambda path: 2**30 if path == file else 0)
-    assert archive.limit(Run(archive="2MiB", archive_file=file)) == {"archive_bytes": 2**21}
+    assert archive.limit("2MiB", file) == {"archive_bytes": 2**21}
     with pytest.raises(UsageError, match=f"2GiB is more than the disk of {file} has free \\(1.0 GiB\\)"):
-        archive.limit(Run(archive="2GiB", archive_file=file))
+        archive.limit("2GiB", file)
     # of the disk here, whoever has the layers
     with pytest.raises(UsageError):
-        archive.limit(Run(archive="2GiB", archive_file=file, rpc="there:50052"))
+        archive.limit("2GiB", file, "there:50052")
 
 
 def test_a_limit_in_bytes_may_be_above_this_machines_memory_where_workers_have_layers(monkeypatch):
     monkeypatch.setattr(memory, "total_bytes", lambda: 2**30)
     with pytest.raises(UsageError):
-        archive.limit(Run(archive="2GiB"))
-    assert archive.limit(Run(archive="2GiB", rpc="there:50052")) == {"archive_bytes": 2**31}
+        archive.limit("2GiB")
+    assert archive.limit("2GiB", rpc="there:50052") == {"archive_bytes": 2**31}
 
 
 @pytest.mark.engine

@@ -122,16 +122,18 @@ def compare(
     text = read_text(file)
 
     from kvtool.measure import grid as of_runs
-    from kvtool.runs import opening
+    from kvtool.runs import archive, opening
 
-    if opening.workers_of(run) and own.jobs > 1:
+    if opening.workers_of(run.rpc, run.gpu_layers) and own.jobs > 1:
         raise UsageError("a worker serves one run at a time; leave out --jobs or --rpc")
     names, budgets = grid.listed("policies"), grid.listed("budgets")
     if not budgets and not (names and all(map(of_runs.keeps_all_it_needs, names))):
         raise UsageError("--budgets names no budget; only full and corm need none")
-    opening.check_options(run, [of_runs.split_policy(name)[0] for name in names or ["recall"]])
-    model_path, info = opening.located(run, locate)
-    say([opening.n_ctx_note(run, info)])
+    kinds = {name: policies.load(name) for name, _ in map(of_runs.split_policy, names or ["recall"])}
+    archive.checked(run, kinds)
+    model_path, info = opening.located(run.model, locate)
+    n_ctx, cut = opening.n_ctx_of(run.n_ctx, info.n_ctx_train)
+    say([cut])
 
     from kvtool.llama.crash import guard
     from kvtool.llama.devices import default_threads
@@ -149,16 +151,16 @@ def compare(
     what = {"model": model_path.name, "model_sha256": model_sha256, "text": name, "text_sha256": text_sha256}
     shared = run.changed(
         model=str(model_path),
-        n_ctx=opening.n_ctx_of(run, info),
+        n_ctx=n_ctx,
         n_batch=run.n_batch or run.default_n_batch,
         threads=run.threads or (max(1, default_threads() // own.jobs) if own.jobs > 1 else None),
     )
     common = of_runs.Common(what | records.versions(), shared, len(tokens))
     if not names:
         # a model whose values are a part of its keys has none to merge
-        kinds = {name: policies.load(name) for name in opening.runnable()}
+        kinds = opening.runnable()
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
-    say([opening.patch_note([of_runs.split_policy(name)[0] for name in names])])
+    say([opening.patch_note(kinds)])
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)

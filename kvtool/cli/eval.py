@@ -22,16 +22,16 @@ from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options.field import Options, again, option
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing, Sampling
-from kvtool.runs import archive
 from kvtool.system import interrupt
 from kvtool.system.texts import json_text
 
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
-    from kvtool.models.header import ModelInfo
     from kvtool.models.layers import Layers
+    from kvtool.policies import Wanted
     from kvtool.policy import Policy
+    from kvtool.runs.opening import Resolved
     from kvtool.tasks.reader import Reader
     from kvtool.tasks.results import Groups, Mean, Results
     from kvtool.tasks.task import Task
@@ -153,20 +153,22 @@ def evaluate(
     # what is out of its range is refused before a download
     _check_drawing(drawn, chosen, task)
 
-    from kvtool.runs.opening import check_options, loaded, located, n_ctx_note
+    from kvtool.runs.opening import loaded, located, n_ctx_of, patch_note, resolved
 
-    check_options(run)
-    path, info = located(run, locate)
-    say([n_ctx_note(run, info)])
+    asked = resolved(run)
+    path, info = located(run.model, locate)
+    n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
+    say([cut])
     # refuses what cannot work before the model is loaded
-    _policy_for(run, info, None)
+    _policy_for(asked.wanted, run, n_ctx, info.n_ctx_train)
 
     from kvtool.tasks import results as of_items
 
     as_chat = chosen.chat if own.chat is None else own.chat
+    patch_note({run.policy: asked.wanted.kind})
     with (
-        loaded(path, run, guarded=True) as model,
-        closing(_reader(run, info, model, as_chat, own.max_prompt, drawn)) as reader,
+        loaded(path, run.gpu_layers, asked.workers, verbose=run.verbose > 1, guarded=True) as model,
+        closing(_reader(asked, run, n_ctx, model, as_chat, own.max_prompt, drawn)) as reader,
     ):
         items = chosen.items(files or [], model)[: own.limit]
         about = {
@@ -177,7 +179,7 @@ def evaluate(
             # without sampling the seed has no effect
             "temp": drawn.temp or None,
             "seed": drawn.seed if drawn.temp else None,
-            **_about(run, path),
+            **_about(asked, run, path),
         }
         results = of_items.Results(about, items, records_path, one_stream=chosen.one_stream)
 
@@ -205,65 +207,56 @@ def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
     drawn.sampling()
 
 
-def _policy_for(run: Run, info: ModelInfo, layers: Layers | None, n_held: int = 0) -> tuple[PolicyFor, int]:
+def _policy_for(
+    wanted: Wanted, run: Run, n_ctx: int, n_ctx_train: int, layers: Layers | None = None, n_held: int = 0
+) -> tuple[PolicyFor, int]:
     """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
     layers: of the loaded model; None before that. n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool.models import budget
-    from kvtool.runs.opening import fitted, n_batch_note, n_ctx_of
+    from kvtool.runs.opening import fitted, n_batch_note
 
     n_batch = run.n_batch or run.default_n_batch
-    if not policies.load(run.policy).evicts:
-        return _full_for(run, info, run.policy, run.options), n_batch
+    if not wanted.kind.evicts:
+        return _full_for(wanted, n_ctx), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        found = fitted(run, info.n_ctx_train, layers, share)
+        found = fitted(wanted, run, share, n_ctx_train, layers)
         if layers:
-            say([n_batch_note(run, share, found)])
+            say([n_batch_note(run.n_batch, share, found)])
         return lambda n, n_answer: found.policy, found.n_batch
-    percent, most = budget.percent(share), n_ctx_of(run, info)
-    least = policies.smallest_budget(run.policy, run.evict_every, run.options, n_held)
-
-    def policy_for(n: int, n_answer: int) -> Policy:
-        n_cell = max(min(budget.share(percent, n), most), least)
-        return policies.fit(run.policy, n_cell, run.evict_every, run.options)
-
-    return policy_for, n_batch
+    percent, least = budget.percent(share), wanted.smallest_budget(n_held)
+    return lambda n, n_answer: wanted.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
-def _full_for(run: Run, info: ModelInfo, name: str = "full", own: Sequence[str] = ()) -> PolicyFor:
+def _full_for(wanted: Wanted, n_ctx: int) -> PolicyFor:
     """A policy that never evicts, with cells for prompt and answer."""
-    from kvtool.runs.opening import n_ctx_of
-
-    def policy_for(n: int, n_answer: int) -> Policy:
-        n_cell = min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx_of(run, info))
-        return policies.fit(name, n_cell, None, own)
-
-    return policy_for
+    return lambda n, n_answer: wanted.fit(min(-(-(n + n_answer) // _STEP) * _STEP, n_ctx))
 
 
 def _reader(
-    run: Run, info: ModelInfo, model: Model, as_chat: bool, max_prompt: int | None, drawn: _Drawn
+    asked: Resolved, run: Run, n_ctx: int, model: Model, as_chat: bool, max_prompt: int | None, drawn: _Drawn
 ) -> Reader:
     from kvtool.chats.prompt import template_of
-    from kvtool.runs.opening import n_ctx_of, settings_of
+    from kvtool.runs.opening import settings_of
     from kvtool.tasks.reader import N_OUTPUT, Reader, n_held
 
-    template = template_of(model) if as_chat else None
-    policy_for, n_batch = _policy_for(run, info, model.layers, n_held(model, template))
-    settings = settings_of(run, n_ctx_of(run, info), n_batch, N_OUTPUT)
-    full_for = _full_for(run, info) if policies.load(run.policy).evicts else None
+    wanted, template = asked.wanted, template_of(model) if as_chat else None
+    held = n_held(model, template)
+    policy_for, n_batch = _policy_for(wanted, run, n_ctx, model.n_ctx_train, model.layers, held)
+    settings = settings_of(run, asked.limit, n_ctx, n_batch, N_OUTPUT)
+    full_for = _full_for(policies.wanted("full"), n_ctx) if wanted.kind.evicts else None
     drawing = drawn.sampling(), drawn.seed
     return Reader(model, policy_for, settings, template, max_prompt, full_for, *drawing)
 
 
-def _about(run: Run, path: Path) -> dict[str, object]:
+def _about(asked: Resolved, run: Run, path: Path) -> dict[str, object]:
     """The fields of a record that say what it is a result of, besides the task."""
     from kvtool.measure import records
     from kvtool.models.download import sha256
 
-    kind = policies.load(run.policy)
+    kind = asked.wanted.kind
     recalls = policies.recalls(kind)
     return {
         "model": path.name,
@@ -273,7 +266,7 @@ def _about(run: Run, path: Path) -> dict[str, object]:
         "options": list(run.options),
         "budget": run.budget if kind.evicts else None,
         **run.identity(),
-        "archive": (archive.limit(run) or None) if recalls else None,
+        "archive": (asked.limit or None) if recalls else None,
         "archive_type": run.archive_type if recalls else None,
         **records.versions(),
     }

@@ -47,11 +47,9 @@ def read(
     kind: str, layers: Sequence[int], heads: Sequence[int], run: Run, file: str, text: str, n_tokens: int
 ) -> tuple[Drawn, str]:
     """Read the text with the full cache. Returns the map, and a title for its picture. Raises KvtoolError."""
-    # a policy's own options may have defaults in config.toml: they have nothing to do here
-    run = run.changed(policy="full", options=(), archive=None)
-    workers_of(run)
-    path, info = located(run, locate)
-    with loaded(path, run, guarded=True) as model:
+    workers = workers_of(run.rpc, run.gpu_layers)
+    path, info = located(run.model, locate)
+    with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=True) as model:
         tokens = model.tokenize(text, start=True)[:n_tokens]
         if len(tokens) < 2:
             raise too_short(file, len(tokens), 2)

@@ -80,7 +80,7 @@ def serve(
 
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry
-    from kvtool.runs.opening import check_options, located, n_ctx_note, n_ctx_of
+    from kvtool.runs.opening import located, n_ctx_of, resolved
     from kvtool.serve.jobs import Waiting
     from kvtool.serve.requests import Defaults
     from kvtool.units import parse_bytes
@@ -90,12 +90,13 @@ def serve(
     sampling = sampling_of(drawing)
     listening = listener(address, serving.port)
     port = listening.getsockname()[1]
-    # downloads come before anybody can ask
-    check_options(run)
-    _, info = located(run, locate)
-    say([n_ctx_note(run, info)])
+    # what is wrong with an option is said at once, and downloads come before anybody can ask
+    resolved(run)
+    _, info = located(run.model, locate)
+    n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
+    say([cut])
     # it is said once that a context is cut
-    run = run.changed(n_ctx=run.n_ctx and n_ctx_of(run, info))
+    run = run.changed(n_ctx=run.n_ctx and n_ctx)
     name = Path(run.model).stem if run.model else next(iter(registry()))
     local_only = endpoints.is_loopback(address) and not keys
     site = Site(

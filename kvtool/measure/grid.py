@@ -21,7 +21,7 @@ from kvtool.models.layers import Layers
 from kvtool.options.field import declared
 from kvtool.options.run import TextRun
 from kvtool.runs import archive
-from kvtool.runs.opening import fitted, settings_of, unbounded, workers_of
+from kvtool.runs.opening import fitted, settings_of, workers_of
 
 KEY = (
     *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
@@ -161,6 +161,7 @@ def full_run(common: Common) -> Run:
 def identity(common: Common, run: Run) -> dict[str, Any]:
     """The fields of a record that say what it is a record of; KEY names those that matter."""
     its = run.options
+    limit = archive.limit(its.archive, its.archive_file, its.rpc)
     return {
         "policy": its.policy,
         "params": dict(run.params),
@@ -169,10 +170,10 @@ def identity(common: Common, run: Run) -> dict[str, Any]:
         "policy_sha256": run.policy_sha256,
         "tokens": common.n_tokens,
         **its.identity(),
-        "archive": (archive.limit(its) or None) if run.recalls else None,
+        "archive": (limit or None) if run.recalls else None,
         "archive_type": its.archive_type if run.recalls else None,
         "threads": its.threads,
-        "rpc": list(workers_of(its)),
+        "rpc": list(workers_of(its.rpc, its.gpu_layers)),
     }
 
 
@@ -211,18 +212,18 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     from kvtool.llama.decoder import choose_flash
 
     name, options = split_policy(label)
-    policy_type, its = policies.load(name), _options(common, name, options, kind)
-    policies.parse_options(policy_type, options)
+    its = _options(common, name, options, kind)
+    wanted = policies.wanted(name, its.evict_every, options)
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    choose_flash(its.flash, kind, policy_type.ragged or layers.has_alibi)
-    if policy_type.evicts:
-        found = fitted(its, n_ctx_train, layers, str(common.n_ctx) if asked is None else asked)
+    choose_flash(its.flash, kind, wanted.kind.ragged or layers.has_alibi)
+    n = common.n_ctx if wanted.kind.evicts else min(common.n_ctx, common.n_tokens)
+    found = fitted(wanted, its, str(n) if asked is None else asked, n_ctx_train, layers)
+    if wanted.kind.evicts:
         slack = found.policy.slack or None
         its = replace(its, budget=str(found.n), evict_every=slack, n_batch=found.n_batch)
-    else:
-        found = unbounded(its, min(common.n_ctx, common.n_tokens))
-    settings = settings_of(its, common.n_ctx, found.n_batch, found.n_batch)
+    limit = archive.limit(its.archive, its.archive_file, its.rpc)
+    settings = settings_of(its, limit, common.n_ctx, found.n_batch, found.n_batch)
     check(found.policy, settings, layers, common.n_ctx, n_ctx_train)
     params, digest = policies.chosen(found.policy), policies.file_sha256(name)
-    return Run(label, its, params, asked, found.n, digest, policies.recalls(policy_type))
+    return Run(label, its, params, asked, found.n, digest, policies.recalls(wanted.kind))

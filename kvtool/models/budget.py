@@ -84,12 +84,3 @@ def percent(text: str) -> Decimal:
 def share(percent: Decimal, n: int) -> int:
     """That share of n tokens in cells, rounded down: a budget is a hard cap. 0 is possible."""
     return int(n * percent / 100)
-
-
-def check_bytes(text: str, n: int, n_taken: int) -> None:
-    """Raises UsageError if a policy takes more cells than the n that fit into a budget in bytes."""
-    if n_taken > n:
-        raise UsageError(
-            f"{text} fits {n:,} cells, but this policy's budget is what an eviction leaves, and takes more "
-            "before; give it in tokens (512) or as a share (10%)"
-        )

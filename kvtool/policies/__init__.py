@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool import parameters
 from kvtool.errors import UsageError, suggestion, where
@@ -143,67 +143,84 @@ def parse_options(policy: type[Policy], options: Iterable[str]) -> dict[str, obj
         raise UsageError(f"{policy.__name__}: {where(error)}") from error
 
 
-def default_slack(budget: int) -> int:
-    """Tokens from one eviction to the next unless given: 16, fewer for a small budget."""
-    return max(1, min(16, budget // 8))
+class Wanted(NamedTuple):
+    """A policy as it is asked for, before its budget is known.
+
+    Attributes
+    ----------
+    name
+        As it was typed.
+    kind
+        Its class.
+    params
+        The parameters that were set, with their values.
+    evict_every
+        Tokens from one eviction to the next; None where the budget decides.
+    """
+
+    name: str
+    kind: type[Policy]
+    params: dict[str, object]
+    evict_every: int | None = None
+
+    def slack(self, budget: int) -> int:
+        """Tokens from one eviction to the next: 16 unless given, fewer for a small budget."""
+        return self.evict_every or max(1, min(16, budget // 8))
+
+    def fit(self, budget: int) -> Policy:
+        """The policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
+        if self.evict_every and 1 < budget <= self.evict_every:
+            raise UsageError(f"--evict-every must be less than the budget ({budget}), got {self.evict_every}")
+        try:
+            return self._fitted(budget)
+        except ValueError as error:
+            smallest = self._smallest_budget(budget)
+            if smallest is None:
+                raise UsageError(f"{self.name}: {error}") from None
+            if self.params:
+                said = f"{self.name}: {error}; with these parameters use a budget of at least {smallest}"
+            else:
+                # what the error names then was chosen for the budget, and not by the user
+                often = f" with --evict-every {self.evict_every}" if self.evict_every else ""
+                said = f"a budget of {budget} is too small for {self.name}{often}; use at least {smallest}"
+            raise UsageError(said) from None
+        except Exception as error:
+            raise UsageError(f"{self.name}: {where(error)}") from error
+
+    def smallest_budget(self, n_held: int = 0) -> int:
+        """The fewest cells that it works with if n_held of them are never evicted.
+
+        Raises UsageError if no budget works.
+        """
+        # if there is none, fit says why
+        return self._smallest_budget(0, n_held) or self.fit(1).budget
+
+    def _fitted(self, budget: int) -> Policy:
+        fitted = self.kind.fit(budget, self.slack(budget), **self.params)
+        if not isinstance(fitted, self.kind):
+            kind, got = self.kind.__name__, type(fitted).__name__
+            raise TypeError(f"fit must return an instance of {kind}, got {got}")
+        return fitted
+
+    def _smallest_budget(self, above: int, n_held: int = 0) -> int | None:
+        def works(budget: int) -> bool:
+            try:
+                return self._fitted(budget).n_keep > n_held
+            except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
+                return False
+
+        least = max(above, 0) + 1
+        largest = least + 999_999
+        # if even this budget does not work, the budget is not what is wrong
+        return next(filter(works, range(least, largest + 1))) if works(largest) else None
+
+
+def wanted(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> Wanted:
+    """A policy by name or file, with options as typed. Raises UsageError for what there is not."""
+    kind = load(name)
+    return Wanted(name, kind, parse_options(kind, options), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:
     """The named policy for a budget in cells. Raises UsageError, with the smallest budget that works."""
-    policy = load(name)
-    given = parse_options(policy, options)
-    if evict_every and 1 < budget <= evict_every:
-        raise UsageError(f"--evict-every must be less than the budget ({budget}), got {evict_every}")
-    try:
-        return _fitted(policy, budget, evict_every, given)
-    except ValueError as error:
-        smallest = _smallest_budget(policy, budget, evict_every, given)
-        if smallest is None:
-            raise UsageError(f"{name}: {error}") from None
-        if given:
-            said = f"{name}: {error}; with these parameters use a budget of at least {smallest}"
-        else:
-            # what the error names then was chosen for the budget, and not by the user
-            often = f" with --evict-every {evict_every}" if evict_every else ""
-            said = f"a budget of {budget} is too small for {name}{often}; use at least {smallest}"
-        raise UsageError(said) from None
-    except Exception as error:
-        raise UsageError(f"{name}: {where(error)}") from error
-
-
-def smallest_budget(
-    name: str, evict_every: int | None = None, options: Iterable[str] = (), n_held: int = 0
-) -> int:
-    """The fewest cells that the named policy works with if n_held of them are never evicted.
-
-    Raises UsageError if no budget works.
-    """
-    policy = load(name)
-    given = parse_options(policy, options)
-    smallest = _smallest_budget(policy, 0, evict_every, given, n_held)
-    # if there is none, fit says why
-    return smallest or fit(name, 1, evict_every, options).budget
-
-
-def _fitted(policy: type[Policy], budget: int, evict_every: int | None, given: dict[str, object]) -> Policy:
-    fitted = policy.fit(budget, evict_every or default_slack(budget), **given)
-    if not isinstance(fitted, policy):
-        raise TypeError(f"fit must return an instance of {policy.__name__}, got {type(fitted).__name__}")
-    return fitted
-
-
-def _smallest_budget(
-    policy: type[Policy], above: int, evict_every: int | None, given: dict[str, object], n_held: int = 0
-) -> int | None:
-    def works(budget: int) -> bool:
-        try:
-            fitted = _fitted(policy, budget, evict_every, given)
-        except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
-            return False
-        return fitted.n_keep > n_held
-
-    largest = max(above, 0) + 1_000_000
-    # if even this budget does not work, the budget is not what is wrong
-    if not works(largest):
-        return None
-    return next(filter(works, range(max(above, 0) + 1, largest + 1)))
+    return wanted(name, evict_every, options).fit(budget)

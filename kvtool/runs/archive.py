@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from kvtool import policies
 from kvtool.errors import UsageError
@@ -13,26 +14,40 @@ from kvtool.options.run import Run
 from kvtool.system import files, memory
 from kvtool.units import format_bytes, parse_count
 
+if TYPE_CHECKING:
+    from kvtool.policy import Policy
 
-def check_recalls(names: Sequence[str], typed: Collection[str]) -> None:
+
+def checked(run: Run, kinds: Mapping[str, type[Policy]]) -> dict[str, int]:
+    """The limit of an archive, as `limit` gives it. Raises UsageError for options of it that cannot work.
+
+    kinds: the policies that the options are for, by name.
+    """
+    check_file(run.archive_file)
+    found = limit(run.archive, run.archive_file, run.rpc)
+    check_recalls(kinds, run.typed)
+    return found
+
+
+def check_recalls(kinds: Mapping[str, type[Policy]], typed: Collection[str]) -> None:
     """Raise UsageError if options of the archive were typed, and none of the policies has one."""
     its = {name: option for name, option in declared(Run).items() if option.group == ARCHIVES}
     flags = [option.flags[0] for name, option in its.items() if name in typed]
-    if flags and not any(policies.recalls(policies.load(name)) for name in names):
-        have = "has" if len(names) == 1 else "have"
+    if flags and not any(map(policies.recalls, kinds.values())):
+        have = "has" if len(kinds) == 1 else "have"
         listed = " and ".join(filter(None, [", ".join(flags[:-1]), flags[-1]]))
         raise UsageError(
-            f"{', '.join(f'`{name}`' for name in names)} {have} no archive; leave out {listed}, "
+            f"{', '.join(f'`{name}`' for name in kinds)} {have} no archive; leave out {listed}, "
             "or choose --policy recall"
         )
 
 
-def limit(run: Run) -> dict[str, int]:
+def limit(text: str | None, file: str | None = None, rpc: str | None = None) -> dict[str, int]:
     """The engine's setting for --archive: `archive` tokens or `archive_bytes`; neither without it.
 
-    Raises UsageError for what is no size, and for bytes that there are not.
+    file, rpc: --archive-file and --rpc. Raises UsageError for what is no size, and for bytes that there are
+    not.
     """
-    text, file = run.archive, run.archive_file
     if text is None:
         return {}
     try:
@@ -51,7 +66,7 @@ def limit(run: Run) -> dict[str, int]:
     if file is not None:
         most, what = files.free_disk_bytes(file), f"the disk of {file} has free"
     # with --rpc other machines have some of it
-    if n > most and (file is not None or run.rpc is None):
+    if n > most and (file is not None or rpc is None):
         raise UsageError(f"--archive {text} is more than {what} ({format_bytes(most)}); choose less")
     return {"archive_bytes": n}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -99,133 +99,139 @@ def open_run(
     KvtoolError
         For what cannot work. What can be known of that before the model is loaded is known then.
     """
-    check_options(run)
-    path, info = located(run, find)
-    n_ctx, kind, text = n_ctx_of(run, info), policies.load(run.policy), run.budget
+    wanted, limit, workers = resolved(run)
+    path, info = located(run.model, find)
+    n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
+    text = run.budget
     if text is None:
         # rows that may differ keep what they need; the budget is only a cap
-        text = str(n_ctx if kind.ragged else min(run.default_budget, n_ctx))
-    found = fitted(run, info.n_ctx_train, None, text) if kind.evicts else None
+        text = str(n_ctx if wanted.kind.ragged else min(run.default_budget, n_ctx))
+    found = fitted(wanted, run, text, info.n_ctx_train) if wanted.kind.evicts else None
 
     # what is wrong with an option is said where there is no llama.cpp as well
     from kvtool.engine.loop import Engine
 
-    with loaded(path, run, guarded=guarded) as model:
-        notes = [n_ctx_note(run, info), patch_note([run.policy])]
+    notes = [cut, patch_note({wanted.name: wanted.kind})]
+    with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=guarded) as model:
         n_tokens = length(model) if length else n_ctx
-        if why := _no_recall(run, model.layers) if instead else None:
+        why = _no_recall(run.prefill, run.positions, has_alibi=model.layers.has_alibi) if instead else None
+        if instead and why and policies.recalls(wanted.kind):
             notes.append(f"nothing can be recalled {why}: the policy is {instead}")
             run = run.changed(policy=instead)
-        if found and (found.in_bytes or why):
-            found = fitted(run, info.n_ctx_train, model.layers, text)
-        if found:
-            notes.append(n_batch_note(run, text, found))
-        else:
-            found = unbounded(run, min(n_ctx, n_tokens))
+            wanted, found = policies.wanted(instead, run.evict_every, run.options), None
+        if not wanted.kind.evicts:
+            text = str(min(n_ctx, n_tokens))
+        if found is None or found.in_bytes:
+            found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
+        notes.append(n_batch_note(run.n_batch, text, found))
         n_output = found.n_batch if run.scores else 1
-        engine = Engine(model, found.policy, settings_of(run, n_ctx, found.n_batch, n_output))
+        engine = Engine(model, found.policy, settings_of(run, limit, n_ctx, found.n_batch, n_output))
         try:
             yield Opened(engine, info, run, [note for note in notes if note])
         finally:
             engine.close()
 
 
-def check_options(run: Run, names: Sequence[str] = ()) -> None:
-    """Raise UsageError for options that cannot work, whatever the model is.
+class Resolved(NamedTuple):
+    """What options stand for, whatever the model is.
 
-    names: the policies, if not the run's.
+    Attributes
+    ----------
+    wanted
+        The policy, without its budget.
+    limit
+        Of the archive, see `archive.limit`.
+    workers
+        Of --rpc, "HOST:PORT" each.
     """
-    if not names:
-        policy = policies.load(run.policy)
-        if not policy.evicts and "budget" in run.typed:
-            raise UsageError(
-                f"`{run.policy}` keeps every token and takes no --budget; -c sets its cache size"
-            )
-        policies.parse_options(policy, run.options)
-    archive.check_file(run.archive_file)
-    archive.limit(run)
-    archive.check_recalls(names or [run.policy], run.typed)
-    workers_of(run)
+
+    wanted: policies.Wanted
+    limit: dict[str, int]
+    workers: tuple[str, ...]
 
 
-def located(run: Run, find: Find = resolve.resolve) -> tuple[Path, ModelInfo]:
+def resolved(run: Run) -> Resolved:
+    """What the options stand for. Raises UsageError for those that cannot work, whatever the model is."""
+    kind = policies.load(run.policy)
+    if not kind.evicts and "budget" in run.typed:
+        raise UsageError(f"`{run.policy}` keeps every token and takes no --budget; -c sets its cache size")
+    params = policies.parse_options(kind, run.options)
+    wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
+    limit = archive.checked(run, {run.policy: kind})
+    return Resolved(wanted, limit, workers_of(run.rpc, run.gpu_layers))
+
+
+def located(model: str | None, find: Find = resolve.resolve) -> tuple[Path, ModelInfo]:
     """The model's file, downloaded if need be, and its header. Raises KvtoolError."""
-    if run.model == "":
+    if model == "":
         raise UsageError("the model's name is empty; leave out -m for the default")
-    path = find(run.model)
+    path = find(model)
     return path, resolve.check(path)
 
 
-def workers_of(run: Run) -> tuple[str, ...]:
+def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
     """The workers that --rpc names, "HOST:PORT" each. Raises UsageError."""
-    if run.rpc is None:
+    if rpc is None:
         return ()
-    if run.gpu_layers == 0:
+    if gpu_layers == 0:
         raise UsageError("-ngl 0 leaves no layer for the workers of --rpc; leave out one of the two")
-    return tuple(endpoints.parse(run.rpc))
+    return tuple(endpoints.parse(rpc))
 
 
 @contextmanager
-def loaded(path: Path, run: Run, *, guarded: bool = False) -> Iterator[Model]:
+def loaded(
+    path: Path, gpu_layers: int | None, workers: Sequence[str], *, verbose: bool, guarded: bool = False
+) -> Iterator[Model]:
     """The model in memory; freed at the end. Raises KvtoolError."""
     from kvtool.llama import crash
     from kvtool.llama.log import set_verbose
     from kvtool.llama.model import Model
 
-    set_verbose(run.verbose > 1)
+    set_verbose(verbose)
     if guarded:
         crash.guard()
-    patch_note([run.policy])
-    if workers := workers_of(run):
+    if workers:
         from kvtool.llama.workers import add_rpc
 
         add_rpc(*workers)
-    model = Model(path, n_gpu_layers=run.gpu_layers)
+    model = Model(path, n_gpu_layers=gpu_layers)
     try:
         yield model
     finally:
         model.close()
 
 
-def _no_recall(run: Run, layers: Layers) -> str | None:
-    """Why the policy, which recalls, has nothing to recall; None where it has, or does not recall."""
-    why = None
-    if layers.has_alibi:
-        why = "in this model (ALiBi)"
-    elif run.prefill == "whole":
-        why = "from a prompt that is read whole"
-    elif run.positions == "in-cache":
-        why = "with --positions in-cache"
-    return why if policies.recalls(policies.load(run.policy)) else None
+def _no_recall(prefill: str | None, positions: str, *, has_alibi: bool) -> str | None:
+    """Why a policy that recalls has nothing to recall; None where it has."""
+    if has_alibi:
+        return "in this model (ALiBi)"
+    if prefill == "whole":
+        return "from a prompt that is read whole"
+    return "with --positions in-cache" if positions == "in-cache" else None
 
 
-def n_ctx_of(run: Run, info: ModelInfo) -> int:
-    """The context length: the trained one, or less if less is asked for."""
-    return min(run.n_ctx or info.n_ctx_train, info.n_ctx_train)
+def n_ctx_of(asked: int | None, n_ctx_train: int) -> tuple[int, str | None]:
+    """The context length, and what to say where more than the trained one is asked for."""
+    if asked and asked > n_ctx_train:
+        return n_ctx_train, f"-c {asked:,} is above the model's trained length; it runs with {n_ctx_train:,}"
+    return asked or n_ctx_train, None
 
 
-def n_ctx_note(run: Run, info: ModelInfo) -> str | None:
-    """What to say where a context length above the trained one is cut."""
-    if not run.n_ctx or run.n_ctx <= info.n_ctx_train:
-        return None
-    return f"-c {run.n_ctx:,} is above the model's trained length; it runs with {info.n_ctx_train:,}"
-
-
-def n_batch_note(run: Run, budget_text: str, found: Fitted) -> str | None:
+def n_batch_note(asked: int | None, budget_text: str, found: Fitted) -> str | None:
     """What to say where batches of the size asked for do not fit into a budget in bytes."""
-    if not run.n_batch or run.n_batch <= found.n_batch:
+    if not asked or asked <= found.n_batch:
         return None
-    return f"-b {run.n_batch:,} does not fit into {budget_text}; it runs with {found.n_batch:,}"
+    return f"-b {asked:,} does not fit into {budget_text}; it runs with {found.n_batch:,}"
 
 
-def patch_note(names: Sequence[str]) -> str | None:
+def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
     """What to say where llama.cpp is not patched. Raises LibraryError if one of the policies needs it."""
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
 
     if is_patched():
         return None
     plain = ", ".join(runnable())
-    if needing := [name for name in names if policies.load(name).needs_patch()]:
+    if needing := [name for name, kind in kinds.items() if kind.needs_patch()]:
         raise LibraryError(
             f"{UNPATCHED}, which {', '.join(needing)} needs; {HOW_TO_BUILD}, or choose one of {plain}"
         )
@@ -234,18 +240,18 @@ def patch_note(names: Sequence[str]) -> str | None:
     )
 
 
-def runnable() -> list[str]:
+def runnable() -> dict[str, type[Policy]]:
     """kvtool's policies that run with the installed llama.cpp, those that never evict first."""
     from kvtool.llama.library import is_patched
 
     kinds = {name: policies.load(name) for name in policies.names()}
-    return sorted(
-        (name for name in kinds if is_patched() or not kinds[name].needs_patch()),
-        key=lambda name: kinds[name].evicts,
-    )
+    found = {name: kind for name, kind in kinds.items() if is_patched() or not kind.needs_patch()}
+    return dict(sorted(found.items(), key=lambda item: item[1].evicts))
 
 
-def fitted(run: Run, n_ctx_train: int, layers: Layers | None, text: str) -> Fitted:
+def fitted(
+    wanted: policies.Wanted, run: Run, text: str, n_ctx_train: int, layers: Layers | None = None
+) -> Fitted:
     """The policy for a budget as it was typed, and the batch size that goes with it. Raises UsageError.
 
     layers: of the loaded model; None before that. Where a batch may go over the budget, one in bytes has to
@@ -254,22 +260,19 @@ def fitted(run: Run, n_ctx_train: int, layers: Layers | None, text: str) -> Fitt
     n_batch = run.n_batch or run.default_n_batch
     n, batch = budget.parse(text, n_ctx_train, layers, n_batch, run.type_k, run.type_v)
     if batch and not run.scores:
-        n -= max(batch - (run.evict_every or policies.default_slack(n)), 0)
-    policy = policies.fit(run.policy, n, run.evict_every, run.options)
-    if batch:
-        budget.check_bytes(text, n, policy.budget)
+        n -= max(batch - wanted.slack(n), 0)
+    policy = wanted.fit(n)
+    if batch and policy.budget > n:
+        raise UsageError(
+            f"{text} fits {n:,} cells, but this policy's budget is what an eviction leaves, and takes more "
+            "before; give it in tokens (512) or as a share (10%)"
+        )
     return Fitted(policy, n, batch or n_batch, batch is not None)
 
 
-def unbounded(run: Run, n: int) -> Fitted:
-    """A policy that never evicts, with n cells. Raises UsageError."""
-    policy = policies.fit(run.policy, n, None, run.options)
-    return Fitted(policy, n, run.n_batch or run.default_n_batch, in_bytes=False)
-
-
-def settings_of(run: Run, n_ctx: int, n_batch: int, n_output: int) -> Settings:
-    """The engine's settings. Raises UsageError."""
-    own: dict[str, Any] = {"n_ctx": n_ctx, "n_batch": n_batch, "n_threads": run.threads, **archive.limit(run)}
+def settings_of(run: Run, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int) -> Settings:
+    """The engine's settings. limit: of the archive. Raises UsageError."""
+    own: dict[str, Any] = {"n_ctx": n_ctx, "n_batch": n_batch, "n_threads": run.threads, **limit}
     names = {each.name for each in fields(Settings)} - own.keys() - {"archive", "archive_bytes"}
     shared = {name: getattr(run, name) for name in names if hasattr(run, name)}
     return Settings(**shared, **own, n_output=n_output, over_budget=not run.scores)
