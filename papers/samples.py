@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvtool.measure import statistics
+from papers import significance
 
 _LEAST_UNITS = 6
 """Of fewer differences, other than 0, no signs are rarer than one in twenty."""
@@ -150,7 +151,7 @@ class Sample:
         if n_unit < _LEAST_UNITS:
             return None
         mean = float(sums.sum() / weights.sum())
-        return Difference(mean, statistics.sign_flip_test(sums), 2.0 ** (1 - n_unit))
+        return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
 
     def apart(self, other: Sample) -> Sample:
         """The differences from another sample, value by value where both have one."""

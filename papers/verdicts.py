@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.measure import statistics
+from papers import significance
 from papers.experiments.kinds import Place, Table
 from papers.places import is_pooled
 from papers.samples import SCORES, Difference, Sample
@@ -70,7 +70,7 @@ def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:
 
 
 def _signs(places: Mapping[Place, Sample], found: Mapping[Place, Difference]) -> dict[Place, int]:
-    adjusted = statistics.holm(np.array([each.p for each in found.values()]))
+    adjusted = significance.holm(np.array([each.p for each in found.values()]))
     return {
         place: int(np.sign(each.mean)) * _sign(places[place].score) * bool(p <= _LEVEL)
         for (place, each), p in zip(found.items(), adjusted, strict=True)

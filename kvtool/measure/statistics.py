@@ -1,4 +1,4 @@
-"""Intervals and standard errors of means, and tests of differences.
+"""Intervals and standard errors of means.
 
 Tokens of a text are not independent: a forgotten fact costs several tokens in a row. So errors come from
 blocks of tokens, and blocks that still depend on each other are joined (`joined`). An item of a task is a
@@ -19,12 +19,6 @@ _N_AT_ONCE = 100
 
 _LEAST_BLOCKS = 8
 """Fewer blocks tell too little of how much they differ."""
-
-_MOST_EXACT = 16
-"""Differences of which all signs are tried."""
-
-_N_FLIP = 20_000
-"""Draws of signs for more differences than that."""
 
 
 def block_size(n: int) -> int:
@@ -137,34 +131,3 @@ def item_interval(scores: np.ndarray, level: float = 0.95) -> tuple[float, float
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle, half = mean + z * z / (2 * n), z * np.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
     return float(max(middle - half, 0) / (1 + z * z / n)), float(min((middle + half) / (1 + z * z / n), 1))
-
-
-def sign_flip_test(differences: np.ndarray) -> float:
-    """The chance, without a true difference, that the mean of differences f64[n] is as far from 0 as it is.
-
-    By changing signs (Fisher 1935): all of them for up to 16 differences that are not 0, else 20,000 draws.
-    Where all differences are equal, that is the exact sign test.
-    """
-    sizes = np.abs(differences[differences != 0])
-    if len(sizes) <= _MOST_EXACT:
-        bits = np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))
-        sums = (1 - 2 * (bits & 1)) @ sizes
-        n_more = 0
-    else:
-        rng = np.random.default_rng(0)
-        parts = [_N_AT_ONCE] * (_N_FLIP // _N_AT_ONCE)
-        sums = np.concatenate([(1 - 2 * rng.integers(2, size=(n, len(sizes)))) @ sizes for n in parts])
-        # the signs that were found count as a draw
-        n_more = 1
-    # rounding must not tell equal sums apart
-    is_far = np.abs(sums) >= abs(differences.sum()) - 1e-9 * sizes.sum()
-    return float((is_far.sum() + n_more) / (len(sums) + n_more))
-
-
-def holm(values: np.ndarray) -> np.ndarray:
-    """The p-values f64[n] of n tests, adjusted so that 5 % stands for the chance of any error (Holm 1979)."""
-    order = np.argsort(values, kind="stable")
-    steps = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
-    found = np.empty(len(values))
-    found[order] = np.minimum(steps, 1)
-    return found
