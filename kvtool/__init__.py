@@ -9,16 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtool.api import chat, generate, load_model, load_policy
-    from kvtool.chats.conversation import Conversation
-    from kvtool.engine.cells import Cells
-    from kvtool.engine.loop import Engine
-    from kvtool.engine.settings import Settings
-    from kvtool.errors import KvtoolError
-    from kvtool.llama.model import Model
-    from kvtool.options.run import Run
-    from kvtool.policy import Policy
-    from kvtool.runs.opening import open_run
+    from kvtool.api import chat as chat
+    from kvtool.api import generate as generate
+    from kvtool.api import load_model as load_model
+    from kvtool.api import load_policy as load_policy
+    from kvtool.chats.conversation import Conversation as Conversation
+    from kvtool.engine.cells import Cells as Cells
+    from kvtool.engine.loop import Engine as Engine
+    from kvtool.engine.settings import Settings as Settings
+    from kvtool.errors import KvtoolError as KvtoolError
+    from kvtool.llama.model import Model as Model
+    from kvtool.options.run import Run as Run
+    from kvtool.policy import Policy as Policy
+    from kvtool.runs.opening import open_run as open_run
 
 __version__ = "0.1.0"
 
@@ -38,21 +41,7 @@ _MODULES = {
     "open_run": "runs.opening",
 }
 
-__all__ = [
-    "Cells",
-    "Conversation",
-    "Engine",
-    "KvtoolError",
-    "Model",
-    "Policy",
-    "Run",
-    "Settings",
-    "chat",
-    "generate",
-    "load_model",
-    "load_policy",
-    "open_run",
-]
+__all__ = [*_MODULES]
 
 if not TYPE_CHECKING:
 

@@ -13,18 +13,6 @@ from typing import TYPE_CHECKING, Any
 from kvtool.errors import LibraryError
 from kvtool.system.paths import build_command
 
-__all__ = [
-    "api",
-    "bind",
-    "is_ours",
-    "lib",
-    "library_path",
-    "load_parts",
-    "module",
-    "stock_version",
-    "upstream",
-]
-
 STOCK = "llama-cpp-python"
 """The distribution that has llama.cpp without the patch."""
 
@@ -70,7 +58,9 @@ def _functions() -> Any:
 
 
 if TYPE_CHECKING:
-    import kvtool_llama.llama_cpp as api
+    import kvtool_llama.llama_cpp
+
+    api = kvtool_llama.llama_cpp
 else:
     api = _load()
 
