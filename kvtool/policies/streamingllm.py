@@ -9,13 +9,12 @@ Differs from the paper: an eviction makes room for `slack` tokens, the paper's f
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from kvtool.policy import Ranked, State, View, check_kept
+from kvtool.policies.local import Local
+from kvtool.policy import check_kept
 
 
 @dataclass(frozen=True, slots=True)
-class StreamingLLM(Ranked):
+class StreamingLLM(Local):
     """The window is all that is kept besides the sinks.
 
     Attributes
@@ -24,8 +23,6 @@ class StreamingLLM(Ranked):
         First tokens, never evicted.
     """
 
-    budget: int
-    slack: int
     sinks: int = 4
 
     paper: ClassVar[str] = "arXiv:2309.17453"
@@ -33,10 +30,6 @@ class StreamingLLM(Ranked):
     def __post_init__(self) -> None:
         # at least the newest token stays beside the sinks
         check_kept(self.budget, self.slack, self.sinks, window=1, least=1)
-
-    def scores(self, view: View, state: State) -> np.ndarray:
-        # among equal scores the newer token stays
-        return np.zeros(view.pos.shape, np.float32)
 
 
 POLICY = StreamingLLM
