@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -40,8 +41,7 @@ class _Stopped(KvtoolError):
     exit_code = interrupt.EXIT_CODE
 
 
-def _listed(usage: str, default: str | None, help: str, **more: Any) -> Any:
-    return option(usage, default, help, group=KEEPS, **more)
+_listed = partial(option, group=KEEPS)
 
 
 @dataclass(frozen=True)

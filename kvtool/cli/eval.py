@@ -19,7 +19,7 @@ from kvtool.cli.locate import locate
 from kvtool.cli.opening import say
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, KvtoolError, UsageError
-from kvtool.options.field import Options, again, option
+from kvtool.options.field import Options, again, option, repeated
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing, Sampling
 from kvtool.system import interrupt
@@ -89,7 +89,7 @@ class _Own(Options):
         (),
         "Set a parameter of the task (kvtool eval lists them). Repeatable.",
         words=False,
-        read=lambda raw, flag: tuple(raw or ()),
+        read=repeated,
     )
     limit: int | None = option("--limit N", None, "Ask the first N items.", words="all", least=1)
     chat: bool | None = option(

@@ -19,7 +19,7 @@ from kvtool.cli.opening import open_run
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, UsageError
-from kvtool.options.field import Options, again, option
+from kvtool.options.field import Options, again, option, repeated
 from kvtool.options.run import Run, TextRun
 from kvtool.system.texts import json_text, read_text
 
@@ -46,7 +46,7 @@ OF_PLACES = ("attention", "queries")
 
 
 def _numbers(usage: str, help: str, words: str) -> Any:
-    return option(usage, (), help, least=0, words=words, read=lambda raw, flag: tuple(raw or ()))
+    return option(usage, (), help, least=0, words=words, read=repeated)
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ class _Run(TextRun):
 @dataclass(frozen=True)
 class _Own(Options):
     max_tokens: int | None = option(
-        "--max-tokens N",
-        None,
-        "Read at most this many tokens.",
-        least=2,
-        words=f"all, with --map {N_TOKENS}",
+        "--max-tokens N", None, "Read at most this many tokens.", least=2, words=f"all, with --map {N_TOKENS}"
     )
     snapshots: int = option("--snapshots N", 32, "Points in time that --html can show.", least=1, most=255)
     last: int | None = option(

@@ -199,6 +199,11 @@ def within(low: float, high: float, hint: str = "") -> dict[str, Any]:
     return {"fits": lambda x: low <= x <= high, "needed": f"in {low}..{high}{hint}"}
 
 
+def repeated(raw: Iterable[Any] | None, flag: str) -> tuple[Any, ...]:
+    """Reads all values of an option that may be repeated."""
+    return tuple(raw or ())
+
+
 def unless(wanted: int) -> Callable[[int | None, str], int | None]:
     """Reads a number, of which one stands for the default, as in llama.cpp."""
     return lambda value, flag: None if value == wanted else value

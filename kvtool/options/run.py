@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvtool.options.field import ARCHIVES, KEEPS, RUNS, SHOWS, Options, option, unless
+from kvtool.options.field import ARCHIVES, KEEPS, RUNS, SHOWS, Options, option, repeated, unless
 from kvtool.units import CACHE_TYPES
 
 POLICY = "h2o"
 """The default policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
-
-
-def _all(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    return tuple(raw or ())
 
 
 _kept = partial(option, group=KEEPS, kept=True, identity=True)
@@ -66,7 +61,7 @@ class Run(Options):
         "Set a parameter of the policy (kvtool policies lists them). Repeatable.",
         words=False,
         completes="parameters",
-        read=_all,
+        read=repeated,
         identity=False,
     )
     evict_every: int | None = _kept(
@@ -128,10 +123,7 @@ class Run(Options):
         identity=True,
     )
     rpc: str | None = _runs(
-        "--rpc HOST:PORT,...",
-        None,
-        "Spread layers and cache over these machines, which run kvtool worker.",
-        group=RUNS,
+        "--rpc HOST:PORT,...", None, "Spread layers and cache over these machines, which run kvtool worker."
     )
     type_k: str = _type(
         "-ctk, --cache-type-k TYPE",

@@ -46,10 +46,6 @@ def _escaped(texts: tuple[str, ...]) -> list[str]:
     return ["".join(back.get(char, char) for char in text) for text in texts]
 
 
-def _biases(raw: Sequence[str] | None, flag: str) -> tuple[tuple[int, float], ...]:
-    return tuple(_bias(text) for text in raw or ())
-
-
 def _bias(text: str) -> tuple[int, float]:
     """What -l says: a token, a sign and a number."""
     if found := re.fullmatch(r"\s*(\d+)\s*([+-])\s*(\S+)\s*", text):
@@ -187,7 +183,7 @@ class Sampling(Options):
         "-l, --logit-bias TOKEN+BIAS",
         (),
         "Add to a token's logit, or subtract: 15043+1, 15043-2.5; 15043-inf bans the token. Repeatable.",
-        read=_biases,
+        read=lambda raw, flag: tuple(map(_bias, raw or ())),
         write=lambda pairs: [f"{token}{bias:+}" for token, bias in pairs],
     )
     stop: tuple[str, ...] = _drawn(
