@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from kvtool.cli.declared import ModelName, options
-from kvtool.cli.explain import Notice, explain_run, may_lose_system, say_spare, unpinned
+from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript
 from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.options.field import SHOWS, Options, option
@@ -76,10 +76,7 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         conversation.pin_system()
         if own.transcript:
             keeper.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
-        if run.explain:
-            explain_run(engine, run.policy, "turn")
-        else:
-            say_spare(engine)
+        before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say([unpinned("the system prompt")])
         writer.before_reading = Notice(engine, "turn")

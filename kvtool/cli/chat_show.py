@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvtool.cli.console import table
 from kvtool.cli.explain import policy_line
 from kvtool.errors import UsageError
 from kvtool.options.field import declared
@@ -94,11 +95,7 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
 
 
 def _table(terminal: Terminal, rows: dict[str, str]) -> None:
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    terminal.console.print(table)
+    columns = Column(style="dim"), Column(overflow="fold")
+    terminal.console.print(table(columns, rows.items(), show_header=False))

@@ -31,10 +31,10 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
     sys.stderr.writelines(f"{name:<11} {text}\n" for name, text in lines.items())
 
 
-def before_text(engine: Engine, run: Run, what: str, n: int) -> None:
+def before_text(engine: Engine, run: Run, what: str, n: int = 0) -> None:
     """Says on stderr what --explain asks for, or only what may surprise, before a text of n tokens is read.
 
-    what: "prompt", for example.
+    what: "prompt", for example. n: 0 if unknown.
     """
     if run.explain:
         explain_run(engine, run.policy, what, n)
