@@ -46,17 +46,15 @@ def held(path: Path) -> Iterator[None]:
     Also raises SessionError for a folder, a device or a pipe.
     """
     with ExitStack() as stack:
-        try:
+        with _telling("write", path):
             real = Path(os.path.realpath(path))
             if real.exists() and not real.is_file():
                 raise SessionError(f"{path} is not a regular file; name another file")
-            stack.enter_context(locked(real.with_name(real.name + ".lock"), wait=False))
-        except BlockingIOError:
-            raise SessionError(
-                f"{path} is in use by another chat; end that chat, or name another file"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise cannot("write", path, error) from None
+            try:
+                stack.enter_context(locked(real.with_name(real.name + ".lock"), wait=False))
+            except BlockingIOError:
+                said = f"{path} is in use by another chat; end that chat, or name another file"
+                raise SessionError(said) from None
         yield
 
 

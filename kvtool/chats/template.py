@@ -215,17 +215,9 @@ def _made_up_tool() -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
     """The filter "tojson" that templates are written for."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 
 def _raise(message: str) -> None:

@@ -62,10 +62,6 @@ class Writer:
         self.sampler, self.shown, self.stop = sampler, shown, False
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
-    def end(self) -> None:
-        """Ends `read` and `write` after the current step."""
-        self.stop = True
-
     def reset(self) -> None:
         """Starts over with an empty cache."""
         self.engine.reset()

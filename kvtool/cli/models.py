@@ -61,7 +61,7 @@ def list_(as_json: Json = False) -> None:
         for each in others:
             named = {"name": each.name, "default": False, "source": each.name, "file": each.files[0].name}
             rows.append(named | dict.fromkeys(_OF_ENTRY) | _json_stored(each))
-        _print_json(rows)
+        typer.echo(json_text(rows, indent=2))
         return
     table = []
     for entry, found in known:
@@ -94,7 +94,8 @@ def pull(name: Name, as_json: Json = False) -> None:
     path = locate(name, paths=False)
     if as_json:
         size = sum(part.stat().st_size for part in part_paths(path))
-        _print_json({"name": name, "path": str(path), "sha256": sha256(path), "size": size})
+        found = {"name": name, "path": str(path), "sha256": sha256(path), "size": size}
+        typer.echo(json_text(found, indent=2))
     else:
         typer.echo(path)
 
@@ -107,7 +108,7 @@ def rm(name: Name, as_json: Json = False) -> None:
     removed, n_bytes = remove(name)
     if as_json:
         files = [str(path) for path in removed.files]
-        _print_json({"name": removed.name, "files": files, "freed_bytes": n_bytes})
+        typer.echo(json_text({"name": removed.name, "files": files, "freed_bytes": n_bytes}, indent=2))
     else:
         typer.echo(f"deleted {shown(removed.name)}: {format_bytes(n_bytes)}")
 
@@ -157,27 +158,26 @@ def show(
     layers, reason = _layers(info)
     kept = _kept(layers, types.values(), info.n_ctx_train, n_bytes) if layers else {}
     if as_json:
-        _print_json(
-            {
-                "path": str(path.absolute()),
-                "sha256": digest,
-                "parts": info.n_part,
-                "size": info.size,
-                "architecture": info.architecture,
-                "name": info.name,
-                "quantization": info.quantization,
-                "layers": info.n_layer,
-                "heads": info.n_head,
-                "kv_heads": info.n_head_kv,
-                "head_size_k": info.head_size_k,
-                "head_size_v": info.head_size_v,
-                "trained_context": info.n_ctx_train,
-                "tokenizer": info.tokenizer,
-                "chat_template": info.chat_template,
-                "unsupported": reason,
-                **kept,
-            }
-        )
+        found = {
+            "path": str(path.absolute()),
+            "sha256": digest,
+            "parts": info.n_part,
+            "size": info.size,
+            "architecture": info.architecture,
+            "name": info.name,
+            "quantization": info.quantization,
+            "layers": info.n_layer,
+            "heads": info.n_head,
+            "kv_heads": info.n_head_kv,
+            "head_size_k": info.head_size_k,
+            "head_size_v": info.head_size_v,
+            "trained_context": info.n_ctx_train,
+            "tokenizer": info.tokenizer,
+            "chat_template": info.chat_template,
+            "unsupported": reason,
+            **kept,
+        }
+        typer.echo(json_text(found, indent=2))
         return
     print_table(
         [],
@@ -290,7 +290,3 @@ def _per_layer(numbers: tuple[int, ...]) -> str:
     if len(set(numbers)) == 1:
         return str(numbers[0])
     return f"{' '.join(map(str, numbers))} (one per layer)"
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json_text(value, indent=2))

@@ -46,10 +46,7 @@ def link(kernels: Iterable[Kernel[..., Any]], path: Path) -> None:
             if not signature.startswith("Tuple"):
                 module.link_in(_with_c_signature(kernel, signature))
     target = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=3,
-        reloc="pic",
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, reloc="pic"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as name:

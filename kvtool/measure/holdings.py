@@ -14,9 +14,6 @@ import numpy as np
 from kvtool.engine.loop import Engine
 from kvtool.llama.model import Model
 
-MOST_SNAPSHOTS = 255
-"""The most snapshots: their numbers must fit into a byte."""
-
 Progress = Callable[[int], None]
 """Called after each batch with the number of tokens read so far."""
 
@@ -125,7 +122,7 @@ def n_forgotten(engine: Engine) -> int:
 def watch(
     engine: Engine, tokens: np.ndarray, n_snapshot: int = 1, progress: Progress = lambda n: None
 ) -> Holdings:
-    """Read a text i32[n] into the engine's empty cache, with snapshots after equal parts of it.
+    """Read a text i32[n] into the engine's empty cache, with up to 255 snapshots after equal parts of it.
 
     The text is streamed as in `perplexity`: no eviction is late. If the engine reads it whole, there is one
     snapshot, after the eviction. Raises what Engine.step and Engine.read raise.

@@ -45,11 +45,7 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
         ("stored_bytes", "gauge", "Bytes of stored chats.", stored_bytes),
         ("cache_bytes", "gauge", "Bytes of the cache.", cache_bytes),
     ]
-    lines = []
-    for name, kind, what, value in rows:
-        lines += [
-            f"# HELP kvtool_{name} {what}",
-            f"# TYPE kvtool_{name} {kind}",
-            f"kvtool_{name} {value:.10g}",
-        ]
-    return "\n".join(lines) + "\n"
+    return "".join(
+        f"# HELP kvtool_{name} {what}\n# TYPE kvtool_{name} {kind}\nkvtool_{name} {value:.10g}\n"
+        for name, kind, what, value in rows
+    )

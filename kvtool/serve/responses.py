@@ -61,10 +61,8 @@ def _add(messages: list[Body], item: object, where: str) -> None:
     if kind == "message":
         messages.append({name: item[name] for name in ("role", "content") if name in item})
     elif kind == "function_call":
-        function = {
-            "name": _full(item.get("namespace"), item.get("name")),
-            "arguments": item.get("arguments"),
-        }
+        name = _full(item.get("namespace"), item.get("name"))
+        function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
             # text and calls of one reply are items of their own here

@@ -96,22 +96,17 @@ class _Server(uvicorn.Server):
 
     def _close_stalled(self, now: float) -> None:
         """Closes connections whose client owes the head of a request, or does not read, for too long."""
-        stalled = [
-            each
-            for each in self._connections()
-            if each.conn.their_state is h11.IDLE or each.flow.write_paused
-        ]
+        connections: list[Any] = list(self.server_state.connections)
+        stalled = [one for one in connections if one.conn.their_state is h11.IDLE or one.flow.write_paused]
         self._stalled = {each: self._stalled.get(each, now) for each in stalled}
         for each, since in self._stalled.items():
             if now - since > self._site.limits.read_timeout:
                 each.transport.abort()
 
-    def _connections(self) -> list[Any]:
-        return list(self.server_state.connections)
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._site.waiting.close()
-        for each in self._connections():
+        connections: list[Any] = list(self.server_state.connections)
+        for each in connections:
             # their clients take no answer
             if each.conn.their_state is h11.SEND_BODY or each.flow.write_paused:
                 each.transport.abort()

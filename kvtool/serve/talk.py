@@ -98,11 +98,6 @@ class Talk:
         except KvtoolError as error:
             raise ApiError(str(error), status=500, kind="server_error") from None
 
-    @property
-    def unsaved(self) -> str | None:
-        """Why the last turn could not be stored, or None."""
-        return self._resumer.unsaved if self._resumer else None
-
     def _chat(self, job: Job, request: ChatRequest) -> None:
         """Answers a chat."""
         if not (resumer := self._resumer):
@@ -186,7 +181,7 @@ class Talk:
 
         def unless_gone() -> None:
             if job.is_cancelled:
-                self.writer.end()
+                self.writer.stop = True
 
         def after_sampling(token: int) -> None:
             unless_gone()
@@ -223,8 +218,8 @@ class Talk:
     def _end(self, job: Job, request: Request, reply: Reply, finish: str, counts: dict[str, Any]) -> None:
         """Tells a client that its answer is over, and what is left of the stream."""
         held = _held(self.writer, request.n_share)
-        if self.unsaved:
-            held["unsaved"] = self.unsaved
+        if self._resumer and self._resumer.unsaved:
+            held["unsaved"] = self._resumer.unsaved
         n_prompt, n_cached = counts["n_prompt"], counts["n_cached"]
         self._say(
             f"{n_prompt:,} tokens, {n_cached:,} of them stored before, read in {counts['read_s']:.1f} s; "
