@@ -82,8 +82,7 @@ def chat(engine: Engine, system: str | None = None, **sampling: Any) -> Conversa
     system: a system prompt, which is never evicted. sampling: the fields of `Sampling`, json_schema and seed;
     without any, the likeliest token is taken. Raises ModelError if the model has no chat template.
     """
-    writer = Writer(engine, _sampler(engine.model, sampling))
-    return Conversation(writer, template_of(engine.model), system)
+    return Conversation(Writer(engine, _sampler(engine.model, sampling)), template_of(engine.model), system)
 
 
 def generate(engine: Engine, prompt: str, n_max: int | None = None, **sampling: Any) -> Iterator[str]:

@@ -68,8 +68,7 @@ def find_or_build(folder: Path, cmake_args: str) -> Path:
     folder: the patch files. Raises LibraryError.
     """
     if not find_wheel(wheel_key(folder, cmake_args)) and not cmake_args.strip():
-        places = given.folders()
-        if wheel := given.find(places, wheel_key(folder, "", portable=True)):
+        if wheel := given.find(given.folders(), wheel_key(folder, "", portable=True)):
             given.say(f"using {wheel}: nothing is compiled")
             return wheel
         if "KVTOOL_WHEELS" in os.environ:

@@ -304,8 +304,7 @@ class Conversation:
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:
             return self._start(text)
-        turn = self.template.turn(self.messages[:-1], text)
-        return self.writer.engine.model.tokenize(turn, special=True)
+        return self.writer.engine.model.tokenize(self.template.turn(self.messages[:-1], text), special=True)
 
     def _start(self, text: str) -> np.ndarray:
         """The tokens of a first turn; pins the system prompt and holds the reply header."""

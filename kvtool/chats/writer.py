@@ -150,8 +150,7 @@ class Writer:
             self.after_sampling(token)
             # the next `write` reads it if the caller asks for no more pieces
             self._unread = np.array([token], np.int32)
-            own = model.piece(token, special=token in self.shown)
-            if piece := stops.feed(decoder.decode(own)):
+            if piece := stops.feed(decoder.decode(model.piece(token, special=token in self.shown))):
                 yield piece
             if stops.found:
                 return

@@ -247,8 +247,7 @@ def _reader(
     policy_for, n_batch = _policy_for(wanted, run, n_ctx, model.n_ctx_train, model.layers, held)
     settings = settings_of(run, asked.limit, n_ctx, n_batch, N_OUTPUT)
     full_for = _full_for(policies.wanted("full"), n_ctx) if wanted.kind.evicts else None
-    drawing = drawn.sampling(), drawn.seed
-    return Reader(model, policy_for, settings, template, max_prompt, full_for, *drawing)
+    return Reader(model, policy_for, settings, template, max_prompt, full_for, drawn.sampling(), drawn.seed)
 
 
 def _about(asked: Resolved, run: Run, path: Path) -> dict[str, object]:

@@ -198,8 +198,7 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
 
 
 def _prefill(engine: Engine) -> str:
-    wanted = engine.settings.prefill or engine.policy.prefill
-    if wanted == "whole":
+    if (engine.settings.prefill or engine.policy.prefill) == "whole":
         return (
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
             "then compressed once"

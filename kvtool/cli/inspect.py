@@ -167,8 +167,7 @@ def inspect(
 def _show_map(kind: str, own: _Own, run: Run, file: str, text: str, as_json: bool) -> None:
     from kvtool.cli import inspect_map
 
-    n_tokens = own.max_tokens or N_TOKENS
-    drawn, title = inspect_map.read(kind, own.layer, own.head, run, file, text, n_tokens)
+    drawn, title = inspect_map.read(kind, own.layer, own.head, run, file, text, own.max_tokens or N_TOKENS)
     with output.written((own.png, lambda: inspect_map.picture(kind, drawn, title))):
         if as_json:
             typer.echo(json_text(drawn.record))

@@ -115,8 +115,7 @@ def lines(texts: Iterable[str], levels: Iterable[int], width: int) -> Iterator[L
     line: Line = []
     used = 0
     for word in _words(texts, levels):
-        n_columns = sum(cell_len(text) for text, _ in word)
-        if used and used + n_columns > width:
+        if used and used + sum(cell_len(text) for text, _ in word) > width:
             yield line
             line, used = [], 0
         for text, level in word:

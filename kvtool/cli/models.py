@@ -67,8 +67,7 @@ def list_(as_json: Json = False) -> None:
     for entry, found in known:
         size = found.size if found and found.is_whole else entry.size
         name = entry.name + (" (default)" if entry is default else "")
-        size_text = format_bytes(size) if size else "-"
-        table.append([name, size_text, _state(found), entry.licence, entry.note])
+        table.append([name, format_bytes(size) if size else "-", _state(found), entry.licence, entry.note])
     print_table(["name", "size", "downloaded", "licence", "note"], table)
     if others:
         typer.echo()

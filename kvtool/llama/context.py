@@ -87,8 +87,7 @@ class Context(Decoder):
         self._n_query = max(ask.n_query, 1)
         type_archive = CACHE_TYPES[archive_type]
         recall = ask.recall or Recalls(n_cell=0, chunk=1, index="keys")
-        n_bit = INDEX_BITS[recall.index]
-        archive = recall.n_cell, n_near, n_bit, type_archive, type_archive
+        archive = recall.n_cell, n_near, INDEX_BITS[recall.index], type_archive, type_archive
         wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
@@ -233,8 +232,7 @@ class Context(Decoder):
 
         The next token may have any position. Sliding layers forget everything.
         """
-        edit = Edit(n_keep=n, n_hidden=n)
-        check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+        check(lib.llama_kvtool_apply(self._context, ctypes.byref(Edit(n_keep=n, n_hidden=n))))
 
     def resize(self, n_cell: np.ndarray) -> None:
         """Gives each layer i32[layer] that many cells. The live ones keep what they hold."""

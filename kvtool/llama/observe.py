@@ -235,5 +235,4 @@ def _read(address: int, tensor: _Tensor, at: int | None = None) -> np.ndarray:
     n_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     data = np.empty(n_bytes, np.uint8)
     lib.ggml_backend_tensor_get(address, data.ctypes.data, offset, n_bytes)
-    found = np.ndarray(shape[::-1], dtype, data, strides=strides[::-1])
-    return found.astype(np.float32)
+    return np.ndarray(shape[::-1], dtype, data, strides=strides[::-1]).astype(np.float32)

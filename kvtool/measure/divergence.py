@@ -145,8 +145,7 @@ def writing(path: Path, n: int, n_vocab: int) -> Iterator[Scores]:
 
 def _row(n_vocab: int) -> np.dtype:
     n_top = min(N_TOP, n_vocab)
-    fields = [("nll", "<f8"), ("top", "<i4"), ("tokens", "<i4", n_top), ("log_p", "<f4", n_top)]
-    return np.dtype(fields)
+    return np.dtype([("nll", "<f8"), ("top", "<i4"), ("tokens", "<i4", n_top), ("log_p", "<f4", n_top)])
 
 
 def _folder() -> Path:

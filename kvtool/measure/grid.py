@@ -154,8 +154,7 @@ def keeps_all_it_needs(wanted: str) -> bool:
 
 def full_run(common: Common) -> Run:
     """The run of the full f16 cache, which writes the reference."""
-    options = _options(common, "full", (), "f16")
-    return Run("full", options, {}, None, min(common.n_ctx, common.n_tokens))
+    return Run("full", _options(common, "full", (), "f16"), {}, None, min(common.n_ctx, common.n_tokens))
 
 
 def identity(common: Common, run: Run) -> dict[str, Any]:
@@ -220,8 +219,7 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     n = common.n_ctx if wanted.kind.evicts else min(common.n_ctx, common.n_tokens)
     found = fitted(wanted, its, str(n) if asked is None else asked, n_ctx_train, layers)
     if wanted.kind.evicts:
-        slack = found.policy.slack or None
-        its = replace(its, budget=str(found.n), evict_every=slack, n_batch=found.n_batch)
+        its = replace(its, budget=str(found.n), evict_every=found.policy.slack or None, n_batch=found.n_batch)
     limit = archive.limit(its.archive, its.archive_file, its.rpc)
     settings = settings_of(its, limit, common.n_ctx, found.n_batch, found.n_batch)
     check(found.policy, settings, layers, common.n_ctx, n_ctx_train)

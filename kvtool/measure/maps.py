@@ -250,8 +250,7 @@ def values(text: Reading) -> Values:
     singular: dict[What, list[np.ndarray]] = {}
 
     def measure(what: What, place: Place, array: np.ndarray) -> tuple[()] | None:
-        falling = np.linalg.svd(array.astype(np.float64), compute_uv=False)
-        singular.setdefault(what, []).append(falling)
+        singular.setdefault(what, []).append(np.linalg.svd(array.astype(np.float64), compute_uv=False))
         return () if what is What.VALUES else None
 
     layer, head = text.columns("values", wanted, measure)

@@ -72,8 +72,7 @@ class Results:
             return {"best_other": None, "nll_minus_best": None, "nll_minus_best_stderr": None}
         best = self.grid[min(others)[1]]
         record, other = self.of_run[run], self.of_run[best]
-        difference = np.subtract(record["nll_blocks"], other["nll_blocks"])
-        mean, error = mean_of_text(difference, record["n_scored"])
+        mean, error = mean_of_text(np.subtract(record["nll_blocks"], other["nll_blocks"]), record["n_scored"])
         return {"best_other": best.label, "nll_minus_best": mean, "nll_minus_best_stderr": error}
 
 

@@ -186,8 +186,7 @@ class _Download:
                     said = f"the server says {error.code} {error.reason}"
             raise ModelError(f"cannot download {self.remote.name}: {said}; {OFFLINE}") from None
         except (OSError, HTTPException, ValueError) as error:
-            why = getattr(error, "reason", None) or error
-            said = f"no connection ({_said(why)})"
+            said = f"no connection ({_said(getattr(error, 'reason', None) or error)})"
             raise ModelError(f"cannot download {self.remote.name}: {said}; {self._hint()}") from None
         with answer:
             yield answer

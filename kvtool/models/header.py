@@ -90,8 +90,7 @@ class ModelInfo:
         # with MLA values are a part of the keys
         is_latent = self.metadata.get(f"{self.architecture}.attention.key_length_mla")
         sizes = self.head_size_k, 0 if is_latent else self.head_size_v
-        heads = enumerate(self.n_head_kv)
-        return Layers(tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in heads if n))
+        return Layers(tuple(Layer(i, Kind.ROWS, i, n, *sizes, 0) for i, n in enumerate(self.n_head_kv) if n))
 
 
 def read(path: Path) -> ModelInfo:

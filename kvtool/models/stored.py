@@ -61,8 +61,7 @@ def downloads() -> list[Stored]:
 
 def total(stored: Iterable[Stored]) -> int:
     """Bytes of all of them; a file that several share counts once."""
-    files = {path.resolve() for each in stored for path in each.files}
-    return Stored("", tuple(files), True).size
+    return Stored("", tuple({path.resolve() for each in stored for path in each.files}), True).size
 
 
 def remove(wanted: str) -> tuple[Stored, int]:

@@ -157,8 +157,7 @@ def resolved(run: Run) -> Resolved:
         raise UsageError(f"`{run.policy}` keeps every token and takes no --budget; -c sets its cache size")
     params = policies.parse_options(kind, run.options)
     wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
-    limit = archive.checked(run, {run.policy: kind})
-    return Resolved(wanted, limit, workers_of(run.rpc, run.gpu_layers))
+    return Resolved(wanted, archive.checked(run, {run.policy: kind}), workers_of(run.rpc, run.gpu_layers))
 
 
 def located(model: str | None, find: Find = resolve.resolve) -> tuple[Path, ModelInfo]:

@@ -172,8 +172,7 @@ async def _answer(
             first = await _unless_gone(http, job, _soon(job))
             if first and first["kind"] == "error":
                 raise first["error"]
-            lines = _stream(site, job, request, bodies, first)
-            return _Streamed(job, lines)
+            return _Streamed(job, _stream(site, job, request, bodies, first))
         return await _unless_gone(http, job, _whole(site, job, request, bodies))
     except BaseException:
         job.cancel()
@@ -212,8 +211,7 @@ async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | Respon
         listed += event.get("listed", [])
         if event["kind"] == "end":
             site.counts.add(event)
-            shown = None if request.logprobs is None else listed
-            return JSONResponse(bodies.whole(shown, event))
+            return JSONResponse(bodies.whole(None if request.logprobs is None else listed, event))
 
 
 async def _stream(

@@ -84,9 +84,8 @@ def _schema_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
         text = json.dumps(schema)
     except RecursionError:
         raise UsageError("the JSON schema is nested too deeply") from None
-    grammar = schema_grammar(text)
     # texts, sets of characters and counts have no names in them
-    return [_TOKEN.sub(lambda found: f"{name}-s-{found[0]}" if found[1] else found[0], grammar)]
+    return [_TOKEN.sub(lambda found: f"{name}-s-{found[0]}" if found[1] else found[0], schema_grammar(text))]
 
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{[0-9, ]*\}|([a-zA-Z0-9-]+)', re.S)

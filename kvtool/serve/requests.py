@@ -155,9 +155,8 @@ def chat(body: object, defaults: Defaults, model: str, name: str | None = None) 
 def text(body: object, defaults: Defaults, model: str) -> TextRequest:
     """Checks the body of /v1/completions. Raises ApiError."""
     fields = Fields(body)
-    prompt = _prompt(fields.any("prompt"))
     return TextRequest(
-        prompt=prompt,
+        prompt=_prompt(fields.any("prompt")),
         echo=fields.flag("echo"),
         logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
         **_common(fields, defaults, model),

@@ -46,8 +46,7 @@ def as_chat(body: object) -> Body:
     if (choice := fields.any("tool_choice")) is not None:
         is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
         function = {"name": _full(choice.get("namespace"), choice["name"])} if is_named else None
-        named = {"type": "function", "function": function} if is_named else choice
-        chat["tool_choice"] = named
+        chat["tool_choice"] = {"type": "function", "function": function} if is_named else choice
     if shape := _shape(fields.any("text")):
         chat["response_format"] = shape
     return chat
@@ -70,8 +69,7 @@ def _add(messages: list[Body], item: object, where: str) -> None:
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":
-        output = item.get("output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind != "reasoning":
         raise ApiError(
             f"{where} is of type {shown(kind)}, which is not there in kvtool",
@@ -191,8 +189,7 @@ class ResponseBodies:
 
     def failed(self, error: ApiError) -> list[str]:
         """What a stream says of an error."""
-        own = {"code": error.code, "message": error.message}
-        return [self._event("error", **own, param=error.param)]
+        return [self._event("error", code=error.code, message=error.message, param=error.param)]
 
     def whole(self, listed: list[Body] | None, end: Body) -> Body:
         """A response that is not streamed."""

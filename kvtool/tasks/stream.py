@@ -87,8 +87,7 @@ class Stream(Task):
         if not item.references:
             return Answer(reader.write(self.n_max), {}, {"past": past})
         scored = reader.log_likelihood(reader.following(item.references[0]))
-        about = {"past": past, "answer_tokens": scored.n}
-        return Answer(None, {"nll": -scored.logp / scored.n}, about)
+        return Answer(None, {"nll": -scored.logp / scored.n}, {"past": past, "answer_tokens": scored.n})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
         scored = [record for record in found if "nll" in record["scores"]]
