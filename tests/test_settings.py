@@ -228,6 +228,16 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
     assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
 
+def test_config_takes_a_models_table_of_a_command_of_two_words(file):
+    file('[models.x.models.show]\nfit = "1G"')
+    done = kvtool("config", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["settings"]
+    assert (row["command"], row["option"], row["value"]) == ("models x models show", "--fit", "1G")
+    file('[models.x.models.shwo]\nfit = "1G"')
+    assert "[models.x.models.shwo] is no command" in kvtool("config").stderr
+
+
 def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
     done = kvtool("chat")

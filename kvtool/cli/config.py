@@ -87,10 +87,7 @@ def _all(root: Any) -> Iterator[Row]:
     known = dict(settings.all_commands(root))
     for of, table in settings.tables(data, path):
         is_model = of[:1] == ("models",) and len(of) > 1 and of not in known
-        yield from _of_table(of, table, known, () if is_model else of)
-        for name, inner in data["models"][of[1]].items() if is_model else ():
-            if isinstance(inner, dict):
-                yield from _of_table((*of, name), (inner, f"{table[1][:-1]}.{name}]", True), known, (name,))
+        yield from _of_table(of, table, known, of[2:] if is_model else of)
     yield from _of_variables(known)
 
 
@@ -100,7 +97,7 @@ def _of_table(
     """The rows of a table for the commands whose words have this start."""
     values, where, is_own = table
     reached = [words for words in known if words[: len(start)] == start]
-    if not reached or (is_own and start not in known):
+    if not reached or (values and is_own and start not in known):
         raise UsageError(f"{where} is no command of kvtool")
     params = [
         param for words in reached for param in settings.options_of(known[words], () if start else words)

@@ -85,7 +85,7 @@ def of_command(
     if isinstance(data.get(_MODELS), dict) and "model" in params:
         chosen = [layer["model"].value for layer in [*layers, *variables] if "model" in layer]
         model = typed.get("model") or typed.get("model_name") or (chosen[-1] if chosen else None)
-        of_model = _tables_of_model(data[_MODELS], path, words, model)
+        of_model = _tables_of_model(data, path, words, model)
         layers += [_from_table(*each, params if each[2] else shared, root) for each in of_model]
     found: dict[str, Setting] = {}
     for layer in [*layers, *variables]:
@@ -161,26 +161,33 @@ def checked(param: Any, value: Any, source: str) -> Setting:
 def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Table]]:
     """Each table with the words of its command, () for the top level. Raises UsageError for no command's.
 
-    A model's tables have the words "models" and its name.
+    A model's tables have the words "models" and its name, and then those of a command.
     """
     yield (), (_values(data), f"{path}:", False)
-    for name, table in data.items():
-        if not isinstance(table, dict):
+    for name, top in data.items():
+        if not isinstance(top, dict):
             continue
         if name not in COMMANDS:
             raise UsageError(f"{path}: [{name}] is no command.{suggestion(name, COMMANDS)}")
-        is_group = name in GROUPS
-        yield (name,), (_values(table), f"{path}: [{name}]", not is_group)
-        for each, inner in table.items():
-            if isinstance(inner, dict):
-                title = f"[{name}.{_quoted(each)}]"
-                if not is_group:
-                    raise UsageError(f"{path}: {title} is no command; `kvtool {name}` has none of its own")
-                yield (name, each), (_values(inner), f"{path}: {title}", name != _MODELS)
+        for of, table, title in _nested((name,), top, f"{path}: [{name}"):
+            if len(of) > 1 and name not in GROUPS:
+                raise UsageError(f"{title} is no command; `kvtool {name}` has none of its own")
+            is_shared = len(of) == 1 and name in GROUPS or len(of) == 2 and name == _MODELS
+            yield of, (_values(table), title, not is_shared)
+
+
+def _nested(
+    of: tuple[str, ...], table: Mapping[str, Any], title: str
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any], str]]:
+    """A table and all in it, each with the words that lead to it and with its title."""
+    yield of, table, f"{title}]"
+    for name, inner in table.items():
+        if isinstance(inner, dict):
+            yield from _nested((*of, name), inner, f"{title}.{_quoted(name)}")
 
 
 def _tables_of_model(
-    named: Mapping[str, Any], path: Path, words: tuple[str, ...], model: str | None
+    data: Mapping[str, Any], path: Path, words: tuple[str, ...], model: str | None
 ) -> Iterator[Table]:
     """The tables of a model: those of its file's name without the ending, and then those of its name."""
     from kvtool.models.catalogue import registry
@@ -189,16 +196,11 @@ def _tables_of_model(
     model = model or next(iter(known))
     stem = known[model].path.stem if model in known else Path(model).stem
     for name in dict.fromkeys((stem, model)):
-        table, title = named.get(name), f"{path}: [models.{_quoted(name)}"
-        if not isinstance(table, dict):
-            continue
-        if "model" in table:
-            raise UsageError(f"{title}] model: a model's table cannot name another model")
-        yield _values(table), f"{title}]", False
-        for word in words:
-            table = table.get(word, {}) if isinstance(table, dict) else {}
-        if isinstance(table, dict) and table:
-            yield _values(table), f"{title}.{'.'.join(words)}]", True
+        for of, table in tables(data, path):
+            if of[:2] == (_MODELS, name) and of[2:] in ((), words):
+                if "model" in table[0] and not of[2:]:
+                    raise UsageError(f"{table[1]} model: a model's table cannot name another model")
+                yield table
 
 
 def _from_table(
