@@ -13,10 +13,7 @@ _UNITS = {
     "B": 1,
     # as ls, dd and ulimit have it: one letter is a power of 1024
     **{unit: 2 ** (10 * i) for i, name in enumerate("KMGT", 1) for unit in (name, f"{name}IB")},
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
+    **{f"{name}B": 10 ** (3 * i) for i, name in enumerate("KMGT", 1)},
 }
 _MOST_DIGITS = 20
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.IGNORECASE)

@@ -13,11 +13,7 @@ from kvtool.system import files
 
 FLAGS = (
     "-DLLAVA_BUILD=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_TOOLS=OFF",
-    "-DLLAMA_BUILD_SERVER=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")),
     "-DLLAMA_CURL=OFF",
     "-DGGML_RPC=ON",
 )

@@ -14,6 +14,7 @@ from kvtool.build import given, needs, pack, process
 from kvtool.build.flags import FLAGS, PORTABLE, remember
 from kvtool.build.sources import Upstream, archive, patch_digest
 from kvtool.system.cpu import cpu_features
+from kvtool.system.memory import total_bytes
 from kvtool.system.paths import cache_dir
 
 
@@ -45,9 +46,7 @@ def find_wheel(key: str) -> Path | None:
     return next(_place(key).glob("*.whl"), None)
 
 
-def build_env(
-    folder: Path, cmake_args: str, *, stock: bool = False, portable: bool = False
-) -> dict[str, str]:
+def build_env(folder: Path, cmake_args: str, *, stock: bool, portable: bool) -> dict[str, str]:
     """The environment variables for the build. The user's flags come last, so they win."""
     ours = [f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={(folder / 'apply.cmake').as_posix()}", *FLAGS]
     if stock:
@@ -152,9 +151,5 @@ def _place(key: str) -> Path:
 
 def _n_job() -> int:
     n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return n_cpu
     # the largest files take more than 1 GB of memory to compile
-    return max(1, min(n_cpu, memory // 1_500_000_000))
+    return max(1, min(n_cpu, total_bytes() // 1_500_000_000))
