@@ -11,7 +11,7 @@ import pytest
 from kvtool.chats.thinking import THINK, Splitter
 from kvtool.serve import formats
 from kvtool.serve.calls import Call, Parser
-from kvtool.serve.formats import FORMATS, HERMES, LLAMA
+from kvtool.serve.formats import HERMES, LLAMA, Format
 from kvtool.serve.reply import Reply
 from tests.test_serve_tools import TOOLS, tool
 from tests.written_calls import NOW, OPENS, TRICKY, WRITTEN
@@ -64,6 +64,8 @@ BROKEN = [
     '{"name": "now", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
     "[now(x=" + "[" * 3000 + "]" * 3000 + ")]",
 ]
+FORMATS = [each for each in vars(formats).values() if isinstance(each, Format)]
+
 CASES = [(format, what, *case) for format in FORMATS for what, case in WRITTEN[format.name].items()] + [
     (format, "tricky", format.written([TRICKY, NOW]), [TRICKY, NOW]) for format in FORMATS
 ]

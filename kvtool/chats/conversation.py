@@ -162,10 +162,6 @@ class Conversation:
         self.messages = [*map(dict, messages)]
         self.n_reply = sum(message["role"] == "assistant" for message in messages)
 
-    def amend(self, reply: Mapping[str, Any]) -> None:
-        """Replaces the last reply, for example by one with its calls apart from its text."""
-        self.messages[-1] = dict(reply)
-
     def answer(self, n_max: int | None = None) -> Iterator[str]:
         """Yields the reply to the turn that was heard last, piece by piece. Raises as `reply` does.
 
@@ -268,9 +264,7 @@ class Conversation:
 
         Raises SessionError for a damaged copy, which is then dropped; nothing else changes.
         """
-        if not len(self.copies):
-            return None
-        return self._take_back().change
+        return self._take_back().change if len(self.copies) else None
 
     def take_back(self) -> str | None:
         """Takes the last turn back, if that is the last change; returns what the user said, or None.

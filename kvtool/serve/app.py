@@ -298,9 +298,7 @@ async def _metrics(site: Site, http: HttpRequest) -> Response:
 
 
 async def _health(site: Site, http: HttpRequest) -> Response:
-    if site.props is None:
-        return _failed(_loading())
-    return JSONResponse({"status": "ok"})
+    return _failed(_loading()) if site.props is None else JSONResponse({"status": "ok"})
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:

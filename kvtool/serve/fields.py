@@ -89,9 +89,6 @@ class Fields:
             raise ApiError(f"the body must be a JSON object, got {kind_of(body)}")
         self._left = {name: value for name, value in body.items() if value is not None}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
-
     @property
     def left(self) -> list[str]:
         """The names of those that were not taken out."""

@@ -223,11 +223,6 @@ GEMMA = Format(
 )
 """Gemma 4. Its results stand in the reply, behind the calls."""
 
-FORMATS = (
-    *(HERMES, XML, GLM, MISTRAL, MISTRAL_ARGS, GRANITE, NEMOTRON, LLAMA, LFM2),
-    *(GEMMA, SEED, APRIEL, COHERE, MINIMAX),
-)
-
 # the first that fits: a template may also name the tags of another format
 _SIGNS: tuple[tuple[tuple[str, ...], Format | None], ...] = (
     (("<|tool_call>call:",), GEMMA),

@@ -14,9 +14,7 @@ _POLICY = {
     "default-src": "'none'",
     "connect-src": "'self'",
     "img-src": "data:",
-    "base-uri": "'none'",
-    "form-action": "'none'",
-    "frame-ancestors": "'none'",
+    **dict.fromkeys(("base-uri", "form-action", "frame-ancestors"), "'none'"),
 }
 
 

@@ -24,8 +24,7 @@ import numpy as np
 from kvtool.chats import segments, session
 from kvtool.errors import SessionError
 from kvtool.llama.archive import Archive
-from kvtool.system.files import locked, second_name
-from kvtool.system.paths import cache_dir
+from kvtool.system.files import locked, second_name, spare_folder
 
 SUFFIX = ".kv"
 
@@ -121,7 +120,8 @@ class Chats:
     @property
     def n_bytes(self) -> int:
         """Bytes of all snapshots and archives."""
-        return sum(_line_bytes(line) for line in self._lines)
+        snapshots = (each.n_bytes for line in self._lines for each in line.snapshots)
+        return sum(segments.size(line.path) for line in self._lines) + sum(snapshots)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -246,11 +246,10 @@ class Chats:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
+            if meta.get("fixed") != self.fixed:
+                raise ValueError
         except (SessionError, OSError, KeyError, ValueError):
             # not this server's, or damaged
-            self.n_others += 1
-            return
-        if meta.get("fixed") != self.fixed:
             self.n_others += 1
             return
         if digest in self._by_digest and self._by_digest[digest].line is line:
@@ -298,10 +297,6 @@ def _delete(line: Line) -> None:
     segments.delete(line.path)
 
 
-def _line_bytes(line: Line) -> int:
-    return segments.size(line.path) + sum(each.n_bytes for each in line.snapshots)
-
-
 @contextmanager
 def held(folder: Path | None) -> Iterator[Path]:
     """The folder for one server alone; one that goes at the end, where none is named.
@@ -309,7 +304,7 @@ def held(folder: Path | None) -> Iterator[Path]:
     Raises SessionError where another server has it.
     """
     if folder is None:
-        spare = _spare_folder()
+        spare = spare_folder()
         _sweep(spare)
         with (
             tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare) as path,
@@ -337,11 +332,3 @@ def _sweep(spare: Path | None) -> None:
             if (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _YOUNG_S:
                 with locked(folder / _LOCK, wait=False):
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _spare_folder() -> Path | None:
-    """On the disk of the cache, as a folder for temporary files may be memory."""
-    folder = cache_dir()
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder if os.access(folder, os.W_OK) else None

@@ -107,18 +107,23 @@ class Talk:
         history = History(request.name, tools, request.messages)
         marks = shown_tokens(self.model, rendering.format) if tools else frozenset()
         self._draw(job, request, talk.shown | marks, rendering.forced(request))
-        clock = _Clock()
+        started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
         self._check_length(resumer.n_cached + len(tokens))
         tokens = resumer.read_start(tokens, request.messages, history)
         if self.writer.stop or not talk.take(tokens):
             return
-        counts = {"n_prompt": self.engine.n_past, "n_cached": resumer.n_cached, "read_s": clock.lap()}
+        counts = {
+            "n_prompt": self.engine.n_past,
+            "n_cached": resumer.n_cached,
+            "read_s": time.perf_counter() - started,
+        }
         talk.follow(request.messages)
         reply = Reply(talk.splitter(), Parser(rendering.format, tools) if tools else None)
         finish = self._write(job, request, talk.answer(self._room(request)), reply, counts)
         said = {name: value for name, value in reply.message.items() if name != "reasoning_content"}
-        talk.amend(said)
+        # with its calls apart from its text
+        talk.messages[-1] = said
         history.add(said)
         resumer.keep(history.now)
         self._end(job, request, reply, finish, counts)
@@ -126,7 +131,7 @@ class Talk:
     def _text(self, job: Job, request: TextRequest) -> None:
         """Continues a text."""
         self._draw(job, request)
-        clock = _Clock()
+        started = time.perf_counter()
         if self._resumer:
             self._resumer.leave()
         self.writer.reset()
@@ -134,7 +139,7 @@ class Talk:
         self._check_length(len(tokens))
         if not self.writer.read(tokens):
             return
-        counts = {"n_prompt": len(tokens), "n_cached": 0, "read_s": clock.lap()}
+        counts = {"n_prompt": len(tokens), "n_cached": 0, "read_s": time.perf_counter() - started}
         self.writer.sampler.start(0)
         reply = Reply()
         if request.echo:
@@ -148,7 +153,7 @@ class Talk:
         self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
     ) -> str:
         """Writes the reply, and tells the client of each piece. Returns why it ended, in OpenAI's words."""
-        clock, is_full = _Clock(), False
+        started, is_full = time.perf_counter(), False
         job.emit("read", **counts)
         try:
             for piece in pieces:
@@ -158,7 +163,7 @@ class Talk:
             if not self.writer.n_written:
                 raise
             is_full = True
-        counts |= {"n_written": self.writer.n_written, "write_s": clock.lap()}
+        counts |= {"n_written": self.writer.n_written, "write_s": time.perf_counter() - started}
         job.emit("piece", deltas=reply.end(), listed=self._take_listed())
         return reply.finish(is_full or self.writer.is_cut)
 
@@ -274,15 +279,3 @@ def _held(writer: Writer, n_share: int) -> dict[str, Any]:
             "archived": holdings.is_archived(engine)[first:].tolist(),
         }
     return held
-
-
-class _Clock:
-    """Tells how many seconds each part of an answer took."""
-
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        before, self._at = self._at, time.perf_counter()
-        return self._at - before

@@ -64,18 +64,14 @@ def _tool(value: object, where: str) -> dict[str, Any]:
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         _wrong(f"{where}.name", f"must be 1 to 64 letters, digits, '_' or '-'{_got(name)}")
-    function: dict[str, Any] = {"name": name}
     description, strict = given.get("description"), given.get("strict")
-    if description is not None:
-        if not isinstance(description, str):
-            _wrong(f"{where}.description", "must be a text")
-        function["description"] = description
-    function["parameters"] = _parameters(given.get("parameters"), f"{where}.parameters")
-    if strict is not None:
-        if not isinstance(strict, bool):
-            _wrong(f"{where}.strict", "must be true or false")
-        function["strict"] = strict
-    return {"type": "function", "function": function}
+    if not isinstance(description, str | None):
+        _wrong(f"{where}.description", "must be a text")
+    parameters = _parameters(given.get("parameters"), f"{where}.parameters")
+    if not isinstance(strict, bool | None):
+        _wrong(f"{where}.strict", "must be true or false")
+    own = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: part for key, part in own.items() if part is not None}}
 
 
 def _parameters(value: object, where: str) -> dict[str, Any]:

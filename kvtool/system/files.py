@@ -72,12 +72,15 @@ def create(path: Path, like: Path) -> FileIO:
 
 def temporary(buffering: int = -1) -> BinaryIO:
     """Opens a file without a name, on the disk of the cache folder. Raises OSError."""
-    # not in the folder for temporary files, which may be memory
+    return cast(BinaryIO, tempfile.TemporaryFile(buffering=buffering, dir=spare_folder()))
+
+
+def spare_folder() -> Path | None:
+    """The cache folder, for what is temporary: the usual folder may be memory. None: it is not to be used."""
     folder = cache_dir()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    ours = folder if os.access(folder, os.W_OK) else None
-    return cast(BinaryIO, tempfile.TemporaryFile(buffering=buffering, dir=ours))
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
