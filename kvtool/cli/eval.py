@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from kvtool import policies
+from kvtool import parameters, policies
 from kvtool.cli import completion, output
 from kvtool.cli.console import table, table_console
 from kvtool.cli.declared import options
@@ -215,7 +215,7 @@ def _policy_for(
     layers: of the loaded model; None before that. n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool.models import budget
-    from kvtool.runs.opening import fitted, n_batch_note
+    from kvtool.runs.opening import fitted
 
     n_batch = run.n_batch or run.default_n_batch
     if not wanted.kind.evicts:
@@ -224,7 +224,7 @@ def _policy_for(
     if not share.endswith("%"):
         found = fitted(wanted, run, share, n_ctx_train, layers)
         if layers:
-            say([n_batch_note(run.n_batch, share, found)])
+            say([found.note])
         return lambda n, n_answer: found.policy, found.n_batch
     percent, least = budget.percent(share), wanted.smallest_budget(n_held)
     return lambda n, n_answer: wanted.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
@@ -280,7 +280,7 @@ def _list() -> None:
     for name in tasks.names():
         kind = tasks.load(name)
         what = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0].partition(": ")[2]
-        params = (f"{key}={_shown(value)}" for key, value in tasks.params(kind).items())
+        params = (f"{key}={_shown(value)}" for key, value in parameters.defaults(kind).items())
         rows.append((name, what, "\n".join(params)))
     columns = Column("task", style="bold"), "what it asks", "parameters (--set name=value)"
     table_console().print(table(columns, rows))

@@ -62,12 +62,15 @@ class Fitted(NamedTuple):
         The most tokens of a batch.
     in_bytes
         Whether the budget is in bytes, so that it depends on the model's layers.
+    note
+        What to say where batches of the size asked for do not fit into it.
     """
 
     policy: Policy
     n: int
     n_batch: int
     in_bytes: bool
+    note: str | None
 
 
 @contextmanager
@@ -123,7 +126,7 @@ def open_run(
             text = str(min(n_ctx, n_tokens))
         if found is None or found.in_bytes:
             found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
-        notes.append(n_batch_note(run.n_batch, text, found))
+        notes.append(found.note)
         n_output = found.n_batch if run.scores else 1
         engine = Engine(model, found.policy, settings_of(run, limit, n_ctx, found.n_batch, n_output))
         try:
@@ -216,13 +219,6 @@ def n_ctx_of(asked: int | None, n_ctx_train: int) -> tuple[int, str | None]:
     return asked or n_ctx_train, None
 
 
-def n_batch_note(asked: int | None, budget_text: str, found: Fitted) -> str | None:
-    """What to say where batches of the size asked for do not fit into a budget in bytes."""
-    if not asked or asked <= found.n_batch:
-        return None
-    return f"-b {asked:,} does not fit into {budget_text}; it runs with {found.n_batch:,}"
-
-
 def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:
     """What to say where llama.cpp is not patched. Raises LibraryError if one of the policies needs it."""
     from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
@@ -266,7 +262,9 @@ def fitted(
             f"{text} fits {n:,} cells, but this policy's budget is what an eviction leaves, and takes more "
             "before; give it in tokens (512) or as a share (10%)"
         )
-    return Fitted(policy, n, batch or n_batch, batch is not None)
+    is_less = run.n_batch and batch and batch < n_batch
+    note = f"-b {n_batch:,} does not fit into {text}; it runs with {batch:,}" if is_less else None
+    return Fitted(policy, n, batch or n_batch, batch is not None, note)
 
 
 def settings_of(run: Run, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int) -> Settings:

@@ -31,11 +31,6 @@ def load(name: str) -> type[Task]:
     return task
 
 
-def params(kind: type[Task]) -> dict[str, object]:
-    """The parameters that `--set name=value` sets, with their defaults."""
-    return parameters.defaults(kind)
-
-
 def make(name: str, given: Iterable[str]) -> Task:
     """The task with the parameters ["name=value", ...]. Raises UsageError."""
     kind = load(name)
