@@ -27,10 +27,7 @@ from kvtool.policy import Policy
 
 
 def load_model(
-    name: str | Path | None = None,
-    *,
-    n_gpu_layers: int | None = None,
-    progress: Progress | None = None,
+    name: str | Path | None = None, *, n_gpu_layers: int | None = None, progress: Progress | None = None
 ) -> Model:
     """Loads a model.
 

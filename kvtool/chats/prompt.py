@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -115,10 +116,5 @@ def _n_covering(model: Model, tokens: np.ndarray, prefix: str, start: bool) -> i
         return len(model.piece(token, special=True))
 
     wanted = sum(map(size, model.tokenize(prefix, special=True, start=start).tolist()))
-    covered = n = 0
-    for token in tokens.tolist():
-        if covered >= wanted:
-            break
-        covered += size(token)
-        n += 1
-    return n
+    before = accumulate(map(size, tokens.tolist()), initial=0)
+    return min(sum(1 for _ in takewhile(lambda covered: covered < wanted, before)), len(tokens))

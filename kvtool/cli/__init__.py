@@ -151,20 +151,13 @@ def _print_version(on: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option(
+    "--version", "-V", callback=_print_version, is_eager=True, expose_value=False, help="Print the version."
+)
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            "-V",
-            callback=_print_version,
-            is_eager=True,
-            expose_value=False,
-            help="Print the version.",
-        ),
-    ] = False,
-) -> None:
+def _root(version: Annotated[bool, _VERSION] = False) -> None:
     pass
 
 

@@ -112,22 +112,15 @@ def rm(name: Name, as_json: Json = False) -> None:
         typer.echo(f"deleted {shown(removed.name)}: {format_bytes(n_bytes)}")
 
 
+def _type(of: str, letter: str) -> Any:
+    flags = (f"-ct{letter}", f"--cache-type-{letter}", f"--type-{letter}")
+    return again(Run, f"type_{letter}", flags=flags, help=f"Type of the cached {of}.", group=None)
+
+
 @dataclass(frozen=True)
 class _Types(Options):
-    type_k: str = again(
-        Run,
-        "type_k",
-        flags=("-ctk", "--cache-type-k", "--type-k"),
-        help="Type of the cached keys.",
-        group=None,
-    )
-    type_v: str = again(
-        Run,
-        "type_v",
-        flags=("-ctv", "--cache-type-v", "--type-v"),
-        help="Type of the cached values.",
-        group=None,
-    )
+    type_k: str = _type("keys", "k")
+    type_v: str = _type("values", "v")
 
 
 @app.command()

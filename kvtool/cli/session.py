@@ -49,8 +49,7 @@ def show(file: File, as_json: Json = False) -> None:
         "cells": meta["cells"],
         "kv_bytes": meta["kv_bytes"],
         # sessions of earlier versions have none
-        "archived": meta.get("archived", 0),
-        "archive_bytes": meta.get("archive_bytes", 0),
+        **{name: meta.get(name, 0) for name in ("archived", "archive_bytes")},
         "system": meta["system"],
         "problem": str(problem) if problem else None,
     }

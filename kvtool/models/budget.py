@@ -17,12 +17,7 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
 
 def parse(
-    text: str,
-    n_ctx_train: int,
-    layers: Layers | None,
-    n_batch: int,
-    type_k: str = "f16",
-    type_v: str = "f16",
+    text: str, n_ctx_train: int, layers: Layers | None, n_batch: int, type_k: str = "f16", type_v: str = "f16"
 ) -> tuple[int, int | None]:
     """The cells that "512", "10%" or "64MiB" stand for; for bytes the largest batch beside them, else None.
 

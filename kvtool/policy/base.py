@@ -140,12 +140,8 @@ class Policy:
 
         An unpatched one shows no attention, and can only remove a token from all rows at once.
         """
-        own = (
-            getattr(cls, name)
-            for name in ("reads", "logn", "recall")
-            if getattr(cls, name) is not getattr(Policy, name)
-        )
-        return cls.ragged or any(own)
+        pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
+        return cls.ragged or any(own for own, plain in pairs if own is not plain)
 
     @classmethod
     def may_merge(cls) -> bool:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 EXIT_CODE = 128 + 2
@@ -64,18 +64,19 @@ def raising() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-    raises()
-    try:
+    with _handled(signal.default_int_handler):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+
+def ending(said: Callable[[], str]) -> AbstractContextManager[None]:
+    """Inside, Ctrl-C ends the process at once with that line. For work whose files are whole at any time."""
+    return _handled(lambda *_: end(said=said()))
 
 
 @contextmanager
-def ending(said: Callable[[], str]) -> Iterator[None]:
-    """Inside, Ctrl-C ends the process at once with that line. For work whose files are whole at any time."""
-    before = signal.signal(signal.SIGINT, lambda *_: end(said=said()))
+def _handled(handler: Callable[..., object]) -> Iterator[None]:
+    """Inside, a handler takes Ctrl-C."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

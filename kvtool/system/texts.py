@@ -40,9 +40,7 @@ def _cleaned(value: Any) -> Any:
         return value if value.isascii() else shown(value)
     if isinstance(value, Mapping):
         return {_cleaned(key): _cleaned(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_cleaned(each) for each in value]
-    return value
+    return [_cleaned(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_stdin() -> str:

@@ -95,8 +95,8 @@ class Stream(Task):
         past = np.array([record["past"] for record in scored]) / 1000
         said: dict[str, float] = {}
         if len(nll) >= 4:
-            for number, part in enumerate(np.array_split(nll, 4), 1):
-                said[f"nll, quarter {number}"] = float(part.mean())
+            parts = enumerate(np.array_split(nll, 4), 1)
+            said = {f"nll, quarter {number}": float(part.mean()) for number, part in parts}
         if len(nll) >= 3 and np.ptp(past) > 0:
             slope, error = _slope(past, nll)
             said |= {"nll, slope per 1,000 tokens": slope, "nll, slope's standard error": error}
