@@ -1,6 +1,6 @@
 """ggml's own RPC server on loopback, from the library that kvtool loads: a device whose memory is not ours.
 
-    python tests/rpc_server.py PORT [ENDPOINT]
+    python -m tests.rpc_server PORT [ENDPOINT]
 
 With ENDPOINT it is one as `kvtool worker` starts it, of the device that is served there: a device whose
 memory is not that of the worker's host, such as a GPU. Ends by itself after TIME_LIMIT seconds.
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
+
+from tests import forked
 
 TIME_LIMIT = 60
 
@@ -71,8 +72,11 @@ def running(*behind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(port), *behind], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    server = forked.Popen(
+        [sys.executable, "-m", "tests.rpc_server", str(port), *behind],
+        cwd=forked.ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         _wait(server, port)
@@ -89,9 +93,9 @@ def client(module, *arguments):
 
     In a process of its own, as devices are registered for a whole process.
     """
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", module, *arguments],
-        cwd=Path(__file__).parent.parent,
+        cwd=forked.ROOT,
         capture_output=True,
         text=True,
         timeout=TIME_LIMIT,

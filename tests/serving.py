@@ -9,6 +9,8 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+from tests import forked
+
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "NUMBA")}
 
 
@@ -34,7 +36,7 @@ def serving(model, *options, **how):
     how: as for Popen.
     """
     command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
-    process = subprocess.Popen(
+    process = forked.Popen(
         command, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=os.environ | ONE_THREAD, **how
     )
     try:

@@ -6,16 +6,18 @@ import fcntl
 import os
 import pty
 import select
-import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pyte
+
+from tests import forked
 
 ROOT = Path(__file__).parent.parent
 RUN = "from kvtool.__main__ import main; main()"
@@ -39,19 +41,18 @@ class Terminal:
         self.raw = b""
         self._at = 0
 
-        def prepare():
-            os.setsid()
-            if own:
-                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            else:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
         command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1", "-m", str(model)]
         # no answer comes to a question for the cursor's place
         environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | (env or {})
-        self.process = subprocess.Popen(
-            [*command, *map(str, options)], cwd=ROOT, preexec_fn=prepare, env=environment, **ends
+        prepare = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0) if own else forked.deaf
+        self.process = forked.Popen(
+            [*command, *map(str, options)],
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=prepare,
+            env=environment,
+            **ends,
         )
         os.close(slave)
 

@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 from kvtool.chats import segments, session
+from tests import forked
 from tests.called import called
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
@@ -26,7 +27,7 @@ def talk(chat_model, tmp_path):
     """talk(turns, *options): a chat of 12 tokens a reply, that is soon past its budget and its context."""
 
     def run(turns, *options, session="chat.kvs", **kwargs):
-        return subprocess.run(
+        return forked.run(
             _command(chat_model, tmp_path / session, *options),
             input="".join(f"{turn}\n" for turn in turns),
             capture_output=True,
@@ -95,7 +96,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         first = len(saved) // 2
         typed.write_text("".join(f"{i} words\n" for i in range(first, first + 20)))
         with typed.open() as stdin:
-            chat = subprocess.Popen(
+            chat = forked.Popen(
                 _command(chat_model, path, *([] if saved else options)),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
@@ -122,7 +123,7 @@ def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, sh
         saved = now
     assert len(saved) > 0.8 * n
     # one turn more, of which the last kill may have seen a part
-    done = subprocess.run(
+    done = forked.run(
         _command(chat_model, tmp_path / "whole", *options),
         input="".join(f"{i} words\n" for i in range(len(saved) // 2 + 1)).encode(),
         stdout=subprocess.DEVNULL,
@@ -289,7 +290,7 @@ def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continue
 
 @pytest.mark.engine
 def test_two_chats_on_one_session_are_one_too_many(chat_model, talk, tmp_path):
-    chat = subprocess.Popen(
+    chat = forked.Popen(
         _command(chat_model, tmp_path / "chat.kvs", *FIRST), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     chat.stdin.write(b"hello\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.called import called
 from tests.running import KINDS
 
@@ -27,7 +28,7 @@ KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
 def kvtool(*arguments, stdin="", **kwargs):
-    return subprocess.run(
+    return forked.run(
         [*KVTOOL, *map(str, arguments)],
         input=stdin,
         capture_output=True,
@@ -392,7 +393,7 @@ def test_a_policy_of_ones_own(text_file, default_talker, tmp_path):
 
 @pytest.mark.engine
 def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
-    writer = subprocess.Popen(
+    writer = forked.Popen(
         [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "-n", "200", "--temp", "0", "-t", "1"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -419,7 +420,7 @@ def test_chat_with_a_pipe_answers_each_line(smollm2):
 @pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupted_reply_ends_in_order(smollm2):
-    writer = subprocess.Popen(
+    writer = forked.Popen(
         [*KVTOOL, "generate", "--raw", "-p", "1\n2\n3\n4\n5\n", "--temp", "0", "-t", "1"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

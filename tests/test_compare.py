@@ -22,6 +22,7 @@ from kvtool.measure.grid import Run
 from kvtool.measure.results import Results
 from kvtool.options.run import TextRun
 from kvtool.system.paths import cache_dir
+from tests import forked
 from tests.held import Held, until
 from tests.test_cli import KVTOOL, TEXT, kvtool
 from tests.test_grid import TIMES
@@ -279,7 +280,7 @@ def test_an_interrupt_keeps_what_is_done(model, folder, environment, tmp_path):
     held, out = Held(tmp_path), tmp_path / "out.jsonl"
     command = ["compare", "tide.txt", "-m", str(model), "-t", "1", "--json", str(out), "--jobs", "2"]
     command += ["--policies", str(held.policy), "--budgets", "64,65,66"]
-    with subprocess.Popen(
+    with forked.Popen(
         [*KVTOOL, *command],
         cwd=folder,
         env=environment,

@@ -15,6 +15,7 @@ import pytest
 from kvtool.chats import session
 from kvtool.errors import UsageError
 from kvtool.system.texts import json_text, shown, utf8
+from tests import forked
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="bytes as arguments, as Unix has them")
 
@@ -31,7 +32,7 @@ LOCALES = {
 
 def kvtool(*arguments, stdin=b"", env=None, **kwargs):
     command = [sys.executable, "-m", "kvtool", *(a if isinstance(a, bytes) else str(a) for a in arguments)]
-    return subprocess.run(
+    return forked.run(
         command,
         input=stdin,
         capture_output=True,

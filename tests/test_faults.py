@@ -18,7 +18,7 @@ import termios
 
 import pytest
 
-from tests import rpc_server
+from tests import forked, rpc_server
 from tests.held import Held, until
 from tests.terminal import ROOT, RUN, Terminal
 
@@ -31,16 +31,16 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linu
 WRITE = ("generate", "--raw", "-p", "Hello, hello.", "--temp", "0", "-t", "1", "-n", "20")
 
 
-def python(code, *arguments, **options):
+def python(code, *arguments, run=forked.run, **options):
     options = {"capture_output": True, "text": True, "timeout": 120, "stdin": subprocess.DEVNULL} | options
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, check=False, **options)
+    return run(command, cwd=ROOT, check=False, **options)
 
 
 def start(code, *arguments, **options):
     pipe = subprocess.PIPE
     options = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True} | options
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
+    return forked.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, **options)
 
 
 def one_line(done, exit_code, words):
@@ -151,7 +151,7 @@ main()
 @linux
 @pytest.mark.parametrize("megabytes", [40, 130, 160])
 def test_no_memory_is_one_line(megabytes, smollm2):
-    done = python(LIMITED, megabytes, *WRITE, "-m", smollm2)
+    done = python(LIMITED, megabytes, *WRITE, "-m", smollm2, run=subprocess.run)
     # where the CPU has AMX ggml writes a line of its own, past its log
     done.stderr = re.sub(r"^ggml_backend_amx_\w+: failed to allocate .*\n", "", done.stderr)
     one_line(done, 8, "choose a smaller --budget")
@@ -159,7 +159,7 @@ def test_no_memory_is_one_line(megabytes, smollm2):
 
 @linux
 def test_no_memory_for_so_many_cells_is_one_line(smollm2):
-    done = python(LIMITED, 250, *WRITE, "-m", smollm2, "--policy", "full")
+    done = python(LIMITED, 250, *WRITE, "-m", smollm2, "--policy", "full", run=subprocess.run)
     one_line(done, 8, "no memory for a cache of 8192 cells")
 
 
@@ -283,7 +283,8 @@ STAGES = {
 def test_an_interrupt_ends_the_process_at_every_stage(stage, model):
     # without a library of kernels numba is imported for the first eviction
     own = ["--policy", "streamingllm", "--budget", "24"] if stage == "import of numba" else []
-    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own)
+    run = subprocess.run if stage.startswith("import") else forked.run
+    done = python(f"{PRESS}\n{STAGES[stage]}\n{RUN}", *WRITE, "-m", model, *own, run=run)
     assert done.returncode == 130, done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.stderr.endswith("kvtool: stopped\n")

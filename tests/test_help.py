@@ -20,6 +20,7 @@ from kvtool.cli.models import _Types
 from kvtool.cli.settings import all_commands
 from kvtool.options.field import declared
 from kvtool.options.run import Run
+from tests import forked
 from tests.called import called
 from tests.test_cli import KVTOOL, kvtool
 
@@ -39,7 +40,7 @@ def test_h_and_v_work_on_every_command(words):
         "    try: app(sys.argv[1:] + more, prog_name='kvtool')\n"
         "    except SystemExit as end: print(f'ended with {end.code}')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True)
     first, second, *versions = done.stdout.split("ended with 0\n")[:-1]
     assert first == second
     assert first.startswith(" ".join(["Usage: kvtool", *words.split(), "["]))
@@ -311,7 +312,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
 
     own, theirs = pty.openpty()
     command = [*KVTOOL, "generate", "Hi", "-n", "1", "-t", "1", "--budget", str(budget), "-b", "64"]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    forked.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, check=True)
     # so that there is something to read
     os.write(theirs, b".")
     os.close(theirs)
@@ -327,7 +328,7 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
 def completed(line, **env):
     words = line.split(" ")
     told = {"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = subprocess.run(
+    done = forked.run(
         KVTOOL, env={**os.environ, **told, **env}, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stderr == ""
@@ -389,8 +390,8 @@ def test_other_shells_complete_too(shell):
         "_TYPER_COMPLETE_ARGS": "kvtool chat --policy str",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
-    done = subprocess.run(KVTOOL, env={**os.environ, **told}, capture_output=True, text=True, check=True)
+    done = forked.run(KVTOOL, env={**os.environ, **told}, capture_output=True, text=True, check=True)
     assert "streamingllm" in done.stdout
     assert "h2o" not in done.stdout
     source = {**os.environ, "_KVTOOL_COMPLETE": f"source_{shell}"}
-    assert "complete" in subprocess.run(KVTOOL, env=source, capture_output=True, text=True, check=True).stdout
+    assert "complete" in forked.run(KVTOOL, env=source, capture_output=True, text=True, check=True).stdout

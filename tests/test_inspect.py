@@ -22,6 +22,7 @@ from rich.text import Text
 from kvtool import policies
 from kvtool.cli import inspect_page, inspect_terminal, output
 from kvtool.measure import holdings
+from tests import forked
 from tests.called import called
 from tests.running import open_engine, text
 from tests.test_cli import kvtool
@@ -399,7 +400,7 @@ def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
 
 def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
     code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code, "inspect", "x", "--png", tmp_path / "x.png"],
         capture_output=True,
         text=True,

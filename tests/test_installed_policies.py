@@ -12,6 +12,7 @@ import pytest
 from kvtool import policies
 from kvtool.chats import session
 from kvtool.errors import UsageError
+from tests import forked
 from tests.test_conversation import CHATML
 
 NEWEST = '''"""Newest: the newest tokens stay."""
@@ -79,7 +80,7 @@ def packages(tmp_path, monkeypatch):
 def kvtool(*args, stdin=""):
     command = [sys.executable, "-m", "kvtool", *map(str, args)]
     env = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, input=stdin)
+    return forked.run(command, capture_output=True, text=True, check=False, env=env, input=stdin)
 
 
 def test_a_package_s_policy_is_loaded_by_its_name(packages):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from kvtool.llama.context import Context
 from kvtool.llama.model import Model
 from kvtool.models.header import read
 from kvtool.models.layers import CACHE_TYPES, PAD, Kind, Layer, Layers
-from tests import tiny, tiny_kinds
+from tests import forked, tiny, tiny_kinds
 
 ROWS, SLIDING, RECURRENT, _ = Kind
 
@@ -244,7 +243,7 @@ def test_a_window_without_layers_is_a_damaged_file_under_a_guard(tmp_path):
         "import sys; from kvtool.llama.crash import guard; from kvtool.llama.model import Model; guard()\n"
         "Model(sys.argv[1], no_weights=True).layers"
     )
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stderr) == (ModelError.exit_code, said)
 

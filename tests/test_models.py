@@ -30,7 +30,7 @@ from kvtool.models.header import read
 from kvtool.models.resolve import check, resolve
 from kvtool.models.supported import BY_NAME, unsupported
 from kvtool.units import format_bytes, parse_bytes
-from tests import tiny, tiny_kinds
+from tests import forked, tiny, tiny_kinds
 
 DATA = bytes(range(256)) * 40
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -800,7 +800,7 @@ def test_what_llama_cpp_crashes_on_is_one_line_in_show(tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny.write_gemma3(path, pattern=1)
     command = [sys.executable, "-m", "kvtool", "models", "show", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked.run(command, capture_output=True, text=True)
     said = f"kvtool: {path} seems to be damaged: llama.cpp has crashed on it; download it again\n"
     assert (done.returncode, done.stdout, done.stderr) == (ModelError.exit_code, "", said)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvtool.llama.library import library_path
 from kvtool.llama.log import set_verbose
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import holdings, perplexity
-from tests import rpc_server
+from tests import forked, rpc_server
 from tests.running import open_engine, text
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -279,7 +278,7 @@ def test_a_device_that_is_none_is_refused(call, line):
         "bind('llama_kvtool_use_archive', ctypes.c_int32, pointer, pointer);"
         f"assert lib.{call} in (None, -1); print(error_text())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{line}\n"
 
 

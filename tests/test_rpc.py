@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
 from kvtool.measure import perplexity
 from kvtool.policy import Request, Signal
-from tests import rpc_server, saved
+from tests import forked, rpc_server, saved
 from tests.merging import Merging
 from tests.running import open_engine, text
 
@@ -181,7 +180,7 @@ def test_a_server_that_does_not_answer_is_an_error():
         pass
     # in a process of its own: llama.cpp ends the process where it cannot connect
     code = f"from kvtool.llama.workers import add_rpc; add_rpc({endpoint!r})"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1, done.stderr[-3000:]

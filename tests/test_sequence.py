@@ -16,6 +16,7 @@ from kvtool.llama.sequence import SequenceContext, runs, shifts
 from kvtool.measure import perplexity
 from kvtool.policies.random import Random
 from kvtool.policy import Merge, Plan
+from tests import forked
 from tests.running import open_engine, text
 
 # the command line in a process in which the patch is not to be seen
@@ -259,7 +260,7 @@ def test_perplexity_without_the_patch_is_that_with_it(smollm2, tmp_path):
     ]
     done = [
         kvtool(*command, "--json"),
-        subprocess.run(
+        forked.run(
             [sys.executable, "-m", "kvtool", *map(str, command), "--json"],
             capture_output=True,
             text=True,

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from tests import forked
 from tests.held import PATIENCE_S, until
 from tests.serving import ONE_THREAD, serving
 
@@ -366,7 +366,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy):
     options = ("--policy", policy, "--budget", "128", "--temp", "0")
     system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
     command = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), *options, *system]
-    done = subprocess.run(
+    done = forked.run(
         command,
         input="\n".join(turns),
         capture_output=True,

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from tests import tiny
+from tests import forked, tiny
 from tests.crowd_serve import said
 from tests.serving import ONE_THREAD, serving
 
@@ -80,7 +80,7 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path):
 
     def kvtool(*arguments, typed=""):
         command = [sys.executable, "-m", "kvtool", *map(str, arguments)]
-        return subprocess.run(
+        return forked.run(
             command, input=typed, capture_output=True, text=True, check=False, env=os.environ | ONE_THREAD
         )
 

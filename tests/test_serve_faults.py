@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests import crowd_serve, fuzz_serve
+from tests import crowd_serve, forked, fuzz_serve
 from tests.crowd_serve import reply_to, request, said
 from tests.held import PATIENCE_S, until
 from tests.serving import ONE_THREAD, serving
@@ -65,7 +64,7 @@ def test_each_of_a_crowd_gets_what_it_gets_alone(chat_model, policy):
 def test_killed_at_calls_that_change_the_folder_no_turn_is_lost(chat_model, tmp_path, share_of, policy):
     # one in four, or each
     step = 4 // share_of(1, 4)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "tests.killed_turns", str(chat_model), str(tmp_path), str(step), policy],
         capture_output=True,
         text=True,

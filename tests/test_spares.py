@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvtool.llama.devices import devices
 from kvtool.llama.library import bind, lib, library_path
 from kvtool.llama.log import set_verbose
 from kvtool.llama.workers import _SPARE_BYTES, add_rpc
-from tests import rpc_server
+from tests import forked, rpc_server
 from tests.running import open_engine, text
 from tests.test_rpc import POLICIES
 
@@ -187,7 +186,7 @@ def test_a_device_that_is_none_has_no_spare():
         "bind('llama_kvtool_spare', pointer, pointer);"
         "assert lib.llama_kvtool_spare(None) is None; print(error_text())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "dev must not be null\n"
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from kvtool.models.download import sha256
 from kvtool.models.header import read, read_file
 from kvtool.models.resolve import resolve
 from kvtool.models.split import part_names
+from tests import forked
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
 
@@ -37,7 +37,7 @@ def parts(tmp_path, made):
 def generate(model, **environment):
     command = [*KVTOOL, "generate", "-m", model, "-p", "tell me", "-n", "24", "-t", "1", "--temp", "0"]
     command += ["--policy", "h2o", "--budget", "16"]
-    return subprocess.run(
+    return forked.run(
         [*map(str, command)],
         capture_output=True,
         text=True,
@@ -211,7 +211,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
     command = [*KVTOOL, "chat", "-t", "1", "--temp", "0", "-n", "8", "--session", tmp_path / "chat.kvs"]
 
     def chat(*options, **more):
-        return subprocess.run(
+        return forked.run(
             [*map(str, [*command, *options])],
             input="hello\n",
             capture_output=True,

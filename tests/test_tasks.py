@@ -27,6 +27,7 @@ from kvtool.tasks import haystack
 from kvtool.tasks import results as of_items
 from kvtool.tasks.reader import Reader
 from kvtool.tasks.task import Answer, Item, Task
+from tests import forked
 from tests.called import called
 from tests.held import Held
 from tests.test_cli import KVTOOL, kvtool
@@ -543,7 +544,7 @@ def test_an_interrupt_says_what_is_kept(tiny_model, tmp_path):
     held = Held(tmp_path, f"Path({str(out)!r}).exists() and Path({str(out)!r}).stat().st_size")
     own = ("--policy", held.policy, "--budget", 64)
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--json", out]
-    with subprocess.Popen(
+    with forked.Popen(
         [*KVTOOL, *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         held.wait()
@@ -566,7 +567,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
     master, slave = os.openpty()
     seen = ""
     with (tmp_path / "out").open("w") as out:
-        process = subprocess.Popen(
+        process = forked.Popen(
             [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
         )
         os.close(slave)

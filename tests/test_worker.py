@@ -22,6 +22,7 @@ from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
+from tests import forked
 from tests.held import until
 from tests.test_cli import KVTOOL, TEXT, kvtool
 
@@ -174,7 +175,7 @@ class Worker:
         self.said = []
         command = [*KVTOOL, "worker", "--host", host, "--port", str(self.port), "-t", "1", *options]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        self.process = forked.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -316,7 +317,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
 
     command = [*KVTOOL, "chat", "-m", model, "--session", there, "--policy", policy, "--budget", "96"]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(
+    process = forked.Popen(
         [*command, *EXACT, *long, *rpc_of(workers)], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe
     )
     out = []

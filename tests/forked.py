@@ -1,0 +1,305 @@
+"""Python programs as processes of their own that need not start: forks of one that has imported kvtool.
+
+A start takes half a second of CPU before kvtool does anything; a fork takes a tenth of that. `Popen` and
+`run` are those of subprocess for `python -m MODULE ...` and `python -c CODE ...`: the fork is a child of the
+tests' process, with its own arguments, streams, folder, environment and signals, and ends as a process does.
+What a fork cannot do is started plainly. Its compiled kernels are those of the tests' own cache, wherever
+$KVTOOL_CACHE is.
+
+Tests of the start itself, of what is imported when, and of memory take subprocess.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+
+IMPORTED = """
+    gguf jinja2 markdown_it prompt_toolkit.shortcuts pytest rich.live rich.progress rich.table
+    kvtool.api kvtool.llama.grammar kvtool.serve.server kvtool.tasks.longbench
+    kvtool.cli.chat kvtool.cli.chat_input kvtool.cli.chat_reply kvtool.cli.chat_terminal kvtool.cli.compare
+    kvtool.cli.config kvtool.cli.doctor kvtool.cli.eval kvtool.cli.explain kvtool.cli.generate
+    kvtool.cli.inspect kvtool.cli.models kvtool.cli.perplexity kvtool.cli.policies kvtool.cli.serve
+    kvtool.cli.session kvtool.cli.texts kvtool.cli.worker
+""".split()  # noqa: SIM905
+
+READ_LATE = (
+    *("COLORFGBG", "COLUMNS", "COMP_", "EDITOR", "HF_", "HOME", "KVTOOL_", "LINES", "NO_COLOR", "PATH"),
+    *("PROMPT_TOOLKIT_", "PYTEST_", "SHELL", "TEMP", "TERM", "TMP", "VISUAL", "XDG_"),
+    *("_KVTOOL_", "_TYPER_"),
+)
+"""How variables begin that nothing reads while it is imported: forks may differ in them."""
+
+OPTIONS = {
+    *("args", "stdin", "stdout", "stderr", "bufsize", "text", "encoding", "errors", "cwd", "env"),
+    *("preexec_fn", "start_new_session"),
+}
+"""What a fork can have of subprocess.Popen's options."""
+
+SUBREAPER = 36
+"""Linux's number of an attribute: while a process has it, orphans below it become its children."""
+
+LONGEST = 100_000
+"""Bytes of a request that one message carries."""
+
+
+class Popen(subprocess.Popen):
+    """subprocess.Popen, as a fork where that can be.
+
+    is_forked: whether it is one.
+    preexec_fn: a function that pickle finds by its name; with another one there is no fork.
+    """
+
+    is_forked = False
+
+    def __init__(self, args, **options):
+        self._can_fork = OPTIONS.issuperset(options)
+        self._in_session = options.get("start_new_session", False)
+        super().__init__(args, **options)
+
+    def _execute_child(self, *how):
+        # in the order of Python 3.10 to 3.14
+        args, _, before, _, _, folder, environment = how[:7]
+        stdin, _, _, stdout, _, stderr = ends = how[10:16]
+        number = None
+        if self._can_fork:
+            number = self._fork(args, before, folder, environment, (stdin, stdout, stderr))
+        if number is None:
+            super()._execute_child(*how)
+            return
+        self.pid, self._child_created, self.is_forked = number, True, True
+        self._close_pipe_fds(*ends)
+
+    def _fork(self, args, before, folder, environment, streams):
+        """The number of a child that runs this; None where it cannot be a fork."""
+        words = [os.fsdecode(word) for word in args] if isinstance(args, list) else []
+        if words[:1] != [sys.executable] or words[1:2] not in (["-m"], ["-c"]):
+            return None
+        environment = dict(os.environ if environment is None else environment)
+        folder = os.path.abspath(folder or ".")
+        request = words, folder, environment, self._in_session, before
+        try:
+            message = pickle.dumps(request)
+        except (AttributeError, TypeError, pickle.PicklingError):
+            return None
+        if len(message) > LONGEST or not os.path.isdir(folder):
+            return None
+        streams = [i if stream == -1 else stream for i, stream in enumerate(streams)]
+        with _lock:
+            source = _source(environment)
+            return source and source.fork(message, streams)
+
+
+def run(args, *, input=None, capture_output=False, timeout=None, check=False, **options):
+    """subprocess.run with the Popen of this file."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(args, **options) as process:
+        try:
+            said = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, *said)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def deaf():
+    """For preexec_fn: the end of a terminal does not end the process."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+class Source:
+    """A process that has imported kvtool, and forks. Raises OSError where there can be none."""
+
+    def __init__(self, environment):
+        if not sys.platform.startswith("linux"):
+            raise OSError("only Linux gives a process its children's orphans")
+        self._libc = ctypes.CDLL(None)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        said = self._socket.recv(16)
+        assert said, "the process that forks does not start"
+        if said != b"ready":
+            self.close()
+            raise OSError("it has threads, which its forks would lack")
+
+    def fork(self, message, streams):
+        """The number of the fork, which is a child of this process."""
+        self._libc.prctl(SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(self._socket, [message], streams)
+            answer = self._socket.recv(16)
+        finally:
+            self._libc.prctl(SUBREAPER, 0, 0, 0, 0)
+        assert answer, "the process that forks has ended"
+        return int(answer)
+
+    def close(self):
+        self._socket.close()
+        self._process.wait()
+
+
+_lock = threading.Lock()
+_sources: dict[frozenset[tuple[str, str]], list[Source | None]] = {}
+
+
+def _source(environment):
+    """The one for programs in this environment; None for the first of them, since the next may never come."""
+    key = frozenset(item for item in environment.items() if not item[0].startswith(READ_LATE))
+    if key not in _sources:
+        _sources[key] = []
+        return None
+    if not _sources[key]:
+        try:
+            source = Source(environment)
+        except OSError:
+            source = None
+        _sources[key].append(source)
+    return _sources[key][0]
+
+
+@atexit.register
+def _close():
+    for source in filter(None, chain(*_sources.values())):
+        source.close()
+
+
+# in the process that forks
+
+
+def _main(number):
+    """Forks for each request until there are no more; returns in the forks, to become what was asked for."""
+    sys.path[0] = str(ROOT)
+    # whoever presses Ctrl-C means the tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    at_start = dict(os.environ)
+    for name in IMPORTED:
+        import_module(name)
+    imported = {name: value for name, value in os.environ.items() if at_start.get(name) != value}
+    gc.collect()
+    gc.freeze()
+    requests = socket.socket(fileno=number)
+    requests.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"threads")
+    while True:
+        message, streams, _, _ = socket.recv_fds(requests, LONGEST, 3)
+        if not message:
+            return None
+        ours, theirs = os.pipe()
+        if not (between := os.fork()):
+            if child := os.fork():
+                os.write(theirs, str(child).encode())
+                os._exit(0)
+            for each in (ours, theirs):
+                os.close(each)
+            requests.close()
+            return message, streams, imported
+        os.close(theirs)
+        child = os.read(ours, 16)
+        # only now the child is an orphan
+        os.waitpid(between, 0)
+        for each in (ours, *streams):
+            os.close(each)
+        requests.send(child)
+
+
+def _become(message, streams, imported):
+    """Be as a process is that was just started so. Returns what is to run."""
+    words, folder, environment, in_session, before = pickle.loads(message)
+    if in_session:
+        os.setsid()
+    for i, stream in enumerate(streams):
+        os.dup2(stream, i)
+        os.close(stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment | imported)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if before:
+        before()
+    for i, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = _stream(i, getattr(sys, name), f"<{name}>")
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.orig_argv = words
+    _, kind, what, *arguments = words
+    sys.path[0] = "" if kind == "-c" else folder
+    sys.argv = [kind, *arguments]
+    return kind, what
+
+
+def _stream(number, was, name):
+    """As Python opens it at its start, with what this process has had from its environment."""
+    # $PYTHONUNBUFFERED
+    is_through = was.write_through
+    if number and is_through:
+        raw = buffer = open(number, "wb", 0, closefd=False)  # noqa: SIM115
+    else:
+        buffer = open(number, "wb" if number else "rb", closefd=False)  # noqa: SIM115
+        raw = buffer.raw
+    raw.name = name
+    is_line = (number == 2 or raw.isatty()) and not is_through
+    how = {"line_buffering": is_line, "write_through": is_through}
+    stream = io.TextIOWrapper(buffer, was.encoding, was.errors, "\n" if number else None, **how)
+    stream.mode = "w" if number else "r"
+    return stream
+
+
+def _run(kind, what):
+    """As Python does it. The code that a program has exited with, or 0."""
+    try:
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            kept.append(sys.modules["__main__"])
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        return end.code or 0
+    return 0
+
+
+kept: list[ModuleType] = []
+
+
+def _end(code):
+    """As Python ends, but for clearing the modules, which takes 50 ms of CPU."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except (OSError, ValueError):
+        # let Python say so
+        sys.exit(code)
+    ctypes.CDLL(None).exit(code & 0xFF)
+
+
+if __name__ == "__main__" and (asked := _main(int(sys.argv[1]))):
+    _end(_run(*_become(*asked)))

@@ -1,0 +1,154 @@
+"""A fork behaves as the process that Python starts: each program here says the same as both."""
+
+from __future__ import annotations
+
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from tests import forked
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as Linux does it")
+
+
+@pytest.fixture(scope="module")
+def popen():
+    """Popen of what has been forked before: the first program of an environment is no fork."""
+    for _ in range(2):
+        process = forked.Popen([sys.executable, "-c", ""])
+        assert process.wait() == 0
+    assert process.is_forked
+    return forked.Popen
+
+
+def both(popen, code, *arguments, said=b"", **how):
+    """What a fork and what a process has written and ended with; they are the same."""
+    found = []
+    for start in (popen, subprocess.Popen):
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr") if name not in how}
+        process = start([sys.executable, "-c", code, *arguments], **pipes, **how)
+        assert getattr(process, "is_forked", None) == (True if start is popen else None)
+        found.append((*process.communicate(said, timeout=60), process.returncode))
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "error"),
+    [
+        ("print('out')", 0, b""),
+        ("raise SystemExit(7)", 7, b""),
+        ("raise SystemExit(-1)", 255, b""),
+        ("raise SystemExit('words')", 1, b"words\n"),
+        ("import os; os._exit(9)", 9, b""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, b""),
+        ("import os; os.abort()", -signal.SIGABRT, b""),
+        ("import atexit, sys; atexit.register(print, 'late', file=sys.stderr)", 0, b"late\n"),
+        ("import sys; sys.stdout.write('left in a buffer'); sys.exit(3)", 3, b""),
+        (
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print(1))).start()",
+            0,
+            b"",
+        ),
+    ],
+)
+def test_it_ends_as_a_process_ends(popen, code, exit_code, error):
+    _, said, code = both(popen, code)
+    assert (said, code) == (error, exit_code)
+
+
+def test_an_exception_is_a_traceback(popen):
+    process = popen([sys.executable, "-c", "raise ValueError(3)"], stderr=subprocess.PIPE)
+    assert process.communicate()[1].endswith(b'  File "<string>", line 1, in <module>\nValueError: 3\n')
+    assert process.returncode == 1
+
+
+GIVEN = """
+import os, sys
+print(sys.argv, sys.path[0], os.getcwd(), os.environ["KVTOOL_X"], "HOME" in os.environ, __name__)
+print(sys.stdin.read(), os.getppid(), os.getsid(0) == os.getpid(), sorted(os.listdir("/proc/self/fd")))
+for s in (sys.stdin, sys.stdout, sys.stderr):
+    print(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through)
+print("error", file=sys.stderr)
+"""
+
+
+def test_it_has_what_it_was_given(popen, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    environment["KVTOOL_X"] = "caf\udce9"
+    for in_session in (False, True):
+        how = {"cwd": tmp_path, "env": environment, "start_new_session": in_session}
+        said, error, code = both(popen, GIVEN, "a", b"\xe9", said=b"typed", **how)
+        assert str(tmp_path).encode() in said
+        assert (error, code) == (b"error\n", 0)
+
+
+def test_a_module_is_run_as_one(popen, tmp_path):
+    (tmp_path / "shown.py").write_text("import sys; print(__name__, __spec__.name, sys.argv, sys.path[0])")
+    said = [
+        start([sys.executable, "-m", "shown", "a"], cwd=tmp_path, stdout=subprocess.PIPE).communicate()[0]
+        for start in (popen, subprocess.Popen)
+    ]
+    assert said[0] == said[1] != b""
+
+
+def test_signals_and_limits_are_its_own(popen):
+    wait = "import sys, time; print('here', flush=True); time.sleep(60)"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP):
+        process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdout.readline() == b"here\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == -number
+        process.stdout.close()
+    process = popen([sys.executable, "-c", wait], stdout=subprocess.PIPE, preexec_fn=forked.deaf)
+    assert process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.2)
+    process.kill()
+    process.communicate()
+    code = "open('/dev/shm/x', 'wb').write(bytes(99))"
+    small = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (3, 3))
+    process = popen([sys.executable, "-c", code], preexec_fn=small, stderr=subprocess.PIPE)
+    assert b"Too many open files" in process.communicate()[1]
+
+
+def test_a_terminal_is_one(popen):
+    own, theirs = pty.openpty()
+    code = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty()); input()"
+    process = popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    said = b""
+    while b"\n" not in said:
+        said += os.read(own, 100)
+    assert said == b"True True\r\n"
+    os.write(own, b"\n")
+    assert process.wait(timeout=60) == 0
+    process.stderr.close()
+    os.close(own)
+
+
+def test_what_it_cannot_be_is_a_plain_process(popen, tmp_path):
+    for command, how in (
+        (["true"], {}),
+        ([sys.executable, "-c", ""], {"preexec_fn": lambda: None}),
+        ([sys.executable, "-c", ""], {"env": os.environ | {"PYTHONUTF8": "0", "OTHER": str(tmp_path)}}),
+        ([sys.executable, "-c", "", "x" * forked.LONGEST], {}),
+    ):
+        process = popen(command, **how)
+        assert (process.wait(timeout=60), process.is_forked) == (0, False)
+
+
+def test_run_is_that_of_subprocess():
+    done = forked.run([sys.executable, "-c", "print(input())"], input="a", capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "")
+    with pytest.raises(subprocess.CalledProcessError):
+        forked.run([sys.executable, "-c", "raise SystemExit(1)"], check=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
