@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -44,20 +45,41 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="every kill and random call, not a share of them")
 
 
+def _cases(items, sizes):
+    """The items by what they test, but for parameters that sizes(item) names: lists in the items' order."""
+    cases = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        own = (str(value) for name, value in params.items() if name not in sizes(item))
+        cases.setdefault((item.path, item.originalname, *own), []).append(item)
+    return cases.values()
+
+
+def _shared(items):
+    """Those of items marked as share(n, *parameters) that run without --long.
+
+    n of each case: they take turns, so that each size is tried with some cases.
+    """
+    marks = {item: mark for item in items if (mark := item.get_closest_marker("share"))}
+    chosen = set(items) - set(marks)
+    for turn, case in enumerate(_cases(marks, lambda item: marks[item].args[1:] or SIZES)):
+        n = marks[case[0]].args[0]
+        chosen.update(case[(turn + i * len(case) // n) % len(case)] for i in range(n))
+    return chosen
+
+
 def pytest_collection_modifyitems(config, items):
     first = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
-    if not config.getoption("--small"):
+    if config.getoption("--small"):
+        small = [case[0] for case in _cases(items, lambda item: SIZES)]
+        chosen = {item for item in small if not item.get_closest_marker("large")}
+    elif config.getoption("--long"):
         return
-    seen, small, rest = set(), [], []
-    for item in items:
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        case = (item.path, item.originalname, *(str(v) for k, v in params.items() if k not in SIZES))
-        is_small = case not in seen and not item.get_closest_marker("large")
-        (small if is_small else rest).append(item)
-        seen.add(case)
-    items[:] = small
-    config.hook.pytest_deselected(items=rest)
+    else:
+        chosen = _shared(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(scope="session")
@@ -74,18 +96,29 @@ def smollm2():
     return resolve("smollm2-135m")
 
 
-@pytest.fixture(scope="session")
-def smollm2_f32(smollm2, tmp_path_factory):
-    """The same with every weight as F32: only so do reordered sums agree. 540 MB, which all workers share."""
+def _for_all_workers(tmp_path_factory, name, write):
+    """The path of a file that the first of the workers writes."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    path = folder / "smollm2-f32.gguf"
+    path = folder / name
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            tiny.dequantize(smollm2, path.with_suffix(".part"))
+            write(path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def smol(smollm2, tmp_path_factory):
+    """A small random model of SmolLM2's name, which reads and chats as that does."""
+    return _for_all_workers(tmp_path_factory, "smollm2-135m.gguf", partial(tiny.write_like, smollm2))
+
+
+@pytest.fixture(scope="session")
+def smollm2_f32(smollm2, tmp_path_factory):
+    """The same with every weight as F32: only so do reordered sums agree. 540 MB, which all workers share."""
+    return _for_all_workers(tmp_path_factory, "smollm2-f32.gguf", partial(tiny.dequantize, smollm2))
 
 
 @pytest.fixture(scope="session")

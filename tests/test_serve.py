@@ -22,7 +22,9 @@ from tests.serving import ONE_THREAD, serving
 pytestmark = pytest.mark.engine
 
 MODEL, REAL = "talker", "smollm2-135m"
-"""A small random model, and one that knows words."""
+"""A small random model that writes letters, and one with a real model's tokens and template."""
+
+GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
@@ -41,8 +43,8 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
-def real_server(smollm2):
-    with serving(REAL, "--budget", "256", "--temp", "0") as server:
+def real_server(smol):
+    with serving(smol, "--budget", "256", "--temp", "0") as server:
         yield server
 
 
@@ -191,16 +193,19 @@ def test_json_by_a_schema(client):
     assert isinstance(found["age"], int)
 
 
-def test_texts_are_continued(real_client):
-    answer = real_client.completions.create(
-        model=REAL, prompt="The capital of France is", max_tokens=3, logprobs=1
+def test_texts_are_continued(real_client, smol):
+    prompt = "The capital of France is"
+    answer = real_client.completions.create(model=REAL, prompt=prompt, max_tokens=3, logprobs=1)
+    written = forked.run(
+        [sys.executable, "-m", "kvtool", "generate", "--raw", "-m", str(smol), "-p", prompt, *GREEDY],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert "Paris" in answer.choices[0].text
+    assert answer.choices[0].text.strip() == written.stdout.strip() != ""
     assert len(answer.choices[0].logprobs.tokens) == 3
     assert answer.usage.prompt_tokens > 3
-    pieces = real_client.completions.create(
-        model=REAL, prompt="The capital of France is", max_tokens=3, stream=True
-    )
+    pieces = real_client.completions.create(model=REAL, prompt=prompt, max_tokens=3, stream=True)
     assert "".join(each.choices[0].text for each in pieces) == answer.choices[0].text
 
 
@@ -480,9 +485,9 @@ def test_a_tool_is_called_and_its_result_read(real_client):
     assert raised.value.body["param"].startswith("tool_choice")
 
 
-def test_a_long_system_prompt_is_read_once(smollm2, tmp_path):
+def test_a_long_system_prompt_is_read_once(smol, tmp_path):
     system = said("system", "You know the river. " * 90)
-    with serving(REAL, "--budget", "512", "-b", "64", "--temp", "0", "--sessions", str(tmp_path)) as server:
+    with serving(smol, "--budget", "512", "-b", "64", "--temp", "0", "--sessions", str(tmp_path)) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         ask(client, [said("user", "My secret is 4711.")], model=REAL)
         one = ask(client, [system, said("user", "What is deep?")], model=REAL)

@@ -27,8 +27,8 @@ LOGS = {client: list(lines) for client, lines in groupby(_ALL, lambda line: line
 
 
 @pytest.fixture(scope="module")
-def server(smollm2):
-    with serving("smollm2-135m", "--budget", "1024", "--temp", "0", "-n", "4") as server:
+def server(smol):
+    with serving(smol, "--budget", "1024", "--temp", "0", "-n", "4") as server:
         yield server
 
 
@@ -50,7 +50,7 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
 def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(server):
     goal = {"type": "function", "name": "goal", "parameters": {"type": "object", "properties": {}}}
     tools = [{"type": "namespace", "name": "team", "tools": [goal]}, goal, {"type": "web_search"}]
-    asked = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 60}
+    asked = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
     for own in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
         choice = {"type": "function", **own}
         sent = httpx.post(f"{server.url}/v1/responses", json=asked | {"tool_choice": choice}, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
 from pathlib import Path
 
@@ -93,6 +94,30 @@ def write_gemma3(
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 
+def write_like(src, path, *, n_layer=2, n_head=2, n_head_kv=1, head_dim=32, n_ff=64, seed=0):
+    """Writes a random F32 llama with the tokenizer, chat template and trained context of another model.
+
+    It writes words of ASCII letters, and what ends strings and objects often enough for JSON; such texts
+    come back as they were. It stands for the model where a test needs its tokens and nothing else of it.
+    """
+    reader = gguf.GGUFReader(src)
+    arch = reader.fields["general.architecture"].contents()
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    n_ctx_train = reader.fields[f"{arch}.context_length"].contents()
+    sizes = (n_layer, n_head, n_head_kv, head_dim, n_ff, len(tokens))
+    writer = _sized(path, "llama", n_ctx_train, *sizes)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100000.0)
+    writer.add_rope_dimension_count(head_dim)
+    _copy_metadata(reader, writer, only="tokenizer.")
+    # \u0120: a blank, as such tokenizers write it
+    words = [bool(re.fullmatch("\u0120[A-Za-z]+", token)) for token in tokens]
+    scale = np.array(words, np.float32)
+    for token in '"}123':
+        scale[tokens.index(token)] = 4
+    _add_tensors(writer, *sizes, False, seed, scale=scale)
+
+
 def start(
     path,
     arch,
@@ -112,6 +137,12 @@ def start(
     """
     if any(n_kv and n % n_kv for n, n_kv in np.broadcast(n_head, n_head_kv)):
         raise ValueError(f"n_head must be a multiple of n_head_kv ({n_head_kv}), got {n_head}")
+    writer = _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab)
+    _add_tokenizer(writer, n_vocab, space_prefix, add_bos)
+    return writer
+
+
+def _sized(path, arch, n_ctx_train, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab):
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("tiny")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
@@ -122,7 +153,6 @@ def start(
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)
     writer.add_vocab_size(n_vocab)
-    _add_tokenizer(writer, n_vocab, space_prefix, add_bos)
     return writer
 
 
@@ -144,8 +174,11 @@ class Tensors:
     def bias(self, *shape, std=0.5):
         return (self.rng.standard_normal(shape) * std).astype(np.float32)
 
-    def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm"):
-        """What is before and behind the layers. n_silent: tokens that are not written."""
+    def add_ends(self, n_vocab, *, tied=False, n_silent=N_SPECIAL, output_norm="output_norm", scale=None):
+        """What is before and behind the layers.
+
+        n_silent: tokens that are not written. scale: of the logits of each token.
+        """
         embd = self.rng.standard_normal((n_vocab, self.n_embd)).astype(np.float32)
         embd[:N_SPECIAL] *= not tied
         # a tied output row has the size of an embedding: the last norm brings its logits down
@@ -155,6 +188,8 @@ class Tensors:
         if not tied:
             output = self.matrix(n_vocab, self.n_embd, LOGIT_STD)
             output[:n_silent] = 0
+            if scale is not None:
+                output *= scale[:, None]
             self.writer.add_tensor("output.weight", output)
 
     def attention(self, n_head, n_head_kv, head_dim):
@@ -189,11 +224,22 @@ class Tensors:
 
 
 def _add_tensors(
-    writer, n_layer, n_head, n_head_kv, head_dim, n_ff, n_vocab, tied, seed, gemma=False, n_silent=N_SPECIAL
+    writer,
+    n_layer,
+    n_head,
+    n_head_kv,
+    head_dim,
+    n_ff,
+    n_vocab,
+    tied,
+    seed,
+    gemma=False,
+    n_silent=N_SPECIAL,
+    scale=None,
 ):
     n_embd = n_head * head_dim
     tensors = Tensors(writer, n_embd, seed)
-    tensors.add_ends(n_vocab, tied=tied, n_silent=n_silent)
+    tensors.add_ends(n_vocab, tied=tied, n_silent=n_silent, scale=scale)
     for i, n in enumerate(np.broadcast_to(n_head_kv, n_layer).tolist()):
         tensors.add_layer(i, tensors.attention(n_head, n, head_dim) | tensors.feed_forward(n_ff))
         if gemma:
@@ -253,10 +299,10 @@ def dequantize(src, dst):
     writer.close()
 
 
-def _copy_metadata(reader, writer, *but):
+def _copy_metadata(reader, writer, *but, only=""):
     for key, field in reader.fields.items():
         # the writer makes these itself
-        if key.startswith("GGUF.") or key in ("general.architecture", *but):
+        if key.startswith("GGUF.") or not key.startswith(only) or key in ("general.architecture", *but):
             continue
         if key == "general.alignment":
             writer.add_custom_alignment(field.contents())
