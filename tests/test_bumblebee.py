@@ -49,6 +49,7 @@ def kept(view, plan):
     return [sorted(pos[keep].tolist()) for pos, keep in zip(view.pos, plan.keep, strict=True)]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("phi", ["log", "power"])
 @pytest.mark.parametrize("mixture", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("n_value", [1, 4, 400])

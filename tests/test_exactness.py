@@ -59,6 +59,7 @@ TINY = [
 ]
 
 
+@pytest.mark.share(3, "positions", "evict_every", "n_head_kv")
 @pytest.mark.parametrize(("name", "positions", "evict_every", "n_head_kv"), TINY)
 def test_tiny_models_score_like_the_definition(tiny_model, name, positions, evict_every, n_head_kv):
     path = tiny_model(n_head_kv=n_head_kv, n_ctx_train=130)
@@ -111,6 +112,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.share(1, "positions", "evict_every")
 @pytest.mark.parametrize(("positions", "evict_every"), [("original", 16), ("in-cache", 1)])
 @pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
 def test_other_policies_and_options_score_like_the_definition(
@@ -127,6 +129,7 @@ def test_other_policies_and_options_score_like_the_definition(
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+@pytest.mark.share(3, "positions", "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize(
@@ -146,6 +149,7 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
     assert len({len(row) for row in live}) > 1
 
 
+@pytest.mark.share(2, "positions", "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "auto"])
 @pytest.mark.parametrize("options", [["index=keys"], ["index=keys", "recalled=5", "chunk=4"]], ids=" ".join)
@@ -193,13 +197,14 @@ def english(smollm2):
     return tokens
 
 
-# the definition is slow: each policy once, each kind of positions and of evictions twice
+# the definition is slow: each policy once, each kind of positions and of evictions twice; two without --long
+@pytest.mark.share(2, "name", "positions", "evict_every")
 @pytest.mark.parametrize(
     ("name", "positions", "evict_every"),
     [
         ("h2o", "in-cache", 16),
-        ("tova", "original", 1),
         ("buzz", "in-cache", 1),
+        ("tova", "original", 1),
         ("streamingllm", "original", 16),
     ],
 )

@@ -50,6 +50,7 @@ def model(path):
     return models.load(path)
 
 
+@pytest.mark.share(3, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
     # past 130 positions start over, and keys turn
@@ -77,6 +78,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.share(2, "name", "options")
 @pytest.mark.parametrize(("name", "options"), OTHERS, ids=str)
 def test_what_other_policies_read_and_write_is_that_of_the_definition(path, model, name, options):
     refused = {"weightedkv": "deepseek", "recall": "refact"}
@@ -120,6 +122,7 @@ def test_quantized_keys_turn_as_well(path, model):
     assert 1e-3 < np.median(error[130:]) < 3 * np.median(error[:130])
 
 
+@pytest.mark.share(1, "n")
 @pytest.mark.parametrize("n", [100, 300])
 def test_a_prompt_read_whole_scores_like_the_definition(path, model, n):
     """The second is beyond the context: three segments, and what is no row goes on from the last."""

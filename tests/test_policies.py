@@ -70,6 +70,7 @@ def stream(name, options, budget, evict_every, seed, pinned=0, n_plan=7, **kwarg
         cache.apply(plan.keep)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("evict_every", [1, 5])
 @pytest.mark.parametrize("budget", [14, 37])
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -89,12 +90,14 @@ def test_keeps_the_same_tokens_where_all_scores_are_equal(name, options):
     stream(name, options, 30, 4, seed=2, n_value=1)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("pinned", [3, 9, 10, 11, 12])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_keeps_the_same_tokens_around_pinned_ones(name, options, pinned):
     stream(name, options, 14, 1, seed=pinned, pinned=pinned)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 4)])
 @pytest.mark.parametrize("name", policies.names())

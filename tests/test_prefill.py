@@ -40,6 +40,7 @@ def live(engine):
     return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
 
+@pytest.mark.share(1, "positions")
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
 @pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm", "snapkv"])
 def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, positions):

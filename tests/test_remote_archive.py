@@ -36,23 +36,25 @@ RUNS = [
     ("q4", "q8_0", "on", "q8_0", 99),
     ("q4", "q8_0", "off", "f32", 3),
 ]
-N_FIRST, N_TOKENS = 250, 300
+N_FIRST, N_LATER = 250, 50
+# where the archive is a file here, the worker sends every cell by itself
+N_FIRST_IN_FILE = 90
 # older tokens are forgotten; several times beyond the trained context
 N_ARCHIVE = 100
 
 
-def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, **more):
-    """What a stream gives, and what goes on from its state in the middle: here, or on a worker."""
+def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, n_first=N_FIRST, **more):
+    """What a stream gives, and what goes on from its state after n_first tokens: here, or on a worker."""
     policy = policies.fit("recall", 48, 16, [f"index={index}"])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     settings |= {"archive": N_ARCHIVE} | more
-    tokens, found = text(N_TOKENS), {}
+    tokens, found = text(n_first + N_LATER), {}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         archive = engine.context.archive
-        first = perplexity.stream(engine, tokens[:N_FIRST])
+        first = perplexity.stream(engine, tokens[:n_first])
         saved = {name: array.copy() for name, array in engine.save()}
         before = meter.read() if meter else ()
-        found["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[N_FIRST:])]).tolist()
+        found["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[n_first:])]).tolist()
         if meter:
             sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
             found["sent"], found["received"] = sent["set"], received["get"]
@@ -63,7 +65,7 @@ def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, **more
         found["stored"] = archive.read(archive.span.start + 3, archive.end).tolist()
         assert engine.n_restart > 0
         engine.restore(saved)
-        found["again"] = perplexity.stream(engine, tokens[N_FIRST:]).tolist()
+        found["again"] = perplexity.stream(engine, tokens[n_first:]).tolist()
         archive.keep(20)
         found["kept"] = [archive.n, archive.n_bytes]
     found["saved"] = {name: saved[name].tolist() for name in saved if name.startswith("archive")}
@@ -73,7 +75,7 @@ def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, **more
 def goes_on(path, saved, settings, policy, n_gpu_layers):
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         engine.restore(saved)
-        return perplexity.stream(engine, text(N_TOKENS)[N_FIRST:]).tolist()
+        return perplexity.stream(engine, text(N_FIRST + N_LATER)[N_FIRST:]).tolist()
 
 
 def resized(path, n_gpu_layers):
@@ -136,7 +138,7 @@ def client(endpoint, path, file=None, pid=None):
     printed = {"results": results}
     if file:
         sys.stderr.write("\nrun others\n")
-        printed["in_file"] = run(path, *RUNS[0], meter, archive_file=file)[0]
+        printed["in_file"] = run(path, *RUNS[0], meter, N_FIRST_IN_FILE, archive_file=file)[0]
         printed["resized"] = resized(path, 99)
         printed["bytes"] = list(grown(path))
         printed["full"] = without_memory(path, int(pid)) if Path("/proc/self/statm").exists() else None
@@ -189,7 +191,7 @@ def both(request, remote, path):
 
 def test_a_worker_recalls_what_is_recalled_here(both):
     there, here = both
-    assert len(here["nll"]) == N_TOKENS - 2
+    assert len(here["nll"]) == N_FIRST + N_LATER - 2
     assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
     assert there["recalled"] == here["recalled"]
 
@@ -214,8 +216,7 @@ def test_a_saved_stream_goes_on_on_a_worker_and_here(both):
 
 
 def test_no_keys_and_values_go_over_the_wire(remote):
-    n_new = N_TOKENS - N_FIRST
-    logits = 4 * n_new * 320
+    logits = 4 * N_LATER * 320
     # of one token in all layers
     cells = 2 * 4 * 2 * 32 * 4
     worker, in_file = remote.printed["results"][0], remote.printed["in_file"]
@@ -223,12 +224,12 @@ def test_no_keys_and_values_go_over_the_wire(remote):
     assert logits < worker["received"] < logits + 8000
     # what is archived comes here, and what is recalled goes back
     assert in_file["received"] > logits + 30 * cells
-    n_recalled = (n_new // 16) * 16
+    n_recalled = (N_LATER // 16) * 16
     assert in_file["sent"] > worker["sent"] + n_recalled * cells
 
 
-def test_an_archive_in_a_file_is_here(remote):
-    in_file, in_memory = remote.printed["in_file"], remote.printed["results"][0]
+def test_an_archive_in_a_file_is_here(remote, path):
+    in_file, in_memory = remote.printed["in_file"], run(path, *RUNS[0][:-1], 0, None, N_FIRST_IN_FILE)[0]
     assert np.abs(np.subtract(in_file["nll"], in_memory["nll"])).max() < 1e-4
 
 

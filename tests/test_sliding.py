@@ -53,6 +53,7 @@ def test_nothing_evicted_scores_like_the_definition(gemma3):
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+@pytest.mark.share(2, "positions", "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["streamingllm", "h2o", "tova"])
