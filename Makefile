@@ -43,7 +43,7 @@ help:
 	@echo 'make dist         write two wheels to dist/: kvtool, and llama.cpp for every CPU of this kind of machine'
 	@echo 'make check-dist   install those in empty environments without a compiler, and run them; takes minutes'
 	@echo 'make test         set up, then run every check: $(STAGES)'
-	@echo 'make test-long    the same with every kill, random call and build of wheels; takes long'
+	@echo 'make test-long    the same with every size, kill, random call and build of wheels; takes long'
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'

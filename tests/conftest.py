@@ -42,7 +42,9 @@ def pytest_addoption(parser):
         action="store_true",
         help="run each case once, at its first size, and no test marked large: for slow kernels",
     )
-    parser.addoption("--long", action="store_true", help="every kill and random call, not a share of them")
+    parser.addoption(
+        "--long", action="store_true", help="every size, kill and random call, not a share of them"
+    )
 
 
 def _cases(items, sizes):

@@ -368,7 +368,7 @@ def test_rows_that_differ_need_no_budget(text_file, smollm2):
     means = []
     for history in (32, 40):
         given = ("--policy", "corm", "-o", f"history={history}", "--json")
-        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 200, *given).stdout)
+        result = json.loads(kvtool("perplexity", text_file, "-t", 1, "--max-tokens", 120, *given).stdout)
         assert result["budget"] == 8192
         assert 32 < result["cells"] < result["tokens"]
         means.append(result["cells"])

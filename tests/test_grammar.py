@@ -320,8 +320,8 @@ def test_what_a_grammar_cannot_hold_is_named():
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("policy", "temp"), [("h2o", 0), ("streamingllm", 1.5), ("recall", 1.5)])
-def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smollm2, policy, temp):
-    model = Model(smollm2)
+def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smol, policy, temp):
+    model = Model(smol)
     engine = Engine(model, policies.fit(policy, 64), Settings(n_threads=1, n_batch=32))
     its = Sampling(temp=temp, grammar=schema_grammar(json.dumps(PERSON)))
     writer = Writer(engine, Sampler(model, its, seed=3))
@@ -341,9 +341,9 @@ def test_an_object_fits_its_schema_though_its_tokens_are_evicted(smollm2, policy
 
 
 @pytest.mark.engine
-def test_generate_writes_json_that_fits_a_schema_under_a_budget(smollm2, tmp_path):
+def test_generate_writes_json_that_fits_a_schema_under_a_budget(smol, tmp_path):
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
-    own = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smollm2)
+    own = ("generate", "-p", "Who is it?", "-n", 400, "--seed", 5, "-t", 1, "-m", smol)
     under = ("--policy", "h2o", "--budget", 64, "-b", 32)
     done = kvtool(*own, *under, "--json-schema", tmp_path / "person.json", "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -57,7 +57,6 @@ class All(Newest):
 def packages(tmp_path, monkeypatch):
     """install(name, module, {policy: object}): a package as pip leaves it, in a folder of sys.path."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def install(name, code, entries, version="1.0"):
         module = name.replace("-", "_")
@@ -78,7 +77,9 @@ def packages(tmp_path, monkeypatch):
 
 
 def kvtool(*args, stdin=""):
-    command = [sys.executable, "-m", "kvtool", *map(str, args)]
+    # the folder of the packages, as a site of its own would add it
+    code = f"import sys; sys.path.insert(1, {sys.path[0]!r}); from kvtool.__main__ import main; main()"
+    command = [sys.executable, "-c", code, *map(str, args)]
     env = {**os.environ, "COLUMNS": "200"}
     return forked.run(command, capture_output=True, text=True, check=False, env=env, input=stdin)
 

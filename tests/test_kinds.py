@@ -50,7 +50,7 @@ def model(path):
     return models.load(path)
 
 
-@pytest.mark.share(3, "name")
+@pytest.mark.share(2, "name")
 @pytest.mark.parametrize("name", ["full", "h2o", "tova", "buzz", "streamingllm"])
 def test_scores_like_the_definition(path, model, name):
     # past 130 positions start over, and keys turn
@@ -93,6 +93,7 @@ def test_what_other_policies_read_and_write_is_that_of_the_definition(path, mode
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+@pytest.mark.share(1, "name")
 @pytest.mark.parametrize("name", ["h2o", "weightedkv"])
 def test_edits_on_the_device_score_like_the_definition(monkeypatch, path, model, name):
     if name == "weightedkv" and path.stem.startswith("deepseek"):
