@@ -60,8 +60,8 @@ class Server:
                 emit=lambda kind, **what: events.append(what),
             )
         )
-        assert not self.talk.unsaved, self.talk.unsaved
         end = events[-1]
+        assert "unsaved" not in end["held"], end["held"]["unsaved"]
         return end["message"]["content"], end["n_cached"], end["held"]["tokens"]
 
 

@@ -170,8 +170,8 @@ PLANTED = {
     "serve, slow heads": Fault(
         "each byte of a head gives it more time",
         "kvtool/serve/server.py",
-        "each.conn.their_state is h11.IDLE or",
-        "(each.conn.their_state is h11.IDLE and not each.conn.trailing_data[0]) or",
+        "one.conn.their_state is h11.IDLE or",
+        "(one.conn.their_state is h11.IDLE and not one.conn.trailing_data[0]) or",
         ("test_serve_faults.py::test_a_slow_head_and_a_slow_body_are_not_waited_for",),
     ),
     "kernels": Fault(
