@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 _MOST_EXACT = 16
@@ -20,6 +22,13 @@ def sign_flip_test(differences: np.ndarray) -> float:
     By changing signs (Fisher 1935): all of them for up to 16 differences that are not 0, else 20,000 draws.
     Where all differences are equal, that is the exact sign test.
     """
+    return _sign_flip(differences.astype(np.float64).tobytes())
+
+
+@cache
+def _sign_flip(raw: bytes) -> float:
+    """Of the same differences once: a table asks for them, its verdict, and the index."""
+    differences = np.frombuffer(raw)
     sizes = np.abs(differences[differences != 0])
     if len(sizes) <= _MOST_EXACT:
         bits = np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))

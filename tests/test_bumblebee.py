@@ -52,7 +52,7 @@ def kept(view, plan):
 @pytest.mark.share(1)
 @pytest.mark.parametrize("phi", ["log", "power"])
 @pytest.mark.parametrize("mixture", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("n_value", [1, 4, 400])
+@pytest.mark.parametrize("n_value", [4, 1, 400])
 def test_lazy_greedy_takes_what_greedy_takes(phi, mixture, n_value):
     for n, n_keep in ((1, 1), (9, 1), (9, 8), (30, 11), (47, 20)):
         policy = fit(n_keep + 1, 1, phi=phi, mixture=mixture)

@@ -19,7 +19,7 @@ from tests import forked
 from tests.called import called
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
-TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
+TURNS = [f"line {i} of the chat, and some more words" for i in range(14)]
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def exported(path):
 def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, policy, sampling):
     first = ["--policy", policy, "--budget", "96", *sampling.split()]
     assert talk(TURNS, *first, session="whole").returncode == 0
-    for at, options in ((0, first), (1, []), (9, []), (17, [])):
-        end = {0: 1, 1: 9, 9: 17, 17: 24}[at]
+    for at, options in ((0, first), (1, []), (6, []), (10, [])):
+        end = {0: 1, 1: 6, 6: 10, 10: 14}[at]
         done = talk(TURNS[at:end], *options)
         assert (done.returncode, done.stderr) == (0, "")
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
@@ -82,11 +82,11 @@ def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, po
     # past the budget and past the context
     assert shown["tokens"] > 512
     assert shown["cells"] <= 96
-    assert shown["turns"] == 24
+    assert shown["turns"] == 14
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("options", "n", "n_all"), [(FIRST, 10, 50), (RECALL, 5, 15)], ids=["h2o", "recall"])
+@pytest.mark.parametrize(("options", "n", "n_all"), [(FIRST, 6, 50), (RECALL, 4, 15)], ids=["h2o", "recall"])
 def test_a_chat_that_is_killed_many_times_loses_no_turn(chat_model, tmp_path, share_of, options, n, n_all):
     n = share_of(n, n_all)
     path, rng, saved, runs = tmp_path / "chat.kvs", random.Random(1), [], []

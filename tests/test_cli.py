@@ -66,23 +66,31 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_loads_nothing_heavy(command):
+@pytest.fixture(scope="module")
+def loaded_by_help():
+    """For each command (its help, what is heavy and loaded by then), one after the other in one process."""
     code = (
-        "import sys\n"
+        "import contextlib, io, json, sys\n"
         "from kvtool.cli import app\n"
-        f"arguments = {[command] if command else []} + ['--help']\n"
-        "try: app(arguments)\n"
-        "except SystemExit as end: assert not end.code\n"
         "heavy = {'numba', 'numpy', 'gguf', 'kvtool_llama', 'llama_cpp', 'jinja2', 'huggingface_hub'}\n"
-        "heavy &= set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "found = {}\n"
+        "for command in sys.argv[1:]:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "        try: app([command, '--help'] if command else ['--help'])\n"
+        "        except SystemExit as end: assert not end.code\n"
+        "    found[command] = out.getvalue(), sorted(heavy & set(sys.modules))\n"
+        "print(json.dumps(found))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code, *COMMANDS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_nothing_heavy(loaded_by_help, command):
+    said, heavy = loaded_by_help[command]
+    assert not heavy
+    assert "Usage" in said
 
 
 def test_a_command_loads_no_other():
@@ -302,7 +310,7 @@ def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
 
 
 @pytest.mark.engine
-def test_generate_writes_only_the_answer_to_stdout(smollm2):
+def test_generate_writes_only_the_answer_to_stdout(default_talker):
     done = kvtool("generate", "-p", "Say hello.", "-n", 8, "--temp", 0, "-t", 1)
     assert done.returncode == 0
     assert done.stdout.strip()
@@ -409,7 +417,7 @@ def test_generate_ends_quietly_when_the_reader_has_enough(smollm2):
 
 
 @pytest.mark.engine
-def test_chat_with_a_pipe_answers_each_line(smollm2):
+def test_chat_with_a_pipe_answers_each_line(default_talker):
     done = kvtool("chat", "--temp", 0, "-t", 1, "-n", 12, stdin="Hello!\n\nWhat is two plus two?\n")
     assert done.returncode == 0
     assert len([line for line in done.stdout.split("\n") if line]) >= 2

@@ -44,9 +44,9 @@ def model(talker):
 
 
 @pytest.fixture(scope="module")
-def real_model(smollm2):
+def real_model(smol):
     """One whose template has special tokens."""
-    model = Model(smollm2)
+    model = Model(smol)
     yield model
     model.close()
 

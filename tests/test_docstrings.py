@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "kvtool").rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def assigned(node):
@@ -34,20 +35,37 @@ def members(node):
     return found
 
 
-CLASSES, BASES, NAMES = {}, {}, set(dir(builtins))
-for tree in TREES.values():
-    for node in ast.walk(tree):
+class Names(NamedTuple):
+    """What the package defines.
+
+    trees: of each file. classes: the members of each class. bases: those of each. known: all names.
+    """
+
+    trees: dict[Path, ast.Module]
+    classes: dict[str, set[str]]
+    bases: dict[str, set[str]]
+    known: set[str]
+
+    def has(self, name, member):
+        return member in self.classes.get(name, ()) or any(
+            self.has(base, member) for base in self.bases.get(name, ())
+        )
+
+
+@pytest.fixture(scope="module")
+def names():
+    """Read here, and not by each worker that never needs it."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    classes, bases, known = {}, {}, set(dir(builtins))
+    for node in chain.from_iterable(map(ast.walk, trees.values())):
         if isinstance(node, ast.ClassDef):
-            CLASSES.setdefault(node.name, set()).update(members(node))
-            BASES.setdefault(node.name, set()).update(getattr(base, "id", "") for base in node.bases)
+            classes.setdefault(node.name, set()).update(members(node))
+            bases.setdefault(node.name, set()).update(getattr(base, "id", "") for base in node.bases)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            NAMES.add(node.name)
+            known.add(node.name)
         if isinstance(node, (ast.Name, ast.arg, ast.Attribute)):
-            NAMES.add(getattr(node, "id", None) or getattr(node, "arg", None) or node.attr)
-
-
-def has(name, member):
-    return member in CLASSES.get(name, ()) or any(has(base, member) for base in BASES.get(name, ()))
+            known.add(getattr(node, "id", None) or getattr(node, "arg", None) or node.attr)
+    return Names(trees, classes, bases, known)
 
 
 def texts(tree):
@@ -60,11 +78,11 @@ def texts(tree):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_docstring_names_is_there(path):
-    for text in texts(TREES[path]):
+def test_what_a_docstring_names_is_there(names, path):
+    for text in texts(names.trees[path]):
         for name, member in re.findall(r"\b([A-Z]\w*[a-z]\w*)\.([a-z_]+)\b", text):
-            assert name not in CLASSES or has(name, member), f"{name}.{member}"
+            assert name not in names.classes or names.has(name, member), f"{name}.{member}"
         for name in re.findall(r"\b[A-Z][a-z]\w*(?:Error|Context|Policy|End|OfMemory)\b", text):
-            assert name in CLASSES or name in NAMES, name
+            assert name in names.classes or name in names.known, name
         for name in re.findall(r"`([A-Za-z_]+)`", text):
-            assert name in NAMES, name
+            assert name in names.known, name

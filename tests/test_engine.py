@@ -826,6 +826,7 @@ def test_a_q8_0_cache_scores_nearly_like_f16(tiny_model):
     assert np.abs(nll["f16", "original"] - nll["f16", "in-cache"]).mean() > 0.3
 
 
+@pytest.mark.share(2, "n_head_kv", "evict_every")
 @pytest.mark.parametrize("n_head_kv", [1, 2])
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache"])

@@ -177,11 +177,12 @@ def test_generate_says_what_it_cannot_pin(tiny_model, template, options, what):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("command", ["generate", "chat", "perplexity"])
-def test_what_is_longer_than_the_budget_is_said_once(smollm2, tmp_path, command):
+def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
     (tmp_path / "text").write_text("The tide came in. " * 30)
     line = "The tide came in. " * 12 + "\n"
     arguments = {"perplexity": [tmp_path / "text"]}.get(command, ["-n", 1, "--temp", 0, "-b", 32])
-    done = kvtool(command, *arguments, "--policy", "h2o", "--budget", 32, "-t", 1, stdin=2 * line)
+    own = ["-m", smol, "--policy", "h2o", "--budget", 32, "-t", 1]
+    done = kvtool(command, *arguments, *own, stdin=2 * line)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("with evictions in between") == 1
     what = {"generate": "prompt", "chat": "turn", "perplexity": "text"}[command]

@@ -36,10 +36,10 @@ RUNS = [
     ("q4", "q8_0", "on", "q8_0", 99),
     ("q4", "q8_0", "off", "f32", 3),
 ]
-N_FIRST, N_LATER = 250, 50
+N_FIRST, N_LATER = 170, 50
 # where the archive is a file here, the worker sends every cell by itself
 N_FIRST_IN_FILE = 90
-# older tokens are forgotten; several times beyond the trained context
+# older tokens are forgotten, and positions start over
 N_ARCHIVE = 100
 
 

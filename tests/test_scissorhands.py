@@ -48,10 +48,10 @@ def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
 
 
 def test_remembers_no_less_than_seven_eighths_of_the_history():
-    policy = Scissorhands(1000, 1, window=1, history=400)
-    ones = counts_after(policy, [1] * 900, lambda step: 1)
-    assert ones[:400] == list(range(1, 401))
-    assert set(ones[400:]) == set(range(351, 401))
+    policy = Scissorhands(1000, 1, window=1, history=80)
+    ones = counts_after(policy, [1] * 180, lambda step: 1)
+    assert ones[:80] == list(range(1, 81))
+    assert set(ones[80:]) == set(range(71, 81))
 
 
 def test_a_long_batch_forgets_all_before_it():

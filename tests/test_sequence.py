@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -22,7 +21,8 @@ from tests.running import open_engine, text
 # the command line in a process in which the patch is not to be seen
 UNPATCHED = (
     "import sys, kvtool.llama.library\n"
-    "kvtool.llama.library.is_patched = lambda: False\n"
+    "for module in list(sys.modules.values()):\n"
+    "    if 'is_patched' in vars(module): module.is_patched = lambda: False\n"
     "from kvtool.cli import main\n"
     "sys.argv[0] = 'kvtool'\n"
     "main()"
@@ -81,6 +81,7 @@ def test_tokens_that_go_together_are_one_call():
 
 
 @pytest.mark.engine
+@pytest.mark.share(1, "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
 @pytest.mark.parametrize("name", ["random", "streamingllm", "local"])
@@ -204,7 +205,7 @@ def test_a_merge_is_refused(tiny_model, unpatched):
 
 def kvtool(*arguments, stdin=""):
     command = [sys.executable, "-c", UNPATCHED, *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    return forked.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
 
 
 NOTE = (
@@ -244,13 +245,13 @@ def test_other_policies_are_refused_before_the_model_is_loaded(chat_model, tmp_p
 
 
 @pytest.mark.engine
-def test_perplexity_without_the_patch_is_that_with_it(smollm2, tmp_path):
+def test_perplexity_without_the_patch_is_that_with_it(smol, tmp_path):
     (tmp_path / "text").write_text("The tide comes in twice a day, and twice a day it goes. " * 12)
     command = [
         "perplexity",
         tmp_path / "text",
         "-m",
-        smollm2,
+        smol,
         "--policy",
         "streamingllm",
         "--budget",

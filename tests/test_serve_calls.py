@@ -151,6 +151,7 @@ def test_a_call_after_a_thought(format, text, calls):
     assert thought == f"\nI call it: {text}\n"
 
 
+@pytest.mark.share(7, "format")
 @each_format
 @pytest.mark.parametrize("inside", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_call_and_one_of_an_unknown_tool_are_text(format, inside):

@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import httpx2 as httpx
-import openai
 import pytest
 
 from tests import forked, tiny
+from tests import late_openai as openai
 from tests.crowd_serve import said
 from tests.serving import ONE_THREAD, serving
 

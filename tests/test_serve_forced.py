@@ -206,6 +206,7 @@ FIT = {
 
 
 @pytest.mark.engine
+@pytest.mark.share(5, "format")
 @each_format
 @pytest.mark.parametrize("what", AWKWARD)
 def test_an_awkward_schema_is_forced_in_one_way_or_another(engine, format, what):

@@ -295,8 +295,9 @@ def test_config_shows_what_holds_for_a_command(file):
 
 
 @pytest.mark.engine
-def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smollm2, tmp_path, monkeypatch):
+def test_a_session_keeps_its_options_and_typed_ones_beat_it(file, smol, tmp_path, monkeypatch):
     """The file and the environment are for what a session does not say."""
+    monkeypatch.setenv("KVTOOL_MODEL", str(smol))
     file('budget = 300\ntemp = 0.5\nthreads = 1\nn = 2\n[chat]\nsystem = "Be brief."')
     there = tmp_path / "talk.kv"
 

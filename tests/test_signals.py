@@ -84,6 +84,7 @@ def run(path, policy, sizes, *, restores=False, **settings):
 SIZES = [30, 18, 3, 9, 1, 3, 16, 5, 2, 9, 1, 1, 1, 1, 12, 16, 16]
 
 
+@pytest.mark.share(3, "n_head_kv", "restores")
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("n_head_kv", [1, 2, 4])
 @pytest.mark.parametrize("group", REDUCE)
@@ -132,6 +133,7 @@ def recent_of(rows, pos, next, n_query, group):
     return recent
 
 
+@pytest.mark.share(2, "size")
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
 @pytest.mark.parametrize(("n_query", "group"), [(5, "max"), (90, "sum")])
 def test_recent_attention_is_that_of_exactly_the_last_queries(tiny_model, size, n_query, group):

@@ -106,8 +106,8 @@ def test_templates_say_what_becomes_of_thoughts():
 
 
 @pytest.fixture(scope="module")
-def model(smollm2):
-    model = Model(smollm2)
+def model(smol):
+    model = Model(smol)
     yield model
     model.close()
 

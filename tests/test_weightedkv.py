@@ -63,7 +63,7 @@ def test_the_weights_of_a_merged_value_add_up_to_one():
 
 @pytest.mark.large
 def test_many_that_go_at_once_merge_as_the_definition_has_it():
-    stream("weightedkv", [], 150, 60, seed=1)
+    stream("weightedkv", [], 110, 50, seed=1, n_plan=5)
 
 
 def test_evicts_only_where_asked_to():
