@@ -49,6 +49,79 @@ def test_an_archive_no_larger_than_what_is_recalled_is_the_full_cache(
     assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
 
 
+@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("flash", "kind", "tolerance"),
+    # a made key is rounded as every key is
+    [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("off", "f16", 2e-2), ("on", "q8_0", 0.2)],
+)
+def test_made_cells_are_the_full_cache_in_any_budget(
+    tiny_model, n_head_kv, n_threads, flash, kind, tolerance
+):
+    path, tokens = tiny_model(n_head_kv=n_head_kv), text(200)
+    settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
+    full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
+    kept = scores(path, policies.fit("streamingllm", 48, 16), tokens, **settings)
+    policy = fit(search="all")
+    with open_engine(path, policy, archive_type=kind, **settings, n_threads=n_threads) as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.policy.recall.n_cell == 4 // n_head_kv
+        assert engine.n_archived > 150
+        assert engine.n_kv + engine.policy.recall.n_cell <= policy.budget
+    assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
+
+
+@pytest.mark.parametrize("n_head_kv", [2, 4])
+def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_head_kv):
+    path, tokens = tiny_model("gemma2", n_head_kv=n_head_kv), text(200)
+    full = scores(path, policies.fit("full", 256, 0), tokens, n_batch=16)
+    got = scores(path, fit(search="all"), tokens, archive_type="f32")
+    assert np.abs(got - full).max() < TOLERANCE
+
+
+def test_made_cells_are_the_same_with_any_number_of_threads(tiny_model):
+    found = []
+    for n_threads in (1, 2, 5):
+        with open_engine(tiny_model(n_head_kv=2), fit(search="all"), n_threads=n_threads) as engine:
+            engine.read(text(900))
+            found.append(engine.context.logits().copy())
+            # several tiles for each thread
+            assert engine.n_archived > 3 * 256
+    for logits in found[1:]:
+        assert (logits == found[0]).all()
+
+
+def test_a_step_of_one_token_attends_no_farther_than_to_its_made_cells(tiny_model):
+    policy = fit(budget=256, search="all", chunk=64)
+    with open_engine(tiny_model(n_head_kv=2), policy) as engine:
+        engine.read(text(900))
+        assert engine.context.n_cell > 256
+        n_cell = engine.policy.recall.n_cell
+        for n in (1, 5, 1):
+            engine.read(text(n))
+            # llama.cpp's own table has them right behind those of the live ones
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_cell
+
+
+def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
+    found = []
+    with open_engine(tiny_model(n_head_kv=2), fit(search="all"), archive_type="f32") as engine:
+        engine.read(text(200))
+        good = {name: array.copy() for name, array in engine.save()}
+        of_layers = [name for name in good if name.startswith("archive.")]
+        for is_number in (False, True):
+            broken = {
+                name: np.full(len(good[name]) // 4, np.nan, np.float32).view(np.uint8) for name in of_layers
+            }
+            engine.restore(good if is_number else good | broken)
+            if is_number:
+                engine.context.archive.keep(0)
+            engine.read(text(1, seed=2))
+            found.append(engine.context.logits().copy())
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
 def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(64)
     want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)

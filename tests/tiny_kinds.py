@@ -140,6 +140,23 @@ def write_refact(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     _write_plain(_start(path, "refact", n_ctx_train, n_layer), n_layer, seed)
 
 
+def write_gemma2(path, *, n_layer=4, n_head_kv=N_HEAD_KV, cap=12.0, window=16, n_ctx_train=1024, seed=0):
+    """Attention logits are capped; every other layer slides."""
+    writer = _start(path, "gemma2", n_ctx_train, n_layer, n_head_kv, 1e-6)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_sliding_window(window)
+    writer.add_attn_logit_softcapping(cap)
+    writer.add_final_logit_softcapping(30.0)
+    tensors = Tensors(writer, N_EMBD, seed)
+    tensors.add_ends(N_VOCAB, tied=True)
+    for i in range(n_layer):
+        norms = {"post_attention_norm": tensors.norm(), "post_ffw_norm": tensors.norm(size=0.1)}
+        own = tensors.attention(N_HEAD, n_head_kv, HEAD_DIM) | tensors.feed_forward(N_FF) | norms
+        tensors.add_layer(i, own)
+    tensors.write()
+
+
 def write_gpt2(path, *, n_layer=2, n_ctx_train=1024, seed=0):
     """A learned vector for each position is added to what a token begins with. All norms have biases."""
     writer = _start(path, "gpt2", n_ctx_train, n_layer, N_HEAD)

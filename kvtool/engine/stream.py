@@ -63,6 +63,8 @@ class Stream:
     def __init__(self, model: Model, policy: Policy, settings: Settings | None = None) -> None:
         self.settings = settings = settings or Settings()
         self.model = model
+        if policy.recall:
+            policy = ask(policy, "on", max(n for _, n in model.groups))
         self.policy = policy
         self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
@@ -77,7 +79,7 @@ class Stream:
         self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
-        n_start += policy.budget - policy.n_live
+        n_start += policy.recall.n_filled if policy.recall else 0
         self.context = self._cache(pad(n_start))
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
@@ -99,6 +101,9 @@ class Stream:
             own: dict[str, Any] = {
                 name: getattr(settings, name) for name in ("archive_type", "archive_bytes", "archive_file")
             }
+            if policy.recall and policy.recall.made:
+                # right behind the live cells: a step attends no farther than to its last one
+                own["n_filled"] = n_cell - policy.n_live
             own |= {"ragged": policy.ragged, "n_archive": settings.archive, "n_near": self.n_ctx // 2}
             return Context(model, n_cell, settings.n_batch, self._request, **own, **how)
         lacking = (

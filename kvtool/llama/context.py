@@ -13,8 +13,6 @@ from kvtool.llama.archive import INDEX_BITS, Archive
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
-from kvtool.models.header import read as read_header
-from kvtool.models.layers import Kind
 from kvtool.policy import Merge, Recalls, Request, Signal
 from kvtool.units import CACHE_TYPES
 
@@ -35,6 +33,8 @@ class Context(Decoder):
         Whether rows may hold different numbers of cells.
     archive_type
         Number format of the archive, if the request recalls from one.
+    n_filled
+        Cells behind the live ones that steps fill from the archive, if not as few as the request says.
     n_near
         Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
     n_archive, archive_bytes
@@ -73,6 +73,7 @@ class Context(Decoder):
         *,
         ragged: bool = False,
         archive_type: str = "f16",
+        n_filled: int = 0,
         n_near: int = 0,
         n_archive: int | None = None,
         archive_bytes: int | None = None,
@@ -87,7 +88,8 @@ class Context(Decoder):
         self._n_query = max(ask.n_query, 1)
         type_archive = CACHE_TYPES[archive_type]
         recall = ask.recall or Recalls(n_cell=0, chunk=1, index="keys")
-        archive = recall.n_cell, n_near, INDEX_BITS[recall.index], type_archive, type_archive
+        cells = n_filled or recall.n_filled, recall.n_cell if recall.made else 0
+        archive = *cells, n_near, INDEX_BITS[recall.index], type_archive, type_archive
         wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
@@ -122,11 +124,10 @@ class Context(Decoder):
     @cached_property
     def n_head(self) -> np.ndarray:
         """i32[row]: the query heads, of all layers that read its cells, that share each row's KV head."""
-        # the number of heads is in the file's header
-        n_head = read_header(self.model.path).n_head
-        n_query = np.zeros(len(n_head), np.int32)
-        for layer in self.model.layers.of(Kind.ROWS):
-            n_query[layer.owner] += n_head[layer.number] // layer.n_head_kv
+        groups = self.model.groups
+        n_query = np.zeros(max(layer.number for layer, _ in groups) + 1, np.int32)
+        for layer, n in groups:
+            n_query[layer.owner] += n
         return n_query[self.row_layers]
 
     def see(self, n_seen: int) -> None:

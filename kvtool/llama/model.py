@@ -134,6 +134,13 @@ class Model:
             raise ModelError(f"{self.path} is damaged: its sliding layers see 0 tokens; download it again")
         return Layers(all_layers, n_swa if slides else 0, most_cells, has_alibi, self._rope)
 
+    @cached_property
+    def groups(self) -> list[tuple[Layer, int]]:
+        """Each layer that reads rows, with its query heads per KV head."""
+        # the number of heads is in the file's header
+        n_head = read(self.path).n_head
+        return [(layer, n_head[layer.number] // layer.n_head_kv) for layer in self.layers.of(Kind.ROWS)]
+
     @property
     def _rope(self) -> str:
         return _ROPES.get(api.llama_model_rope_type(self._model), "")

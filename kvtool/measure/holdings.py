@@ -101,7 +101,7 @@ class Holdings:
 def recalled_last(engine: Engine) -> np.ndarray:
     """i64[row, k], the tokens that each row recalled in the last step, the oldest first; then -1."""
     n_row, archive, recall = len(engine.rows.live), engine.context.archive, engine.policy.recall
-    if not archive or not recall:
+    if not archive or not recall or recall.made:
         return np.empty((n_row, 0), np.int64)
     return archive.recalled(n_row, recall.n_cell)
 

@@ -7,7 +7,7 @@ attend to most, and attends to them beside the live cells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ class Recall(Ranked):
         The most queries that share a choice: a prompt is read in steps of so many tokens.
     index
         What archived tokens are chosen by: their "keys", or these in 8 or 4 bits, "q8" or "q4".
+    search
+        "tokens": the archived tokens that a step attends to most come back. "all": each step attends to all
+        of them where they lie, and a row's made cells, one a query head, bring what it finds; `recalled` is
+        their number then, and the model says it.
     """
 
     budget: int
@@ -38,11 +42,13 @@ class Recall(Ranked):
     sinks: int = 4
     chunk: int = 16
     index: str = "q4"
+    search: str = "tokens"
 
     def __post_init__(self) -> None:
         for name in ("budget", "slack", "recalled", "sinks", "chunk"):
             check_whole(name, getattr(self, name), ValueError)
         check_choice("index", self.index, ("keys", "q8", "q4"))
+        check_choice("search", self.search, ("tokens", "all"))
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         most = _most_recalled(self.budget, self.slack, self.sinks)
@@ -60,14 +66,21 @@ class Recall(Ranked):
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
-        if "recalled" not in params:
+        if params.get("search") == "all":
+            if "recalled" in params:
+                raise ValueError("with search=all the model says how many cells are made; leave out recalled")
+            params["recalled"] = 1
+        elif "recalled" not in params:
             sinks = params.get("sinks", cls.__dataclass_fields__["sinks"].default)
             params["recalled"] = max(min((budget - slack) // 2, _most_recalled(budget, slack, sinks)), 1)
         return cls(budget, slack, **params)
 
     @property
     def recall(self) -> Recalls:
-        return Recalls(self.recalled, self.chunk, self.index)
+        return Recalls(self.recalled, self.chunk, self.index, made=self.search == "all")
+
+    def on(self, n_group: int) -> Recall:
+        return replace(self, recalled=n_group) if self.search == "all" else self
 
     def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays

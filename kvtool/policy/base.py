@@ -120,6 +120,10 @@ class Policy:
         """How steps recall evicted tokens; None: evicted tokens are forgotten."""
         return None
 
+    def on(self, n_group: int) -> Policy:
+        """The policy for a model each of whose rows has at most n_group query heads."""
+        return self
+
     @property
     def n_live(self) -> int:
         """The most live cells of a row: the budget without the cells for recalled tokens."""

@@ -51,16 +51,25 @@ class Recalls:
     Attributes
     ----------
     n_cell
-        Cells of each row that a step fills with archived tokens.
+        Cells of each row that a query sees besides the live ones: archived tokens, or made cells.
     chunk
-        The most tokens of a step: they share one choice.
+        The most tokens of a step. They share one choice of archived tokens; each has its own made cells.
     index
         What archived tokens are chosen by: their "keys", or these in 8 or 4 bits, "q8" or "q4".
+    made
+        Whether cells are made, one for each query head of a row: attention to them is attention to the whole
+        archive.
     """
 
     n_cell: int
     chunk: int
     index: str
+    made: bool = False
+
+    @property
+    def n_filled(self) -> int:
+        """Cells of each row that a step fills, at most."""
+        return self.n_cell * self.chunk if self.made else self.n_cell
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "archive.h"
+#include "attention.h"
 
 #include <cstdint>
 #include <string>
@@ -50,7 +51,8 @@ public:
 
     // What recalls tokens of layer i, whose keys are k, in a graph: see recall_into. n: the numbers that it gives
     virtual ggml_tensor * build(
-            const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, float scale) = 0;
+            const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
+            const logit_params & logits) = 0;
 
     // the caches have other tensors now
     virtual void forget_caches() {}

@@ -176,6 +176,24 @@ void archive::set_base(int64_t base) {
     }
 }
 
+std::vector<stretch> archive::stretches(int64_t rot) const {
+    std::vector<stretch> res;
+
+    const auto add = [&](int64_t begin, int64_t end, int64_t delta) {
+        if (begin < end) {
+            res.push_back({ begin, end, delta });
+        }
+    };
+
+    add(begin(), far, n_near - rot);
+    for (size_t j = 0; j < frames.size(); ++j) {
+        const int64_t stop = j + 1 < frames.size() ? frames[j + 1].first : end();
+        add(std::max(frames[j].first, far), stop, base() - frames[j].base);
+    }
+
+    return res;
+}
+
 int64_t archive::base_of(int64_t i) const {
     if (frames.empty()) {
         return 0;

@@ -31,6 +31,7 @@ struct archive_params {
     int32_t type_k;
     int32_t type_v;
     int32_t v_trans;
+    int32_t n_made;
 };
 
 // one of them
@@ -125,6 +126,14 @@ private:
     uint8_t * value_at(int head, int64_t i) const { return memory.at(i) + at_v + (head*n_block + i % n_block)*size_v; }
 };
 
+// archived tokens whose keys are rotated alike
+struct stretch {
+    int64_t begin;
+    int64_t end;
+
+    int64_t delta; // how far a query turns that is to be multiplied with them
+};
+
 class archive {
 public:
     // layers of these shapes, all empty
@@ -178,6 +187,9 @@ public:
     int64_t far_end() const { return far; }
 
     std::vector<frame> frames; // those of the tokens that are not far, and the last one
+
+    // all tokens, for queries the first of which is rotated to rot; far ones as they were before RoPE
+    std::vector<stretch> stretches(int64_t rot) const;
 
     // the base of the frame of token i
     int64_t base_of(int64_t i) const;

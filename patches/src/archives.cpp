@@ -16,7 +16,7 @@ void archives::make(const llama_context & lctx, bool here) {
     const auto & kv = *memory::cache(lctx);
     const auto & p  = params;
 
-    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, memory::is_transposed(kv) };
+    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, memory::is_transposed(kv), p.n_made };
 
     const int n_map = memory::key_map(kv);
 
@@ -28,7 +28,7 @@ void archives::make(const llama_context & lctx, bool here) {
 
     places.clear();
     for (const auto & l : layers) {
-        const auto home = here ? nullptr : archive_spare(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer)));
+        const auto home = here || p.n_made > 0 ? nullptr : archive_spare(ggml_backend_buft_get_device(ggml_backend_buffer_get_type(l.k->buffer)));
 
         const size_t part = part_of.insert({ home, homes.size() }).first->second;
         if (part == homes.size()) {
@@ -166,8 +166,8 @@ std::vector<int64_t> archives::chosen(size_t layer) {
 
 ggml_tensor * archives::build(
         const llm_graph_context & graph, size_t layer, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
-        float scale) {
-    return parts[places[layer].part]->build(graph, places[layer].i, k, args, type, n, scale);
+        const logit_params & logits) {
+    return parts[places[layer].part]->build(graph, places[layer].i, k, args, type, n, logits);
 }
 
 void archives::forget_caches() {

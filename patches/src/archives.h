@@ -65,7 +65,7 @@ public:
 
     ggml_tensor * build(
             const llm_graph_context & graph, size_t layer, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
-            float scale);
+            const logit_params & logits);
 
     void forget_caches();
 

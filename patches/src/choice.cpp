@@ -3,26 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <thread>
 
 namespace kvtool {
 
 // queries whose logits are held at the same time, at most
 static constexpr int n_together = 16;
-
-void choice_work::meet(int n) {
-    const int met = n_met;
-    if (++n_here == n) {
-        n_here = 0;
-        ++n_met;
-        return;
-    }
-    for (int i = 0; n_met == met; ++i) {
-        if (i > 1000) {
-            std::this_thread::yield();
-        }
-    }
-}
 
 int64_t choice::turn_of(int64_t i, int64_t rot) const {
     const int64_t base = all.base_of(i);
@@ -32,22 +17,12 @@ int64_t choice::turn_of(int64_t i, int64_t rot) const {
 
 choice::choice(const archive & all, size_t i, int64_t rot, choice_work & work, int ith, int nth)
     : all(all), l(all[i]), rope(all.turns_of(i)), work(work), ith(ith), nth(nth) {
-    const auto add = [&](int64_t begin, int64_t end, int64_t delta) {
-        if (begin < end) {
-            stretches.push_back({ begin, end, delta, {}, {} });
-        }
-    };
-
-    // the index has far keys as they were before RoPE
-    add(all.begin(), all.far_end(), all.n_near - rot);
-    for (size_t j = 0; j < all.frames.size(); ++j) {
-        const auto & f = all.frames[j];
-        const int64_t end = j + 1 < all.frames.size() ? all.frames[j + 1].first : all.end();
-        add(std::max(f.first, all.far_end()), end, all.base() - f.base);
+    for (const auto & s : all.stretches(rot)) {
+        stretches.push_back({ s, {}, {} });
     }
     for (const auto & s : stretches) {
-        for (int64_t i = s.begin; i < s.end; i += tiles.back().n) {
-            tiles.push_back({ &s, i, (int) (std::min({ s.end, archived_layer::block_end(i), i + n_tile - i % n_side }) - i) });
+        for (int64_t i = s.of.begin; i < s.of.end; i += tiles.back().n) {
+            tiles.push_back({ &s, i, (int) (std::min({ s.of.end, archived_layer::block_end(i), i + n_tile - i % n_side }) - i) });
         }
     }
 }
@@ -69,7 +44,7 @@ void choice::turn(const std::vector<float> & queries) {
         s.queries = queries;
         s.small.resize(l.n_bit > 0 ? n_query : 0);
         for (int q = 0; q < n_query; ++q) {
-            rope.turn_query(s.queries.data() + q*l.n_embd_k, s.delta);
+            rope.turn_query(s.queries.data() + q*l.n_embd_k, s.of.delta);
             if (l.n_bit > 0) {
                 s.small[q].set(s.queries.data() + q*l.n_embd_k, l.n_embd_k);
             }

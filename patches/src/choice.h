@@ -4,9 +4,9 @@
 
 #include "archive.h"
 #include "index.h"
+#include "meeting.h"
 #include "softmax.h"
 
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -14,20 +14,13 @@ namespace kvtool {
 
 // What the threads that choose for a layer share: each takes some of the archived tokens, so that all have work where there
 // are few rows.
-class choice_work {
+class choice_work : public meeting {
 public:
-    // returns once n threads are here
-    void meet(int n);
-
     // of the queries that are looked at together, each with one for every tile; the next ones use the other
     std::vector<softmax_part> parts[2];
 
     std::vector<float> powers; // the same for every token, n_tile a tile
     std::vector<float> score;  // [n_head][tokens]
-
-private:
-    std::atomic<int> n_here { 0 };
-    std::atomic<int> n_met  { 0 };
 };
 
 // a thread's part in the choice among the archived tokens of a layer
@@ -51,12 +44,9 @@ public:
     int64_t turn_of(int64_t i, int64_t rot) const;
 
 private:
-    // tokens whose keys are rotated alike
-    struct stretch {
-        int64_t begin;
-        int64_t end;
-
-        int64_t delta; // how far the queries turn
+    // tokens whose keys are rotated alike, and the queries turned to them
+    struct turned {
+        stretch of;
 
         std::vector<float>       queries; // [n_query][n_embd]
         std::vector<small_query> small;   // with an index
@@ -64,7 +54,7 @@ private:
 
     // tokens of one stretch and one block
     struct tile {
-        const stretch * from;
+        const turned * from;
         int64_t begin;
         int     n;
     };
@@ -79,7 +69,7 @@ private:
 
     int n_round = 0; // of queries that are looked at together
 
-    std::vector<stretch> stretches;
+    std::vector<turned> stretches;
     std::vector<tile>    tiles;
     std::vector<float>   keys; // of a tile
     std::vector<float>   some;

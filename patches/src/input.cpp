@@ -57,6 +57,21 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         ggml_backend_tensor_set(queries, f.data(), 0, ggml_nbytes(queries));
     }
 
+    for (const auto & m : made) {
+        const int64_t n_made = kvtool.params.n_made;
+        const int64_t first  = kvtool.layers[0].n_cell - kvtool.params.n_recall;
+        const int64_t n_kv   = m.seen->ne[0];
+
+        f.assign(ggml_nelements(m.seen), 0.0f);
+        for (int64_t t = 0; t < m.seen->ne[1]; ++t) {
+            for (int64_t c = first; c < n_kv; ++c) {
+                const bool own = (c - first)/n_made == t && (c - first) % n_made < m.n_gqa;
+                f[t*n_kv + c] = own ? 0.0f : -INFINITY;
+            }
+        }
+        ggml_backend_tensor_set(m.seen, f.data(), 0, ggml_nbytes(m.seen));
+    }
+
     for (const auto & r : ragged) {
         const auto & l = kvtool.layers[r.i];
 

@@ -49,6 +49,16 @@ public:
 
     std::vector<distances> biased;
 
+    // made cells, of the rows with so many query heads
+    struct made {
+        int64_t n_gqa;
+
+        ggml_tensor * seen; // F32 [n_kv, n_tokens]: 0 where a query sees a cell, else -INFINITY
+        ggml_tensor * mask; // the same added to llama.cpp's
+    };
+
+    std::vector<made> made;
+
     ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: where they stand, with ALiBi
 };
 

@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 11
+#define LLAMA_KVTOOL_ABI 12
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -53,7 +53,9 @@ struct llama_kvtool_params {
     int32_t  n_query; // of the recent signal, at least 1: so many floats per row and cell are kept
 
     // the archive, if there is one
-    int32_t n_recall; // of each row's last cells: those that a step fills with archived tokens; 0 without an archive
+    int32_t n_recall; // of each row's last cells: those that a step fills from the archive; 0 without an archive
+    int32_t n_made;   // of these for each token of a step: one for each query head of a row, made so that attention to them is
+                      // attention to the whole archive; 0: n_recall archived tokens are chosen for the step
     int32_t n_near;   // tokens farther than this count, and come back, as if they were so far
     int32_t n_bit;    // of each number in the index that keys are chosen by: 8 or 4, or 0 for the keys themselves
     int32_t type_k;   // ggml_type of archived keys

@@ -132,9 +132,37 @@ static ggml_tensor * distances(const llm_graph_context & graph, const layer & l,
     return ggml_neg(ctx, ggml_abs(ctx, x));
 }
 
+// each token sees the cells that were made for it
+static ggml_tensor * made_mask(const llm_graph_context & graph, const llama_kvtool & kvtool, ggml_tensor * kq_mask, int64_t n_gqa) {
+    const int64_t n_tokens = kq_mask->ne[1];
+    if (n_tokens == 1 && n_gqa == kvtool.params.n_made) {
+        return kq_mask;
+    }
+
+    ggml_context * ctx = graph.ctx0;
+
+    auto & all = graph_input(graph).made;
+    const auto it = std::find_if(all.begin(), all.end(), [&](const auto & m) { return m.n_gqa == n_gqa; });
+    if (it != all.end()) {
+        return it->mask;
+    }
+
+    ggml_tensor * seen = new_input(ctx, GGML_TYPE_F32, kq_mask->ne[0], n_tokens, 1);
+
+    // not all devices add in half precision
+    const bool is_half = kq_mask->type == GGML_TYPE_F16;
+    ggml_tensor * x = ggml_add(ctx, is_half ? ggml_cast(ctx, kq_mask, GGML_TYPE_F32) : kq_mask, seen);
+
+    all.push_back({ n_gqa, seen, is_half ? ggml_cast(ctx, x, GGML_TYPE_F16) : x });
+    return all.back().mask;
+}
+
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
+    if (kvtool && kvtool->params.n_made > 0 && kvtool->archive.size() > 0 && kvtool->find(il)) {
+        return made_mask(graph, *kvtool, kq_mask, graph.hparams.n_head(il)/kvtool->find(il)->n_head);
+    }
     if (!kvtool || (!kvtool->params.ragged && !kvtool->places.is_on()) || !kvtool->find(il)) {
         return kq_mask;
     }
@@ -187,6 +215,13 @@ bool llama_kvtool_fits(const llama_context & lctx, uint32_t n_tokens) {
         if (n_tokens > (uint32_t) (n - n_own)) {
             LLAMA_LOG_ERROR("%d cells cannot hold %d + %u tokens\n", n, n_own, n_tokens);
             return false;
+        }
+        if (kvtool->params.n_made > 0 && kvtool->archive.size() > 0) {
+            if (n_tokens > (uint32_t) (kvtool->params.n_recall/kvtool->params.n_made)) {
+                LLAMA_LOG_ERROR("%d cells cannot be made for %u tokens\n", kvtool->params.n_recall, n_tokens);
+                return false;
+            }
+            kvtool->fill_recalled(lctx, n_tokens);
         }
     }
     if (!kvtool->params.ragged) {

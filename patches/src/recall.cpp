@@ -9,6 +9,7 @@
 #include "llama-graph.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace kvtool {
@@ -42,6 +43,12 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
     return { highest(kq), highest(p) };
 }
 
+// what attention does with products of keys and queries
+static logit_params logits_of(const llm_graph_context & graph, float scale) {
+    const auto & hparams = graph.hparams;
+    return { scale, hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK ? hparams.f_attn_logit_softcapping : 0.0f };
+}
+
 } // namespace kvtool
 
 using namespace kvtool;
@@ -59,7 +66,12 @@ void llama_kvtool_recall(
     const auto & l = *kvtool->find(il);
 
     const size_t  i = &l - kvtool->layers.data();
-    const int64_t k = kvtool->params.n_recall;
+    const int64_t n_made = kvtool->params.n_made;
+
+    const int64_t first = l.n_cell - kvtool->params.n_recall;
+
+    // a batch that is only reserved for may be longer than a step
+    const int64_t k = n_made > 0 ? n_made*std::min<int64_t>(q->ne[2], kvtool->params.n_recall/n_made) : kvtool->params.n_recall;
 
     const int64_t n_embd_k = l.k->ne[0];
     const int64_t n_embd_v = l.v ? l.v->ne[0] : 0;
@@ -69,20 +81,21 @@ void llama_kvtool_recall(
         input.rot = new_input(ctx, GGML_TYPE_I32, 1, 1, 1);
     }
 
-    const auto live = live_logits(graph, *kvtool, l, q, mask, sinks, scale);
-
     // devices copy to a cache in half precision from the same, and to others from floats
     const bool is_half = l.k->type == GGML_TYPE_F16 && (!l.v || l.v->type == GGML_TYPE_F16);
     const auto type    = is_half ? GGML_TYPE_F16 : GGML_TYPE_F32;
 
-    ggml_tensor * args[] = { q, input.rot, live.first, live.second };
-    ggml_tensor * t = input.kvtool.archive.build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), scale);
+    ggml_tensor * args[] = { q, input.rot, nullptr, nullptr };
+    if (n_made == 0) {
+        std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, scale);
+    }
+    ggml_tensor * t = input.kvtool.archive.build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits_of(graph, scale));
     ggml_build_forward_expand(graph.gf, t);
 
-    // the last k cells
-    const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t first) {
-        ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), first*ggml_type_size(type));
-        ggml_tensor * to   = ggml_view_2d(ctx, cache, n_embd, k, cache->nb[1], (l.n_cell - k)*cache->nb[1]);
+    // the first k cells behind those of the rows' own tokens
+    const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
+        ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
+        ggml_tensor * to   = ggml_view_2d(ctx, cache, n_embd, k, cache->nb[1], first*cache->nb[1]);
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, from, to));
     };
 
@@ -98,6 +111,6 @@ void llama_kvtool_recall(
     const size_t one = ggml_type_size(l.v->type);
 
     ggml_tensor * from = ggml_view_2d(ctx, t,   k, n_embd_v, ggml_row_size(type, k), k*n_embd_k*ggml_type_size(type));
-    ggml_tensor * to   = ggml_view_2d(ctx, l.v, k, n_embd_v, l.n_cell*one, (l.n_cell - k)*one);
+    ggml_tensor * to   = ggml_view_2d(ctx, l.v, k, n_embd_v, l.n_cell*one, first*one);
     ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, from, to));
 }

@@ -1,6 +1,7 @@
 #include "recaller.h"
 
 #include "convert.h"
+#include "made.h"
 
 #include "llama-graph.h"
 
@@ -112,10 +113,10 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
                     queries.insert(queries.end(), from, from + l.n_embd_k);
 
                     const size_t at = g*q->ne[2] + t;
-                    live.push_back(layer.scale*most[at] - std::log(prob[at]));
+                    live.push_back(layer.logits.scale*most[at] - std::log(prob[at]));
                 }
             }
-            one.set_scores(head, queries, live, layer.scale);
+            one.set_scores(head, queries, live, layer.logits.scale);
         }
         work.meet(nth);
     }
@@ -135,11 +136,101 @@ void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
+// of each row's queries, token by token
+static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa) {
+    std::vector<float> res;
+    for (int64_t t = 0; t < q->ne[2]; ++t) {
+        for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
+            const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
+            res.insert(res.end(), from, from + q->ne[0]);
+        }
+    }
+    return res;
+}
+
+template <typename T>
+static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & layer = *(recalled_layer *) userdata;
+
+    const auto & l = layer.all->tokens[layer.i];
+    const auto & p = layer.all->params;
+
+    const ggml_tensor * q = dst->src[0];
+
+    const int64_t rot = *(const int32_t *) dst->src[1]->data;
+
+    const int n_gqa    = q->ne[1]/l.n_head;
+    const int n_tokens = q->ne[2];
+    const int n_cell   = n_tokens*p.n_made;
+
+    attention one(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, layer.all->attending);
+    if (ith == 0) {
+        one.make_room();
+    }
+    layer.all->attending.meet(nth);
+
+    std::vector<float> queries;
+    for (int part = one.n_part()*ith/nth, head = -1; part < one.n_part()*(ith + 1)/nth; ++part) {
+        if (one.head_of(part) != head) {
+            head    = one.head_of(part);
+            queries = queries_of(q, head, n_gqa);
+        }
+        one.attend(part, queries);
+    }
+    layer.all->attending.meet(nth);
+
+    T * to_k = (T *) dst->data;
+    T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;
+
+    made_cells cells(n_gqa, l.n_embd_k, l.n_embd_v, layer.type_k, layer.logits);
+
+    std::vector<double> sums(n_gqa);
+    std::vector<float>  found(n_gqa*l.n_embd_v);
+    std::vector<T>      value(l.n_embd_v);
+
+    for (int i = ith; i < l.n_head*n_tokens; i += nth) {
+        const int head = i/n_tokens;
+        const int t    = i % n_tokens;
+
+        queries.clear();
+        for (int g = 0; g < n_gqa; ++g) {
+            const auto * from = (const float *) ((const char *) q->data + (head*n_gqa + g)*q->nb[1] + t*q->nb[2]);
+            queries.insert(queries.end(), from, from + l.n_embd_k);
+            sums[g] = one.result(head, t*n_gqa + g, found.data() + g*l.n_embd_v);
+        }
+        cells.make(queries.data(), sums.data(), found.data());
+
+        for (int g = 0; g < p.n_made; ++g) {
+            const size_t cell = t*p.n_made + g;
+
+            T * k = to_k + (cell*l.n_head + head)*l.n_embd_k;
+            if (g < n_gqa) {
+                gathering<T>::from(cells.keys  .data() + g*l.n_embd_k, k, l.n_embd_k);
+                gathering<T>::from(cells.values.data() + g*l.n_embd_v, value.data(), l.n_embd_v);
+            } else {
+                std::fill_n(k, l.n_embd_k, T {});
+                std::fill(value.begin(), value.end(), T {});
+            }
+            for (int64_t e = 0; e < l.n_embd_v; ++e) {
+                to_v[p.v_trans ? (head*l.n_embd_v + e)*n_cell + cell : (cell*l.n_head + head)*l.n_embd_v + e] = value[e];
+            }
+        }
+    }
+}
+
+void make_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (dst->type == GGML_TYPE_F16) {
+        make<ggml_fp16_t>(dst, ith, nth, userdata);
+    } else {
+        make<float>(dst, ith, nth, userdata);
+    }
+}
+
 recaller::recaller(const archive_params & params, const std::vector<archive_shape> & shapes) : params(params) {
     tokens.make(params, shapes);
 
     for (size_t i = 0; i < shapes.size(); ++i) {
-        recalled.push_back({ this, i, 0.0f, std::vector<int64_t>((size_t) shapes[i].n_head*params.n_recall, -1) });
+        recalled.push_back({ this, i, {}, GGML_TYPE_F32, std::vector<int64_t>((size_t) shapes[i].n_head*params.n_recall, -1) });
     }
 }
 
@@ -159,10 +250,14 @@ void recaller::clear() {
 }
 
 ggml_tensor * recaller::build(
-        const llm_graph_context & graph, size_t i, const ggml_tensor *, ggml_tensor ** args, ggml_type type, int64_t n, float scale) {
-    recalled[i].scale = scale;
+        const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
+        const logit_params & logits) {
+    recalled[i].logits = logits;
+    recalled[i].type_k = k->type;
 
-    ggml_tensor * t = ggml_custom_4d(graph.ctx0, type, n, 1, 1, 1, args, 4, recall_into, GGML_N_TASKS_MAX, &recalled[i]);
+    const bool made = params.n_made > 0;
+
+    ggml_tensor * t = ggml_custom_4d(graph.ctx0, type, n, 1, 1, 1, args, made ? 2 : 4, made ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
     // what another machine's device says it can do, it may not
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
 

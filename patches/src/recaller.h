@@ -3,6 +3,7 @@
 #pragma once
 
 #include "archive-part.h"
+#include "attention.h"
 #include "choice.h"
 
 namespace kvtool {
@@ -14,7 +15,8 @@ struct recalled_layer {
     recaller * all;
     size_t     i;
 
-    float scale; // of the products of keys and queries, in the graph that was made last
+    logit_params logits; // in the graph that was made last
+    ggml_type    type_k; // of the cache there
 
     std::vector<int64_t> chosen; // [n_head][n_recall]
 };
@@ -23,6 +25,9 @@ struct recalled_layer {
 // [k][n_head][n_embd_v] or transposed, as F16 or F32; src: the queries [n_embd_k, n_head_q, n_tokens], where the first of them
 // is rotated to, and of their logits with the live cells the highest one and its probability, both [n_head_q][n_tokens]
 void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
+
+// The same with made cells, n_made a token; src: the queries, and where the first of them is rotated to
+void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 class recaller : public archive_part {
 public:
@@ -57,12 +62,13 @@ public:
 
     ggml_tensor * build(
             const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
-            float scale) override;
+            const logit_params & logits) override;
 
     const archive_params params;
 
-    archive     tokens;
-    choice_work work;
+    archive        tokens;
+    choice_work    work;
+    attention_work attending;
 
     std::vector<recalled_layer> recalled; // one a layer
 };

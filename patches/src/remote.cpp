@@ -237,12 +237,13 @@ std::vector<int64_t> remote::chosen(size_t i) {
 }
 
 ggml_tensor * remote::build(
-        const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n, float scale) {
+        const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
+        const logit_params & logits) {
     call one;
     one.archive = number;
     one.what    = CALL_RECALL;
     one.layer   = i;
-    one.scale   = scale;
+    one.scale   = logits.scale;
 
     ggml_tensor * t = new_call(graph.ctx0, type, n, args, 4, one);
 

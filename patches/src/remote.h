@@ -40,7 +40,7 @@ public:
 
     ggml_tensor * build(
             const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
-            float scale) override;
+            const logit_params & logits) override;
 
     void forget_caches() override { puts.reset(); }
 

@@ -30,6 +30,9 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
+    if (params.n_made < 0 || params.n_made > params.n_recall) {
+        return format("n_made must be in 0..%d, which is n_recall, got %d", params.n_recall, params.n_made);
+    }
     if (params.n_recall > 0 && params.n_bit != 0 && params.n_bit != 4 && params.n_bit != 8) {
         return format("n_bit must be 0, 4 or 8, got %d", params.n_bit);
     }
@@ -48,6 +51,15 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
     for (const int32_t type : { params.type_k, params.type_v }) {
         if (type < 0 || type >= GGML_TYPE_COUNT || (type != GGML_TYPE_F32 && !ggml_get_type_traits((ggml_type) type)->from_float_ref)) {
             return format("keys and values of type %d cannot be archived", type);
+        }
+    }
+    for (int il = 0; il < (int) index_of_il.size() && params.n_made > 0; ++il) {
+        const auto * l = find(il);
+        if (l && !l->v) {
+            return "values are a part of the keys (MLA), so no cells can be made: n_made must be 0";
+        }
+        if (l && params.n_made*l->n_head < (int) hparams.n_head(il)) {
+            return format("n_made must be %d or more, got %d", (int) hparams.n_head(il)/l->n_head, params.n_made);
         }
     }
     for (const auto & l : layers) {
@@ -319,8 +331,9 @@ int llama_kvtool::n_used(const llama_context & lctx) const {
     return memory::n_used(*memory::cache(lctx), params.n_recall);
 }
 
-void llama_kvtool::fill_recalled(const llama_context & lctx) const {
-    memory::fill_recalled(*memory::cache(lctx), params.n_recall, std::min<int64_t>(params.n_recall, archive.size()));
+void llama_kvtool::fill_recalled(const llama_context & lctx, int n_tokens) const {
+    const int64_t n = params.n_made == 0 ? archive.size() : archive.size() > 0 ? (int64_t) n_tokens*params.n_made : 0;
+    memory::fill_recalled(*memory::cache(lctx), params.n_recall, std::min<int64_t>(params.n_recall, n));
 }
 
 void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {

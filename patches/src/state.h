@@ -112,7 +112,7 @@ struct llama_kvtool {
 
     // see memory
     int  n_used       (const llama_context & lctx) const;
-    void fill_recalled(const llama_context & lctx) const;
+    void fill_recalled(const llama_context & lctx, int n_tokens = 1) const; // of a step
 
     // the next decode makes a new graph; reserve: it needs other compute buffers, too
     static void forget_graphs(llama_context & lctx, bool reserve);

@@ -335,7 +335,7 @@ static void recall(const call & what, ggml_tensor * node) {
     for (int i = 2; i < 4; ++i) {
         require(src[i]->type == GGML_TYPE_F32 && ggml_is_contiguous(src[i]) && ggml_nelements(src[i]) == src[0]->ne[1]*src[0]->ne[2]);
     }
-    l.scale = what.scale;
+    l.logits.scale = what.scale;
 
     std::vector<host_tensor> args;
     for (int i = 0; i < 4; ++i) {

@@ -130,8 +130,8 @@ class Stream:
     counter: what the next token's query and key are rotated by; it starts at `counter`. t: what the queries'
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
     multiplied by log_512(t). observe: a twin's, or None. recalled: how many evicted entries a step attends to
-    beside each row's own. far: those that at the last eviction were farther than n_near from the next token
-    are taken to be n_near away from the step's first.
+    beside each row's own; math.inf: all of them. far: those that at the last eviction were farther than
+    n_near from the next token are taken to be n_near away from the step's first.
     """
 
     def __init__(
@@ -288,7 +288,8 @@ class Stream:
         keys = self.model.scaled(keys, layer)
         logits = asked @ keys.T * self.model.scale
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
-        chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), self.recalled)
+        k = min(self.recalled, len(archive.pos))
+        chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
         return logits[..., chosen], chosen
 
     def _make_room(self, m):
@@ -337,13 +338,15 @@ def run(
     logn=False,
     ragged=False,
     recalled=0,
+    n_made=0,
     **params,
 ):
     """Scores a text in batches of n_batch tokens (slack; all at once without one), never over the budget.
 
     Whenever the rows hold `budget` entries (None: never), or if ragged after every batch, keep(rows, *,
     next, pinned, budget, slack, **params) says for the rows of one layer which positions stay, rows being
-    records as tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge.
+    records as tests/reference/__init__.py has them; or (positions, merges), with terms for Row.merge. n_made:
+    cells of the budget by which a step attends to what it recalls, if not as many as that.
     """
     stream = Stream(
         model,
@@ -355,7 +358,7 @@ def run(
         observe=observe,
         recalled=recalled,
     )
-    n_live = None if budget is None else budget - recalled
+    n_live = None if budget is None else budget - (n_made or recalled)
     nll, kept_logits, at = [], [], 0
     while at < len(tokens):
         m = min(n_batch or slack or len(tokens), len(tokens) - at)

@@ -1,0 +1,237 @@
+#include "made.h"
+
+#include "convert.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvtool {
+
+// a [n][n], positive definite, becomes the lower half of its square root
+static void factor(std::vector<double> & a, int n) {
+    for (int r = 0; r < n; ++r) {
+        for (int c = 0; c <= r; ++c) {
+            double sum = a[r*n + c];
+            for (int e = 0; e < c; ++e) {
+                sum -= a[r*n + e]*a[c*n + e];
+            }
+            a[r*n + c] = c < r ? sum/a[c*n + c] : std::sqrt(std::max(sum, 1e-300));
+        }
+    }
+}
+
+// x of a x = b, where root is a's; b becomes x
+static void solve(const std::vector<double> & root, double * b, int n) {
+    for (int r = 0; r < n; ++r) {
+        for (int e = 0; e < r; ++e) {
+            b[r] -= root[r*n + e]*b[e];
+        }
+        b[r] /= root[r*n + r];
+    }
+    for (int r = n - 1; r >= 0; --r) {
+        for (int e = r + 1; e < n; ++e) {
+            b[r] -= root[e*n + r]*b[e];
+        }
+        b[r] /= root[r*n + r];
+    }
+}
+
+// Of the mean square of the queries: what keeps keys short where queries of a row are nearly alike. What it changes in the
+// logits is mended afterwards.
+static constexpr double ridge = 1e-4;
+
+// how often that is done: each time leaves a ridge's part of the difference
+static constexpr int n_mend = 3;
+
+// a head's share of its sum in each cell of another head: less would make longer keys, whose logits are rounded more
+static double share_elsewhere(int n_head) {
+    return 0.25/n_head;
+}
+
+made_cells::made_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits)
+    : keys(n_head*n_embd_k), values(n_head*n_embd_v)
+    , n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), type_k(type_k), logits(logits)
+    , rounded(n_head*n_embd_k), gram(n_head*n_head), target(n_head), share(n_head*n_head) {}
+
+double made_cells::product(double logit) const {
+    if (logits.cap > 0.0f) {
+        logit = logits.cap*std::atanh(std::clamp(logit/logits.cap, -0.9999, 0.9999));
+    }
+    return logit/logits.scale;
+}
+
+double made_cells::logit(double product) const {
+    const double x = product*logits.scale;
+    return logits.cap > 0.0f ? logits.cap*std::tanh(x/logits.cap) : x;
+}
+
+static double dot(const float * a, const float * b, int64_t n) {
+    double sum = 0.0;
+    for (int64_t e = 0; e < n; ++e) {
+        sum += (double) a[e]*b[e];
+    }
+    return sum;
+}
+
+void made_cells::add_key(float * key, std::vector<double> & products) const {
+    solve(gram, products.data(), n_head);
+    for (int64_t e = 0; e < n_embd_k; ++e) {
+        double sum = key[e];
+        for (int i = 0; i < n_head; ++i) {
+            sum += products[i]*rounded[i*n_embd_k + e];
+        }
+        key[e] = sum;
+    }
+}
+
+void made_cells::round(float * key) const {
+    if (type_k == GGML_TYPE_F16) {
+        for (int64_t e = 0; e < n_embd_k; ++e) {
+            key[e] = ggml_fp16_to_fp32(ggml_fp32_to_fp16(std::clamp(key[e], -65000.0f, 65000.0f)));
+        }
+    } else if (type_k != GGML_TYPE_F32) {
+        std::vector<uint8_t> bytes(ggml_row_size(type_k, n_embd_k));
+        from_float(type_k, key, bytes.data(), n_embd_k);
+        to_float  (type_k, bytes.data(), key, n_embd_k);
+    }
+}
+
+void made_cells::find_shares(const std::vector<double> & sums) {
+    for (int j = 0; j < n_head; ++j) {
+        for (int c = 0; c < n_head; ++c) {
+            const double x = dot(rounded.data() + j*n_embd_k, keys.data() + c*n_embd_k, n_embd_k);
+            share[j*n_head + c] = std::exp(logit(x) - sums[j]);
+        }
+    }
+}
+
+void made_cells::make(const float * queries, const double * given, const float * found) {
+    const int g = n_head;
+
+    std::copy_n(queries, g*n_embd_k, rounded.begin());
+    if (type_k == GGML_TYPE_F16) {
+        // attention rounds them, too
+        for (float & x : rounded) {
+            x = ggml_fp16_to_fp32(ggml_fp32_to_fp16(x));
+        }
+    }
+
+    // a head that finds nothing gets a logit that no other comes near
+    std::vector<double> sums(given, given + g);
+    const double most = *std::max_element(sums.begin(), sums.end());
+    double least = std::isfinite(most) ? most : 0.0;
+    for (const double x : sums) {
+        least = std::isfinite(x) ? std::min(least, x) : least;
+    }
+    for (double & x : sums) {
+        x = std::isfinite(x) ? x : least - 100.0;
+    }
+
+    double mean = 0.0;
+    for (int i = 0; i < g; ++i) {
+        for (int j = 0; j < g; ++j) {
+            gram[i*g + j] = dot(rounded.data() + i*n_embd_k, rounded.data() + j*n_embd_k, n_embd_k);
+        }
+        mean += gram[i*g + i]/g;
+    }
+    for (int i = 0; i < g; ++i) {
+        gram[i*g + i] += ridge*mean + 1e-30;
+    }
+    factor(gram, g);
+
+    const double elsewhere = share_elsewhere(g);
+    const double own       = 1.0 - (g - 1)*elsewhere;
+
+    std::fill(keys.begin(), keys.end(), 0.0f);
+    for (int c = 0; c < g; ++c) {
+        float * key = keys.data() + c*n_embd_k;
+        for (int j = 0; j < g; ++j) {
+            target[j] = product(sums[j] + std::log(j == c ? own : elsewhere));
+        }
+        add_key(key, target);
+    }
+
+    // the ridge is in all of them: one change of all keys mends the heads' sums
+    for (int n = 0; n < n_mend; ++n) {
+        find_shares(sums);
+        for (int j = 0; j < g; ++j) {
+            double sum = 0.0;
+            for (int c = 0; c < g; ++c) {
+                sum += share[j*g + c];
+            }
+            target[j] = -std::log(sum)/logits.scale;
+        }
+        std::vector<float> change(n_embd_k, 0.0f);
+        add_key(change.data(), target);
+        for (int c = 0; c < g; ++c) {
+            for (int64_t e = 0; e < n_embd_k; ++e) {
+                keys[c*n_embd_k + e] += change[e];
+            }
+        }
+    }
+
+    for (int c = 0; c < g; ++c) {
+        round(keys.data() + c*n_embd_k);
+    }
+    find_shares(sums);
+    for (int j = 0; j < g; ++j) {
+        double sum = 0.0;
+        for (int c = 0; c < g; ++c) {
+            sum += share[j*g + c];
+        }
+        for (int c = 0; c < g; ++c) {
+            share[j*g + c] /= sum;
+        }
+    }
+
+    set_values(found, elsewhere, own);
+}
+
+void made_cells::set_values(const float * found, double elsewhere, double own) {
+    const int g = n_head;
+
+    // The values for which each head's shares add up to what it found: to = share^-1, but near to what it would be if the
+    // shares were as wanted, where queries are so much alike that little tells their cells apart
+    std::vector<double> square(g*g), to(g*g), off(g);
+    for (int i = 0; i < g; ++i) {
+        for (int c = 0; c < g; ++c) {
+            square[i*g + c] = i == c ? 1e-8 : 0.0;
+            for (int j = 0; j < g; ++j) {
+                square[i*g + c] += share[j*g + i]*share[j*g + c];
+            }
+        }
+    }
+    factor(square, g);
+
+    const auto wanted = [&](int c, int head) { return ((c == head) - elsewhere)/(own - elsewhere); };
+    for (int head = 0; head < g; ++head) {
+        std::vector<double> x(g, 0.0);
+        for (int j = 0; j < g; ++j) {
+            off[j] = j == head;
+            for (int c = 0; c < g; ++c) {
+                off[j] -= share[j*g + c]*wanted(c, head);
+            }
+        }
+        for (int c = 0; c < g; ++c) {
+            for (int j = 0; j < g; ++j) {
+                x[c] += share[j*g + c]*off[j];
+            }
+        }
+        solve(square, x.data(), g);
+        for (int c = 0; c < g; ++c) {
+            to[c*g + head] = wanted(c, head) + x[c];
+        }
+    }
+
+    for (int c = 0; c < g; ++c) {
+        for (int64_t e = 0; e < n_embd_v; ++e) {
+            double sum = 0.0;
+            for (int head = 0; head < g; ++head) {
+                sum += to[c*g + head]*found[head*n_embd_v + e];
+            }
+            values[c*n_embd_v + e] = sum;
+        }
+    }
+}
+
+} // namespace kvtool
