@@ -136,6 +136,7 @@ class Fuzz:
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
                 # blocks of 256 numbers
                 bad += [("type_k", 12), ("type_v", 16)]
+                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -1), ("n_exact", 1)]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if params.signals & Signal.RECENT and params.n_query == LARGEST:

@@ -83,7 +83,8 @@ def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_hea
 def test_made_cells_are_the_same_with_any_number_of_threads(tiny_model):
     found = []
     for n_threads in (1, 2, 5):
-        with open_engine(tiny_model(n_head_kv=2), fit(search="all"), n_threads=n_threads) as engine:
+        policy = fit(search="clusters", exact=100)
+        with open_engine(tiny_model(n_head_kv=2), policy, n_threads=n_threads) as engine:
             engine.read(text(900))
             found.append(engine.context.logits().copy())
             # several tiles for each thread
@@ -120,6 +121,46 @@ def test_keys_that_are_no_numbers_attend_to_nothing(tiny_model):
             engine.read(text(1, seed=2))
             found.append(engine.context.logits().copy())
     assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+CLUSTERED = {"n_head_kv": 2, "n_ctx_train": 1024}
+"""Of a model whose archive has blocks of clusters, near ones and far ones."""
+
+
+def test_clusters_that_are_all_looked_into_are_the_whole_archive(tiny_model):
+    path, tokens = tiny_model(**CLUSTERED), text(2600)
+    found = []
+    for search in ({"search": "all"}, {"search": "clusters", "exact": 10**6}):
+        with open_engine(path, fit(**search), archive_type="f32", n_batch=16) as engine:
+            found.append(perplexity.stream(engine, tokens))
+            assert engine.n_restart > 1
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
+    path, tokens = tiny_model(**CLUSTERED), text(1000)
+    full = scores(path, policies.fit("full", 1024, 0), tokens, n_batch=16)
+    error = {}
+    for name, params in {
+        "window": None,
+        "few": {"search": "clusters", "exact": 1},
+        "many": {"search": "clusters", "exact": 500},
+    }.items():
+        policy = fit(**params) if params else policies.fit("streamingllm", 48, 16)
+        error[name] = np.abs(scores(path, policy, tokens, archive_type="f32") - full)[600:].mean()
+    assert error["many"] < 0.9 * error["few"] < 0.7 * error["window"]
+
+
+@pytest.mark.parametrize("search", [{"search": "all"}, {"search": "clusters", "exact": 64}])
+def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
+    path, tokens = tiny_model(**CLUSTERED), text(1700)
+    with open_engine(path, fit(**search), archive=1200) as engine:
+        perplexity.stream(engine, tokens[:1650])
+        saved = {name: array.copy() for name, array in engine.save()}
+        want = perplexity.stream(engine, tokens[1650:])
+    with open_engine(path, fit(**search), archive=1200) as engine:
+        engine.restore(saved)
+        assert (perplexity.stream(engine, tokens[1650:]) == want).all()
 
 
 def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):

@@ -37,7 +37,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
     if policy.recall and policy.recall.made and not layers.has_values:
         raise UsageError(
             f"{type(policy).__name__} makes no cells for this model, whose values are a part of its keys "
-            "(MLA); leave out -o search=all"
+            "(MLA); leave out -o search"
         )
     if policy.recall and layers.has_alibi:
         raise UsageError(

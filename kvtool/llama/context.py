@@ -89,7 +89,8 @@ class Context(Decoder):
         type_archive = CACHE_TYPES[archive_type]
         recall = ask.recall or Recalls(n_cell=0, chunk=1, index="keys")
         cells = n_filled or recall.n_filled, recall.n_cell if recall.made else 0
-        archive = *cells, n_near, INDEX_BITS[recall.index], type_archive, type_archive
+        n_bit = 0 if recall.made else INDEX_BITS[recall.index]
+        archive = *cells, recall.n_exact, n_near, n_bit, type_archive, type_archive
         wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:

@@ -31,9 +31,11 @@ class Recall(Ranked):
     index
         What archived tokens are chosen by: their "keys", or these in 8 or 4 bits, "q8" or "q4".
     search
-        "tokens": the archived tokens that a step attends to most come back. "all": each step attends to all
-        of them where they lie, and a row's made cells, one a query head, bring what it finds; `recalled` is
-        their number then, and the model says it.
+        "tokens": the archived tokens that a step attends to most come back. "clusters": each step attends to
+        the archive where it lies, and a row's made cells, one a query head, bring what it finds; `recalled`
+        is their number then, and the model says it. "all": the same without clusters: to each token.
+    exact
+        With search=clusters: tokens that a step looks into, those of the clusters that it attends to most.
     """
 
     budget: int
@@ -43,14 +45,16 @@ class Recall(Ranked):
     chunk: int = 16
     index: str = "q4"
     search: str = "tokens"
+    exact: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("budget", "slack", "recalled", "sinks", "chunk"):
+        for name in ("budget", "slack", "recalled", "sinks", "chunk", "exact"):
             check_whole(name, getattr(self, name), ValueError)
         check_choice("index", self.index, ("keys", "q8", "q4"))
-        check_choice("search", self.search, ("tokens", "all"))
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        check_choice("search", self.search, ("tokens", "clusters", "all"))
+        for name in ("chunk", "exact"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         most = _most_recalled(self.budget, self.slack, self.sinks)
         if most < 1:
             raise ValueError(
@@ -66,9 +70,9 @@ class Recall(Ranked):
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
-        if params.get("search") == "all":
+        if (search := params.get("search", cls.__dataclass_fields__["search"].default)) != "tokens":
             if "recalled" in params:
-                raise ValueError("with search=all the model says how many cells are made; leave out recalled")
+                raise ValueError(f"with search={search} the model says how many cells are made; leave out recalled")
             params["recalled"] = 1
         elif "recalled" not in params:
             sinks = params.get("sinks", cls.__dataclass_fields__["sinks"].default)
@@ -77,10 +81,11 @@ class Recall(Ranked):
 
     @property
     def recall(self) -> Recalls:
-        return Recalls(self.recalled, self.chunk, self.index, made=self.search == "all")
+        n_exact = self.exact if self.search == "clusters" else 0
+        return Recalls(self.recalled, self.chunk, self.index, self.search != "tokens", n_exact)
 
     def on(self, n_group: int) -> Recall:
-        return replace(self, recalled=n_group) if self.search == "all" else self
+        return replace(self, recalled=n_group) if self.search != "tokens" else self
 
     def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays

@@ -59,12 +59,16 @@ class Recalls:
     made
         Whether cells are made, one for each query head of a row: attention to them is attention to the whole
         archive.
+    n_exact
+        With made cells: archived tokens of a row that a step looks into, cluster by cluster; the others are
+        known by their cluster's mean. 0: it looks into all.
     """
 
     n_cell: int
     chunk: int
     index: str
     made: bool = False
+    n_exact: int = 0
 
     @property
     def n_filled(self) -> int:

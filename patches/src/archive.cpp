@@ -74,6 +74,12 @@ void archived_layer::keys(int head, int64_t i, int n, float * out) const {
     to_float(type_k, key_at(head, i), out, n*n_embd_k);
 }
 
+void archived_layer::values(int head, int64_t i, int n, float * out) const {
+    if (n_embd_v > 0) {
+        to_float(type_v, value_at(head, i), out, n*n_embd_v);
+    }
+}
+
 const uint8_t * archived_layer::side(int head, int64_t i) const {
     return memory.at(i) + at_side + (head*n_block + i % n_block)/n_side*size_side;
 }
@@ -103,6 +109,84 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
         at = layers.back().slab_end();
     }
     memory.make(at);
+
+    clusters.clear();
+    for (size_t i = 0; i < shapes.size() && params.n_exact > 0; ++i) {
+        clusters.emplace_back(shapes[i].n_head, row_clusters(shapes[i].n_embd_k, shapes[i].n_embd_v));
+    }
+}
+
+int64_t archive::bytes() const {
+    int64_t res = memory.bytes();
+    for (const auto & rows : clusters) {
+        for (const auto & own : rows) {
+            res += (own.end() - own.begin())*own.block_bytes();
+        }
+    }
+    return res;
+}
+
+int64_t archive::slab_bytes() const {
+    int64_t res = memory.slab_bytes();
+    for (const auto & rows : clusters) {
+        for (const auto & own : rows) {
+            res += own.block_bytes();
+        }
+    }
+    return res;
+}
+
+void archive::clear_clusters() {
+    for (auto & rows : clusters) {
+        for (auto & own : rows) {
+            own.clear();
+        }
+    }
+}
+
+void archive::cluster() {
+    int n_row = 0;
+    for (const auto & rows : clusters) {
+        n_row += rows.size();
+    }
+
+    std::vector<float> keys, values;
+
+    int row = 0;
+    for (size_t i = 0; i < clusters.size(); ++i) {
+        const auto & l = layers[i];
+        for (int head = 0; head < l.n_head; ++head, ++row) {
+            auto & own = clusters[i][head];
+
+            // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
+            const int64_t late = (int64_t) row*(l.n_block/4)/n_row;
+            const int64_t from = (begin() + l.n_block - 1)/l.n_block;
+            const int64_t to   = std::max((end() - late)/l.n_block, from);
+            const int64_t near = (far - late)/l.n_block;
+
+            own.forget(from);
+            const auto read = [&](int64_t block, bool is_far) {
+                keys  .resize(l.n_block*l.n_embd_k);
+                values.resize(l.n_block*l.n_embd_v);
+                l.keys  (head, block*l.n_block, l.n_block, keys  .data());
+                l.values(head, block*l.n_block, l.n_block, values.data());
+                for (int64_t j = 0; j < l.n_block && is_far; ++j) {
+                    const int64_t t = block*l.n_block + j;
+                    rope[i].turn(keys.data() + j*l.n_embd_k, base_of(t) - t);
+                }
+            };
+            for (int64_t block = own.begin(); block < std::min(near, own.end()); ++block) {
+                if (!own.is_far(block)) {
+                    read(block, true);
+                    own.set(block, keys.data(), values.data(), true);
+                }
+            }
+            for (int64_t block = own.begin() < own.end() ? own.end() : from; block < to; ++block) {
+                read(block, block < near);
+                own.add(block, keys.data(), values.data(), block < near);
+            }
+        }
+    }
 }
 
 void archive::start(const leaving & some) {
@@ -116,6 +200,7 @@ void archive::start(const leaving & some) {
         // another stream, whose tokens may be before those that were here
         frames.assign(1, { first, base() });
         far = first;
+        clear_clusters();
     }
     forget(first);
 }
@@ -162,6 +247,7 @@ void archive::finish(const leaving & some) {
     }
 
     move_far(some.next + base() - n_near);
+    cluster();
 }
 
 void archive::set_base(int64_t base) {
@@ -239,6 +325,7 @@ void archive::keep(int64_t n) {
         memory.fit(end() - n, end());
         memory.trim();
         forget(end() - n);
+        cluster();
     }
 }
 
@@ -249,6 +336,7 @@ void archive::clear() {
     memory.clear();
     far = 0;
     frames.clear();
+    clear_clusters();
 }
 
 void archive::expect(int64_t begin, int64_t end) {
@@ -262,6 +350,7 @@ void archive::expect(int64_t begin, int64_t end) {
             far = begin;
         }
     }
+    clear_clusters();
 }
 
 void archive::fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end) {
@@ -315,6 +404,7 @@ std::string archive::set_table(const std::vector<int64_t> & table) {
     }
     far = begin;
     move_far(table[2]);
+    cluster();
 
     return {};
 }

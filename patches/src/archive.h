@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "clusters.h"
 #include "index.h"
 #include "layer.h"
 #include "store.h"
@@ -32,6 +33,7 @@ struct archive_params {
     int32_t type_v;
     int32_t v_trans;
     int32_t n_made;
+    int32_t n_exact;
 };
 
 // one of them
@@ -80,6 +82,23 @@ public:
 
     // as f32: keys i .. i + n - 1 of a head, which lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
+
+    // the same of values
+    void values(int head, int64_t i, int n, float * out) const;
+
+    // asks for a key's and a value's memory
+    void prefetch(int head, int64_t i) const {
+#ifdef __GNUC__
+        for (const uint8_t * x = key_at(head, i), * end = x + size_k; x < end; x += 64) {
+            __builtin_prefetch(x);
+        }
+        for (const uint8_t * x = value_at(head, i), * end = x + size_v; x < end; x += 64) {
+            __builtin_prefetch(x);
+        }
+#else
+        (void) head, (void) i;
+#endif
+    }
 
     // a key and a value as they are stored
     const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
@@ -174,8 +193,9 @@ public:
     int64_t end()   const { return layers.empty() ? 0 : layers[0].end(); }
     int64_t size()  const { return end() - begin(); }
 
-    int64_t bytes()      const { return memory.bytes(); }
-    int64_t slab_bytes() const { return memory.slab_bytes(); }
+    // with those of the clusters, which lie in host memory where slabs lie in a file, too
+    int64_t bytes()      const;
+    int64_t slab_bytes() const;
 
     size_t n_layer() const { return layers.size(); }
 
@@ -196,6 +216,9 @@ public:
 
     int64_t n_near = 0; // the distance of far tokens
 
+    // of a row's keys; none unless n_exact is given
+    const row_clusters * clusters_of(size_t layer, int head) const { return clusters.empty() ? nullptr : &clusters[layer][head]; }
+
     // positions are less than this, so that nothing that is made of them overflows
     static constexpr int64_t most = (int64_t) 1 << 40;
 
@@ -211,7 +234,13 @@ private:
 
     int64_t first_of(const leaving & some) const { return some.first(begin(), end()); }
 
+    std::vector<std::vector<row_clusters>> clusters; // [layer][head]
+
     void move_far(int64_t end);
+
+    // makes the clusters of the blocks that are complete by now, and forgets those of blocks that are not any more
+    void cluster();
+    void clear_clusters();
 
     // forgets the tokens before this one, which have lost their memory
     void forget(int64_t begin);

@@ -16,7 +16,7 @@ void archives::make(const llama_context & lctx, bool here) {
     const auto & kv = *memory::cache(lctx);
     const auto & p  = params;
 
-    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, memory::is_transposed(kv), p.n_made };
+    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, memory::is_transposed(kv), p.n_made, p.n_exact };
 
     const int n_map = memory::key_map(kv);
 

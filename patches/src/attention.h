@@ -4,21 +4,18 @@
 
 #include "archive.h"
 #include "meeting.h"
+#include "search.h"
 
 #include <cstdint>
 #include <vector>
 
 namespace kvtool {
 
-// how a layer's products become logits
-struct logit_params {
-    float scale = 0.0f;
-    float cap   = 0.0f; // cap*tanh(logit/cap); 0: they stay as they are
-};
-
 // what the threads that attend for a layer share
 class attention_work : public meeting {
 public:
+    search_work search;
+
     // of each row and part of the tokens, for each query: the highest logit, the sum of the exponentials beside it, and the
     // sum of the values by them
     std::vector<float> parts;
@@ -27,18 +24,22 @@ public:
 // a thread's share in one layer's attention
 class attention {
 public:
-    // rot: what the first query is rotated to; n_query: queries of each row
-    attention(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, attention_work & work);
+    // rot: what the first query is rotated to; n_query: queries of each row; n_exact: see search
+    attention(
+            const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work);
 
     // one thread calls it, before any attends
     void make_room();
 
-    // The tokens are attended to in so many parts for each row, whatever the threads are: part i of them is for a thread.
-    // They depend on the numbers of tokens and rows alone, so that a sum does not depend on the threads.
+    // The work of a row is cut into parts, each of which is for one thread, in two rounds: `rank` and `attend`; between them
+    // `choose` is called once for each row. Parts depend on the numbers of rows and tokens alone, so that a sum does not
+    // depend on the threads.
     int n_part() const { return l.n_head*n_span; }
+    int head_of(int part) const { return part/n_span; }
 
-    // attends with all queries of a row to its part of the tokens; queries: of that row [n_query][n_embd_k]
-    int  head_of(int part) const { return part/n_span; }
+    // queries: of the part's row [n_query][n_embd_k]
+    void rank  (int part, const std::vector<float> & queries) { looking.rank(head_of(part), part % n_span, queries); }
+    void choose(int head) { looking.choose(head); }
     void attend(int part, const std::vector<float> & queries);
 
     // Once all parts are there: value[n_embd_v] of a query, and the logarithm of its sum. Keys, queries or values that are no
@@ -51,34 +52,37 @@ private:
     const turns          & rope;
 
     const int n_query;
-    const int n_value; // columns of a value
+    const int n_column; // of queries
+    const int n_value;  // columns of a value
+    const int n_span;   // parts of a row
+
+    const float least;  // what a token's power has to be for its value to count
 
     const logit_params logits;
 
     attention_work & work;
 
-    // tokens of one stretch and one block
-    struct tile {
-        stretch from;
-        int64_t begin;
-        int     n;
-    };
+    search looking;
 
-    std::vector<tile> tiles;
+    // of some tokens
+    std::vector<int64_t> tokens;
 
-    int n_span = 1; // parts of a row
+    std::vector<float> keys;   // [token][n_embd_k]
+    std::vector<float> values; // [token][n_value]
+    std::vector<float> powers; // [token][n_column]
 
-    // of a tile
-    std::vector<float> keys;
-    std::vector<float> columns; // keys, a token a column
-    std::vector<float> values;
+    std::vector<float> turned; // the queries, a query a column: to what the tokens' keys are rotated to
 
-    std::vector<float> turned; // the queries, to what the tile's keys are rotated to
-    std::vector<float> powers;
+    std::vector<float> most, factor, sum; // of each query
 
     float * part_of(int part, int query) const { return work.parts.data() + ((size_t) part*n_query + query)*(2 + n_value); }
 
-    void read(int head, const tile & t);
+    void turn(const std::vector<float> & queries, int64_t delta);
+    void read(int head, const token_range & range, int first, int n, int at);
+    void add(int part, int n);
+
+    // of those that count, the powers and the values; returns how many they are
+    int read_values(int head, int n);
 };
 
 } // namespace kvtool

@@ -11,13 +11,6 @@
 
 namespace kvtool {
 
-void to_float(ggml_type type, const void * x, float * y, int64_t n) {
-    if (type == GGML_TYPE_F32) {
-        memcpy(y, x, n*sizeof(float));
-    } else {
-        ggml_get_type_traits(type)->to_float(x, y, n);
-    }
-}
 
 void from_float(ggml_type type, const float * x, void * y, int64_t n) {
     if (type == GGML_TYPE_F32) {
@@ -54,7 +47,43 @@ KVTOOL_AVX2 static void q8_0_to_half(const uint8_t * x, ggml_fp16_t * y, int64_t
     }
 }
 
+KVTOOL_AVX2 static void q8_0_to_float(const uint8_t * x, float * y, int64_t n) {
+    for (int64_t i = 0; i < n; i += n_group, x += q8_0_size) {
+        ggml_fp16_t d;
+        memcpy(&d, x, sizeof(d));
+        const __m256 scale = _mm256_set1_ps(_cvtsh_ss(d));
+        for (int j = 0; j < n_group; j += 8) {
+            const __m128i bytes = _mm_loadl_epi64((const __m128i *) (x + sizeof(d) + j));
+            _mm256_storeu_ps(y + i + j, _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))));
+        }
+    }
+}
+
+KVTOOL_AVX2 static void half_to_floats(const ggml_fp16_t * x, float * y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (x + i))));
+    }
+    ggml_fp16_to_fp32_row(x + i, y + i, n - i);
+}
+
 #endif
+
+void to_float(ggml_type type, const void * x, float * y, int64_t n) {
+#ifdef KVTOOL_X86
+    if (vectors() != PLAIN && type == GGML_TYPE_Q8_0) {
+        return q8_0_to_float((const uint8_t *) x, y, n);
+    }
+    if (vectors() != PLAIN && type == GGML_TYPE_F16) {
+        return half_to_floats((const ggml_fp16_t *) x, y, n);
+    }
+#endif
+    if (type == GGML_TYPE_F32) {
+        memcpy(y, x, n*sizeof(float));
+    } else {
+        ggml_get_type_traits(type)->to_float(x, y, n);
+    }
+}
 
 void to_half(const float * x, ggml_fp16_t * y, int64_t n) {
 #ifdef KVTOOL_X86

@@ -6,8 +6,8 @@
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
 // - sizes:   each layer's cache made longer or shorter
 // - copies:  cells and signals out of the cache and back in again
-// - archive: keys and values that have left the cache, in host memory or in a file, of which every step recalls some; those of
-//            layers on a worker are in its memory
+// - archive: keys and values that have left the cache, in host memory or in a file, of which every step recalls some, or to which
+//            it attends by made cells; without these, those of layers on a worker are in its memory
 // - ragged:  rows that hold different numbers of cells, each with an attention mask of its own length
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, llama.cpp computes what it always does.
@@ -56,6 +56,8 @@ struct llama_kvtool_params {
     int32_t n_recall; // of each row's last cells: those that a step fills from the archive; 0 without an archive
     int32_t n_made;   // of these for each token of a step: one for each query head of a row, made so that attention to them is
                       // attention to the whole archive; 0: n_recall archived tokens are chosen for the step
+    int32_t n_exact;  // with made cells: tokens of clusters that are looked into; the others are known by their cluster's mean
+                      // alone. 0: all archived tokens are attended to
     int32_t n_near;   // tokens farther than this count, and come back, as if they were so far
     int32_t n_bit;    // of each number in the index that keys are chosen by: 8 or 4, or 0 for the keys themselves
     int32_t type_k;   // ggml_type of archived keys

@@ -2,70 +2,98 @@
 
 #include "cpu.h"
 
-#include <cstring>
+#include <cstdint>
 
 namespace kvtool {
 
 #if defined(__GNUC__)
-typedef float lanes __attribute__((vector_size(8*sizeof(float))));
+// as it may lie anywhere
+typedef float lanes __attribute__((vector_size(8*sizeof(float)), aligned(sizeof(float)), may_alias));
 static constexpr int n_lane = 8;
 #else
 typedef float lanes;
 static constexpr int n_lane = 1;
 #endif
 
-static constexpr int n_vector = n_column/n_lane;
-
-// n_row rows of c, n_column columns
-template <int n_row>
-static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float * a, int as, const float * b, int bs, int k) {
+// n_row rows of c, n_vector vectors of columns
+template <int n_row, int n_vector>
+static inline KVTOOL_INLINE void multiply_block(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int k) {
     lanes sum[n_row][n_vector];
     for (int i = 0; i < n_row; ++i) {
-        memcpy(sum[i], c + i*cs, sizeof(sum[i]));
+        for (int j = 0; j < n_vector; ++j) {
+            sum[i][j] = *(const lanes *) (c + i*cs + j*n_lane);
+        }
     }
     for (int e = 0; e < k; ++e) {
         lanes x[n_vector];
-        memcpy(x, b + (long) e*bs, sizeof(x));
+        for (int j = 0; j < n_vector; ++j) {
+            x[j] = *(const lanes *) (b + (int64_t) e*bs + j*n_lane);
+        }
         for (int i = 0; i < n_row; ++i) {
-            const float w = a[i*as + e];
+            const float w = a[i*as + e*ak];
             for (int j = 0; j < n_vector; ++j) {
                 sum[i][j] += w*x[j];
             }
         }
     }
     for (int i = 0; i < n_row; ++i) {
-        memcpy(c + i*cs, sum[i], sizeof(sum[i]));
+        for (int j = 0; j < n_vector; ++j) {
+            *(lanes *) (c + i*cs + j*n_lane) = sum[i][j];
+        }
     }
 }
 
-static inline KVTOOL_INLINE void multiply_all(float * c, int cs, const float * a, int as, const float * b, int bs, int m, int k, int n) {
-    for (int j = 0; j < n; j += n_column) {
-        int i = 0;
-        for (; i + 4 <= m; i += 4) {
-            multiply_block<4>(c + i*cs + j, cs, a + i*as, as, b + j, bs, k);
-        }
-        switch (m - i) {
-            case 3: multiply_block<3>(c + i*cs + j, cs, a + i*as, as, b + j, bs, k); break;
-            case 2: multiply_block<2>(c + i*cs + j, cs, a + i*as, as, b + j, bs, k); break;
-            case 1: multiply_block<1>(c + i*cs + j, cs, a + i*as, as, b + j, bs, k); break;
-        }
+template <int n_vector>
+static inline KVTOOL_INLINE void multiply_columns(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k) {
+    // enough sums at once that none waits for the one before
+    constexpr int n_row = n_vector < 8 ? 8/n_vector : 1;
+
+    int i = 0;
+    for (; i + n_row <= m; i += n_row) {
+        multiply_block<n_row, n_vector>(c + i*cs, cs, a + i*as, as, ak, b, bs, k);
+    }
+    if (n_row == 8 && i + 4 <= m) {
+        multiply_block<4, n_vector>(c + i*cs, cs, a + i*as, as, ak, b, bs, k);
+        i += 4;
+    }
+    switch (m - i) {
+        case 3: multiply_block<3, n_vector>(c + i*cs, cs, a + i*as, as, ak, b, bs, k); break;
+        case 2: multiply_block<2, n_vector>(c + i*cs, cs, a + i*as, as, ak, b, bs, k); break;
+        case 1: multiply_block<1, n_vector>(c + i*cs, cs, a + i*as, as, ak, b, bs, k); break;
+    }
+}
+
+static inline KVTOOL_INLINE void multiply_all(
+        float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
+    int j = 0;
+    for (; j + 2*n_column <= n; j += 2*n_column) {
+        multiply_columns<2*n_column/n_lane>(c + j, cs, a, as, ak, b + j, bs, m, k);
+    }
+    if (j < n) {
+        multiply_columns<n_column/n_lane>(c + j, cs, a, as, ak, b + j, bs, m, k);
     }
 }
 
 #ifdef KVTOOL_X86
-KVTOOL_AVX2   static void multiply_avx2  (float * c, int cs, const float * a, int as, const float * b, int bs, int m, int k, int n) { multiply_all(c, cs, a, as, b, bs, m, k, n); }
-KVTOOL_AVX512 static void multiply_avx512(float * c, int cs, const float * a, int as, const float * b, int bs, int m, int k, int n) { multiply_all(c, cs, a, as, b, bs, m, k, n); }
+KVTOOL_AVX2 static void multiply_avx2(
+        float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
+    multiply_all(c, cs, a, as, ak, b, bs, m, k, n);
+}
+KVTOOL_AVX512 static void multiply_avx512(
+        float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
+    multiply_all(c, cs, a, as, ak, b, bs, m, k, n);
+}
 #endif
 
-void multiply_add(float * c, int cs, const float * a, int as, const float * b, int bs, int m, int k, int n) {
+void multiply_add(float * c, int cs, const float * a, int as, int ak, const float * b, int bs, int m, int k, int n) {
 #ifdef KVTOOL_X86
     switch (vectors()) {
-        case AVX512: return multiply_avx512(c, cs, a, as, b, bs, m, k, n);
-        case AVX2:   return multiply_avx2  (c, cs, a, as, b, bs, m, k, n);
+        case AVX512: return multiply_avx512(c, cs, a, as, ak, b, bs, m, k, n);
+        case AVX2:   return multiply_avx2  (c, cs, a, as, ak, b, bs, m, k, n);
         case PLAIN:  break;
     }
 #endif
-    multiply_all(c, cs, a, as, b, bs, m, k, n);
+    multiply_all(c, cs, a, as, ak, b, bs, m, k, n);
 }
 
 } // namespace kvtool

@@ -163,21 +163,31 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const int n_tokens = q->ne[2];
     const int n_cell   = n_tokens*p.n_made;
 
-    attention one(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, layer.all->attending);
+    auto & all = layer.all->attending;
+
+    attention one(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, p.n_exact, all);
     if (ith == 0) {
         one.make_room();
     }
-    layer.all->attending.meet(nth);
+    all.meet(nth);
 
     std::vector<float> queries;
-    for (int part = one.n_part()*ith/nth, head = -1; part < one.n_part()*(ith + 1)/nth; ++part) {
-        if (one.head_of(part) != head) {
-            head    = one.head_of(part);
-            queries = queries_of(q, head, n_gqa);
+    const auto each_part = [&](auto && f) {
+        for (int part = one.n_part()*ith/nth, head = -1; part < one.n_part()*(ith + 1)/nth; ++part) {
+            if (one.head_of(part) != head) {
+                head    = one.head_of(part);
+                queries = queries_of(q, head, n_gqa);
+            }
+            f(part);
         }
-        one.attend(part, queries);
+        all.meet(nth);
+    };
+    each_part([&](int part) { one.rank(part, queries); });
+    for (int head = ith; head < l.n_head; head += nth) {
+        one.choose(head);
     }
-    layer.all->attending.meet(nth);
+    all.meet(nth);
+    each_part([&](int part) { one.attend(part, queries); });
 
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;

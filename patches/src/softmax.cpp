@@ -13,19 +13,45 @@ namespace kvtool {
 // numbers that are looked at together; a compiler makes of them what vectors the CPU has
 #if defined(__GNUC__)
 static constexpr int n_lane = 16;
+static constexpr int n_few  = 8;
 
 typedef float   floats __attribute__((vector_size(n_lane*sizeof(float))));
 typedef int32_t ints   __attribute__((vector_size(n_lane*sizeof(int32_t))));
 
+typedef float   few_floats __attribute__((vector_size(n_few*sizeof(float))));
+typedef int32_t few_ints   __attribute__((vector_size(n_few*sizeof(int32_t))));
+
 #define KVTOOL_CONVERT(x, type) __builtin_convertvector(x, type)
 #else
 static constexpr int n_lane = 1;
+static constexpr int n_few  = 1;
 
 typedef float   floats;
 typedef int32_t ints;
+typedef float   few_floats;
+typedef int32_t few_ints;
 
 #define KVTOOL_CONVERT(x, type) (type) (x)
 #endif
+
+// f = 2^f = 2^whole * 2^(f - whole), the second of Taylor's series around -0.5, within 2e-7 of itself; f <= 0
+template <typename F, typename I>
+static inline KVTOOL_INLINE void power_of_2(F & f) {
+    f = f > -126.0f ? f : F {} - 126.0f;
+    const I whole = KVTOOL_CONVERT(f, I);
+    f = f - KVTOOL_CONVERT(whole, F) + 0.5f;
+
+    F y = f*1.0891941e-4f + 9.4282494e-4f;
+    y = y*f + 6.8010443e-3f;
+    y = y*f + 3.9247332e-2f;
+    y = y*f + 1.6986579e-1f;
+    y = y*f + 4.9012907e-1f;
+    y = y*f + 7.0710678e-1f;
+
+    const I bits = (whole + 127)*(1 << 23);
+    memcpy(&f, &bits, sizeof(f));
+    f = y*f;
+}
 
 static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float scale, float * e) {
     const int end = (n + n_lane - 1)/n_lane*n_lane;
@@ -45,29 +71,47 @@ static inline KVTOOL_INLINE softmax_part exponentials_of(float * x, int n, float
     for (int i = 0; i < end; i += n_lane) {
         memcpy(&f, x + i, sizeof(f));
 
-        // 2^f = 2^whole * 2^(f - whole), the second of Taylor's series around -0.5, within 2e-7 of itself
         f = (f - top)*(scale*1.44269504f);
-        f = f > -126.0f ? f : floats {} - 126.0f;
-        const ints whole = KVTOOL_CONVERT(f, ints);
-        f = f - KVTOOL_CONVERT(whole, floats) + 0.5f;
+        power_of_2<floats, ints>(f);
 
-        floats y = f*1.0891941e-4f + 9.4282494e-4f;
-        y = y*f + 6.8010443e-3f;
-        y = y*f + 3.9247332e-2f;
-        y = y*f + 1.6986579e-1f;
-        y = y*f + 4.9012907e-1f;
-        y = y*f + 7.0710678e-1f;
-
-        const ints bits = (whole + 127)*(1 << 23);
-        memcpy(&f, &bits, sizeof(f));
-        y = y*f;
-
-        memcpy(e + i, &y, sizeof(y));
-        sum = sum + y;
+        memcpy(e + i, &f, sizeof(f));
+        sum = sum + f;
     }
     memcpy(lane, &sum, sizeof(sum));
 
     return { scale*top, std::accumulate(lane, lane + n_lane, 0.0f) };
+}
+
+static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
+    for (int q = 0; q < n_column; q += n_few) {
+        few_floats f, top = few_floats {} - INFINITY;
+        for (int i = 0; i < n; ++i) {
+            memcpy(&f, x + i*n_column + q, sizeof(f));
+            // what is no number is not higher
+            top = f > top ? f : top;
+        }
+        float lane[n_few];
+        memcpy(lane, &top, sizeof(top));
+        for (int j = 0; j < n_few; ++j) {
+            const float higher = std::max(most[q + j], scale*lane[j]);
+            factor[q + j] = most[q + j] > -INFINITY ? std::exp(most[q + j] - higher) : 0.0f;
+            most[q + j]   = higher;
+        }
+        memcpy(&top, most + q, sizeof(top));
+
+        few_floats all = {};
+        for (int i = 0; i < n; ++i) {
+            memcpy(&f, x + i*n_column + q, sizeof(f));
+            f = f*scale - top;
+            // what is no number, or beside nothing, is nothing; the highest one may be rounded to more than itself
+            f = f < 1.0f ? f : few_floats {} - 126.0f;
+            f = (f < 0.0f ? f : few_floats {})*1.44269504f;
+            power_of_2<few_floats, few_ints>(f);
+            memcpy(x + i*n_column + q, &f, sizeof(f));
+            all = all + f;
+        }
+        memcpy(sum + q, &all, sizeof(all));
+    }
 }
 
 static inline KVTOOL_INLINE void add_to(float * y, const float * x, int n, float w) {
@@ -79,6 +123,9 @@ static inline KVTOOL_INLINE void add_to(float * y, const float * x, int n, float
 #ifdef KVTOOL_X86
 KVTOOL_AVX2   static softmax_part exponentials_avx2  (float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
 KVTOOL_AVX512 static softmax_part exponentials_avx512(float * x, int n, float scale, float * e) { return exponentials_of(x, n, scale, e); }
+
+KVTOOL_AVX2   static void exponential_columns_avx2  (float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
+KVTOOL_AVX512 static void exponential_columns_avx512(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
 
 KVTOOL_AVX2   static void add_avx2  (float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
 KVTOOL_AVX512 static void add_avx512(float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
@@ -93,6 +140,17 @@ softmax_part exponentials(float * x, int n, float scale, float * e) {
     }
 #endif
     return exponentials_of(x, n, scale, e);
+}
+
+void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return exponential_columns_avx512(x, n, n_column, scale, most, factor, sum);
+        case AVX2:   return exponential_columns_avx2  (x, n, n_column, scale, most, factor, sum);
+        case PLAIN:  break;
+    }
+#endif
+    exponential_columns_of(x, n, n_column, scale, most, factor, sum);
 }
 
 void add(float * y, const float * x, int n, float w) {

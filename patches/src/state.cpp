@@ -30,6 +30,9 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
+    if (params.n_exact < 0 || (params.n_exact > 0 && params.n_made == 0)) {
+        return format("n_exact must be 0 or more, and 0 without made cells, got %d", params.n_exact);
+    }
     if (params.n_made < 0 || params.n_made > params.n_recall) {
         return format("n_made must be in 0..%d, which is n_recall, got %d", params.n_recall, params.n_made);
     }

@@ -1,5 +1,6 @@
 #include "turns.h"
 
+#include "cpu.h"
 #include "layer.h"
 
 #include "ggml-backend.h"
@@ -94,14 +95,45 @@ void turns::map(float * x) const {
     }
 }
 
-// a pair's numbers u and v, turned by both a and b: cosines, and their sines n_pair later
-static inline void turn_pair(const float * a, const float * b, int n_pair, float * u, float * v) {
-    const float c = a[0]*b[0] - a[n_pair]*b[n_pair];
-    const float s = a[0]*b[n_pair] + a[n_pair]*b[0];
+// pairs of numbers, turned by both a and b: cosines, and their sines n_pair later. The two numbers of a pair lie side by side,
+// or (neox) half of the numbers apart
+static inline KVTOOL_INLINE void turn_pairs_of(
+        const float * __restrict a, const float * __restrict b, int n_pair, bool is_neox, float * __restrict y) {
+    const int step  = is_neox ? 1 : 2;
+    const int other = is_neox ? n_pair : 1;
+    for (int i = 0; i < n_pair; ++i) {
+        const float c = a[i]*b[i] - a[i + n_pair]*b[i + n_pair];
+        const float s = a[i]*b[i + n_pair] + a[i + n_pair]*b[i];
 
-    const float turned = *u*c - *v*s;
-    *v = *u*s + *v*c;
-    *u = turned;
+        const float u = y[i*step];
+        const float v = y[i*step + other];
+        y[i*step]         = u*c - v*s;
+        y[i*step + other] = u*s + v*c;
+    }
+}
+
+static inline KVTOOL_INLINE void turn_pairs_of_both(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+    // a compiler makes vectors where it knows which of the two it is
+    if (is_neox) {
+        turn_pairs_of(a, b, n_pair, true, y);
+    } else {
+        turn_pairs_of(a, b, n_pair, false, y);
+    }
+}
+
+#ifdef KVTOOL_X86
+KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+    turn_pairs_of_both(a, b, n_pair, is_neox, y);
+}
+#endif
+
+static void turn_pairs(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
+#ifdef KVTOOL_X86
+    if (vectors() != PLAIN) {
+        return turn_pairs_avx2(a, b, n_pair, is_neox, y);
+    }
+#endif
+    turn_pairs_of_both(a, b, n_pair, is_neox, y);
 }
 
 static void multiply(float * x, const std::vector<float> & by) {
@@ -131,18 +163,7 @@ void turns::turn(float * x, int64_t delta, const std::vector<float> & after, con
     }
     multiply(x, before);
 
-    float * y = x + first;
-    // the two numbers of a pair lie side by side, or half of the pairs apart
-    if (is_neox) {
-        for (int i = 0; i < n_pair; ++i) {
-            turn_pair(a + i, b + i, n_pair, y + i, y + i + n_pair);
-        }
-    } else {
-        for (int i = 0; i < n_pair; ++i) {
-            turn_pair(a + i, b + i, n_pair, y + 2*i, y + 2*i + 1);
-        }
-    }
-
+    turn_pairs(a, b, n_pair, is_neox, x + first);
     multiply(x, after);
     if (n_map > 0) {
         map(x);
