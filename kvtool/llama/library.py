@@ -41,7 +41,10 @@ class EnableParams(ctypes.Structure):
         ("signals", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("n_query", ctypes.c_int32),
-        *((name, ctypes.c_int32) for name in ("n_recall", "n_made", "n_exact", "n_near", "n_bit", "type_k", "type_v")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("n_recall", "n_made", "n_exact", "n_near", "n_bit", "type_k", "type_v")
+        ),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
     ]

@@ -72,7 +72,9 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if (search := params.get("search", cls.__dataclass_fields__["search"].default)) != "tokens":
             if "recalled" in params:
-                raise ValueError(f"with search={search} the model says how many cells are made; leave out recalled")
+                raise ValueError(
+                    f"with search={search} the model says how many cells are made; leave out recalled"
+                )
             params["recalled"] = 1
         elif "recalled" not in params:
             sinks = params.get("sinks", cls.__dataclass_fields__["sinks"].default)
