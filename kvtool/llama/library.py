@@ -36,15 +36,15 @@ class Edit(ctypes.Structure):
     ]
 
 
+_ARCHIVE = ("n_recall", "n_made", "n_exact", "n_near", "n_bit", "type_k", "type_v")
+
+
 class EnableParams(ctypes.Structure):
     _fields_ = [
         ("signals", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("n_query", ctypes.c_int32),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("n_recall", "n_made", "n_exact", "n_near", "n_bit", "type_k", "type_v")
-        ),
+        *((name, ctypes.c_int32) for name in _ARCHIVE),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
     ]
