@@ -667,3 +667,10 @@ def test_forgotten_tokens_leave_the_table_of_cells(tiny_model):
         for n in (5, 0):
             engine.context.archive.keep(n)
             assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n
+
+
+def test_no_token_is_recalled_by_a_made_cell(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(search="clusters")) as engine:
+        found = holdings.watch(engine, text(200), 4, lambda *_: None)
+        assert found.recalled is None
+        assert found.archived.any()

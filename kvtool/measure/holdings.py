@@ -75,7 +75,7 @@ class Holdings:
     archived
         i64[snapshot, 2], the first archived token and the one behind the last.
     recalled
-        What the rows have recalled, if the policy recalls.
+        What the rows have recalled, if the policy recalls tokens.
     """
 
     layer: np.ndarray
@@ -133,7 +133,8 @@ def watch(
     rows = engine.cells()
     until = np.zeros((len(rows.live), n), np.uint8)
     archived = np.zeros((len(ends), 2), np.int64)
-    recalled = Recalled.none(*until.shape) if engine.policy.recall else None
+    recall = engine.policy.recall
+    recalled = Recalled.none(*until.shape) if recall and not recall.made else None
 
     def stopped() -> bool:
         progress(engine.n_past)
