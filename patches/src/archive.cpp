@@ -22,8 +22,8 @@ archived_layer::archived_layer(
         const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit)
     : n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), n_bit(n_bit)
     , type_k(type_k), type_v(type_v)
-    , memory(memory)
-    , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size_side(n_bit ? side_bytes(n_embd_k, n_bit) : 0)
+    , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v))
+    , memory(memory), size_side(n_bit ? side_bytes(n_embd_k, n_bit) : 0)
     , at_k(at), at_v(at_k + padded(n_head*n_block*size_k)), at_side(at_v + padded(n_head*n_block*size_v)) {}
 
 size_t archived_layer::slab_end() const {
@@ -47,27 +47,6 @@ void archived_layer::put(int64_t i, const float * k, const float * v, std::vecto
             set_index(head, i, tmp.data());
         }
     }
-}
-
-size_t archived_layer::copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) const {
-    const auto move = [&](uint8_t * own, size_t size) {
-        if (out) {
-            memcpy(out, own, size);
-            out += size;
-        } else {
-            memcpy(own, in, size);
-            in += size;
-        }
-    };
-
-    for (int64_t i = begin; i < end && (in || out); ++i) {
-        for (int head = 0; head < n_head; ++head) {
-            move(key_at  (head, i), size_k);
-            move(value_at(head, i), size_v);
-        }
-    }
-
-    return (end - begin)*n_head*(size_k + size_v);
 }
 
 void archived_layer::keys(int head, int64_t i, int n, float * out) const {
@@ -113,79 +92,6 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     clusters.clear();
     for (size_t i = 0; i < shapes.size() && params.n_exact > 0; ++i) {
         clusters.emplace_back(shapes[i].n_head, row_clusters(shapes[i].n_embd_k, shapes[i].n_embd_v));
-    }
-}
-
-int64_t archive::bytes() const {
-    int64_t res = memory.bytes();
-    for (const auto & rows : clusters) {
-        for (const auto & own : rows) {
-            res += (own.end() - own.begin())*own.block_bytes();
-        }
-    }
-    return res;
-}
-
-int64_t archive::slab_bytes() const {
-    int64_t res = memory.slab_bytes();
-    for (const auto & rows : clusters) {
-        for (const auto & own : rows) {
-            res += own.block_bytes();
-        }
-    }
-    return res;
-}
-
-void archive::clear_clusters() {
-    for (auto & rows : clusters) {
-        for (auto & own : rows) {
-            own.clear();
-        }
-    }
-}
-
-void archive::cluster() {
-    int n_row = 0;
-    for (const auto & rows : clusters) {
-        n_row += rows.size();
-    }
-
-    std::vector<float> keys, values;
-
-    int row = 0;
-    for (size_t i = 0; i < clusters.size(); ++i) {
-        const auto & l = layers[i];
-        for (int head = 0; head < l.n_head; ++head, ++row) {
-            auto & own = clusters[i][head];
-
-            // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
-            const int64_t late = (int64_t) row*(l.n_block/4)/n_row;
-            const int64_t from = (begin() + l.n_block - 1)/l.n_block;
-            const int64_t to   = std::max((end() - late)/l.n_block, from);
-            const int64_t near = (far - late)/l.n_block;
-
-            own.forget(from);
-            const auto read = [&](int64_t block, bool is_far) {
-                keys  .resize(l.n_block*l.n_embd_k);
-                values.resize(l.n_block*l.n_embd_v);
-                l.keys  (head, block*l.n_block, l.n_block, keys  .data());
-                l.values(head, block*l.n_block, l.n_block, values.data());
-                for (int64_t j = 0; j < l.n_block && is_far; ++j) {
-                    const int64_t t = block*l.n_block + j;
-                    rope[i].turn(keys.data() + j*l.n_embd_k, base_of(t) - t);
-                }
-            };
-            for (int64_t block = own.begin(); block < std::min(near, own.end()); ++block) {
-                if (!own.is_far(block)) {
-                    read(block, true);
-                    own.set(block, keys.data(), values.data(), true);
-                }
-            }
-            for (int64_t block = own.begin() < own.end() ? own.end() : from; block < to; ++block) {
-                read(block, block < near);
-                own.add(block, keys.data(), values.data(), block < near);
-            }
-        }
     }
 }
 
@@ -247,7 +153,7 @@ void archive::finish(const leaving & some) {
     }
 
     move_far(some.next + base() - n_near);
-    cluster();
+    seal();
 }
 
 void archive::set_base(int64_t base) {
@@ -262,7 +168,7 @@ void archive::set_base(int64_t base) {
     }
 }
 
-std::vector<stretch> archive::stretches(int64_t rot) const {
+std::vector<stretch> archive::stretches(int64_t far_end, int64_t far_turn) const {
     std::vector<stretch> res;
 
     const auto add = [&](int64_t begin, int64_t end, int64_t delta) {
@@ -271,10 +177,10 @@ std::vector<stretch> archive::stretches(int64_t rot) const {
         }
     };
 
-    add(begin(), far, n_near - rot);
+    add(begin(), far_end, far_turn);
     for (size_t j = 0; j < frames.size(); ++j) {
         const int64_t stop = j + 1 < frames.size() ? frames[j + 1].first : end();
-        add(std::max(frames[j].first, far), stop, base() - frames[j].base);
+        add(std::max(frames[j].first, far_end), stop, base() - frames[j].base);
     }
 
     return res;
@@ -321,11 +227,12 @@ void archive::forget(int64_t to) {
 }
 
 void archive::keep(int64_t n) {
-    if (n < size()) {
-        memory.fit(end() - n, end());
+    const int64_t first = whole(end() - n, end());
+    if (first > begin()) {
+        memory.fit(first, end());
         memory.trim();
-        forget(end() - n);
-        cluster();
+        forget(first);
+        seal();
     }
 }
 
@@ -354,8 +261,15 @@ void archive::expect(int64_t begin, int64_t end) {
 }
 
 void archive::fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end) {
-    layers[layer].set_span(begin, end);
-    layers[layer].copy(nullptr, in, i, i + n);
+    auto & l = layers[layer];
+    l.set_span(begin, end);
+    for (int64_t t = i; t < i + n; ++t) {
+        for (int head = 0; head < l.n_head; ++head) {
+            memcpy(l.raw_key  (head, t), in,            l.size_k);
+            memcpy(l.raw_value(head, t), in + l.size_k, l.size_v);
+            in += l.size_k + l.size_v;
+        }
+    }
 }
 
 std::vector<int64_t> archive::table() const {
@@ -404,7 +318,7 @@ std::string archive::set_table(const std::vector<int64_t> & table) {
     }
     far = begin;
     move_far(table[2]);
-    cluster();
+    seal();
 
     return {};
 }

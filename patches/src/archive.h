@@ -76,9 +76,12 @@ public:
     // stores token i: the keys of all heads and the values of all heads, and the index of what is stored
     void put(int64_t i, const float * k, const float * v, std::vector<float> & tmp);
 
-    // Copies keys and values as they are stored, token by token: to out, or from in, but for the index. Returns how many
-    // bytes these are.
-    size_t copy(uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) const;
+    // puts a complete block's keys and values into another order: the token that lies in each place from `first` on
+    void sort(int head, int64_t block, int first, const uint8_t * from);
+
+    size_t token_bytes() const { return n_head*(size_k + size_v); }
+
+    // tokens of blocks that are sorted are given by their places from here on
 
     // as f32: keys i .. i + n - 1 of a head, which lie in one block
     void keys(int head, int64_t i, int n, float * out) const;
@@ -86,23 +89,12 @@ public:
     // the same of values
     void values(int head, int64_t i, int n, float * out) const;
 
-    // asks for a key's and a value's memory
-    void prefetch(int head, int64_t i) const {
-#ifdef __GNUC__
-        for (const uint8_t * x = key_at(head, i), * end = x + size_k; x < end; x += 64) {
-            __builtin_prefetch(x);
-        }
-        for (const uint8_t * x = value_at(head, i), * end = x + size_v; x < end; x += 64) {
-            __builtin_prefetch(x);
-        }
-#else
-        (void) head, (void) i;
-#endif
-    }
-
     // a key and a value as they are stored
     const uint8_t * raw_key  (int head, int64_t i) const { return key_at  (head, i); }
     const uint8_t * raw_value(int head, int64_t i) const { return value_at(head, i); }
+
+    uint8_t * raw_key  (int head, int64_t i) { return key_at  (head, i); }
+    uint8_t * raw_value(int head, int64_t i) { return value_at(head, i); }
 
     // where the block of token i ends
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
@@ -124,13 +116,14 @@ public:
     const ggml_type type_k;
     const ggml_type type_v;
 
+    const size_t size_k; // bytes of a key
+    const size_t size_v;
+
     static constexpr int n_block = store::n_block;
 
 private:
     const store & memory;
 
-    const size_t size_k;
-    const size_t size_v;
     const size_t size_side;
 
     // in a slab: [n_head][n_block][n_embd] of keys and of values; [n_head][n_block/n_side] sides
@@ -182,7 +175,11 @@ public:
     // Layers with other tokens than begin .. end - 1 forget them. Throws no_room, and nothing has changed then.
     void expect(int64_t begin, int64_t end);
 
-    // a layer's tokens are begin .. end - 1; some of them, from i on, as `copy` gave them
+    // a layer's keys and values as they are stored, token by token; and the bytes of a token
+    void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
+    size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
+
+    // a layer's tokens are begin .. end - 1; some of them, from i on, as `get` gave them
     void fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end);
 
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
@@ -203,13 +200,14 @@ public:
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 
-    // the tokens before this one are far: they all have the same distance from a query
+    // The tokens before this one are far: they all have the same distance from a query. Where there are clusters, the blocks are
+    // that are sealed as far.
     int64_t far_end() const { return far; }
 
     std::vector<frame> frames; // those of the tokens that are not far, and the last one
 
-    // all tokens, for queries the first of which is rotated to rot; far ones as they were before RoPE
-    std::vector<stretch> stretches(int64_t rot) const;
+    // All tokens: those before far_end as they were before RoPE, for queries that are turned by far_turn.
+    std::vector<stretch> stretches(int64_t far_end, int64_t far_turn) const;
 
     // the base of the frame of token i
     int64_t base_of(int64_t i) const;
@@ -217,7 +215,10 @@ public:
     int64_t n_near = 0; // the distance of far tokens
 
     // of a row's keys; none unless n_exact is given
-    const row_clusters * clusters_of(size_t layer, int head) const { return clusters.empty() ? nullptr : &clusters[layer][head]; }
+    const row_clusters & clusters_of(size_t layer, int head) const { return clusters[layer][head]; }
+
+    // how far the key of token i has to be turned, for its block's bearing
+    int64_t turn_to(const bearing & to, int64_t i) const { return base_of(i) - (to.is_far ? i : to.base); }
 
     // positions are less than this, so that nothing that is made of them overflows
     static constexpr int64_t most = (int64_t) 1 << 40;
@@ -232,14 +233,19 @@ private:
 
     int64_t far = 0;
 
-    int64_t first_of(const leaving & some) const { return some.first(begin(), end()); }
+    int64_t first_of(const leaving & some) const { return whole(some.first(begin(), end()), some.end()); }
+
+    // the first token that stays where those before `to` are forgotten: a block that may be sealed goes as a whole
+    int64_t whole(int64_t to, int64_t end) const;
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
     void move_far(int64_t end);
 
-    // makes the clusters of the blocks that are complete by now, and forgets those of blocks that are not any more
-    void cluster();
+    // Makes the clusters of blocks that are complete by now, and anew of those that have become far; forgets those of blocks that
+    // are not there any more.
+    void seal();
+    void seal(size_t layer, int head, int64_t block, bool is_far);
     void clear_clusters();
 
     // forgets the tokens before this one, which have lost their memory

@@ -3,6 +3,7 @@
 #include "convert.h"
 #include "products.h"
 #include "softmax.h"
+#include "stored.h"
 
 #include <algorithm>
 #include <cmath>
@@ -17,72 +18,83 @@ static constexpr int n_together = 64;
 
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
-    : all(all), l(all[i]), rope(all.turns_of(i)), n_query(n_query), n_column(columns(n_query)), n_value(columns(l.n_embd_v))
-    , n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-5f : 1e-9f), logits(logits), work(work)
-    , looking(all, i, rot, n_query, logits, n_exact, n_span, work.search) {}
+    : all(all), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
+    , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-5f : 1e-9f), logits(logits)
+    , work(work), looking(all, i, rot, n_query, logits, n_exact) {}
 
 void attention::make_room() {
-    work.parts.resize((size_t) n_part()*n_query*(2 + n_value));
-    looking.make_room();
+    work.rows .resize(l.n_head);
+    work.parts.assign((size_t) l.n_head*(n_span + 1)*n_query*(2 + n_value), 0.0f);
 }
 
-void attention::turn(const std::vector<float> & queries, int64_t delta) {
+void attention::find(int head, const float * queries) {
+    looking.find(head, queries, work.rows[head], part_of(head, n_span, 0), 2 + n_value);
+}
+
+// asks for the memory of n rows
+static void prefetch(const uint8_t * rows, size_t n_bytes) {
+#ifdef __GNUC__
+    for (const uint8_t * end = rows + n_bytes; rows < end; rows += 64) {
+        __builtin_prefetch(rows);
+    }
+#else
+    (void) rows, (void) n_bytes;
+#endif
+}
+
+// products of n tokens from `begin` on, which become those from `at` on
+void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
+    const auto & row = work.rows[head];
 
-    std::vector<float> one(d);
-    turned.assign(d*n_column, 0.0f);
-    for (int q = 0; q < n_query; ++q) {
-        std::copy_n(queries.data() + q*d, d, one.data());
-        rope.turn_query(one.data(), delta);
-        for (int64_t e = 0; e < d; ++e) {
-            turned[e*n_column + q] = one[e];
+    float * to = powers.data() + at*n_column;
+
+    const float * queries = row.turned.data() + (size_t) range.way*n_query*d;
+
+    pieces.push_back({ begin, n, at });
+
+    const bool turns_any = range.is_far || (range.sealed && looking.turn_of(range, begin) != 0) || (range.sealed && looking.turn_of(range, begin + n - 1) != 0);
+    if (is_few && !turns_any) {
+        multiply_rows(l.type_k, l.raw_key(head, begin), n, d, queries, n_query, to, n_column);
+        return;
+    }
+    float * some = keys.data() + at*d;
+    l.keys(head, begin, n, some);
+    for (int j = 0; j < n && turns_any; ++j) {
+        rope.turn(some + j*d, looking.turn_of(range, begin + j));
+    }
+    if (is_few) {
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, n, d, queries, n_query, to, n_column);
+        return;
+    }
+    std::fill_n(to, n*n_column, 0.0f);
+    multiply_add(to, n_column, some, d, 1, row.columns.data() + (size_t) range.way*d*n_column, n_column, n, d, n_column);
+}
+
+void attention::add_values(int head, float * to) {
+    for (const auto & p : pieces) {
+        float * own = powers.data() + p.at*n_column;
+        if (is_few) {
+            for (int j = 0; j < p.n*n_column; ++j) {
+                own[j] = own[j] > least ? own[j] : 0.0f;
+            }
+            add_rows(l.type_v, l.raw_value(head, p.begin), p.n, l.n_embd_v, own, n_column, 1, n_query, to, 2 + n_value);
+            continue;
         }
+        int m = 0;
+        for (int j = 0; j < p.n; ++j) {
+            const float * one = own + j*n_column;
+            if (*std::max_element(one, one + n_query) > least) {
+                l.values(head, p.begin + j, 1, values.data() + m*n_value);
+                std::copy_n(one, n_column, own + m++*n_column);
+            }
+        }
+        multiply_add(to, 2 + n_value, own, 1, n_column, values.data(), n_value, n_query, m, n_value);
     }
 }
 
-void attention::read(int head, const token_range & range, int first, int n, int at) {
-    const int64_t d = l.n_embd_k;
-
-    // a cluster's tokens lie apart: their memory is asked for at once
-    for (int j = 0; j < n && range.order; ++j) {
-        l.prefetch(head, range.at(first + j));
-    }
-    if (!range.order) {
-        l.keys(head, range.begin + first, n, keys.data() + at*d);
-    }
-    for (int j = 0; j < n; ++j) {
-        const int64_t i = range.at(first + j);
-
-        float * key = keys.data() + (at + j)*d;
-        if (range.order) {
-            l.keys(head, i, 1, key);
-        }
-        if (i < all.far_end()) {
-            rope.turn(key, all.base_of(i) - i);
-        }
-        tokens[at + j] = i;
-    }
-}
-
-int attention::read_values(int head, int n) {
-    int m = 0;
-    for (int j = 0; j < n; ++j) {
-        const float * own = powers.data() + j*n_column;
-        if (*std::max_element(own, own + n_query) > least) {
-            l.values(head, tokens[j], 1, values.data() + m*n_value);
-            std::copy_n(own, n_column, powers.data() + m++*n_column);
-        }
-    }
-    return m;
-}
-
-// of the first n tokens that are read
-void attention::add(int part, int n) {
-    const int64_t d = l.n_embd_k;
-
-    std::fill_n(powers.data(), n*n_column, 0.0f);
-    multiply_add(powers.data(), n_column, keys.data(), d, 1, turned.data(), n_column, n, d, n_column);
-
+// what is there of n tokens
+void attention::add(int head, int span, int n) {
     if (logits.cap > 0.0f) {
         for (int j = 0; j < n*n_column; ++j) {
             powers[j] = logits.cap*std::tanh(powers[j]*logits.scale/logits.cap);
@@ -92,102 +104,85 @@ void attention::add(int part, int n) {
     factor.resize(n_column);
     sum   .resize(n_column);
     for (int q = 0; q < n_column; ++q) {
-        most[q] = q < n_query ? part_of(part, q)[0] : 0.0f;
+        most[q] = q < n_query ? part_of(head, span, q)[0] : 0.0f;
     }
     exponential_columns(powers.data(), n, n_column, logits.cap > 0.0f ? 1.0f : logits.scale, most.data(), factor.data(), sum.data());
 
     for (int q = 0; q < n_query; ++q) {
-        float * own = part_of(part, q);
+        float * own = part_of(head, span, q);
         own[0] = most[q];
         own[1] = own[1]*factor[q] + sum[q];
         for (int e = 0; e < n_value && factor[q] != 1.0f; ++e) {
             own[2 + e] *= factor[q];
         }
     }
-    const int m = read_values(head_of(part), n);
-    multiply_add(part_of(part, 0) + 2, 2 + n_value, powers.data(), 1, n_column, values.data(), n_value, n_query, m, n_value);
+    add_values(head, part_of(head, span, 0) + 2);
+    pieces.clear();
 }
 
-void attention::attend(int part, const std::vector<float> & queries) {
-    const int head = head_of(part);
-    const int nth  = part % n_span;
+void attention::attend(int part) {
+    const int head = part/n_span;
+    const int span = part % n_span;
 
     for (int q = 0; q < n_query; ++q) {
-        float * own = part_of(part, q);
-        std::fill_n(own, 2 + n_value, 0.0f);
-        own[0] = -INFINITY;
+        part_of(head, span, q)[0] = -INFINITY;
     }
 
-    tokens.resize(n_together);
     keys  .resize(n_together*l.n_embd_k);
-    values.assign(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column);
+    values.resize(n_together*n_value, 0.0f);
+    powers.assign(n_together*n_column, 0.0f);
 
-    const auto & row = work.search.rows[head];
+    const auto & row = work.rows[head];
 
-    const int64_t begin = row.n_looked*nth/n_span;
-    const int64_t end   = row.n_looked*(nth + 1)/n_span;
+    const int64_t begin = row.n_looked*span/n_span;
+    const int64_t end   = row.n_looked*(span + 1)/n_span;
 
-    int     n     = 0;
-    int64_t delta = 0;
-    bool    any   = false;
-
-    const auto flush = [&]() {
-        if (n > 0) {
-            add(part, n);
-            n = 0;
-        }
-    };
-
+    int     n  = 0;
     int64_t at = 0;
-    for (const auto & range : row.looked) {
-        for (int64_t i = std::max(begin, at); i < std::min(end, at + range.n);) {
-            if (!any || range.delta != delta) {
-                flush();
-                turn(queries, range.delta);
-                delta = range.delta;
-                any   = true;
+    for (size_t r = 0; r < row.looked.size() && at < end; ++r) {
+        const auto & range = row.looked[r];
+
+        for (int64_t i = std::max(begin, at), stop = std::min(end, at + range.n); i < stop;) {
+            if (r + 1 < row.looked.size()) {
+                const auto & next = row.looked[r + 1];
+                prefetch(l.raw_key  (head, next.begin), next.n*l.size_k);
+                prefetch(l.raw_value(head, next.begin), next.n*l.size_v);
             }
-            const int m = std::min<int64_t>(n_together - n, std::min(end, at + range.n) - i);
-            read(head, range, i - at, m, n);
+            const int m = std::min<int64_t>(n_together - n, stop - i);
+            read(head, range, range.begin + i - at, m, n);
             n += m;
             i += m;
             if (n == n_together) {
-                flush();
+                add(head, span, n);
+                n = 0;
             }
         }
         at += range.n;
     }
-    flush();
-
-    for (int q = 0; q < n_query; ++q) {
-        float * own = part_of(part, q);
-        looking.estimate(head, nth, q, own[0], own[1], own + 2);
+    if (n > 0) {
+        add(head, span, n);
     }
 }
 
 double attention::result(int head, int query, float * value) const {
-    const auto part = [&](int i) { return part_of(head*n_span + i, query); };
+    const auto part = [&](int i) { return part_of(head, i, query); };
 
     float most = -INFINITY;
-    for (int i = 0; i < n_span; ++i) {
+    for (int i = 0; i <= n_span; ++i) {
         most = std::max(most, part(i)[0]);
     }
     double sum = 0.0;
-    std::vector<double> v(l.n_embd_v, 0.0);
-    for (int i = 0; i < n_span; ++i) {
-        if (!(part(i)[0] > -INFINITY)) {
-            continue;
-        }
-        const double w = std::exp((double) part(i)[0] - most);
-        sum += w*part(i)[1];
-        for (int64_t e = 0; e < l.n_embd_v; ++e) {
-            v[e] += w*part(i)[2 + e];
+    std::fill_n(value, l.n_embd_v, 0.0f);
+    for (int i = 0; i <= n_span; ++i) {
+        if (part(i)[0] > -INFINITY) {
+            const float w = std::exp(part(i)[0] - most);
+            sum += (double) w*part(i)[1];
+            kvtool::add(value, part(i) + 2, l.n_embd_v, w);
         }
     }
     bool is_number = std::isfinite(most) && std::isfinite(sum) && sum > 0.0;
     for (int64_t e = 0; e < l.n_embd_v; ++e) {
-        value[e]   = v[e]/sum;
+        value[e]  /= sum;
         is_number &= std::isfinite(value[e]);
     }
     if (!is_number) {

@@ -14,7 +14,7 @@ namespace kvtool {
 // what the threads that attend for a layer share
 class attention_work : public meeting {
 public:
-    search_work search;
+    std::vector<searched_row> rows;
 
     // of each row and part of the tokens, for each query: the highest logit, the sum of the exponentials beside it, and the
     // sum of the values by them
@@ -31,16 +31,14 @@ public:
     // one thread calls it, before any attends
     void make_room();
 
-    // The work of a row is cut into parts, each of which is for one thread, in two rounds: `rank` and `attend`; between them
-    // `choose` is called once for each row. Parts depend on the numbers of rows and tokens alone, so that a sum does not
-    // depend on the threads.
-    int n_part() const { return l.n_head*n_span; }
-    int head_of(int part) const { return part/n_span; }
+    // what a row looks into; one thread calls it for each row, before any attends to it. queries: [n_query][n_embd_k]
+    void find(int head, const float * queries);
 
-    // queries: of the part's row [n_query][n_embd_k]
-    void rank  (int part, const std::vector<float> & queries) { looking.rank(head_of(part), part % n_span, queries); }
-    void choose(int head) { looking.choose(head); }
-    void attend(int part, const std::vector<float> & queries);
+    // The work of a row is cut into parts, each of which is for one thread. They depend on the numbers of rows and tokens alone,
+    // so that a sum does not depend on the threads.
+    int n_part() const { return l.n_head*n_span; }
+
+    void attend(int part);
 
     // Once all parts are there: value[n_embd_v] of a query, and the logarithm of its sum. Keys, queries or values that are no
     // numbers give -INFINITY.
@@ -51,12 +49,13 @@ private:
     const archived_layer & l;
     const turns          & rope;
 
-    const int n_query;
-    const int n_column; // of queries
-    const int n_value;  // columns of a value
-    const int n_span;   // parts of a row
+    const int  n_query;
+    const bool is_few;   // queries: keys and values are multiplied where they lie
+    const int  n_column; // of queries
+    const int  n_value;  // columns of a value
+    const int  n_span;   // parts of a row
 
-    const float least;  // what a token's power has to be for its value to count
+    const float least;   // what a token's power has to be for its value to count
 
     const logit_params logits;
 
@@ -64,25 +63,29 @@ private:
 
     search looking;
 
-    // of some tokens
-    std::vector<int64_t> tokens;
+    // what is attended to at once: some tokens that lie side by side
+    struct piece {
+        int64_t begin;
+        int     n;
+        int     at; // of them all
+    };
+
+    std::vector<piece> pieces;
 
     std::vector<float> keys;   // [token][n_embd_k]
     std::vector<float> values; // [token][n_value]
     std::vector<float> powers; // [token][n_column]
 
-    std::vector<float> turned; // the queries, a query a column: to what the tokens' keys are rotated to
-
     std::vector<float> most, factor, sum; // of each query
 
-    float * part_of(int part, int query) const { return work.parts.data() + ((size_t) part*n_query + query)*(2 + n_value); }
+    // of a row those of the parts, then of what the search has estimated
+    float * part_of(int head, int span, int query) const {
+        return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
+    }
 
-    void turn(const std::vector<float> & queries, int64_t delta);
-    void read(int head, const token_range & range, int first, int n, int at);
-    void add(int part, int n);
-
-    // of those that count, the powers and the values; returns how many they are
-    int read_values(int head, int n);
+    void read(int head, const token_range & range, int64_t begin, int n, int at);
+    void add(int head, int span, int n);
+    void add_values(int head, float * to);
 };
 
 } // namespace kvtool

@@ -17,7 +17,7 @@ int64_t choice::turn_of(int64_t i, int64_t rot) const {
 
 choice::choice(const archive & all, size_t i, int64_t rot, choice_work & work, int ith, int nth)
     : all(all), l(all[i]), rope(all.turns_of(i)), work(work), ith(ith), nth(nth) {
-    for (const auto & s : all.stretches(rot)) {
+    for (const auto & s : all.stretches(all.far_end(), all.n_near - rot)) {
         stretches.push_back({ s, {}, {} });
     }
     for (const auto & s : stretches) {

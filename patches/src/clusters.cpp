@@ -1,132 +1,205 @@
 #include "clusters.h"
 
 #include "convert.h"
-#include "products.h"
+#include "kmeans.h"
+#include "softmax.h"
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace kvtool {
 
 // blocks that memory is taken for at once
 static constexpr size_t n_more = 16;
 
-// how often means are computed anew
-static constexpr int n_round = 4;
-
-void row_clusters::add(int64_t block, const float * keys, const float * vs, bool is_far) {
-    if (far.empty()) {
-        first = block;
+// not twice what is needed, as a vector would grow by itself
+template <typename T>
+static void grow(std::vector<T> & list, size_t n, size_t n_each) {
+    if (list.capacity() < n*n_each) {
+        list.reserve((n + n_more*n_cluster)*n_each);
     }
-    const size_t n = far.size() + 1;
-
-    // not twice what is needed, as a vector would grow by itself
-    const auto resize = [&](auto & list, size_t n_each) {
-        if (list.capacity() < n*n_each) {
-            list.reserve((n + n_more)*n_each);
-        }
-        list.resize(n*n_each);
-    };
-    resize(far,    1);
-    resize(means,  side_bytes(n_embd_k, 8));
-    resize(logs,   n_cluster);
-    resize(values, n_cluster*n_embd_v);
-    resize(tokens, n_token);
-    resize(starts, n_cluster + 1);
-
-    set(block, keys, vs, is_far);
+    list.resize(n*n_each);
 }
 
-void row_clusters::set(int64_t block, const float * keys, const float * vs, bool is_far) {
-    const int64_t at = block - first;
-    const int64_t d  = n_embd_k;
+void means::resize(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
+    grow(sides,  n/n_side, side_bytes(n_embd_k, 8));
+    grow(sizes,  n, 1);
+    grow(values, n, n_embd_v);
+}
 
-    // k-means; it begins with tokens that lie far apart in the text
-    std::vector<float> mean(n_cluster*d);
-    std::vector<float> columns(d*n_cluster);
-    std::vector<float> near(n_token*n_cluster);
-    std::vector<int>   of(n_token);
-    std::vector<int>   size(n_cluster);
+void means::erase(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
+    sides .erase(sides .begin(), sides .begin() + n/n_side*side_bytes(n_embd_k, 8));
+    sizes .erase(sizes .begin(), sizes .begin() + n);
+    values.erase(values.begin(), values.begin() + n*n_embd_v);
+}
 
-    for (int c = 0; c < n_cluster; ++c) {
-        std::copy_n(keys + (c*n_token/n_cluster + n_token/n_cluster/2)*d, d, mean.begin() + c*d);
+void row_clusters::set(int64_t block, int from, const bearing & to, const float * keys, const float * vs) {
+    if (blocks.empty()) {
+        first = block;
     }
-    for (int round = 0; round <= n_round; ++round) {
-        // the nearest mean m of x: that with the highest x m - m m/2
-        for (int c = 0; c < n_cluster; ++c) {
-            float square = 0.0f;
-            for (int64_t e = 0; e < d; ++e) {
-                columns[e*n_cluster + c] = mean[c*d + e];
-                square += mean[c*d + e]*mean[c*d + e];
-            }
-            for (int i = 0; i < n_token; ++i) {
-                near[i*n_cluster + c] = -0.5f*square;
-            }
-        }
-        multiply_add(near.data(), n_cluster, keys, d, 1, columns.data(), n_cluster, n_token, d, n_cluster);
-
-        std::fill(size.begin(), size.end(), 0);
-        std::fill(mean.begin(), mean.end(), 0.0f);
-        for (int i = 0; i < n_token; ++i) {
-            const float * own = near.data() + i*n_cluster;
-            of[i] = std::max_element(own, own + n_cluster) - own;
-            size[of[i]]++;
-            for (int64_t e = 0; e < d; ++e) {
-                mean[of[i]*d + e] += keys[i*d + e];
-            }
-        }
-        for (int c = 0; c < n_cluster; ++c) {
-            for (int64_t e = 0; e < d && size[c] > 0; ++e) {
-                mean[c*d + e] /= size[c];
-            }
+    if (block == end()) {
+        blocks.emplace_back();
+        const size_t n = blocks.size()*n_cluster;
+        clusters.resize(n, n_embd_k, n_embd_v);
+        grow(member, n, 1);
+        const size_t n_group = block/n_grouped - first/n_grouped + 1;
+        if (n_group > grouped.size()) {
+            grouped.push_back(0);
+            sets.resize(n_group*n_set, n_embd_k, n_embd_v);
         }
     }
+    ungroup(block);
 
-    far[at] = is_far;
+    const int  n  = store::n_block - from;
+    const auto of = kmeans(keys, n, n_embd_k, n_cluster);
 
-    uint8_t  * order = tokens.data() + at*n_token;
-    uint16_t * start = starts.data() + at*(n_cluster + 1);
-    uint8_t  * side  = means .data() + at*side_bytes(d, 8);
+    auto & own = blocks[block - first];
+    own.to    = to;
+    own.first = from;
+    std::iota(own.order.begin(), own.order.end(), 0);
 
-    std::vector<float> value(n_embd_v);
+    uint8_t * sides = clusters.sides.data() + (block - first)*(n_cluster/n_side)*side_size();
 
-    int n = 0;
+    std::vector<float> key(n_embd_k), value(n_embd_v);
+
+    int at = from;
     for (int c = 0; c < n_cluster; ++c) {
-        start[c] = n;
+        std::fill(key  .begin(), key  .end(), 0.0f);
         std::fill(value.begin(), value.end(), 0.0f);
-        for (int i = 0; i < n_token; ++i) {
+
+        own.start[c] = at;
+        for (int i = 0; i < n; ++i) {
             if (of[i] == c) {
-                order[n++] = i;
-                for (int64_t e = 0; e < n_embd_v; ++e) {
-                    value[e] += vs[i*n_embd_v + e]/size[c];
-                }
+                own.order[at++] = from + i;
+                add(key  .data(), keys + i*n_embd_k, n_embd_k, 1.0f);
+                add(value.data(), vs   + i*n_embd_v, n_embd_v, 1.0f);
             }
         }
-        logs[at*n_cluster + c] = size[c] > 0 ? std::log((float) size[c]) : -INFINITY;
-        set_key(side, c, mean.data() + c*d, d, 8);
-        to_half(value.data(), values.data() + (at*n_cluster + c)*n_embd_v, n_embd_v);
+        const int size = at - own.start[c];
+        for (float & x : key) {
+            x /= std::max(size, 1);
+        }
+        for (float & x : value) {
+            x /= std::max(size, 1);
+        }
+
+        const size_t to_place = place(block) + c;
+        member[to_place] = c;
+        clusters.sizes[to_place] = size;
+        set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k, 8);
+        to_half(value.data(), clusters.values.data() + to_place*n_embd_v, n_embd_v);
     }
-    start[n_cluster] = n;
+    own.start[n_cluster] = at;
+
+    group(block);
+}
+
+void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
+    const size_t n = from.size();
+
+    const auto old_member = std::vector<uint8_t>(member.begin() + at, member.begin() + at + n);
+    const auto old_sizes  = std::vector<uint16_t>(clusters.sizes.begin() + at, clusters.sizes.begin() + at + n);
+    const auto old_values = std::vector<ggml_fp16_t>(clusters.values.begin() + at*n_embd_v, clusters.values.begin() + (at + n)*n_embd_v);
+
+    uint8_t * sides = clusters.sides.data() + at/n_side*side_size();
+    const auto old_sides = std::vector<uint8_t>(sides, sides + n/n_side*side_size());
+
+    for (size_t i = 0; i < n; ++i) {
+        member        [at + i] = old_member[from[i]];
+        clusters.sizes[at + i] = old_sizes [from[i]];
+        std::copy_n(old_values.begin() + from[i]*n_embd_v, n_embd_v, clusters.values.begin() + (at + i)*n_embd_v);
+        copy_key(sides + i/n_side*side_size(), i % n_side, old_sides.data() + from[i]/n_side*side_size(), from[i] % n_side, n_embd_k);
+    }
+}
+
+void row_clusters::group(int64_t block) {
+    const int64_t begin = block/n_grouped*n_grouped;
+
+    if (begin < first || begin + n_grouped > end()) {
+        return;
+    }
+    for (int64_t b = begin; b < begin + n_grouped; ++b) {
+        if (!((*this)[b].to == (*this)[begin].to)) {
+            return;
+        }
+    }
+
+    constexpr int n  = n_grouped*n_cluster;
+    const size_t  at = place(begin);
+
+    std::vector<float> keys(n*n_embd_k), size(n);
+    for (int i = 0; i < n; ++i) {
+        member[at + i] = i;
+        size[i] = clusters.sizes[at + i];
+        get_key(clusters.sides.data() + (at + i)/n_side*side_size(), (at + i) % n_side, keys.data() + i*n_embd_k, n_embd_k, 8);
+    }
+    const auto order = halved(keys.data(), size.data(), n, n_embd_k, n_set);
+    permute(at, { order.begin(), order.end() });
+
+    const size_t to = set_place(block);
+
+    std::vector<float> key(n_embd_k), value(n_embd_v), one(n_embd_v);
+    for (int s = 0; s < n_set; ++s) {
+        std::fill(key  .begin(), key  .end(), 0.0f);
+        std::fill(value.begin(), value.end(), 0.0f);
+
+        float all = 0.0f;
+        for (int i = s*n_side; i < (s + 1)*n_side; ++i) {
+            all += size[order[i]];
+        }
+        for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
+            to_float(GGML_TYPE_F16, clusters.values.data() + (at + i)*n_embd_v, one.data(), n_embd_v);
+            add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, size[order[i]]/all);
+            add(value.data(), one.data(), n_embd_v, size[order[i]]/all);
+        }
+        sets.sizes[to + s] = all;
+        set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k, 8);
+        to_half(value.data(), sets.values.data() + (to + s)*n_embd_v, n_embd_v);
+    }
+    grouped[block/n_grouped - first/n_grouped] = 1;
+}
+
+void row_clusters::ungroup(int64_t block) {
+    const int64_t g = block/n_grouped;
+    if (!grouped[g - first/n_grouped]) {
+        return;
+    }
+    const size_t at = place(g*n_grouped);
+
+    std::vector<uint8_t> from(n_grouped*n_cluster);
+    for (size_t i = 0; i < from.size(); ++i) {
+        from[member[at + i]] = i;
+    }
+    permute(at, from);
+    for (size_t i = 0; i < from.size(); ++i) {
+        member[at + i] = i % n_cluster;
+    }
+    grouped[g - first/n_grouped] = 0;
 }
 
 void row_clusters::forget(int64_t block) {
-    const int64_t n = std::min(std::max<int64_t>(block - first, 0), (int64_t) far.size());
+    const int64_t n = std::min(std::max<int64_t>(block - first, 0), (int64_t) blocks.size());
     if (n == 0) {
         return;
     }
-    far   .erase(far   .begin(), far   .begin() + n);
-    means .erase(means .begin(), means .begin() + n*side_bytes(n_embd_k, 8));
-    logs  .erase(logs  .begin(), logs  .begin() + n*n_cluster);
-    values.erase(values.begin(), values.begin() + n*n_cluster*n_embd_v);
-    tokens.erase(tokens.begin(), tokens.begin() + n*n_token);
-    starts.erase(starts.begin(), starts.begin() + n*(n_cluster + 1));
+    if (n < (int64_t) blocks.size()) {
+        ungroup(block);
+    }
+    const int64_t n_group = n < (int64_t) blocks.size() ? block/n_grouped - first/n_grouped : grouped.size();
+
+    blocks .erase(blocks .begin(), blocks .begin() + n);
+    member .erase(member .begin(), member .begin() + n*n_cluster);
+    grouped.erase(grouped.begin(), grouped.begin() + n_group);
+    clusters.erase(n*n_cluster, n_embd_k, n_embd_v);
+    sets.erase(n_group*n_set, n_embd_k, n_embd_v);
 
     first += n;
 }
 
 size_t row_clusters::block_bytes() const {
-    return 1 + side_bytes(n_embd_k, 8) + n_cluster*sizeof(float) + n_cluster*n_embd_v*sizeof(ggml_fp16_t)
-        + n_token + (n_cluster + 1)*sizeof(uint16_t);
+    const size_t one = side_bytes(n_embd_k, 8)/n_side + sizeof(uint16_t) + n_embd_v*sizeof(ggml_fp16_t);
+    return sizeof(sealed_block) + n_cluster*(one + 1) + n_set*one/n_grouped;
 }
 
 } // namespace kvtool

@@ -3,67 +3,116 @@
 #pragma once
 
 #include "index.h"
+#include "store.h"
 
 #include "ggml.h"
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
 namespace kvtool {
 
-// of a block of archived tokens: as many as the index compares at once
-constexpr int n_cluster = n_side;
+// Of a block of archived tokens, and blocks of a group. A group's clusters are in as many sets as a side has keys, and a set has
+// as many clusters.
+constexpr int n_cluster = 32;
+constexpr int n_set     = n_side;
+constexpr int n_grouped = n_set*n_side/n_cluster;
 
-// The clusters of some of a row's blocks, which follow each other. A block's clusters never change while its keys are
-// rotated alike.
+// how the keys of a block are rotated, once they are turned to what its clusters' are
+struct bearing {
+    bool    is_far; // as before RoPE
+    int64_t base;   // or to their positions less this
+
+    bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
+};
+
+// a block's tokens by their clusters
+struct sealed_block {
+    bearing to;
+    int     first; // its first token: not 0 where the archive begins in it
+
+    std::array<uint8_t,  store::n_block> order; // the token that lies in each place
+    std::array<uint16_t, n_cluster + 1> start; // where a cluster's begin
+};
+
+// what is known of some clusters, or of sets of them: mean keys in 8 bits by sides, numbers of tokens, and mean values
+struct means {
+    std::vector<uint8_t>     sides;
+    std::vector<uint16_t>    sizes;
+    std::vector<ggml_fp16_t> values;
+
+    void resize(size_t n, int64_t n_embd_k, int64_t n_embd_v);
+    void erase (size_t n, int64_t n_embd_k, int64_t n_embd_v); // the first n
+};
+
+// The clusters of a row's complete blocks, which follow each other. Clusters lie in places, n_cluster of them a block; those of
+// a group are put in order of their sets once they are rotated alike.
 class row_clusters {
 public:
     row_clusters(int64_t n_embd_k, int64_t n_embd_v) : n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
     int64_t begin() const { return first; }
-    int64_t end()   const { return first + (int64_t) far.size(); }
+    int64_t end()   const { return first + (int64_t) blocks.size(); }
 
-    // clusters for the block that follows, or for the first one; keys: [n_block][n_embd_k], values: [n_block][n_embd_v];
-    // is_far: the keys are as before RoPE
-    void add(int64_t block, const float * keys, const float * values, bool is_far);
+    const sealed_block & operator[](int64_t block) const { return blocks[block - first]; }
 
-    // the same anew for a block that there is
-    void set(int64_t block, const float * keys, const float * values, bool is_far);
+    // Clusters for a block that there is, or for the one that follows. keys: [256 - first][n_embd_k], rotated as said; values:
+    // [256 - first][n_embd_v]. What the store has to be put in order of afterwards is in the block.
+    void set(int64_t block, int first, const bearing & to, const float * keys, const float * values);
 
     // forgets the blocks before this one
     void forget(int64_t block);
     void clear() { forget(end()); }
 
-    bool is_far(int64_t block) const { return far[block - first]; }
+    // the places of a block begin here
+    size_t place(int64_t block) const { return (block - first)*n_cluster; }
 
-    // the mean keys in 8 bits, and the logarithms of the sizes [n_cluster] a block; -INFINITY: the cluster is empty
-    const uint8_t * sides(int64_t block) const { return means.data() + (block - first)*side_bytes(n_embd_k, 8); }
-    const float   * sizes(int64_t block) const { return logs .data() + (block - first)*n_cluster; }
+    // the block of the cluster in a place, and which of its clusters it is
+    int64_t block_at(size_t place) const {
+        const int64_t block = first + (int64_t) place/n_cluster;
+        return is_grouped(block) ? block/n_grouped*n_grouped + member[place]/n_cluster : block;
+    }
+    int     cluster_at(size_t place) const { return member[place] % n_cluster; }
 
-    // a cluster's mean value
-    const ggml_fp16_t * value(int64_t block, int c) const { return values.data() + ((block - first)*n_cluster + c)*n_embd_v; }
+    // whether the group of a block is in order: then its sets are known
+    bool is_grouped(int64_t block) const { return grouped[block/n_grouped - first/n_grouped]; }
 
-    // the block's tokens by their clusters, and where a cluster's begin in them
-    const uint8_t  * order(int64_t block) const { return tokens.data() + (block - first)*n_token; }
-    const uint16_t * start(int64_t block) const { return starts.data() + (block - first)*(n_cluster + 1); }
+    // where the clusters of a set begin, one of a group's
+    size_t place_of_set(size_t set) const {
+        const int64_t group = first/n_grouped + (int64_t) set/n_set;
+        return place(group*n_grouped) + set % n_set*n_side;
+    }
+
+    // where the sets of a block's group begin
+    size_t set_place(int64_t block) const { return (block/n_grouped - first/n_grouped)*n_set; }
+
+    means clusters;
+    means sets;
+
+    size_t side_size() const { return side_bytes(n_embd_k, 8); }
 
     // bytes of a block's clusters
     size_t block_bytes() const;
 
 private:
-    static constexpr int n_token = 256; // of a block
-
     const int64_t n_embd_k;
     const int64_t n_embd_v;
 
     int64_t first = 0;
 
-    std::vector<uint8_t>     far; // one a block
-    std::vector<uint8_t>     means;
-    std::vector<float>       logs;
-    std::vector<ggml_fp16_t> values;
-    std::vector<uint8_t>     tokens;
-    std::vector<uint16_t>    starts;
+    std::vector<sealed_block> blocks;
+
+    // of each place: the cluster that lies there, counted from the first of its group, or from the first of its block
+    std::vector<uint8_t> member;
+
+    std::vector<uint8_t> grouped; // one a group
+
+    void group  (int64_t block);
+    void ungroup(int64_t block);
+
+    // puts the clusters of a group in this order: each place of the group gets the cluster from another one
+    void permute(size_t at, const std::vector<uint8_t> & from);
 };
 
 } // namespace kvtool

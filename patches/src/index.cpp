@@ -55,6 +55,24 @@ void set_key(uint8_t * side, int i, const float * key, int64_t n_embd, int n_bit
     memcpy(side + n_embd*n_side*n_bit/8 + i*sizeof(float), &scale, sizeof(float));
 }
 
+void get_key(const uint8_t * side, int i, float * key, int64_t n_embd, int n_bit) {
+    float scale;
+    memcpy(&scale, side + n_embd*n_side*n_bit/8 + i*sizeof(float), sizeof(float));
+
+    for (int64_t j = 0; j < n_embd; ++j) {
+        const int64_t group = j/4;
+        const int x = n_bit == 8 ? side[(group*n_side + i)*4 + j % 4] : side[((group/2)*n_side + i)*4 + j % 4] >> (group % 2 == 0 ? 0 : 4) & 0x0F;
+        key[j] = scale*(x - (1 << (n_bit - 1)));
+    }
+}
+
+void copy_key(uint8_t * side, int i, const uint8_t * from, int j, int64_t n_embd) {
+    for (int64_t group = 0; group < n_embd/4; ++group) {
+        memcpy(side + (group*n_side + i)*4, from + (group*n_side + j)*4, 4);
+    }
+    memcpy(side + n_embd*n_side + i*sizeof(float), from + n_embd*n_side + j*sizeof(float), sizeof(float));
+}
+
 // sums[n_side] = the products of a side's numbers, which are not negative, with the query's
 template <int N_BIT>
 static void side_sums(const uint8_t * side, const int8_t * q, int64_t n_embd, int32_t * sums) {

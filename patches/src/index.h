@@ -27,6 +27,12 @@ size_t side_bytes(int64_t n_embd, int n_bit);
 // key i of a side
 void set_key(uint8_t * side, int i, const float * key, int64_t n_embd, int n_bit);
 
+// key i of a side, as the side has it
+void get_key(const uint8_t * side, int i, float * key, int64_t n_embd, int n_bit);
+
+// the same of 8 bits, from one side to another
+void copy_key(uint8_t * side, int i, const uint8_t * from, int j, int64_t n_embd);
+
 // out[n*n_side]: the products of n sides with a query
 void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, int n_bit, float * out);
 

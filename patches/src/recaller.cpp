@@ -172,22 +172,15 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
     all.meet(nth);
 
     std::vector<float> queries;
-    const auto each_part = [&](auto && f) {
-        for (int part = one.n_part()*ith/nth, head = -1; part < one.n_part()*(ith + 1)/nth; ++part) {
-            if (one.head_of(part) != head) {
-                head    = one.head_of(part);
-                queries = queries_of(q, head, n_gqa);
-            }
-            f(part);
-        }
-        all.meet(nth);
-    };
-    each_part([&](int part) { one.rank(part, queries); });
     for (int head = ith; head < l.n_head; head += nth) {
-        one.choose(head);
+        queries = queries_of(q, head, n_gqa);
+        one.find(head, queries.data());
     }
     all.meet(nth);
-    each_part([&](int part) { one.attend(part, queries); });
+    for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
+        one.attend(part);
+    }
+    all.meet(nth);
 
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;

@@ -45,9 +45,9 @@ public:
 
     std::pair<int64_t, int64_t> span(size_t i) const override { return { tokens[i].begin(), tokens[i].end() }; }
 
-    size_t token_bytes(size_t i) const override { return tokens[i].copy(nullptr, nullptr, 0, 1); }
+    size_t token_bytes(size_t i) const override { return tokens.token_bytes(i); }
 
-    void get(size_t i, uint8_t * out, int64_t begin, int64_t end) override { tokens[i].copy(out, nullptr, begin, end); }
+    void get(size_t i, uint8_t * out, int64_t begin, int64_t end) override { tokens.get(i, out, begin, end); }
     void expect(int64_t begin, int64_t end) override { tokens.expect(begin, end); }
     void fill(size_t i, const uint8_t * in, int64_t begin, int64_t end) override { tokens.fill(i, in, begin, end - begin, begin, end); }
 

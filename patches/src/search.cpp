@@ -1,202 +1,350 @@
 #include "search.h"
 
 #include "convert.h"
+#include "cpu.h"
+#include "products.h"
+#include "stored.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 
 namespace kvtool {
 
-// what a cluster's part of a sum has to be for its value to count
-static constexpr float least_part = 1e-6f;
+// what a cluster's part of a sum has to be to count
+static constexpr float least_part = 1e-5f;
 
-search::search(
-        const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, int n_part,
-        search_work & work)
-    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), logits(logits), n_exact(n_exact), n_part(n_part)
-    , work(work), stretches(all.stretches(rot)), places(l.n_head) {
-    for (int head = 0; head < l.n_head && n_exact > 0; ++head) {
-        const auto & own = clusters_of(head);
-        for (const auto & s : stretches) {
-            const bool    is_far = s.begin < all.far_end();
-            const int64_t begin  = std::max(own.begin(), (s.begin + l.n_block - 1)/l.n_block);
-            const int64_t end    = std::min(own.end(), s.end/l.n_block);
-            for (int64_t block = begin; block < end; ++block) {
-                if (own.is_far(block) == is_far) {
-                    places[head].push_back({ block, s.delta });
-                }
+// tokens whose clusters are ranked by themselves, for each that is looked into: those of the best sets
+static constexpr int n_ranked = 8;
+
+// the logarithms of numbers of tokens
+static float log_of(int n) {
+    static const auto table = [] {
+        std::vector<float> res(n_set*store::n_block + 1);
+        for (size_t i = 0; i < res.size(); ++i) {
+            res[i] = i > 0 ? std::log((float) i) : -INFINITY;
+        }
+        return res;
+    }();
+    return table[n];
+}
+
+search::search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact)
+    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), logits(logits), n_exact(n_exact)
+    , far_turn(all.n_near - rot) {}
+
+int search::way_of(int64_t delta) {
+    const auto at = std::find(ways.begin(), ways.end(), delta);
+    if (at == ways.end()) {
+        ways.push_back(delta);
+        return ways.size() - 1;
+    }
+    return at - ways.begin();
+}
+
+void search::add_run(const means & some, size_t place, int n, int way, bool is_set) {
+    const size_t side = side_bytes(l.n_embd_k, 8);
+    if (!runs.empty() && runs.back().is_set == is_set && runs.back().way == way && runs.back().place + runs.back().n == place) {
+        runs.back().n += n;
+    } else {
+        runs.push_back({ some.sides.data() + place/n_side*side, some.values.data() + place*l.n_embd_v, some.sizes.data() + place,
+                place, n, way, is_set });
+    }
+    n_item += n;
+}
+
+// all tokens that no cluster has
+void search::look_into_unsealed(int head, searched_row & row) {
+    int64_t begin = all.begin();
+    if (n_exact > 0) {
+        const auto & own = all.clusters_of(i_layer, head);
+        begin = std::max(begin, own.end()*l.n_block);
+    }
+    for (const auto & s : all.stretches(n_exact > 0 ? begin : all.far_end(), far_turn)) {
+        const bool is_far = n_exact == 0 && s.begin < all.far_end();
+        for (int64_t i = std::max(begin, s.begin), end; i < s.end; i = end) {
+            end = std::min(s.end, archived_layer::block_end(i));
+            row.looked.push_back({ i, (int) (end - i), way_of(s.delta), is_far, nullptr });
+            row.n_looked += end - i;
+        }
+    }
+}
+
+// logits of the runs from `first` on, whose numbers begin with `item`
+void search::multiply_runs(size_t first, size_t item) {
+    for (size_t r = first; r < runs.size(); item += runs[r++].n) {
+        const auto & run = runs[r];
+        for (int q = 0; q < n_query; ++q) {
+            float * to = x.data() + q*n_room + item;
+            multiply(run.sides, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, 8, to);
+            for (int i = 0; i < run.n; ++i) {
+                to[i] *= logits.scale;
+            }
+            for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
+                to[i] = logits.cap*std::tanh(to[i]/logits.cap);
+            }
+        }
+        for (int i = 0; i < run.n; ++i) {
+            // a set that is picked has so many clusters
+            size[item + i] = run.is_set && run.sizes[i] > 0 ? std::max<int>(run.sizes[i], n_side) : run.sizes[i];
+            const float log = log_of(run.sizes[i]);
+            for (int q = 0; q < n_query; ++q) {
+                x[q*n_room + item + i] += log;
             }
         }
     }
 }
 
-void search::make_room() {
-    work.rows.resize(l.n_head);
-    for (int head = 0; head < l.n_head; ++head) {
-        auto & row = work.rows[head];
-        const size_t n = places[head].size()*n_cluster;
-        row.seen  .assign(n, 0);
-        row.powers.resize(n*n_query);
-        row.parts .resize((size_t) n_query*n_part);
-        row.score .resize(n);
-    }
-}
-
-void search::rank(int head, int part, const std::vector<float> & queries) {
-    auto & row = work.rows[head];
-
-    const auto & own  = clusters_of(head);
-    const auto & some = places[head];
-
-    const size_t n     = row.seen.size();
-    const size_t begin = begin_of(head, part)/n_cluster;
-    const size_t end   = begin_of(head, part + 1)/n_cluster;
-
-    std::vector<float> turned(l.n_embd_k);
-    small_query        small;
-
+// of each item the parts of all queries' sums
+void search::set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts) {
+    std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
-        float * x = row.powers.data() + q*n;
-
-        for (size_t i = begin, j; i < end; i = j) {
-            for (j = i + 1; j < end && some[j].delta == some[i].delta && some[j].block == some[i].block + (int64_t) (j - i);) {
-                ++j;
-            }
-            if (i == begin || some[i].delta != some[i - 1].delta) {
-                std::copy_n(queries.data() + q*l.n_embd_k, l.n_embd_k, turned.data());
-                rope.turn_query(turned.data(), some[i].delta);
-                small.set(turned.data(), l.n_embd_k);
-            }
-            multiply(own.sides(some[i].block), j - i, small, l.n_embd_k, 8, x + i*n_cluster);
-
-            const float * size = own.sizes(some[i].block);
-            for (size_t c = 0; c < (j - i)*n_cluster; ++c) {
-                float & to = x[i*n_cluster + c];
-                to *= logits.scale;
-                if (logits.cap > 0.0f) {
-                    to = logits.cap*std::tanh(to/logits.cap);
-                }
-                to += size[c];
-            }
+        if (parts[q].sum > 0.0f && std::isfinite(parts[q].sum)) {
+            add(score.data(), powers.data() + q*n_room, n_item, 1.0f/parts[q].sum);
         }
-        float * mine = x + begin*n_cluster;
-        row.parts[q*n_part + part] = begin < end ? exponentials(mine, (end - begin)*n_cluster, 1.0f, mine) : softmax_part { -INFINITY, 0.0f };
     }
 }
 
-token_range search::range_of(int head, size_t nth) const {
-    const auto & own = clusters_of(head);
-    const auto & p   = places[head][nth/n_cluster];
-
-    const uint16_t * start = own.start(p.block) + nth % n_cluster;
-    return { p.block*l.n_block, start[1] - start[0], p.delta, own.order(p.block) + start[0] };
+// the sum of the sizes of those with this score or more
+static inline KVTOOL_INLINE int64_t size_above(const int32_t * score, const int32_t * size, int n, int32_t least) {
+    int32_t sum = 0;
+    for (int i = 0; i < n; ++i) {
+        sum += score[i] >= least ? size[i] : 0;
+    }
+    return sum;
 }
 
-void search::choose(int head) {
-    auto & row = work.rows[head];
+static inline KVTOOL_INLINE int32_t cut_of(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
+    // no two that differ by less than a two-thousandth are told apart
+    int32_t cut = 0;
+    for (int bit = 30; bit >= 12; --bit) {
+        const int32_t higher = cut | 1 << bit;
+        if (size_above(score, size, n, higher) >= wanted) {
+            cut = higher;
+        }
+    }
+    return cut;
+}
 
-    const auto & some = places[head];
-    const size_t n    = row.seen.size();
+#ifdef KVTOOL_X86
+KVTOOL_AVX2 __attribute__((optimize("O3"))) static int32_t cut_avx2(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
+    return cut_of(score, size, n, wanted);
+}
+#endif
 
+// Of the items begin .. end - 1 those with the highest scores, until they have as many tokens; of nearly equal ones the last
+// first.
+void search::choose(size_t begin, size_t end, int64_t wanted) {
+    const int n = end - begin;
+
+    const auto * bits = (const int32_t *) score.data() + begin;
+    const auto * own  = size.data() + begin;
+
+    int32_t cut;
+#ifdef KVTOOL_X86
+    if (vectors() != PLAIN) {
+        cut = cut_avx2(bits, own, n, wanted);
+    } else
+#endif
+    cut = cut_of(bits, own, n, wanted);
+
+    const int32_t next = cut + (1 << 12);
+    int64_t n_left = wanted;
+    for (int i = 0; i < n; ++i) {
+        chosen[begin + i] = bits[i] >= next && own[i] > 0;
+        n_left -= chosen[begin + i] ? own[i] : 0;
+    }
+    for (int i = n - 1; i >= 0 && n_left > 0; --i) {
+        if (bits[i] >= cut && bits[i] < next && own[i] > 0) {
+            chosen[begin + i] = 1;
+            n_left -= own[i];
+        }
+    }
+}
+
+// the best sets give way to their clusters
+void search::pick_sets(const row_clusters & own) {
+    size_t n_sets = 0;
+    for (const auto & run : runs) {
+        n_sets += run.is_set ? run.n : 0;
+    }
+    if (n_sets == 0) {
+        return;
+    }
+
+    std::vector<float>        powers(x.size());
+    std::vector<softmax_part> parts(n_query);
+    for (int q = 0; q < n_query; ++q) {
+        parts[q] = exponentials(x.data() + q*n_room, n_item, 1.0f, powers.data() + q*n_room);
+    }
+    set_scores(powers, parts);
+    choose(0, n_sets, n_ranked*n_exact);
+
+    size_t item = 0;
+    const size_t first = runs.size(), first_item = n_item;
+    for (size_t r = 0; r < first && runs[r].is_set; ++r) {
+        const auto run = runs[r];
+        for (int i = 0; i < run.n; ++i, ++item) {
+            if (!chosen[item]) {
+                continue;
+            }
+            for (int q = 0; q < n_query; ++q) {
+                x[q*n_room + item] = -INFINITY;
+            }
+            size[item] = 0;
+            add_run(own.clusters, own.place_of_set(run.place + i), n_side, run.way, false);
+        }
+    }
+    multiply_runs(first, first_item);
+}
+
+void search::look_into_clusters(const row_clusters & own, searched_row & row) {
+    size_t item = 0;
+    for (const auto & run : runs) {
+        for (int i = 0; i < run.n && !run.is_set; ++i) {
+            if (chosen[item + i]) {
+                const int64_t block = own.block_at(run.place + i);
+                const auto  & s     = own[block];
+                const int     c     = own.cluster_at(run.place + i);
+                row.looked.push_back({ block*l.n_block + s.start[c], s.start[c + 1] - s.start[c], run.way, s.to.is_far, &s });
+                row.n_looked += row.looked.back().n;
+            }
+        }
+        item += run.n;
+    }
+}
+
+void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
+    for (int q = 0; q < n_query; ++q) {
+        float * own = estimate + q*stride;
+        own[0] = -INFINITY;
+        own[1] = 0.0f;
+
+        const bool is_number = parts[q].sum > 0.0f && std::isfinite(parts[q].most) && std::isfinite(parts[q].sum);
+        const float least = least_part*parts[q].sum;
+
+        float * powers = x.data() + q*n_room;
+        float sum = 0.0f;
+        for (size_t i = 0; i < n_item; ++i) {
+            powers[i] = is_number && !chosen[i] && powers[i] > least ? powers[i] : 0.0f;
+            sum += powers[i];
+        }
+        if (sum > 0.0f) {
+            own[0] = parts[q].most;
+            own[1] = sum;
+        }
+    }
+
+    std::vector<float> values;
+    size_t item = 0;
+    for (const auto & run : runs) {
+        if (n_query <= n_few_columns) {
+            add_rows(GGML_TYPE_F16, (const uint8_t *) run.values, run.n, l.n_embd_v, x.data() + item, 1, n_room, n_query, estimate + 2, stride);
+        } else {
+            const int n_value = columns(l.n_embd_v);
+            values.assign((size_t) run.n*n_value, 0.0f);
+            for (int i = 0; i < run.n; ++i) {
+                to_float(GGML_TYPE_F16, run.values + i*l.n_embd_v, values.data() + i*n_value, l.n_embd_v);
+            }
+            multiply_add(estimate + 2, stride, x.data() + item, n_room, 1, values.data(), n_value, n_query, run.n, n_value);
+        }
+        item += run.n;
+    }
+}
+
+void search::turn(const float * queries, searched_row & row) {
+    const int64_t d = l.n_embd_k;
+
+    row.turned.resize(ways.size()*n_query*d);
+    for (size_t way = 0; way < ways.size(); ++way) {
+        for (int q = 0; q < n_query; ++q) {
+            float * to = row.turned.data() + (way*n_query + q)*d;
+            std::copy_n(queries + q*d, d, to);
+            rope.turn_query(to, ways[way]);
+        }
+    }
+    if (n_query > n_few_columns) {
+        const int n_column = columns(n_query);
+        row.columns.assign(ways.size()*d*n_column, 0.0f);
+        for (size_t way = 0; way < ways.size(); ++way) {
+            for (int q = 0; q < n_query; ++q) {
+                for (int64_t e = 0; e < d; ++e) {
+                    row.columns[(way*d + e)*n_column + q] = row.turned[(way*n_query + q)*d + e];
+                }
+            }
+        }
+    }
+}
+
+void search::find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride) {
     row.looked.clear();
     row.n_looked = 0;
-    const auto look = [&](const token_range & range) {
-        row.looked.push_back(range);
-        row.n_looked += range.n;
-    };
+    ways.clear();
+    runs.clear();
+    n_item = 0;
 
-    // the tokens that are in no cluster of use
-    size_t nth = 0;
-    for (const auto & s : stretches) {
-        for (int64_t i = s.begin, end; i < s.end; i = end) {
-            end = std::min(s.end, archived_layer::block_end(i));
-            if (nth < some.size() && some[nth].block == i/l.n_block) {
-                ++nth;
-            } else {
-                look({ i, (int) (end - i), s.delta, nullptr });
+    look_into_unsealed(head, row);
+
+    if (n_exact == 0) {
+        turn(queries, row);
+        for (int q = 0; q < n_query; ++q) {
+            estimate[q*stride]     = -INFINITY;
+            estimate[q*stride + 1] = 0.0f;
+        }
+        return;
+    }
+
+    const auto & own = all.clusters_of(i_layer, head);
+
+    const auto way = [&](int64_t block) { return way_of(own[block].to.is_far ? far_turn : all.base() - own[block].to.base); };
+    for (const bool is_set : { true, false }) {
+        for (int64_t block = own.begin(); block < own.end();) {
+            const bool is_grouped = own.is_grouped(block);
+            if (is_set && is_grouped) {
+                add_run(own.sets, own.set_place(block), n_set, way(block), true);
+            } else if (!is_set && !is_grouped) {
+                add_run(own.clusters, own.place(block), n_cluster, way(block), false);
             }
+            block += is_grouped ? n_grouped : 1;
         }
     }
-    if (n == 0) {
-        return;
+    turn(queries, row);
+
+    small.resize(ways.size()*n_query);
+    for (size_t i = 0; i < small.size(); ++i) {
+        small[i].set(row.turned.data() + i*l.n_embd_k, l.n_embd_k);
     }
 
-    std::fill(row.score.begin(), row.score.end(), 0.0f);
+    // the sets that are picked have tokens until there are enough, so one more than that at most
+    n_room = n_item + (n_ranked*n_exact/n_side + 1)*n_side + n_side;
+    n_room = (n_room + n_side - 1)/n_side*n_side;
+    x     .resize(n_room*n_query);
+    score .resize(n_room);
+    size  .resize(n_room);
+    chosen.assign(n_room, 0);
+
+    multiply_runs(0, 0);
+    pick_sets(own);
+
+    std::vector<softmax_part> parts(n_query);
     for (int q = 0; q < n_query; ++q) {
-        const auto * parts = row.parts.data() + q*n_part;
-
-        float most = -INFINITY;
-        for (int i = 0; i < n_part; ++i) {
-            most = std::max(most, parts[i].most);
-        }
-        double sum = 0.0;
-        for (int i = 0; i < n_part && most > -INFINITY; ++i) {
-            sum += parts[i].sum*std::exp(parts[i].most - most);
-        }
-        for (int i = 0; i < n_part && std::isfinite(sum) && sum > 0.0; ++i) {
-            const size_t begin = begin_of(head, i);
-            add(row.score.data() + begin, row.powers.data() + q*n + begin, begin_of(head, i + 1) - begin, std::exp(parts[i].most - most)/sum);
-        }
+        parts[q] = exponentials(x.data() + q*n_room, n_item, 1.0f, x.data() + q*n_room);
     }
+    set_scores(x, parts);
 
-    // more than are needed unless they are small, so that few are sorted
-    std::vector<int> best(n);
-    std::iota(best.begin(), best.end(), 0);
-    const auto before = [&](int a, int b) { return row.score[a] > row.score[b] || (row.score[a] == row.score[b] && a > b); };
-    const size_t n_sorted = std::min<size_t>(n, 2*n_exact*n_cluster/l.n_block + n_cluster);
-    if (n_sorted < n) {
-        std::nth_element(best.begin(), best.begin() + n_sorted, best.end(), before);
+    size_t n_sets = 0;
+    for (const auto & run : runs) {
+        n_sets += run.is_set ? run.n : 0;
     }
-    std::sort(best.begin(), best.begin() + n_sorted, before);
+    std::fill_n(chosen.begin(), n_sets, 0);
+    choose(n_sets, n_item, n_exact);
 
-    int64_t n_left = n_exact;
-    for (size_t i = 0; i < n_sorted && n_left > 0; ++i) {
-        const auto range = range_of(head, best[i]);
-        row.seen[best[i]] = 1;
-        if (range.n > 0) {
-            look(range);
-            n_left -= range.n;
-        }
-    }
-    // those that are rotated alike together
-    std::stable_sort(row.looked.begin(), row.looked.end(), [](const token_range & a, const token_range & b) { return a.delta < b.delta; });
-}
+    look_into_clusters(own, row);
+    std::stable_sort(row.looked.begin(), row.looked.end(), [](const token_range & a, const token_range & b) { return a.way < b.way; });
 
-void search::estimate(int head, int part, int query, float & most, float & sum, float * value) const {
-    const auto & row = work.rows[head];
-
-    const auto & own = clusters_of(head);
-    const size_t n   = row.seen.size();
-
-    const auto & p = row.parts[query*n_part + part];
-    if (!(p.sum > 0.0f) || !std::isfinite(p.most)) {
-        return;
-    }
-    const float higher = std::max(most, p.most);
-    const float old    = std::exp(most - higher);
-    const float now    = std::exp(p.most - higher);
-
-    for (int64_t e = 0; e < l.n_embd_v; ++e) {
-        value[e] *= old;
-    }
-    sum *= old;
-
-    const float * x = row.powers.data() + query*n;
-
-    std::vector<float> mean(l.n_embd_v);
-    const float least = least_part*(sum + p.sum*now);
-    for (size_t c = begin_of(head, part); c < begin_of(head, part + 1); ++c) {
-        const float w = row.seen[c] ? 0.0f : x[c]*now;
-        sum += w;
-        if (w > least) {
-            const auto & place = places[head][c/n_cluster];
-            to_float(GGML_TYPE_F16, own.value(place.block, c % n_cluster), mean.data(), l.n_embd_v);
-            add(value, mean.data(), l.n_embd_v, w);
-        }
-    }
-    most = higher;
+    estimate_rest(parts, estimate, stride);
 }
 
 } // namespace kvtool

@@ -17,52 +17,43 @@ struct logit_params {
     float cap   = 0.0f; // cap*tanh(logit/cap); 0: they stay as they are
 };
 
-// some of a row's archived tokens, whose keys are rotated alike
+// some of a row's archived tokens, which lie side by side in one block
 struct token_range {
-    int64_t begin;
+    int64_t begin; // the first one's place in the archive
     int     n;
-    int64_t delta; // how far a query turns that is to be multiplied with them
+    int     way; // how queries are turned for them
 
-    const uint8_t * order; // they are begin + order[0 .. n - 1]; null: begin, begin + 1, ...
-
-    int64_t at(int i) const { return order ? begin + order[i] : begin + i; }
+    bool                 is_far;
+    const sealed_block * sealed; // null: they lie in the stream's order
 };
 
-// What threads share that search in a layer. Of each row:
-class search_work {
-public:
-    struct row {
-        std::vector<token_range> looked; // what is looked into
-        int64_t                  n_looked = 0;
+// what threads share that search in a layer, of one row
+struct searched_row {
+    std::vector<float> turned;  // the queries: [way][query][n_embd_k]
+    std::vector<float> columns; // the same [way][n_embd_k][query], where many are multiplied at once
 
-        std::vector<uint8_t>      seen;   // [cluster]: whether it is looked into
-        std::vector<float>        powers; // [query][cluster]: e^(logit - the highest one of the part)
-        std::vector<softmax_part> parts;  // [query][part]
-        std::vector<float>        score;  // [cluster]
-    };
-
-    std::vector<row> rows;
+    std::vector<token_range> looked; // what is looked into
+    int64_t                  n_looked = 0;
 };
 
-// a thread's share in a layer's search
+// a thread's search in a layer, for queries of one step
 class search {
 public:
     // rot: what the first query is rotated to; n_exact: tokens that are looked into beside those without clusters; 0: all
-    // n_part: into how many parts a row's clusters are cut
-    search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, int n_part,
-            search_work & work);
+    search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
-    // one thread calls it, before any ranks
-    void make_room();
+    // Says what a row looks into. queries: [n_query][n_embd_k]. Clusters that are not looked into are added up as the tokens that
+    // they have: of each query the highest logit, the sum of the exponentials beside it, and the values by them, which begin at
+    // 0: estimate + query*stride
+    void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
 
-    // ranks a part of the row's clusters; queries: [n_query][n_embd_k]
-    void rank(int head, int part, const std::vector<float> & queries);
-
-    // once all parts are ranked, one thread for each row says what is looked into
-    void choose(int head);
-
-    // the clusters of a part: adds those that are not looked into to a query's sum and value, as the tokens that they have
-    void estimate(int head, int part, int query, float & most, float & sum, float * value) const;
+    // how far the key of a token in a range has to be turned
+    int64_t turn_of(const token_range & range, int64_t place) const {
+        if (range.sealed) {
+            return all.turn_to(range.sealed->to, place - place % l.n_block + range.sealed->order[place % l.n_block]);
+        }
+        return range.is_far ? all.base_of(place) - place : 0;
+    }
 
 private:
     const archive        & all;
@@ -73,27 +64,45 @@ private:
     const int          n_query;
     const logit_params logits;
     const int64_t      n_exact;
-    const int          n_part;
 
-    search_work & work;
+    std::vector<int64_t> ways;     // how far queries turn
+    int64_t              far_turn; // for keys as before RoPE
 
-    std::vector<stretch> stretches;
+    // clusters or sets of them that lie side by side, whose keys are rotated alike
+    struct run {
+        const uint8_t     * sides;
+        const ggml_fp16_t * values;
+        const uint16_t    * sizes;
 
-    // a block whose clusters are of use: all its keys are rotated alike
-    struct place {
-        int64_t block;
-        int64_t delta;
+        size_t place;
+        int    n;
+        int    way;
+        bool   is_set;
     };
 
-    std::vector<std::vector<place>> places; // of each head, by the stream's order
+    std::vector<run> runs;
 
-    const row_clusters & clusters_of(int head) const { return *all.clusters_of(i_layer, head); }
+    // of what the runs have, one after the other: from x on, logits or powers of a query every n_room numbers
+    size_t n_item = 0;
+    size_t n_room = 0;
 
-    // where the clusters of a part begin; n_part: where the last one ends
-    size_t begin_of(int head, int part) const { return places[head].size()*part/n_part*n_cluster; }
+    std::vector<float>       x;
+    std::vector<float>       score;
+    std::vector<int32_t>     size;
+    std::vector<uint8_t>     chosen;
+    std::vector<small_query> small; // [way][query]
 
-    // what a token range says of the nth cluster
-    token_range range_of(int head, size_t nth) const;
+    int  way_of(int64_t delta);
+    void add_run(const means & some, size_t place, int n, int way, bool is_set);
+    void multiply_runs(size_t first, size_t item);
+    void set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts);
+    void choose(size_t begin, size_t end, int64_t wanted);
+
+    void turn(const float * queries, searched_row & row);
+    void pick_sets(const row_clusters & own);
+    void look_into_unsealed(int head, searched_row & row);
+    void look_into_clusters(const row_clusters & own, searched_row & row);
+    void estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride);
 };
 
 } // namespace kvtool

@@ -1,0 +1,125 @@
+#include "kmeans.h"
+
+#include "products.h"
+#include "softmax.h"
+#include "stored.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace kvtool {
+
+// how often means are computed anew
+static constexpr int n_round = 4;
+
+// how often the longest direction is
+static constexpr int n_turn = 3;
+
+std::vector<int> kmeans(const float * x, int n, int64_t d, int n_cluster) {
+    std::vector<float> mean(n_cluster*d);
+    std::vector<float> columns(d*n_cluster);
+    std::vector<float> near(n*n_cluster);
+    std::vector<int>   of(n);
+    std::vector<int>   size(n_cluster);
+
+    // it begins with points that lie far apart in their order
+    for (int c = 0; c < n_cluster; ++c) {
+        std::copy_n(x + (2*c + 1)*n/(2*n_cluster)*d, d, mean.begin() + c*d);
+    }
+    for (int round = 0; round <= n_round; ++round) {
+        // the nearest mean m of x: that with the highest x m - m m/2
+        for (int c = 0; c < n_cluster; ++c) {
+            float square = 0.0f;
+            for (int64_t e = 0; e < d; ++e) {
+                columns[e*n_cluster + c] = mean[c*d + e];
+                square += mean[c*d + e]*mean[c*d + e];
+            }
+            for (int i = 0; i < n; ++i) {
+                near[i*n_cluster + c] = -0.5f*square;
+            }
+        }
+        multiply_add(near.data(), n_cluster, x, d, 1, columns.data(), n_cluster, n, d, n_cluster);
+
+        std::fill(size.begin(), size.end(), 0);
+        std::fill(mean.begin(), mean.end(), 0.0f);
+        for (int i = 0; i < n; ++i) {
+            const float * own = near.data() + i*n_cluster;
+            of[i] = std::max_element(own, own + n_cluster) - own;
+            size[of[i]]++;
+            add(mean.data() + of[i]*d, x + i*d, d, 1.0f);
+        }
+        for (int c = 0; c < n_cluster; ++c) {
+            for (int64_t e = 0; e < d && size[c] > 0; ++e) {
+                mean[c*d + e] /= size[c];
+            }
+        }
+    }
+    return of;
+}
+
+// where some points are along the direction in which they differ most
+static std::vector<float> along(const float * x, const float * weight, const int * some, int n, int64_t d) {
+    std::vector<float> mean(d, 0.0f);
+    float all = 0.0f;
+    for (int i = 0; i < n; ++i) {
+        add(mean.data(), x + some[i]*d, d, weight[some[i]]);
+        all += weight[some[i]];
+    }
+    for (float & m : mean) {
+        m /= std::max(all, 1e-30f);
+    }
+
+    std::vector<float> rest(n*d);
+    std::vector<float> far(n);
+    for (int i = 0; i < n; ++i) {
+        for (int64_t e = 0; e < d; ++e) {
+            rest[i*d + e] = x[some[i]*d + e] - mean[e];
+            far[i] += rest[i*d + e]*rest[i*d + e]*weight[some[i]];
+        }
+    }
+
+    // what the farthest point lies along, then what a step of the power method makes of it
+    const float * farthest = rest.data() + (std::max_element(far.begin(), far.end()) - far.begin())*d;
+    std::vector<float> direction(farthest, farthest + d);
+    std::vector<float> at(n);
+    for (int turn = 0; turn <= n_turn; ++turn) {
+        float most = 0.0f;
+        for (const float e : direction) {
+            most = std::max(most, std::fabs(e));
+        }
+        for (float & e : direction) {
+            e /= std::max(most, 1e-30f);
+        }
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) rest.data(), n, d, direction.data(), 1, at.data(), 1);
+        std::fill(direction.begin(), direction.end(), 0.0f);
+        for (int i = 0; i < n; ++i) {
+            add(direction.data(), rest.data() + i*d, d, at[i]*weight[some[i]]);
+        }
+    }
+    return at;
+}
+
+std::vector<int> halved(const float * x, const float * weight, int n, int64_t d, int n_set) {
+    std::vector<int> res(n);
+    std::iota(res.begin(), res.end(), 0);
+
+    for (int size = n; size > n/n_set; size /= 2) {
+        for (int begin = 0; begin < n; begin += size) {
+            const auto at = along(x, weight, res.data() + begin, size, d);
+
+            std::vector<int> order(size);
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return at[a] < at[b]; });
+
+            std::vector<int> sorted(size);
+            for (int i = 0; i < size; ++i) {
+                sorted[i] = res[begin + order[i]];
+            }
+            std::copy(sorted.begin(), sorted.end(), res.begin() + begin);
+        }
+    }
+    return res;
+}
+
+} // namespace kvtool

@@ -1,0 +1,150 @@
+// The clusters of an archive: blocks that are complete are sealed, which puts their tokens into the order of their clusters.
+
+#include "archive.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace kvtool {
+
+static constexpr int64_t n_block = archived_layer::n_block;
+
+int64_t archive::bytes() const {
+    int64_t res = memory.bytes();
+    for (const auto & rows : clusters) {
+        for (const auto & own : rows) {
+            res += (own.end() - own.begin())*own.block_bytes();
+        }
+    }
+    return res;
+}
+
+int64_t archive::slab_bytes() const {
+    int64_t res = memory.slab_bytes();
+    for (const auto & rows : clusters) {
+        for (const auto & own : rows) {
+            res += own.block_bytes();
+        }
+    }
+    return res;
+}
+
+void archive::clear_clusters() {
+    for (auto & rows : clusters) {
+        for (auto & own : rows) {
+            own.clear();
+        }
+    }
+}
+
+int64_t archive::whole(int64_t to, int64_t end) const {
+    const int64_t next = archived_layer::block_end(to);
+
+    return clusters.empty() || to <= begin() || to % n_block == 0 || next > end ? to : next;
+}
+
+void archived_layer::sort(int head, int64_t block, int first, const uint8_t * from) {
+    const int n = n_block - first;
+
+    std::vector<uint8_t> old(n*std::max(size_k, size_v));
+    const auto put = [&](uint8_t * rows, size_t size) {
+        memcpy(old.data(), rows, n*size);
+        for (int i = 0; i < n; ++i) {
+            memcpy(rows + i*size, old.data() + (from[first + i] - first)*size, size);
+        }
+    };
+    put(key_at  (head, block*n_block + first), size_k);
+    put(value_at(head, block*n_block + first), size_v);
+}
+
+// where each token lies
+static std::array<uint8_t, n_block> places_of(const sealed_block & block) {
+    std::array<uint8_t, n_block> res;
+    for (int i = 0; i < n_block; ++i) {
+        res[block.order[i]] = i;
+    }
+    return res;
+}
+
+void archive::seal(size_t layer, int head, int64_t block, bool is_far) {
+    auto & l   = layers[layer];
+    auto & own = clusters[layer][head];
+
+    const bool is_new = block == own.end() || own.begin() == own.end();
+
+    const int     first = is_new ? std::max(begin() - block*n_block, (int64_t) 0) : own[block].first;
+    const int     n     = n_block - first;
+    const bearing to    = { is_far, is_far ? 0 : base_of((block + 1)*n_block - 1) };
+
+    if (!is_new) {
+        // as they came
+        l.sort(head, block, first, places_of(own[block]).data());
+    }
+
+    std::vector<float> keys(n*l.n_embd_k), values(n*l.n_embd_v);
+    l.keys  (head, block*n_block + first, n, keys  .data());
+    l.values(head, block*n_block + first, n, values.data());
+    for (int i = 0; i < n; ++i) {
+        rope[layer].turn(keys.data() + i*l.n_embd_k, turn_to(to, block*n_block + first + i));
+    }
+
+    own.set(block, first, to, keys.data(), values.data());
+    l.sort(head, block, first, own[block].order.data());
+}
+
+void archive::seal() {
+    int n_row = 0;
+    for (const auto & rows : clusters) {
+        n_row += rows.size();
+    }
+
+    int row = 0;
+    for (size_t i = 0; i < clusters.size(); ++i) {
+        for (int head = 0; head < layers[i].n_head; ++head, ++row) {
+            auto & own = clusters[i][head];
+
+            // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
+            const int64_t late = (int64_t) row*(n_block/4)/n_row;
+            const int64_t to   = (end() - late)/n_block;
+            const int64_t near = (far   - late)/n_block;
+
+            own.forget(begin()/n_block);
+            for (int64_t block = own.begin(); block < std::min(near, own.end()); ++block) {
+                if (!own[block].to.is_far) {
+                    seal(i, head, block, true);
+                }
+            }
+            for (int64_t block = own.begin() < own.end() ? own.end() : begin()/n_block; block < to; ++block) {
+                seal(i, head, block, block < near);
+            }
+        }
+    }
+}
+
+void archive::get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const {
+    const auto & l = layers[layer];
+
+    const size_t one = l.size_k + l.size_v;
+    for (int head = 0; head < l.n_head; ++head) {
+        for (int64_t i = begin, block; i < end; i = (block + 1)*n_block) {
+            block = i/n_block;
+
+            const auto * own = clusters.empty() ? nullptr : &clusters[layer][head];
+            const bool is_sealed = own && own->begin() <= block && block < own->end();
+
+            std::array<uint8_t, n_block> places {};
+            if (is_sealed) {
+                places = places_of((*own)[block]);
+            }
+            for (int64_t t = i; t < std::min(end, (block + 1)*n_block); ++t) {
+                const int64_t at = is_sealed ? block*n_block + places[t % n_block] : t;
+                uint8_t * to = out + ((t - begin)*l.n_head + head)*one;
+                memcpy(to,            l.raw_key  (head, at), l.size_k);
+                memcpy(to + l.size_k, l.raw_value(head, at), l.size_v);
+            }
+        }
+    }
+}
+
+} // namespace kvtool
