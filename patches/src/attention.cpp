@@ -53,14 +53,33 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
 
     pieces.push_back({ begin, n, at });
 
-    const bool turns_any = range.is_far || (range.sealed && looking.turn_of(range, begin) != 0) || (range.sealed && looking.turn_of(range, begin + n - 1) != 0);
-    if (is_few && !turns_any) {
+    const int64_t block  = begin - begin % l.n_block;
+    const auto    base   = [&](int i) { return all.base_of(block + i); };
+    const bool    is_one = !range.sealed || base(range.sealed->first) == base(l.n_block - 1);
+    const bool    turns  = range.is_far || !is_one;
+
+    if (is_few && !turns) {
         multiply_rows(l.type_k, l.raw_key(head, begin), n, d, queries, n_query, to, n_column);
         return;
     }
+    if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
+        // queries turn to the last token of the block, and keys from there
+        if (turned_block != block || turned_way != range.way) {
+            turned.assign(queries, queries + n_query*d);
+            for (int q = 0; q < n_query; ++q) {
+                rope.turn_query(turned.data() + q*d, block + l.n_block - 1 - base(l.n_block - 1));
+            }
+            turned_block = block;
+            turned_way   = range.way;
+        }
+        multiply_turned_rows(l.type_k, l.raw_key(head, begin), n, d, turned.data(), n_query,
+                rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_column);
+        return;
+    }
+
     float * some = keys.data() + at*d;
     l.keys(head, begin, n, some);
-    for (int j = 0; j < n && turns_any; ++j) {
+    for (int j = 0; j < n && turns; ++j) {
         rope.turn(some + j*d, looking.turn_of(range, begin + j));
     }
     if (is_few) {
@@ -127,6 +146,7 @@ void attention::attend(int part) {
     for (int q = 0; q < n_query; ++q) {
         part_of(head, span, q)[0] = -INFINITY;
     }
+    turned_block = -1;
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);

@@ -72,6 +72,11 @@ private:
 
     std::vector<piece> pieces;
 
+    // the queries, turned to the end of a block
+    std::vector<float> turned;
+    int64_t            turned_block = -1;
+    int                turned_way   = -1;
+
     std::vector<float> keys;   // [token][n_embd_k]
     std::vector<float> values; // [token][n_value]
     std::vector<float> powers; // [token][n_column]

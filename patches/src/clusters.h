@@ -15,7 +15,7 @@ namespace kvtool {
 
 // Of a block of archived tokens, and blocks of a group. A group's clusters are in as many sets as a side has keys, and a set has
 // as many clusters.
-constexpr int n_cluster = 32;
+constexpr int n_cluster = 16;
 constexpr int n_set     = n_side;
 constexpr int n_grouped = n_set*n_side/n_cluster;
 

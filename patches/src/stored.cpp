@@ -111,6 +111,46 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, int n, int64_t d, co
     }
 }
 
+// pairs lie side by side, or half of the numbers apart
+template <typename S, int N, bool HALVES>
+KVTOOL_AVX2 static void multiply_turned_avx2(
+        const uint8_t * rows, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
+    const size_t size = ggml_row_size(S::type, d);
+
+    for (int i = 0; i < n; ++i, rows += size, out += os) {
+        const float * c = turns - (int64_t) by[i]*2*d;
+        const float * s = c + d;
+
+        __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        const auto multiply = [&](__m256 row, int64_t e) KVTOOL_AVX2 KVTOOL_INLINE {
+            for (int q = 0; q < N; ++q) {
+                sum[q] = _mm256_fmadd_ps(row, _mm256_loadu_ps(x + q*d + e), sum[q]);
+            }
+        };
+        if (HALVES) {
+            for (int64_t e = 0; e < d/2; e += 8) {
+                const __m256 u = S::load(rows, e);
+                const __m256 v = S::load(rows, e + d/2);
+                const __m256 cosine = _mm256_loadu_ps(c + e);
+                const __m256 sine   = _mm256_loadu_ps(s + e + d/2);
+                multiply(_mm256_fmsub_ps(u, cosine, _mm256_mul_ps(v, sine)), e);
+                multiply(_mm256_fmadd_ps(v, cosine, _mm256_mul_ps(u, sine)), e + d/2);
+            }
+        } else {
+            for (int64_t e = 0; e < d; e += 8) {
+                const __m256 u = S::load(rows, e);
+                multiply(_mm256_fmadd_ps(u, _mm256_loadu_ps(c + e), _mm256_mul_ps(_mm256_permute_ps(u, 0xB1), _mm256_loadu_ps(s + e))), e);
+            }
+        }
+        const __m128 all = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
+        float four[4];
+        _mm_storeu_ps(four, all);
+        for (int q = 0; q < N; ++q) {
+            out[q] = four[q];
+        }
+    }
+}
+
 // 32 numbers of each row at a time, so that their sums stay in registers
 template <typename S, int N>
 KVTOOL_AVX2 static void add_avx2(const uint8_t * rows, int n, int64_t d, const float * w, int ws, int wx, float * y, int64_t ys) {
@@ -159,6 +199,19 @@ static void multiply_some(const uint8_t * rows, int n, int64_t d, const float * 
     }
 }
 
+template <typename S, bool HALVES>
+static void multiply_turned_some(
+        const uint8_t * rows, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by, float * out, int os) {
+    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4) {
+        switch (n_x) {
+            case 1:  multiply_turned_avx2<S, 1, HALVES>(rows, n, d, x, turns, by, out, os); break;
+            case 2:  multiply_turned_avx2<S, 2, HALVES>(rows, n, d, x, turns, by, out, os); break;
+            case 3:  multiply_turned_avx2<S, 3, HALVES>(rows, n, d, x, turns, by, out, os); break;
+            default: multiply_turned_avx2<S, 4, HALVES>(rows, n, d, x, turns, by, out, os); break;
+        }
+    }
+}
+
 template <typename S>
 static void add_some(const uint8_t * rows, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
     for (; n_y > 0; n_y -= 3, w += 3*wx, y += 3*ys) {
@@ -184,6 +237,37 @@ void multiply_rows(ggml_type type, const uint8_t * rows, int n, int64_t d, const
     }
 #endif
     multiply_converted(type, rows, n, d, x, n_x, out, os);
+}
+
+bool can_turn(ggml_type type, int64_t d) {
+#ifdef KVTOOL_X86
+    return vectors() != PLAIN && d % 16 == 0 && (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0);
+#else
+    (void) type, (void) d;
+    return false;
+#endif
+}
+
+void multiply_turned_rows(
+        ggml_type type, const uint8_t * rows, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
+        const uint8_t * by, float * out, int os) {
+#ifdef KVTOOL_X86
+    const auto run = [&](auto source) {
+        using S = decltype(source);
+        if (are_halves) {
+            multiply_turned_some<S, true>(rows, n, d, x, n_x, turns, by, out, os);
+        } else {
+            multiply_turned_some<S, false>(rows, n, d, x, n_x, turns, by, out, os);
+        }
+    };
+    switch (type) {
+        case GGML_TYPE_F16:  return run(of_halves());
+        case GGML_TYPE_Q8_0: return run(of_q8_0());
+        default:             return run(of_floats());
+    }
+#else
+    (void) type, (void) rows, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
+#endif
 }
 
 void add_rows(

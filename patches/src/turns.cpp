@@ -8,6 +8,10 @@
 #include <algorithm>
 #include <cmath>
 
+#ifdef KVTOOL_X86
+#include <immintrin.h>
+#endif
+
 namespace kvtool {
 
 rotation::rotation(const layer & l, int n_map) : rope(l.rope), n_map(l.rope.is_mapped ? n_map : 0) {
@@ -66,12 +70,21 @@ turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n
     fill(large, first_large, n_small, 2*n_large + 1);
 }
 
+// where a pair's numbers lie among those that turn
+int turns::at(int pair, bool second) const {
+    return is_neox ? pair + second*n_pair : 2*pair + second;
+}
+
 void turns::add_row(std::vector<float> & table, int64_t delta) const {
-    for (const double w : omega) {
-        table.push_back(cos(delta*w));
-    }
-    for (const double w : omega) {
-        table.push_back(sin(delta*w));
+    const size_t begin = table.size();
+    table.resize(begin + 4*n_pair);
+
+    float * c = table.data() + begin;
+    float * s = c + 2*n_pair;
+    for (int i = 0; i < n_pair; ++i) {
+        c[at(i, false)] = c[at(i, true)] = cos(delta*omega[i]);
+        s[at(i, true)]  = sin(delta*omega[i]);
+        s[at(i, false)] = -s[at(i, true)];
     }
 }
 
@@ -95,45 +108,58 @@ void turns::map(float * x) const {
     }
 }
 
-// pairs of numbers, turned by both a and b: cosines, and their sines n_pair later. The two numbers of a pair lie side by side,
-// or (neox) half of the numbers apart
-static inline KVTOOL_INLINE void turn_pairs_of(
-        const float * __restrict a, const float * __restrict b, int n_pair, bool is_neox, float * __restrict y) {
-    const int step  = is_neox ? 1 : 2;
-    const int other = is_neox ? n_pair : 1;
+// numbers of pairs, turned by both a and b: each is multiplied by a cosine, and the other one of its pair by a sine, 2*n_pair later
+static void turn_pairs_plain(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
     for (int i = 0; i < n_pair; ++i) {
-        const float c = a[i]*b[i] - a[i + n_pair]*b[i + n_pair];
-        const float s = a[i]*b[i + n_pair] + a[i + n_pair]*b[i];
+        const int j = is_neox ? i : 2*i;
+        const int k = is_neox ? i + n_pair : 2*i + 1;
 
-        const float u = y[i*step];
-        const float v = y[i*step + other];
-        y[i*step]         = u*c - v*s;
-        y[i*step + other] = u*s + v*c;
-    }
-}
+        const float c = a[j]*b[j] - a[k + 2*n_pair]*b[k + 2*n_pair];
+        const float s = a[k + 2*n_pair]*b[k] + a[k]*b[k + 2*n_pair];
 
-static inline KVTOOL_INLINE void turn_pairs_of_both(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
-    // a compiler makes vectors where it knows which of the two it is
-    if (is_neox) {
-        turn_pairs_of(a, b, n_pair, true, y);
-    } else {
-        turn_pairs_of(a, b, n_pair, false, y);
+        const float u = y[j];
+        const float v = y[k];
+        y[j] = u*c - v*s;
+        y[k] = u*s + v*c;
     }
 }
 
 #ifdef KVTOOL_X86
 KVTOOL_AVX2 static void turn_pairs_avx2(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
-    turn_pairs_of_both(a, b, n_pair, is_neox, y);
+    // numbers of a row: as many cosines, then sines
+    const int n = 2*n_pair;
+
+    const auto cosine = [&](int i) KVTOOL_AVX2 {
+        return _mm256_fmsub_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + i), _mm256_mul_ps(_mm256_loadu_ps(a + n + i), _mm256_loadu_ps(b + n + i)));
+    };
+    const auto sine = [&](int i) KVTOOL_AVX2 {
+        return _mm256_fmadd_ps(_mm256_loadu_ps(a + n + i), _mm256_loadu_ps(b + i), _mm256_mul_ps(_mm256_loadu_ps(a + i), _mm256_loadu_ps(b + n + i)));
+    };
+    if (!is_neox) {
+        for (int i = 0; i < n; i += 8) {
+            const __m256 x = _mm256_loadu_ps(y + i);
+            _mm256_storeu_ps(y + i, _mm256_fmadd_ps(x, cosine(i), _mm256_mul_ps(_mm256_permute_ps(x, 0xB1), sine(i))));
+        }
+        return;
+    }
+    for (int i = 0; i < n_pair; i += 8) {
+        const __m256 u = _mm256_loadu_ps(y + i);
+        const __m256 v = _mm256_loadu_ps(y + i + n_pair);
+        const __m256 c = cosine(i);
+        const __m256 s = sine(i + n_pair);
+        _mm256_storeu_ps(y + i,          _mm256_fmsub_ps(u, c, _mm256_mul_ps(v, s)));
+        _mm256_storeu_ps(y + i + n_pair, _mm256_fmadd_ps(v, c, _mm256_mul_ps(u, s)));
+    }
 }
 #endif
 
 static void turn_pairs(const float * a, const float * b, int n_pair, bool is_neox, float * y) {
 #ifdef KVTOOL_X86
-    if (vectors() != PLAIN) {
+    if (vectors() != PLAIN && n_pair % 8 == 0) {
         return turn_pairs_avx2(a, b, n_pair, is_neox, y);
     }
 #endif
-    turn_pairs_of_both(a, b, n_pair, is_neox, y);
+    turn_pairs_plain(a, b, n_pair, is_neox, y);
 }
 
 static void multiply(float * x, const std::vector<float> & by) {
@@ -151,9 +177,9 @@ void turns::turn(float * x, int64_t delta, const std::vector<float> & after, con
 
     std::vector<float> made;
 
-    const float * a = small.data() + (delta & (n_small - 1))*2*n_pair;
-    const float * b = large.data() + row*2*n_pair;
-    if (row < 0 || row*2*n_pair >= (int64_t) large.size()) {
+    const float * a = small.data() + (delta & (n_small - 1))*4*n_pair;
+    const float * b = large.data() + row*4*n_pair;
+    if (row < 0 || row*4*n_pair >= (int64_t) large.size()) {
         add_row(made, delta - (delta & (n_small - 1)));
         b = made.data();
     }

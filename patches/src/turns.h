@@ -39,6 +39,16 @@ public:
     // rotates a query, so that its product with a key becomes that with a key rotated the other way
     void turn_query(float * query, int64_t delta) const { turn(query, delta, unscale, scale); }
 
+    // all numbers turn and nothing else is done to them, so that keys can be turned while they are multiplied
+    bool is_plain() const { return n_pair > 0 && first == 0 && 2*n_pair == n_embd && n_map == 0 && scale.empty(); }
+    bool are_halves() const { return is_neox; }
+
+    // of turns by 0 .. n_small - 1 positions, in a row of their own: what each number is multiplied by, then what the other one
+    // of its pair is
+    const float * small_turns() const { return small.data(); }
+
+    static constexpr int n_small = 256;
+
 private:
     bool is_neox = false;
     int  first   = 0; // in a key, the first number that turns
@@ -50,7 +60,9 @@ private:
     // the map, which undoes itself
     void map(float * x) const;
 
-    // adds the row of a turn by delta positions to a table
+    int at(int pair, bool second) const;
+
+    // adds the row of a turn by delta positions to a table: cosines, then sines, which are negative for the first of a pair
     void add_row(std::vector<float> & table, int64_t delta) const;
 
     // what each number of a key is multiplied by behind its rotation, and what undoes that; none: by nothing
@@ -62,9 +74,7 @@ private:
 
     std::vector<double> omega; // [n_pair], radians a position
 
-    // cosines of all pairs, then sines, a turn a row: by 0 .. n_small - 1 positions, and by multiples of n_small
-    static constexpr int n_small = 256;
-
+    // turns by 0 .. n_small - 1 positions, and by multiples of n_small
     std::vector<float> small;
     std::vector<float> large;
 
