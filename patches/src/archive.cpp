@@ -2,8 +2,6 @@
 
 #include "convert.h"
 
-#include "ggml-backend.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -95,8 +93,7 @@ void archived_layer::set_index(int head, int64_t i, const float * key) {
 //
 
 void archive::make(const archive_params & params, const std::vector<archive_shape> & shapes) {
-    n_near  = params.n_near;
-    v_trans = params.v_trans != 0;
+    n_near = params.n_near;
 
     layers.clear();
     rope  .clear();
@@ -205,37 +202,22 @@ void archive::start(const leaving & some) {
     forget(first);
 }
 
-void archive::put(size_t layer, const ggml_tensor * k, const ggml_tensor * v, const leaving & some) {
+void archive::put(size_t layer, int64_t pos, const gathered & cells) {
     auto & l = layers[layer];
 
-    const int64_t n_embd_k = l.n_head*l.n_embd_k;
-    const int64_t n_embd_v = l.n_head*l.n_embd_v;
+    std::vector<float> key  (l.n_head*l.n_embd_k);
+    std::vector<float> value(l.n_head*l.n_embd_v);
+    std::vector<float> tmp;
 
-    std::vector<uint8_t> raw;
-    std::vector<float>   key  (n_embd_k);
-    std::vector<float>   value(n_embd_v);
-    std::vector<float>   tmp;
+    const size_t size_k = ggml_row_size(cells.type_k, key  .size());
+    const size_t size_v = ggml_row_size(cells.type_v, value.size());
 
-    // what is to be forgotten at once is not stored
-    for (int32_t c = std::max<int64_t>(0, first_of(some) - some.pos_0); c < some.n_cell; ++c) {
-        const size_t cell = some.cells[c];
-
-        raw.resize(k->nb[1]);
-        ggml_backend_tensor_get(k, raw.data(), cell*k->nb[1], k->nb[1]);
-        to_float(k->type, raw.data(), key.data(), n_embd_k);
-
-        if (v) {
-            raw.resize(v->nb[1]);
-            if (v_trans) {
-                const size_t one = ggml_type_size(v->type);
-                ggml_backend_tensor_get_2d(v, raw.data(), cell*one, one, n_embd_v, one*k->ne[1], one);
-            } else {
-                ggml_backend_tensor_get(v, raw.data(), cell*v->nb[1], v->nb[1]);
-            }
-            to_float(v->type, raw.data(), value.data(), n_embd_v);
+    for (size_t c = 0; c < cells.k.size()/size_k; ++c) {
+        to_float(cells.type_k, cells.k.data() + c*size_k, key.data(), key.size());
+        if (!value.empty()) {
+            to_float(cells.type_v, cells.v.data() + c*size_v, value.data(), value.size());
         }
-
-        l.put(some.pos_0 + c, key.data(), value.data(), tmp);
+        l.put(pos + c, key.data(), value.data(), tmp);
     }
 }
 
@@ -353,9 +335,9 @@ void archive::expect(int64_t begin, int64_t end) {
     clear_clusters();
 }
 
-void archive::fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end) {
+void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end) {
     layers[layer].set_span(begin, end);
-    layers[layer].copy(nullptr, in, i, i + n);
+    layers[layer].copy(nullptr, in, begin, end);
 }
 
 std::vector<int64_t> archive::table() const {

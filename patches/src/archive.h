@@ -60,6 +60,15 @@ struct leaving {
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
+// what cells of a layer hold, cell by cell
+struct gathered {
+    ggml_type type_k;
+    ggml_type type_v;
+
+    std::vector<uint8_t> k;
+    std::vector<uint8_t> v; // empty where values are a part of the keys
+};
+
 // The archived tokens of one layer, by their positions in the stream, which have no gaps.
 class archived_layer {
 public:
@@ -161,12 +170,17 @@ public:
     // from now on it lies in a new file at that path; nothing may be archived yet. Throws where that cannot be.
     void open(const std::string & path) { memory.open(path); }
 
-    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` copies
-    // a layer's cells out of its cache; `finish` ends it.
+    bool has_file() const { return memory.has_file(); }
+
+    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` stores
+    // a layer's tokens from pos on, none of which is; `finish` ends it.
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
     void start  (const leaving & some);
-    void put    (size_t layer, const ggml_tensor * k, const ggml_tensor * v, const leaving & some);
+    void put    (size_t layer, int64_t pos, const gathered & cells);
     void finish (const leaving & some);
+
+    // the oldest token that there is with these
+    int64_t first_of(const leaving & some) const { return some.first(begin(), end()); }
 
     // keys in the cache are rotated to their positions less base
     void set_base(int64_t base);
@@ -182,8 +196,8 @@ public:
     // Layers with other tokens than begin .. end - 1 forget them. Throws no_room, and nothing has changed then.
     void expect(int64_t begin, int64_t end);
 
-    // a layer's tokens are begin .. end - 1; some of them, from i on, as `copy` gave them
-    void fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end);
+    // a layer's tokens are begin .. end - 1, as `copy` gave them
+    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
 
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
     std::vector<int64_t> table() const;
@@ -228,11 +242,7 @@ private:
     std::vector<archived_layer> layers;
     std::vector<turns>          rope;
 
-    bool v_trans = false;
-
     int64_t far = 0;
-
-    int64_t first_of(const leaving & some) const { return some.first(begin(), end()); }
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
