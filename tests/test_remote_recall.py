@@ -101,15 +101,16 @@ def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
             np.stack([held.keys(layer, n_head_kv), held.values(layer, n_head_kv)], axis=2)[LEAVING]
             for layer in range(N_LAYER)
         ]
-        # the graph is sent once
-        archive.push(np.array(LEAVING), 0)
+        # another number takes another graph, which is sent once
+        archive.push(np.array(LEAVING[:3]), 0)
+        archive.push(np.array(LEAVING), 3)
         before = meter.read() if meter else ()
-        archive.push(np.array(LEAVING), len(LEAVING))
+        archive.push(np.array(LEAVING), archive.end)
         n_bytes = []
         if meter:
             sent, received = (new - old for new, old in zip(meter.read(), before, strict=True))
             n_bytes = [received["get"], sent["graph"]]
-        found = archive.read(len(LEAVING), 2 * len(LEAVING)).view(np.float32)
+        found = archive.read(archive.end - len(LEAVING), archive.end).view(np.float32)
         return np.array_equal(found.reshape(-1), np.array(want).reshape(-1)), n_bytes
 
 
