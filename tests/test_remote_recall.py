@@ -52,7 +52,7 @@ def model_of(tiny_model, n_head_kv=2):
 
 
 def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
-    """What a stream gives, what goes on from its state after N_FIRST tokens, and that with what goes on anew."""
+    """What a stream gives, and a function of a number of layers that goes on from its state after N_FIRST."""
     policy = policies.fit("recall", 48, 16, [how])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
     settings |= {"archive": N_ARCHIVE} | more
@@ -92,8 +92,9 @@ def resized(path, n_gpu_layers):
 
 def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
     """Whether cells that lie anywhere are archived as they are, and the bytes of that: (come, of graphs)."""
+    policy = policies.fit("recall", 96, 16, ["index=keys"])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
-    with open_engine(path, policies.fit("recall", 96, 16, ["index=keys"]), n_gpu_layers, **settings) as engine:
+    with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         engine.read(text(48))
         archive = engine.context.archive
         held = saved.parse(engine.context.state())

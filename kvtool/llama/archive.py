@@ -37,8 +37,8 @@ class Archive:
     n_layer
         Layers that have rows.
     n_max, max_bytes
-        The most tokens, or the most bytes that they take; half of the free memory, or of the disk's free space,
-        if neither is given.
+        The most tokens, or the most bytes that they take; half of the free memory, or of the disk's free
+        space, if neither is given.
     file
         Where to make the file; the archive is in memory if not given.
 
