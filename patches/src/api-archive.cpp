@@ -68,7 +68,8 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
         ctx->synchronize();
 
         const bool first = all.size() == 0;
-        kvtool->archive->push(*kvtool, *ctx, { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 });
+        const leaving some = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
+        kvtool->archive->push(kvtool->graphs, *ctx, kvtool->layers, some);
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }

@@ -1,7 +1,6 @@
 #include "gather.h"
 
 #include "memory.h"
-#include "state.h"
 
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -50,7 +49,7 @@ static gathered gather_host(const layer & l, bool v_trans, const int32_t * cells
 // on a device
 //
 
-// the first bytes of a tensor, or those from `offset` on, as n numbers of another type
+// a tensor's bytes from `offset` on, as n numbers of another type
 static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int64_t n, size_t offset) {
     ggml_tensor * res = ggml_view_1d(ctx, t, 1, offset);
 
@@ -62,17 +61,18 @@ static ggml_tensor * as(ggml_context * ctx, ggml_tensor * t, ggml_type type, int
     return res;
 }
 
-// The cells of a cache as its rows. Devices gather rows of words as they are, and others as floats: those are the bytes of
-// a cell where they are whole words.
+// A layer's keys or values, which are copied cell by cell: as they are stored where a cell is whole words, as a device gathers
+// these as they are. Other numbers it gathers as floats.
 struct cell_rows {
     cell_rows(const ggml_tensor * t, bool trans) : t(t), trans(trans), is_words(!trans && t->nb[1] % sizeof(int32_t) == 0) {}
 
-    // of what is copied
+    // of the copies
     ggml_type type() const { return is_words || (trans && t->type == GGML_TYPE_F16) ? t->type : GGML_TYPE_F32; }
 
+    // bytes of a cell
     size_t size() const { return ggml_row_size(type(), t->ne[0]); }
 
-    // [size of a cell, n], or transposed
+    // [numbers of a cell, n], or transposed
     ggml_tensor * build(ggml_context * ctx, ggml_tensor * idx) const {
         auto * from = const_cast<ggml_tensor *>(t);
 
@@ -95,7 +95,7 @@ struct cell_rows {
         return ggml_get_rows(ctx, rows, idx);
     }
 
-    // the type of what is built, and of what it is copied to
+    // the type that a device takes them for
     ggml_type word() const { return is_words ? GGML_TYPE_I32 : type(); }
 
     const ggml_tensor * t;
@@ -105,9 +105,11 @@ struct cell_rows {
 };
 
 static bool gather_device(
-        llama_kvtool & kvtool, llama_context & lctx, const part & p, const int32_t * cells, int32_t n,
+        graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const part & p, const int32_t * cells, int32_t n,
         const std::function<void (size_t, const gathered &)> & f) {
-    const auto & layers = kvtool.layers;
+    const auto & kv = *memory::cache(lctx);
+
+    const bool v_trans = memory::is_transposed(kv);
 
     input in { GGML_TYPE_I32, {}, nullptr };
     for (int32_t c = 0; c < n; ++c) {
@@ -124,7 +126,7 @@ static bool gather_device(
     const auto build = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor *) {
         const auto & l = layers[p.layers[i]];
 
-        const size_t size_v = l.v ? n*cell_rows(l.v, kvtool.v_trans).size() : 0;
+        const size_t size_v = l.v ? n*cell_rows(l.v, v_trans).size() : 0;
 
         ggml_tensor * out = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, (begin_v(l) + size_v + 3)/sizeof(int32_t));
         ggml_set_output(out);
@@ -135,7 +137,7 @@ static bool gather_device(
         };
         write(cell_rows(l.k, false), 0);
         if (l.v) {
-            write(cell_rows(l.v, kvtool.v_trans), begin_v(l));
+            write(cell_rows(l.v, v_trans), begin_v(l));
         }
         return out;
     };
@@ -152,7 +154,7 @@ static bool gather_device(
 
             gathered res = { k.type(), GGML_TYPE_F32, { raw.begin(), raw.begin() + n*k.size() }, {} };
             if (l.v) {
-                const cell_rows v(l.v, kvtool.v_trans);
+                const cell_rows v(l.v, v_trans);
 
                 const auto * from = raw.data() + begin_v(l);
 
@@ -172,7 +174,7 @@ static bool gather_device(
 
     const size_t max_nodes = p.layers.size()*16 + 16;
 
-    if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, p, max_nodes, { &in }, build, read)) {
+    if (!graphs.compute(lctx, kv, layers, p, max_nodes, { &in }, build, read)) {
         return false;
     }
     if (p.kept && p.kept->gf) {
@@ -183,18 +185,20 @@ static bool gather_device(
 }
 
 bool gather(
-        llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n,
+        graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
         const std::function<void (size_t, const gathered &)> & f) {
-    for (size_t i = 0; i < kvtool.layers.size(); ++i) {
-        if (is_host(kvtool.layers[i])) {
-            f(i, gather_host(kvtool.layers[i], kvtool.v_trans, cells, n));
+    const bool v_trans = memory::is_transposed(*memory::cache(lctx));
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (is_host(layers[i])) {
+            f(i, gather_host(layers[i], v_trans, cells, n));
         }
     }
 
-    for (auto p : kvtool.graphs.parts(kvtool.layers, KEPT_CELLS)) {
+    for (auto p : graphs.parts(layers, KEPT_CELLS)) {
         auto & own = p.layers;
-        own.erase(std::remove_if(own.begin(), own.end(), [&](size_t i) { return is_host(kvtool.layers[i]); }), own.end());
-        if (!own.empty() && !gather_device(kvtool, lctx, p, cells, n, f)) {
+        own.erase(std::remove_if(own.begin(), own.end(), [&](size_t i) { return is_host(layers[i]); }), own.end());
+        if (!own.empty() && !gather_device(graphs, lctx, layers, p, cells, n, f)) {
             return false;
         }
     }

@@ -3,19 +3,20 @@
 #pragma once
 
 #include "archive.h"
+#include "graphs.h"
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 struct llama_context;
-struct llama_kvtool;
 
 namespace kvtool {
 
 // f(i, what these cells of layer i hold) for each layer: a device is asked once a layer, and for these cells alone. False: a
 // device has failed
 bool gather(
-        llama_kvtool & kvtool, llama_context & lctx, const int32_t * cells, int32_t n,
+        graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
         const std::function<void (size_t, const gathered &)> & f);
 
 } // namespace kvtool

@@ -202,7 +202,8 @@ bool graphs::compute(
         const auto home = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
-        if (results.back() && results.back()->op == GGML_OP_NONE && homes.back()) {
+        if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
+            // something is written to it
             ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
         }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {

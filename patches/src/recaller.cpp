@@ -246,7 +246,7 @@ recaller::recaller(const archive_params & params, const std::vector<archive_shap
     }
 }
 
-void recaller::push(llama_kvtool & kvtool, llama_context & lctx, const leaving & some) {
+void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some) {
     // what is gathered of all layers lies on a device at once
     static constexpr int32_t n_most = 128;
 
@@ -255,7 +255,7 @@ void recaller::push(llama_kvtool & kvtool, llama_context & lctx, const leaving &
     // what is to be forgotten at once is not stored
     for (int32_t c = std::max<int64_t>(0, tokens.first_of(some) - some.pos_0); c < some.n_cell; c += n_most) {
         const auto put = [&](size_t i, const gathered & cells) { tokens.put(i, some.pos_0 + c, cells); };
-        if (!gather(kvtool, lctx, some.cells + c, std::min(n_most, some.n_cell - c), put)) {
+        if (!gather(graphs, lctx, layers, some.cells + c, std::min(n_most, some.n_cell - c), put)) {
             throw std::runtime_error("a device failed to give its cells");
         }
     }

@@ -10,11 +10,11 @@
 #include <vector>
 
 struct llama_context;
-struct llama_kvtool;
 struct llm_graph_context;
 
 namespace kvtool {
 
+class graphs;
 class recaller;
 
 // what recall of one layer reads
@@ -41,7 +41,7 @@ public:
     recaller(const archive_params & params, const std::vector<archive_shape> & shapes);
 
     // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then.
-    void push(llama_kvtool & kvtool, llama_context & lctx, const leaving & some);
+    void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some);
 
     void clear();
 
