@@ -31,6 +31,9 @@ N_STEP = 12
 
 N_NEAR = 4096
 
+N_FRAME = 6000
+"""Positions from one start to the next."""
+
 Arrays = dict[str, np.ndarray]
 Counters = dict[tuple[str, str], int]
 
@@ -124,7 +127,11 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
             counters[counter] += more
         base = counters["rows", "n_past"] - counters["rows", "next_rot"]
         far = max(begin, counters["rows", "n_past"] - N_NEAR)
-        arrays["archive"] = np.array([begin, end + more, far, begin, base], np.int64)
+        # positions start over, as they do in a stream
+        bases = range(base, 0, -N_FRAME)[::-1]
+        frames = [number for own in bases for number in (max(begin, own), own)]
+        frames[0] = begin
+        arrays["archive"] = np.array([begin, end + more, far, *frames], np.int64)
     return _put(loop.Engine(model, policy, settings), arrays, counters)
 
 

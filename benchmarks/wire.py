@@ -6,8 +6,8 @@ A worker on loopback holds all layers, and a proxy in front of it counts. Stock 
 nothing of kvtool enabled; its cache is full but for the counted tokens. A policy's cache is at its budget
 before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
 by kind: `signals` come back, `edits` are the cells that move, `graphs` are what llama.cpp sends of its
-graphs: that of an edit, and the decode's again after it. The bound is four bytes times rows times cells, for
-each signal that the policy reads.
+graphs: that of an edit, and the decode's again after it. A policy may have options (recall:search=clusters).
+The bound is four bytes times rows times cells, for each signal that the policy reads.
 """
 
 from __future__ import annotations
@@ -179,9 +179,10 @@ def measure_stock(meter: Meter, model: Model, tokens: np.ndarray, args: argparse
 
 
 def measure_policy(
-    meter: Meter, model: Model, name: str, tokens: np.ndarray, args: argparse.Namespace
+    meter: Meter, model: Model, spec: str, tokens: np.ndarray, args: argparse.Namespace
 ) -> dict:
-    policy = policies.fit(name, args.budget, args.evict_every)
+    name, *options = spec.split(":")
+    policy = policies.fit(name, args.budget, args.evict_every, options)
     settings = Settings(n_batch=args.evict_every, over_budget=False, flash=args.flash, n_threads=args.threads)
     engine = Engine(model, policy, settings)
     try:
@@ -209,7 +210,7 @@ def measure_policy(
         # the first builds the graph of single tokens
         sum(1 for _ in steps(lambda n: n > 0))
         n_plan = 0
-        found = measure(meter, name, steps(lambda n: n >= args.tokens))
+        found = measure(meter, spec, steps(lambda n: n >= args.tokens))
         return found | {
             "n_plan": n_plan,
             "n_signal": sum(signal in policy.reads for signal in SIGNALS),
@@ -275,7 +276,7 @@ def main() -> None:
         model = load_model(args.model)
         tokens = load_tokens(model, args.file, args.budget + 3 * args.evict_every + args.tokens)
         rows = [measure_stock(meter, model, tokens, args)]
-        rows += [measure_policy(meter, model, name, tokens, args) for name in args.policies.split(",")]
+        rows += [measure_policy(meter, model, spec, tokens, args) for spec in args.policies.split(",")]
         # asks the worker for its memory
         what = machine() | {
             name: getattr(args, name) for name in ("budget", "evict_every", "tokens", "flash")

@@ -310,16 +310,6 @@ def test_a_limit_in_bytes_is_of_the_disk_where_the_archive_is_in_a_file(monkeypa
     assert archive.limit("2MiB", file) == {"archive_bytes": 2**21}
     with pytest.raises(UsageError, match=f"2GiB is more than the disk of {file} has free \\(1.0 GiB\\)"):
         archive.limit("2GiB", file)
-    # of the disk here, whoever has the layers
-    with pytest.raises(UsageError):
-        archive.limit("2GiB", file, "there:50052")
-
-
-def test_a_limit_in_bytes_may_be_above_this_machines_memory_where_workers_have_layers(monkeypatch):
-    monkeypatch.setattr(memory, "total_bytes", lambda: 2**30)
-    with pytest.raises(UsageError):
-        archive.limit("2GiB")
-    assert archive.limit("2GiB", rpc="there:50052") == {"archive_bytes": 2**31}
 
 
 @pytest.mark.engine

@@ -148,9 +148,11 @@ def test_a_worker_is_told_of_a_graph_once(remote, number):
     name, *_ = RUNS[number]
     if name == "corm":
         pytest.skip("its cache changes its size, and all graphs with it")
+    if name == "recall":
+        pytest.skip("its decode is a graph for each layer, of which a worker keeps one")
     n_plan = N_COUNTED // 16
-    # beside edits, bumblebee reads keys and recall archives cells
-    n_graph = N_COUNTED + n_plan * (2 if name in ("bumblebee", "recall") else 1)
+    # beside edits, bumblebee reads keys
+    n_graph = N_COUNTED + n_plan * (2 if name == "bumblebee" else 1)
     sent = remote[0]["results"][number][1]
     # a merge of more values than one has had so far takes another graph
     most = 100_000 if name == "merging" else 0
@@ -170,10 +172,10 @@ def test_another_context_takes_no_graph_away(remote):
 def test_a_llama_cpp_that_knows_no_spares_gives_them_no_layers(remote, path):
     found, log = from_worker(path, "as stock")
     spares = [device for device in found["devices"] if device["name"].startswith("RPC")]
-    assert [device["memory_total"] for device in spares[1:]] == [_SPARE_BYTES] * 3
+    assert [device["memory_total"] for device in spares[1:]] == [_SPARE_BYTES] * 2
     (buffer,) = re.findall(r"(\S+) KV buffer size", log[1])[:1]
     assert buffer.startswith("RPC0")
-    assert not re.search(r"RPC[123]\[\S+ (KV|model) buffer size", log[1])
+    assert not re.search(r"RPC[12]\[\S+ (KV|model) buffer size", log[1])
     assert found["results"][0][0] == remote[0]["results"][0][0]
     # without them an edit and the decode take each other's place
     assert found["results"][0][1] > 10 * remote[0]["results"][0][1]

@@ -27,8 +27,8 @@ class Archive:
     """The archive of a patched llama.cpp's context: tokens by their positions in the stream, without gaps.
 
     It takes memory in slabs: slab i has room for tokens i * n .. (i + 1) * n - 1 of the stream in all layers.
-    They are in host memory, or in a file that has no name: its space is free again when the process ends.
-    Without a file, what layers on a worker have archived is in the worker's memory.
+    They are in this process's memory, or in a file that has no name: its space is free again when the process
+    ends.
 
     Parameters
     ----------
@@ -37,10 +37,10 @@ class Archive:
     n_layer
         Layers that have rows.
     n_max, max_bytes
-        The most tokens, or the most bytes that they take, on all machines together; half of each machine's
-        free memory, or of the disk's free space, if neither is given.
+        The most tokens, or the most bytes that they take; half of the free memory, or of the disk's free
+        space, if neither is given.
     file
-        Where to make the file; the memory of the machines with the layers if not given.
+        Where to make the file; the archive is in memory if not given.
 
     Attributes
     ----------
@@ -84,28 +84,14 @@ class Archive:
         if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
             raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
         if n_max is None:
-            n_half = min(map(self._half_of, self._machines()))
-            n_max = self._tokens_in(n_half if max_bytes is None else max_bytes // self.slab_bytes)
+            if max_bytes is None:
+                max_bytes = (free_bytes() if file is None else free_disk_bytes(file)) // 2
+            n_max = self._tokens_in(max_bytes // self.slab_bytes)
         self.n_max = min(n_max, _LARGEST)
 
     def _tokens_in(self, n_slab: int) -> int:
         """The most tokens that never take more slabs, wherever in one the first of them is."""
         return max(n_slab - 1, 0) * self._n_token + 1
-
-    def _half_of(self, machine: tuple[int, int]) -> int:
-        """The slabs in half of what a machine has free: (bytes that a slab takes there, free bytes)."""
-        slab_bytes, free = machine
-        if free < 0:
-            free = free_bytes() if self.file is None else free_disk_bytes(self.file)
-        return free // 2 // slab_bytes
-
-    def _machines(self) -> list[tuple[int, int]]:
-        """Of each machine with a part of it: the bytes of a slab there, and its free ones; -1 is this one."""
-        n: int = lib.llama_kvtool_archive_machines(self._owner.handle, None, 0)
-        check(n)
-        found = np.empty((n, 2), np.int64)
-        check(lib.llama_kvtool_archive_machines(self._owner.handle, found.ctypes.data, n))
-        return [(slab_bytes, free) for slab_bytes, free in found.tolist()]
 
     @property
     def max_bytes(self) -> int:

@@ -41,7 +41,7 @@ def add_rpc(*endpoints: str) -> None:
 def _register(server: int) -> None:
     """Makes a worker's devices known, all but its spares.
 
-    Those are for edits of what lies on the others, and for archives of it.
+    Those are for edits of what lies on the others, and for reading it.
     """
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     bind("ggml_backend_reg_dev_count", size, pointer)
@@ -52,13 +52,10 @@ def _register(server: int) -> None:
     for device in real:
         lib.ggml_backend_device_register(device)
     n = len(real)
-    if hasattr(lib, "llama_kvtool_use_spares") and n > 0 and found[:n] == real and len(found) == 4 * n:
+    if hasattr(lib, "llama_kvtool_use_spares") and n > 0 and found[:n] == real and len(found) == 3 * n:
         bind("llama_kvtool_use_spares", ctypes.c_int32, pointer, pointer, pointer)
-        bind("llama_kvtool_use_archive", ctypes.c_int32, pointer, pointer)
         for i in range(n):
-            device, edits, keys, archive = found[i::n]
-            check(lib.llama_kvtool_use_spares(device, edits, keys))
-            check(lib.llama_kvtool_use_archive(device, archive))
+            check(lib.llama_kvtool_use_spares(*found[i::n]))
 
 
 def served(memory: int | None = None) -> list[dict[str, object]]:
@@ -92,11 +89,7 @@ def server(address: str, n_threads: int) -> Callable[[], None]:
     if hasattr(lib, "llama_kvtool_spare"):
         # ggml's server keeps one graph a device: with two spares of each it has the decode's and both of ours
         bind("llama_kvtool_spare", pointer, pointer)
-        bind("llama_kvtool_recalling", pointer, pointer)
-        bind("llama_kvtool_archive_spare", pointer)
-        spares = [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
-        archives = [lib.llama_kvtool_archive_spare() for _ in handles]
-        handles = [lib.llama_kvtool_recalling(device) for device in handles] + spares + archives
+        handles += [lib.llama_kvtool_spare(device) for _ in range(2) for device in handles]
     array = (pointer * len(handles))(*handles)
     return lambda: start(address.encode(), None, n_threads, len(handles), array)
 

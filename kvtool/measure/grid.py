@@ -160,7 +160,7 @@ def full_run(common: Common) -> Run:
 def identity(common: Common, run: Run) -> dict[str, Any]:
     """The fields of a record that say what it is a record of; KEY names those that matter."""
     its = run.options
-    limit = archive.limit(its.archive, its.archive_file, its.rpc)
+    limit = archive.limit(its.archive, its.archive_file)
     return {
         "policy": its.policy,
         "params": dict(run.params),
@@ -220,7 +220,7 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     found = fitted(wanted, its, str(n) if asked is None else asked, n_ctx_train, layers)
     if wanted.kind.evicts:
         its = replace(its, budget=str(found.n), evict_every=found.policy.slack or None, n_batch=found.n_batch)
-    limit = archive.limit(its.archive, its.archive_file, its.rpc)
+    limit = archive.limit(its.archive, its.archive_file)
     settings = settings_of(its, limit, common.n_ctx, found.n_batch, found.n_batch)
     check(found.policy, settings, layers, common.n_ctx, n_ctx_train)
     params, digest = policies.chosen(found.policy), policies.file_sha256(name)

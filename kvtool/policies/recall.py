@@ -1,8 +1,8 @@
 """Recall: sinks and a window stay; what leaves the window comes back in the step that asks for it.
 
-The window is StreamingLLM's. Evicted tokens go to an archive in host memory, a worker's where it has the
-layer. In every step each layer chooses, with its own queries, the archived tokens of each row that they
-attend to most, and attends to them beside the live cells.
+The window is StreamingLLM's. Evicted tokens go to an archive in host memory. In every step each layer
+chooses, with its own queries, the archived tokens of each row that they attend to most, and attends to them
+beside the live cells.
 """
 
 from __future__ import annotations

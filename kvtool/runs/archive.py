@@ -24,7 +24,7 @@ def checked(run: Run, kinds: Mapping[str, type[Policy]]) -> dict[str, int]:
     kinds: the policies that the options are for, by name.
     """
     check_file(run.archive_file)
-    found = limit(run.archive, run.archive_file, run.rpc)
+    found = limit(run.archive, run.archive_file)
     check_recalls(kinds, run.typed)
     return found
 
@@ -42,11 +42,10 @@ def check_recalls(kinds: Mapping[str, type[Policy]], typed: Collection[str]) -> 
         )
 
 
-def limit(text: str | None, file: str | None = None, rpc: str | None = None) -> dict[str, int]:
+def limit(text: str | None, file: str | None = None) -> dict[str, int]:
     """The engine's setting for --archive: `archive` tokens or `archive_bytes`; neither without it.
 
-    file, rpc: --archive-file and --rpc. Raises UsageError for what is no size, and for bytes that there are
-    not.
+    file: --archive-file. Raises UsageError for what is no size, and for bytes that there are not.
     """
     if text is None:
         return {}
@@ -65,8 +64,7 @@ def limit(text: str | None, file: str | None = None, rpc: str | None = None) -> 
     most, what = memory.total_bytes(), "this machine's memory"
     if file is not None:
         most, what = files.free_disk_bytes(file), f"the disk of {file} has free"
-    # with --rpc other machines have some of it
-    if n > most and (file is not None or rpc is None):
+    if n > most:
         raise UsageError(f"--archive {text} is more than {what} ({format_bytes(most)}); choose less")
     return {"archive_bytes": n}
 

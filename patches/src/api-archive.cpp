@@ -2,10 +2,12 @@
 
 #include "error.h"
 #include "llama-kvtool.h"
+#include "memory.h"
 #include "state.h"
 
 #include "llama-context.h"
 #include "llama-impl.h"
+#include "llama-kv-cache.h"
 
 #include <algorithm>
 
@@ -14,7 +16,7 @@ using namespace kvtool;
 // null, with the error set, where there is no archive
 static llama_kvtool * with_archive(llama_context * ctx) {
     auto * kvtool = llama_kvtool::get(ctx);
-    if (kvtool && kvtool->params.n_recall == 0) {
+    if (kvtool && !kvtool->archive) {
         fail("there is no archive: n_recall is 0");
         return nullptr;
     }
@@ -29,11 +31,12 @@ int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
     if (!path) {
         return fail("path must not be null");
     }
-    if (kvtool->archive.bytes() > 0 || kvtool->archive.has_file()) {
+    auto & tokens = kvtool->archive->tokens;
+    if (tokens.bytes() > 0 || tokens.has_file()) {
         return fail("the archive has memory already, or a file");
     }
     return guarded([&]() -> int32_t {
-        kvtool->archive.open(*ctx, path);
+        tokens.open(path);
         return 0;
     });
 }
@@ -43,7 +46,7 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
     if (!kvtool) {
         return -1;
     }
-    const auto & all = kvtool->archive;
+    const auto & all = kvtool->archive->tokens;
 
     const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
     if (n_cell < 0 || (n_cell > 0 && !cells) || std::any_of(cells, cells + n_cell, [&](int32_t c) { return c < 0 || c >= n; })) {
@@ -59,8 +62,14 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
         return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
     }
     return guarded([&]() -> int32_t {
+        if (n_cell == 0) {
+            return 0;
+        }
+        ctx->synchronize();
+
         const bool first = all.size() == 0;
-        kvtool->archive.push(*ctx, cells, n_cell, pos_0, n_max);
+        const leaving some = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
+        kvtool->archive->push(kvtool->graphs, *ctx, kvtool->layers, some);
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
@@ -77,7 +86,7 @@ int32_t llama_kvtool_base(llama_context * ctx, int64_t base) {
         return fail(format("base must be in 0..%lld, got %lld", (long long) archive::most - 1, (long long) base));
     }
     return guarded([&]() -> int32_t {
-        kvtool->archive.set_base(base);
+        kvtool->archive->tokens.set_base(base);
         return 0;
     });
 }
@@ -92,12 +101,12 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     }
     return guarded([&]() -> int32_t {
         if (n > 0) {
-            kvtool->archive.keep(n);
+            kvtool->archive->tokens.keep(n);
         } else {
-            if (kvtool->archive.size() > 0) {
+            if (kvtool->n_archived() > 0) {
                 llama_kvtool::forget_graphs(*ctx, true);
             }
-            kvtool->archive.clear();
+            kvtool->archive->clear();
         }
         kvtool->fill_recalled(*ctx);
         return 0;
@@ -113,21 +122,22 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     if (layer < 0 || layer >= n_layer) {
         return fail(format("layer must be in 0..%d, got %d", n_layer - 1, layer));
     }
-    const auto span = kvtool->archive.span(layer);
+    auto & tokens = kvtool->archive->tokens;
 
-    const int64_t least = out ? span.first  : 0;
-    const int64_t most  = out ? span.second : archive::most;
+    const int64_t least = out ? tokens[layer].begin() : 0;
+    const int64_t most  = out ? tokens[layer].end()   : archive::most;
     if (begin < least || begin > end || end > most) {
         return fail(format("begin and end must be in %lld..%lld, got %lld and %lld",
                 (long long) least, (long long) most, (long long) begin, (long long) end));
     }
     return guarded([&]() -> int64_t {
         if (in) {
-            kvtool->archive.set(layer, in, begin, end);
+            tokens.expect(begin, end);
+            tokens.fill(layer, in, begin, end);
         } else if (out) {
-            kvtool->archive.get(layer, out, begin, end);
+            tokens.get(layer, out, begin, end);
         }
-        return (end - begin)*kvtool->archive.token_bytes(layer);
+        return (end - begin)*tokens.token_bytes(layer);
     });
 }
 
@@ -144,7 +154,7 @@ int32_t llama_kvtool_get_archive_table(llama_context * ctx, int64_t * table, int
     if (!kvtool) {
         return -1;
     }
-    const auto own = kvtool->archive.table();
+    const auto own = kvtool->archive->tokens.table();
     if (table) {
         if (n != (int32_t) own.size()) {
             return fail(format("n must be %d, got %d", (int) own.size(), n));
@@ -163,7 +173,7 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
         return fail("the table must not be null, and n must be 3, 5, ...");
     }
     return guarded([&]() -> int32_t {
-        const auto why = kvtool->archive.set_table({ table, table + n });
+        const auto why = kvtool->archive->tokens.set_table({ table, table + n });
         if (!why.empty()) {
             return fail(why);
         }
@@ -180,21 +190,7 @@ int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) 
     if (n_token) {
         *n_token = store::n_block;
     }
-    return kvtool->archive.slab_bytes();
-}
-
-int32_t llama_kvtool_archive_machines(const llama_context * ctx, int64_t * out, int32_t n) {
-    const auto * kvtool = llama_kvtool::get(ctx);
-    if (!kvtool) {
-        return -1;
-    }
-    const auto slabs = kvtool->archive.slab_bytes_by_part();
-    const auto free  = kvtool->archive.free_bytes_by_part();
-    for (int32_t i = 0; out && i < n && i < (int32_t) slabs.size(); ++i) {
-        out[2*i]     = slabs[i];
-        out[2*i + 1] = free[i];
-    }
-    return slabs.size();
+    return kvtool->archive ? kvtool->archive->tokens.slab_bytes() : 0;
 }
 
 int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall) {
@@ -208,7 +204,7 @@ int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row,
     }
     return guarded([&]() -> int32_t {
         for (size_t i = 0; i < kvtool->layers.size(); ++i) {
-            const auto chosen = kvtool->archive.chosen(i);
+            const auto & chosen = kvtool->archive->recalled[i].chosen;
             out = std::copy_n(chosen.begin(), kvtool->layers[i].n_head*n_recall, out);
         }
         return 0;
@@ -217,5 +213,8 @@ int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row,
 
 int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {
     const auto * kvtool = llama_kvtool::get(ctx);
-    return kvtool ? kvtool->archive.bytes() : -1;
+    if (!kvtool) {
+        return -1;
+    }
+    return kvtool->archive ? kvtool->archive->tokens.bytes() : 0;
 }

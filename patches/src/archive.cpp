@@ -2,8 +2,6 @@
 
 #include "convert.h"
 
-#include "ggml-backend.h"
-
 #include <algorithm>
 #include <cstring>
 
@@ -22,9 +20,9 @@ archived_layer::archived_layer(
         const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit)
     : n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), n_bit(n_bit)
     , type_k(type_k), type_v(type_v)
-    , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v))
+    , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size(size_k + size_v)
     , memory(memory), size_side(n_bit ? side_bytes(n_embd_k, n_bit) : 0)
-    , at_k(at), at_v(at_k + padded(n_head*n_block*size_k)), at_side(at_v + padded(n_head*n_block*size_v)) {}
+    , at_k(at), at_side(at_k + padded(n_head*n_block*size)) {}
 
 size_t archived_layer::slab_end() const {
     return at_side + padded(n_head*n_block/n_side*size_side);
@@ -50,12 +48,14 @@ void archived_layer::put(int64_t i, const float * k, const float * v, std::vecto
 }
 
 void archived_layer::keys(int head, int64_t i, int n, float * out) const {
-    to_float(type_k, key_at(head, i), out, n*n_embd_k);
+    for (int j = 0; j < n; ++j) {
+        to_float(type_k, key_at(head, i + j), out + j*n_embd_k, n_embd_k);
+    }
 }
 
 void archived_layer::values(int head, int64_t i, int n, float * out) const {
-    if (n_embd_v > 0) {
-        to_float(type_v, value_at(head, i), out, n*n_embd_v);
+    for (int j = 0; j < n && n_embd_v > 0; ++j) {
+        to_float(type_v, value_at(head, i + j), out + j*n_embd_v, n_embd_v);
     }
 }
 
@@ -74,8 +74,7 @@ void archived_layer::set_index(int head, int64_t i, const float * key) {
 //
 
 void archive::make(const archive_params & params, const std::vector<archive_shape> & shapes) {
-    n_near  = params.n_near;
-    v_trans = params.v_trans != 0;
+    n_near = params.n_near;
 
     layers.clear();
     rope  .clear();
@@ -111,37 +110,22 @@ void archive::start(const leaving & some) {
     forget(first);
 }
 
-void archive::put(size_t layer, const ggml_tensor * k, const ggml_tensor * v, const leaving & some) {
+void archive::put(size_t layer, int64_t pos, const gathered & cells) {
     auto & l = layers[layer];
 
-    const int64_t n_embd_k = l.n_head*l.n_embd_k;
-    const int64_t n_embd_v = l.n_head*l.n_embd_v;
+    std::vector<float> key  (l.n_head*l.n_embd_k);
+    std::vector<float> value(l.n_head*l.n_embd_v);
+    std::vector<float> tmp;
 
-    std::vector<uint8_t> raw;
-    std::vector<float>   key  (n_embd_k);
-    std::vector<float>   value(n_embd_v);
-    std::vector<float>   tmp;
+    const size_t size_k = ggml_row_size(cells.type_k, key  .size());
+    const size_t size_v = ggml_row_size(cells.type_v, value.size());
 
-    // what is to be forgotten at once is not stored
-    for (int32_t c = std::max<int64_t>(0, first_of(some) - some.pos_0); c < some.n_cell; ++c) {
-        const size_t cell = some.cells[c];
-
-        raw.resize(k->nb[1]);
-        ggml_backend_tensor_get(k, raw.data(), cell*k->nb[1], k->nb[1]);
-        to_float(k->type, raw.data(), key.data(), n_embd_k);
-
-        if (v) {
-            raw.resize(v->nb[1]);
-            if (v_trans) {
-                const size_t one = ggml_type_size(v->type);
-                ggml_backend_tensor_get_2d(v, raw.data(), cell*one, one, n_embd_v, one*k->ne[1], one);
-            } else {
-                ggml_backend_tensor_get(v, raw.data(), cell*v->nb[1], v->nb[1]);
-            }
-            to_float(v->type, raw.data(), value.data(), n_embd_v);
+    for (size_t c = 0; c < cells.k.size()/size_k; ++c) {
+        to_float(cells.type_k, cells.k.data() + c*size_k, key.data(), key.size());
+        if (!value.empty()) {
+            to_float(cells.type_v, cells.v.data() + c*size_v, value.data(), value.size());
         }
-
-        l.put(some.pos_0 + c, key.data(), value.data(), tmp);
+        l.put(pos + c, key.data(), value.data(), tmp);
     }
 }
 
@@ -227,7 +211,7 @@ void archive::forget(int64_t to) {
 }
 
 void archive::keep(int64_t n) {
-    const int64_t first = whole(end() - n, end());
+    const int64_t first = whole(begin(), end() - n, end());
     if (first > begin()) {
         memory.fit(first, end());
         memory.trim();
@@ -260,14 +244,13 @@ void archive::expect(int64_t begin, int64_t end) {
     clear_clusters();
 }
 
-void archive::fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end) {
+void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end) {
     auto & l = layers[layer];
     l.set_span(begin, end);
-    for (int64_t t = i; t < i + n; ++t) {
+    for (int64_t t = begin; t < end; ++t) {
         for (int head = 0; head < l.n_head; ++head) {
-            memcpy(l.raw_key  (head, t), in,            l.size_k);
-            memcpy(l.raw_value(head, t), in + l.size_k, l.size_v);
-            in += l.size_k + l.size_v;
+            memcpy(l.raw_key(head, t), in, l.size);
+            in += l.size;
         }
     }
 }

@@ -60,6 +60,15 @@ struct leaving {
     int64_t first(int64_t begin, int64_t end) const { return std::max(begin < end ? begin : pos_0, this->end() - n_max); }
 };
 
+// what cells of a layer hold, cell by cell
+struct gathered {
+    ggml_type type_k;
+    ggml_type type_v;
+
+    std::vector<uint8_t> k;
+    std::vector<uint8_t> v; // empty where values are a part of the keys
+};
+
 // The archived tokens of one layer, by their positions in the stream, which have no gaps.
 class archived_layer {
 public:
@@ -79,7 +88,7 @@ public:
     // puts a complete block's keys and values into another order: the token that lies in each place from `first` on
     void sort(int head, int64_t block, int first, const uint8_t * from);
 
-    size_t token_bytes() const { return n_head*(size_k + size_v); }
+    size_t token_bytes() const { return n_head*size; }
 
     // tokens of blocks that are sorted are given by their places from here on
 
@@ -118,6 +127,7 @@ public:
 
     const size_t size_k; // bytes of a key
     const size_t size_v;
+    const size_t size;   // of both, which lie side by side
 
     static constexpr int n_block = store::n_block;
 
@@ -126,16 +136,15 @@ private:
 
     const size_t size_side;
 
-    // in a slab: [n_head][n_block][n_embd] of keys and of values; [n_head][n_block/n_side] sides
+    // in a slab: [n_head][n_block] keys, each with its value behind it; [n_head][n_block/n_side] sides
     const size_t at_k;
-    const size_t at_v;
     const size_t at_side;
 
     int64_t first = 0;
     int64_t last  = 0;
 
-    uint8_t * key_at  (int head, int64_t i) const { return memory.at(i) + at_k + (head*n_block + i % n_block)*size_k; }
-    uint8_t * value_at(int head, int64_t i) const { return memory.at(i) + at_v + (head*n_block + i % n_block)*size_v; }
+    uint8_t * key_at  (int head, int64_t i) const { return memory.at(i) + at_k + (head*n_block + i % n_block)*size; }
+    uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
 };
 
 // archived tokens whose keys are rotated alike
@@ -154,12 +163,20 @@ public:
     // from now on it lies in a new file at that path; nothing may be archived yet. Throws where that cannot be.
     void open(const std::string & path) { memory.open(path); }
 
-    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` copies
-    // a layer's cells out of its cache; `finish` ends it.
+    bool has_file() const { return memory.has_file(); }
+
+    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` stores
+    // a layer's tokens from pos on, none of which is; `finish` ends it.
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
     void start  (const leaving & some);
-    void put    (size_t layer, const ggml_tensor * k, const ggml_tensor * v, const leaving & some);
+    void put    (size_t layer, int64_t pos, const gathered & cells);
     void finish (const leaving & some);
+
+    // the oldest token that there is with these
+    int64_t first_of(const leaving & some) const {
+        const int64_t begin = size() > 0 ? this->begin() : some.pos_0;
+        return whole(begin, some.first(begin, end()), some.end());
+    }
 
     // keys in the cache are rotated to their positions less base
     void set_base(int64_t base);
@@ -179,8 +196,8 @@ public:
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
-    // a layer's tokens are begin .. end - 1; some of them, from i on, as `get` gave them
-    void fill(size_t layer, const uint8_t * in, int64_t i, int64_t n, int64_t begin, int64_t end);
+    // a layer's tokens are begin .. end - 1, as `get` gave them
+    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
 
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
     std::vector<int64_t> table() const;
@@ -229,14 +246,10 @@ private:
     std::vector<archived_layer> layers;
     std::vector<turns>          rope;
 
-    bool v_trans = false;
-
     int64_t far = 0;
 
-    int64_t first_of(const leaving & some) const { return whole(some.first(begin(), end()), some.end()); }
-
     // the first token that stays where those before `to` are forgotten: a block that may be sealed goes as a whole
-    int64_t whole(int64_t to, int64_t end) const;
+    int64_t whole(int64_t begin, int64_t to, int64_t end) const;
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 

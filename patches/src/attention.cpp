@@ -59,7 +59,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const bool    turns  = range.is_far || !is_one;
 
     if (is_few && !turns) {
-        multiply_rows(l.type_k, l.raw_key(head, begin), n, d, queries, n_query, to, n_column);
+        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, queries, n_query, to, n_column);
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
@@ -72,7 +72,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
             turned_block = block;
             turned_way   = range.way;
         }
-        multiply_turned_rows(l.type_k, l.raw_key(head, begin), n, d, turned.data(), n_query,
+        multiply_turned_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
                 rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_column);
         return;
     }
@@ -83,7 +83,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         rope.turn(some + j*d, looking.turn_of(range, begin + j));
     }
     if (is_few) {
-        multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, n, d, queries, n_query, to, n_column);
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, d*sizeof(float), n, d, queries, n_query, to, n_column);
         return;
     }
     std::fill_n(to, n*n_column, 0.0f);
@@ -97,7 +97,7 @@ void attention::add_values(int head, float * to) {
             for (int j = 0; j < p.n*n_column; ++j) {
                 own[j] = own[j] > least ? own[j] : 0.0f;
             }
-            add_rows(l.type_v, l.raw_value(head, p.begin), p.n, l.n_embd_v, own, n_column, 1, n_query, to, 2 + n_value);
+            add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, own, n_column, 1, n_query, to, 2 + n_value);
             continue;
         }
         int m = 0;
@@ -165,8 +165,7 @@ void attention::attend(int part) {
         for (int64_t i = std::max(begin, at), stop = std::min(end, at + range.n); i < stop;) {
             if (r + 1 < row.looked.size()) {
                 const auto & next = row.looked[r + 1];
-                prefetch(l.raw_key  (head, next.begin), next.n*l.size_k);
-                prefetch(l.raw_value(head, next.begin), next.n*l.size_v);
+                prefetch(l.raw_key(head, next.begin), next.n*l.size);
             }
             const int m = std::min<int64_t>(n_together - n, stop - i);
             read(head, range, range.begin + i - at, m, n);

@@ -50,7 +50,7 @@ kept_graph * graphs::kept_of(const layer & l, kept_use use) {
     auto & res = kept[buft][use];
     if (!res.backend) {
         res.buft = buft;
-        res.backend.reset(ggml_backend_dev_init(spares[use], nullptr));
+        res.backend.reset(ggml_backend_dev_init(spares[use == KEPT_EDITS ? 0 : 1], nullptr));
         res.alloc  .reset(ggml_gallocr_new(buft));
     }
 
@@ -202,6 +202,10 @@ bool graphs::compute(
         const auto home = std::find_if(backends.begin(), backends.end(),
                 [&](ggml_backend_t b) { return ggml_backend_supports_buft(b, buft); });
         homes.push_back(home == backends.end() ? nullptr : *home);
+        if (homes.back() && results.back() && results.back()->op == GGML_OP_NONE) {
+            // something is written to it
+            ggml_backend_sched_set_tensor_backend(sched.get(), results.back(), homes.back());
+        }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
             ggml_tensor * node = ggml_graph_node(gf, j);
             if (!node->view_src && ggml_backend_supports_op(*home, node)) {

@@ -70,7 +70,7 @@ struct kept_graph {
     }
 };
 
-enum kept_use { KEPT_EDITS, KEPT_KEYS, n_kept };
+enum kept_use { KEPT_EDITS, KEPT_KEYS, KEPT_CELLS, n_kept };
 
 // the layers that one graph is for
 struct part {
@@ -87,7 +87,7 @@ part all_of(const std::vector<layer> & layers);
 
 class graphs {
 public:
-    // adds the part's layer i to the graph and returns its result, null if it has none; rot: the rotation of
+    // adds the part's layer i to the graph and returns its result, or what that is written to, null if it has none; rot: the rotation of
     // quantized keys, null without one
     using build_t = std::function<ggml_tensor * (ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot)>;
 

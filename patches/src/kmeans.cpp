@@ -91,7 +91,7 @@ static std::vector<float> along(const float * x, const float * weight, const int
         for (float & e : direction) {
             e /= std::max(most, 1e-30f);
         }
-        multiply_rows(GGML_TYPE_F32, (const uint8_t *) rest.data(), n, d, direction.data(), 1, at.data(), 1);
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) rest.data(), d*sizeof(float), n, d, direction.data(), 1, at.data(), 1);
         std::fill(direction.begin(), direction.end(), 0.0f);
         for (int i = 0; i < n; ++i) {
             add(direction.data(), rest.data() + i*d, d, at[i]*weight[some[i]]);

@@ -6,8 +6,8 @@
 // - edits:   keys and values of each row moved, keys rotated, values merged, on whatever device the cache lies
 // - sizes:   each layer's cache made longer or shorter
 // - copies:  cells and signals out of the cache and back in again
-// - archive: keys and values that have left the cache, in host memory or in a file, of which every step recalls some, or to which
-//            it attends by made cells; without these, those of layers on a worker are in its memory
+// - archive: keys and values that have left the cache, in this process's memory or in a file, of which every step recalls some, or
+//            to which it attends by made cells
 // - ragged:  rows that hold different numbers of cells, each with an attention mask of its own length
 //
 // A row is one (layer, KV head) pair, layer by layer. With nothing enabled, llama.cpp computes what it always does.
@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 12
+#define LLAMA_KVTOOL_ABI 13
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -121,17 +121,9 @@ LLAMA_API int32_t llama_kvtool_limit(ggml_backend_dev_t dev, uint64_t n_bytes);
 // a spare: the same device once more, for a worker to serve beside it; null: it failed
 LLAMA_API ggml_backend_dev_t llama_kvtool_spare(ggml_backend_dev_t dev);
 
-// From now on edits of a cache on a worker's device are computed on one of its spares, and keys are read on another. A
+// From now on edits of a cache on a worker's device are computed on one of its spares, and cells are read on another. A
 // worker keeps one graph for each device that it serves: so it keeps these two and the decode's.
-LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t keys);
-
-// The same device, for a worker to serve in its place: it also computes what recalls from archives in the worker's memory. And
-// a spare for the host's memory, in which these archives are. Null: it failed.
-LLAMA_API ggml_backend_dev_t llama_kvtool_recalling(ggml_backend_dev_t dev);
-LLAMA_API ggml_backend_dev_t llama_kvtool_archive_spare(void);
-
-// from now on the archive of layers on a worker's device is kept by such a spare, where it is not in a file
-LLAMA_API int32_t llama_kvtool_use_archive(ggml_backend_dev_t dev, ggml_backend_dev_t archive);
+LLAMA_API int32_t llama_kvtool_use_spares(ggml_backend_dev_t dev, ggml_backend_dev_t edits, ggml_backend_dev_t reads);
 
 // the name of llama.cpp's ith architecture; null from their number on
 LLAMA_API const char * llama_kvtool_arch(int32_t i);
@@ -219,8 +211,7 @@ LLAMA_API int32_t llama_kvtool_read_keys(
         struct llama_context * ctx, const int32_t * first, const int32_t * delta, float * out,
         int32_t n_row, int32_t n_cell, int32_t n_dim);
 
-// From now on the archive lies in a new file at that path, all of it and on this machine: once, and before anything is archived. The
-// file has no name any more when this returns: its space is free again when the context is closed or the process ends.
+// From now on the archive lies in a new file at that path: once, and before anything is archived. The file has no name any more when this returns: its space is free again when the context is closed or the process ends.
 LLAMA_API int32_t llama_kvtool_archive_file(struct llama_context * ctx, const char * path);
 
 // Copy these cells of all rows to the archive, which later steps recall from: tokens at pos_0, pos_0 + 1, ... in the
@@ -249,10 +240,6 @@ LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, con
 // The archive takes its memory in slabs. Slab i has room for the tokens i*n_token .. (i + 1)*n_token - 1 of the stream in all
 // layers; one whose tokens are all forgotten is used again. Returns the bytes of a slab.
 LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
-
-// The machines that have a part of the archive: out[n][2] is what a slab takes there, and how much memory was free when the
-// archive was made, -1 on this machine. Returns how many there are, whatever n is.
-LLAMA_API int32_t llama_kvtool_archive_machines(const struct llama_context * ctx, int64_t * out, int32_t n);
 
 // out[n_row][n_recall]: the positions of the tokens that each row recalled in the last step with an archive, the oldest
 // first, then -1

@@ -57,7 +57,7 @@ void llama_kvtool_recall(
         const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * mask, ggml_tensor * sinks, float scale, int il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->archive.size() == 0 || !kvtool->find(il)) {
+    if (!kvtool || kvtool->n_archived() == 0 || !kvtool->find(il)) {
         return;
     }
 
@@ -89,7 +89,7 @@ void llama_kvtool_recall(
     if (n_made == 0) {
         std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, scale);
     }
-    ggml_tensor * t = input.kvtool.archive.build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits_of(graph, scale));
+    ggml_tensor * t = input.kvtool.archive->build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits_of(graph, scale));
     ggml_build_forward_expand(graph.gf, t);
 
     // the first k cells behind those of the rows' own tokens

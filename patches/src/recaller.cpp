@@ -1,12 +1,14 @@
 #include "recaller.h"
 
 #include "convert.h"
+#include "gather.h"
 #include "made.h"
 
 #include "llama-graph.h"
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 namespace kvtool {
 
@@ -237,10 +239,18 @@ recaller::recaller(const archive_params & params, const std::vector<archive_shap
     }
 }
 
-void recaller::push(const std::vector<const layer *> & from, const leaving & some) {
+void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some) {
+    // what is gathered of all layers lies on a device at once
+    static constexpr int32_t n_most = 128;
+
+    tokens.reserve(some);
     tokens.start(some);
-    for (size_t i = 0; i < from.size(); ++i) {
-        tokens.put(i, from[i]->k, from[i]->v, some);
+    // what is to be forgotten at once is not stored
+    for (int32_t c = std::max<int64_t>(0, tokens.first_of(some) - some.pos_0); c < some.n_cell; c += n_most) {
+        const auto put = [&](size_t i, const gathered & cells) { tokens.put(i, some.pos_0 + c, cells); };
+        if (!gather(graphs, lctx, layers, some.cells + c, std::min(n_most, some.n_cell - c), put)) {
+            throw std::runtime_error("a device failed to give its cells");
+        }
     }
     tokens.finish(some);
 }

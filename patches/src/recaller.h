@@ -1,13 +1,20 @@
-// An archive in this process's memory, and what recalls from it while a graph is computed.
+// The archive, in this process's memory or in a file, and what recalls from it while a graph is computed.
 
 #pragma once
 
-#include "archive-part.h"
+#include "archive.h"
 #include "attention.h"
 #include "choice.h"
 
+#include <cstdint>
+#include <vector>
+
+struct llama_context;
+struct llm_graph_context;
+
 namespace kvtool {
 
+class graphs;
 class recaller;
 
 // what recall of one layer reads
@@ -18,7 +25,7 @@ struct recalled_layer {
     logit_params logits; // in the graph that was made last
     ggml_type    type_k; // of the cache there
 
-    std::vector<int64_t> chosen; // [n_head][n_recall]
+    std::vector<int64_t> chosen; // [n_head][n_recall]: the tokens that its rows recalled last, the oldest first, then -1
 };
 
 // Recalls tokens, as an operation of ggml's; userdata: a recalled_layer. dst: K [k][n_head][n_embd_k], then V
@@ -29,40 +36,19 @@ void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 // The same with made cells, n_made a token; src: the queries, and where the first of them is rotated to
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-class recaller : public archive_part {
+class recaller {
 public:
     recaller(const archive_params & params, const std::vector<archive_shape> & shapes);
 
-    // see archive
-    void open(const std::string & path) { tokens.open(path); }
+    // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then.
+    void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some);
 
-    void reserve(const leaving & some) override { tokens.reserve(some); }
-    void push(const std::vector<const layer *> & from, const leaving & some) override;
+    void clear();
 
-    void set_base(int64_t base) override { tokens.set_base(base); }
-    void keep(int64_t n) override { tokens.keep(n); }
-    void clear() override;
-
-    std::pair<int64_t, int64_t> span(size_t i) const override { return { tokens[i].begin(), tokens[i].end() }; }
-
-    size_t token_bytes(size_t i) const override { return tokens.token_bytes(i); }
-
-    void get(size_t i, uint8_t * out, int64_t begin, int64_t end) override { tokens.get(i, out, begin, end); }
-    void expect(int64_t begin, int64_t end) override { tokens.expect(begin, end); }
-    void fill(size_t i, const uint8_t * in, int64_t begin, int64_t end) override { tokens.fill(i, in, begin, end - begin, begin, end); }
-
-    std::vector<int64_t> table() const override { return tokens.table(); }
-    std::string set_table(const std::vector<int64_t> & table) override { return tokens.set_table(table); }
-
-    int64_t bytes()      const override { return tokens.bytes(); }
-    int64_t slab_bytes() const override { return tokens.slab_bytes(); }
-    int64_t free_bytes() const override { return -1; }
-
-    std::vector<int64_t> chosen(size_t i) override { return recalled[i].chosen; }
-
+    // What recalls tokens of layer i, whose keys are k, in a graph: see recall_into and make_into. n: the numbers that it gives
     ggml_tensor * build(
             const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
-            const logit_params & logits) override;
+            const logit_params & logits);
 
     const archive_params params;
 

@@ -38,24 +38,20 @@ void archive::clear_clusters() {
     }
 }
 
-int64_t archive::whole(int64_t to, int64_t end) const {
+int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
     const int64_t next = archived_layer::block_end(to);
 
-    return clusters.empty() || to <= begin() || to % n_block == 0 || next > end ? to : next;
+    return clusters.empty() || to <= begin || to % n_block == 0 || next > end ? to : next;
 }
 
 void archived_layer::sort(int head, int64_t block, int first, const uint8_t * from) {
     const int n = n_block - first;
 
-    std::vector<uint8_t> old(n*std::max(size_k, size_v));
-    const auto put = [&](uint8_t * rows, size_t size) {
-        memcpy(old.data(), rows, n*size);
-        for (int i = 0; i < n; ++i) {
-            memcpy(rows + i*size, old.data() + (from[first + i] - first)*size, size);
-        }
-    };
-    put(key_at  (head, block*n_block + first), size_k);
-    put(value_at(head, block*n_block + first), size_v);
+    uint8_t * rows = key_at(head, block*n_block + first);
+    const std::vector<uint8_t> old(rows, rows + n*size);
+    for (int i = 0; i < n; ++i) {
+        memcpy(rows + i*size, old.data() + (from[first + i] - first)*size, size);
+    }
 }
 
 // where each token lies
@@ -125,7 +121,6 @@ void archive::seal() {
 void archive::get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const {
     const auto & l = layers[layer];
 
-    const size_t one = l.size_k + l.size_v;
     for (int head = 0; head < l.n_head; ++head) {
         for (int64_t i = begin, block; i < end; i = (block + 1)*n_block) {
             block = i/n_block;
@@ -139,9 +134,7 @@ void archive::get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const
             }
             for (int64_t t = i; t < std::min(end, (block + 1)*n_block); ++t) {
                 const int64_t at = is_sealed ? block*n_block + places[t % n_block] : t;
-                uint8_t * to = out + ((t - begin)*l.n_head + head)*one;
-                memcpy(to,            l.raw_key  (head, at), l.size_k);
-                memcpy(to + l.size_k, l.raw_value(head, at), l.size_v);
+                memcpy(out + ((t - begin)*l.n_head + head)*l.size, l.raw_key(head, at), l.size);
             }
         }
     }

@@ -241,7 +241,7 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
     size_t item = 0;
     for (const auto & run : runs) {
         if (n_query <= n_few_columns) {
-            add_rows(GGML_TYPE_F16, (const uint8_t *) run.values, run.n, l.n_embd_v, x.data() + item, 1, n_room, n_query, estimate + 2, stride);
+            add_rows(GGML_TYPE_F16, (const uint8_t *) run.values, l.n_embd_v*sizeof(ggml_fp16_t), run.n, l.n_embd_v, x.data() + item, 1, n_room, n_query, estimate + 2, stride);
         } else {
             const int n_value = columns(l.n_embd_v);
             values.assign((size_t) run.n*n_value, 0.0f);

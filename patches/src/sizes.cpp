@@ -147,7 +147,6 @@ bool llama_kvtool::resize(llama_context & lctx, llama_kv_cache & kv, std::vector
     }
 
     graphs.clear();
-    archive.forget_caches();
 
     memory::replace(kv, some, l, k_stream, v_stream, std::move(ctx), std::move(buf));
 

@@ -157,17 +157,22 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     }
 
     if (params.n_recall > 0) {
-        try {
-            res->archive.make(lctx, false);
-        } catch (...) {
-            lctx.kvtool.reset();
-            lctx.cparams.kvtool     = nullptr;
-            lctx.sched_need_reserve = true;
-            throw;
-        }
+        res->make_archive(kv);
     }
 
     return res->n_row;
+}
+
+void llama_kvtool::make_archive(const llama_kv_cache & kv) {
+    const auto & p = params;
+
+    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, v_trans, p.n_made, p.n_exact };
+
+    std::vector<archive_shape> shapes;
+    for (const auto & l : layers) {
+        shapes.push_back({ l.n_head, l.n_embd_k, l.n_embd_v, rotation(l, memory::key_map(kv)) });
+    }
+    archive = std::make_unique<recaller>(common, shapes);
 }
 
 void llama_kvtool::add_layers(const llama_context & lctx) {
@@ -335,7 +340,7 @@ int llama_kvtool::n_used(const llama_context & lctx) const {
 }
 
 void llama_kvtool::fill_recalled(const llama_context & lctx, int n_tokens) const {
-    const int64_t n = params.n_made == 0 ? archive.size() : archive.size() > 0 ? (int64_t) n_tokens*params.n_made : 0;
+    const int64_t n = params.n_made == 0 ? n_archived() : n_archived() > 0 ? (int64_t) n_tokens*params.n_made : 0;
     memory::fill_recalled(*memory::cache(lctx), params.n_recall, std::min<int64_t>(params.n_recall, n));
 }
 

@@ -2,15 +2,16 @@
 
 #pragma once
 
-#include "archives.h"
 #include "graphs.h"
 #include "layer.h"
 #include "llama-kvtool.h"
 #include "places.h"
+#include "recaller.h"
 #include "recent.h"
 #include "signals.h"
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -46,8 +47,9 @@ struct llama_kvtool {
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
     kvtool::graphs  graphs;
-    kvtool::archives archive { layers, params };
     kvtool::places  places; // with ALiBi alone
+
+    std::unique_ptr<kvtool::recaller> archive; // null: there is none
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
@@ -62,6 +64,9 @@ struct llama_kvtool {
     //
     // counts
     //
+
+    // tokens in the archive
+    int64_t n_archived() const { return archive ? archive->tokens.size() : 0; }
 
     // the layer whose cells this layer of the model reads, itself or an earlier one; null if these are no rows
     const kvtool::layer * find(int il) const;
@@ -121,6 +126,7 @@ private:
     std::string unreadable; // why it cannot be known how the keys of a layer are rotated
 
     void add_layers(const llama_context & lctx);
+    void make_archive(const llama_kv_cache & kv);
 
     // why a layer's keys cannot be turned; empty: all can
     std::string unseen() const;

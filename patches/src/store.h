@@ -72,6 +72,8 @@ public:
     // the slab with token i
     uint8_t * at(int64_t i) const { return slabs[i/n_block - first]; }
 
+    bool has_file() const { return file != nullptr; }
+
     size_t  slab_bytes() const { return size; }
     int64_t bytes()      const { return (slabs.size() + spares.size())*size; }
 

@@ -26,9 +26,7 @@ static bool any(const float * w, int wx, int n) {
 }
 
 // row by row, converted
-static void multiply_converted(ggml_type type, const uint8_t * rows, int n, int64_t d, const float * x, int n_x, float * out, int os) {
-    const size_t size = ggml_row_size(type, d);
-
+static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
         to_float(type, rows + i*size, row.data(), d);
@@ -43,9 +41,7 @@ static void multiply_converted(ggml_type type, const uint8_t * rows, int n, int6
 }
 
 static void add_converted(
-        ggml_type type, const uint8_t * rows, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
-    const size_t size = ggml_row_size(type, d);
-
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
         if (!any(w + i*ws, wx, n_y)) {
@@ -64,19 +60,16 @@ static void add_converted(
 
 // eight numbers of a row from e on
 struct of_floats {
-    static constexpr ggml_type type = GGML_TYPE_F32;
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 load(const uint8_t * row, int64_t e) { return _mm256_loadu_ps((const float *) row + e); }
 };
 
 struct of_halves {
-    static constexpr ggml_type type = GGML_TYPE_F16;
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 load(const uint8_t * row, int64_t e) {
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) ((const ggml_fp16_t *) row + e)));
     }
 };
 
 struct of_q8_0 {
-    static constexpr ggml_type type = GGML_TYPE_Q8_0;
     KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 load(const uint8_t * row, int64_t e) {
         const uint8_t * group = row + e/n_group*(sizeof(ggml_fp16_t) + n_group);
         uint16_t d;
@@ -91,9 +84,7 @@ KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 sum_of(__m256 x) {
 }
 
 template <typename S, int N>
-KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, int n, int64_t d, const float * x, float * out, int os) {
-    const size_t size = ggml_row_size(S::type, d);
-
+KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os) {
     for (int i = 0; i < n; ++i, rows += size, out += os) {
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
         for (int64_t e = 0; e < d; e += 8) {
@@ -114,9 +105,7 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, int n, int64_t d, co
 // pairs lie side by side, or half of the numbers apart
 template <typename S, int N, bool HALVES>
 KVTOOL_AVX2 static void multiply_turned_avx2(
-        const uint8_t * rows, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
-    const size_t size = ggml_row_size(S::type, d);
-
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
     for (int i = 0; i < n; ++i, rows += size, out += os) {
         const float * c = turns - (int64_t) by[i]*2*d;
         const float * s = c + d;
@@ -153,9 +142,7 @@ KVTOOL_AVX2 static void multiply_turned_avx2(
 
 // 32 numbers of each row at a time, so that their sums stay in registers
 template <typename S, int N>
-KVTOOL_AVX2 static void add_avx2(const uint8_t * rows, int n, int64_t d, const float * w, int ws, int wx, float * y, int64_t ys) {
-    const size_t size = ggml_row_size(S::type, d);
-
+KVTOOL_AVX2 static void add_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, float * y, int64_t ys) {
     for (int64_t e = 0; e < d; e += n_group) {
         __m256 sum[N][4];
         for (int q = 0; q < N; ++q) {
@@ -188,55 +175,55 @@ KVTOOL_AVX2 static void add_avx2(const uint8_t * rows, int n, int64_t d, const f
 }
 
 template <typename S>
-static void multiply_some(const uint8_t * rows, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
     for (; n_x > 0; n_x -= 4, x += 4*d, out += 4) {
         switch (n_x) {
-            case 1:  multiply_avx2<S, 1>(rows, n, d, x, out, os); break;
-            case 2:  multiply_avx2<S, 2>(rows, n, d, x, out, os); break;
-            case 3:  multiply_avx2<S, 3>(rows, n, d, x, out, os); break;
-            default: multiply_avx2<S, 4>(rows, n, d, x, out, os); break;
+            case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os); break;
+            case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os); break;
+            case 3:  multiply_avx2<S, 3>(rows, size, n, d, x, out, os); break;
+            default: multiply_avx2<S, 4>(rows, size, n, d, x, out, os); break;
         }
     }
 }
 
 template <typename S, bool HALVES>
 static void multiply_turned_some(
-        const uint8_t * rows, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by, float * out, int os) {
+        const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by, float * out, int os) {
     for (; n_x > 0; n_x -= 4, x += 4*d, out += 4) {
         switch (n_x) {
-            case 1:  multiply_turned_avx2<S, 1, HALVES>(rows, n, d, x, turns, by, out, os); break;
-            case 2:  multiply_turned_avx2<S, 2, HALVES>(rows, n, d, x, turns, by, out, os); break;
-            case 3:  multiply_turned_avx2<S, 3, HALVES>(rows, n, d, x, turns, by, out, os); break;
-            default: multiply_turned_avx2<S, 4, HALVES>(rows, n, d, x, turns, by, out, os); break;
+            case 1:  multiply_turned_avx2<S, 1, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            case 2:  multiply_turned_avx2<S, 2, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            case 3:  multiply_turned_avx2<S, 3, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
+            default: multiply_turned_avx2<S, 4, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
         }
     }
 }
 
 template <typename S>
-static void add_some(const uint8_t * rows, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
+static void add_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
     for (; n_y > 0; n_y -= 3, w += 3*wx, y += 3*ys) {
         switch (n_y) {
-            case 1:  add_avx2<S, 1>(rows, n, d, w, ws, wx, y, ys); break;
-            case 2:  add_avx2<S, 2>(rows, n, d, w, ws, wx, y, ys); break;
-            default: add_avx2<S, 3>(rows, n, d, w, ws, wx, y, ys); break;
+            case 1:  add_avx2<S, 1>(rows, size, n, d, w, ws, wx, y, ys); break;
+            case 2:  add_avx2<S, 2>(rows, size, n, d, w, ws, wx, y, ys); break;
+            default: add_avx2<S, 3>(rows, size, n, d, w, ws, wx, y, ys); break;
         }
     }
 }
 
 #endif
 
-void multiply_rows(ggml_type type, const uint8_t * rows, int n, int64_t d, const float * x, int n_x, float * out, int os) {
+void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % 8 == 0) {
         switch (type) {
-            case GGML_TYPE_F32:  return multiply_some<of_floats>(rows, n, d, x, n_x, out, os);
-            case GGML_TYPE_F16:  return multiply_some<of_halves>(rows, n, d, x, n_x, out, os);
-            case GGML_TYPE_Q8_0: return multiply_some<of_q8_0>  (rows, n, d, x, n_x, out, os);
+            case GGML_TYPE_F32:  return multiply_some<of_floats>(rows, size, n, d, x, n_x, out, os);
+            case GGML_TYPE_F16:  return multiply_some<of_halves>(rows, size, n, d, x, n_x, out, os);
+            case GGML_TYPE_Q8_0: return multiply_some<of_q8_0>  (rows, size, n, d, x, n_x, out, os);
             default:             break;
         }
     }
 #endif
-    multiply_converted(type, rows, n, d, x, n_x, out, os);
+    multiply_converted(type, rows, size, n, d, x, n_x, out, os);
 }
 
 bool can_turn(ggml_type type, int64_t d) {
@@ -249,15 +236,15 @@ bool can_turn(ggml_type type, int64_t d) {
 }
 
 void multiply_turned_rows(
-        ggml_type type, const uint8_t * rows, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, bool are_halves,
         const uint8_t * by, float * out, int os) {
 #ifdef KVTOOL_X86
     const auto run = [&](auto source) {
         using S = decltype(source);
         if (are_halves) {
-            multiply_turned_some<S, true>(rows, n, d, x, n_x, turns, by, out, os);
+            multiply_turned_some<S, true>(rows, size, n, d, x, n_x, turns, by, out, os);
         } else {
-            multiply_turned_some<S, false>(rows, n, d, x, n_x, turns, by, out, os);
+            multiply_turned_some<S, false>(rows, size, n, d, x, n_x, turns, by, out, os);
         }
     };
     switch (type) {
@@ -266,23 +253,23 @@ void multiply_turned_rows(
         default:             return run(of_floats());
     }
 #else
-    (void) type, (void) rows, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
+    (void) type, (void) rows, (void) size, (void) n, (void) d, (void) x, (void) n_x, (void) turns, (void) are_halves, (void) by, (void) out, (void) os;
 #endif
 }
 
 void add_rows(
-        ggml_type type, const uint8_t * rows, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
         switch (type) {
-            case GGML_TYPE_F32:  return add_some<of_floats>(rows, n, d, w, ws, wx, n_y, y, ys);
-            case GGML_TYPE_F16:  return add_some<of_halves>(rows, n, d, w, ws, wx, n_y, y, ys);
-            case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, n, d, w, ws, wx, n_y, y, ys);
+            case GGML_TYPE_F32:  return add_some<of_floats>(rows, size, n, d, w, ws, wx, n_y, y, ys);
+            case GGML_TYPE_F16:  return add_some<of_halves>(rows, size, n, d, w, ws, wx, n_y, y, ys);
+            case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, size, n, d, w, ws, wx, n_y, y, ys);
             default:             break;
         }
     }
 #endif
-    add_converted(type, rows, n, d, w, ws, wx, n_y, y, ys);
+    add_converted(type, rows, size, n, d, w, ws, wx, n_y, y, ys);
 }
 
 } // namespace kvtool
