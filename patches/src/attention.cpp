@@ -24,10 +24,18 @@ attention::attention(
 
 void attention::make_room() {
     work.rows .resize(l.n_head);
-    work.parts.assign((size_t) l.n_head*(n_span + 1)*n_query*(2 + n_value), 0.0f);
+    work.parts.resize((size_t) l.n_head*(n_span + 1)*n_query*(2 + n_value));
+}
+
+void attention::clear(float * part) const {
+    std::fill_n(part, 2 + n_value, 0.0f);
+    part[0] = -INFINITY;
 }
 
 void attention::find(int head, const float * queries) {
+    for (int q = 0; q < n_query; ++q) {
+        clear(part_of(head, n_span, q));
+    }
     looking.find(head, queries, work.rows[head], part_of(head, n_span, 0), 2 + n_value);
 }
 
@@ -144,13 +152,13 @@ void attention::attend(int part) {
     const int span = part % n_span;
 
     for (int q = 0; q < n_query; ++q) {
-        part_of(head, span, q)[0] = -INFINITY;
+        clear(part_of(head, span, q));
     }
     turned_block = -1;
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.assign(n_together*n_column, 0.0f);
+    powers.resize(n_together*n_column);
 
     const auto & row = work.rows[head];
 

@@ -88,6 +88,7 @@ private:
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }
 
+    void clear(float * part) const;
     void read(int head, const token_range & range, int64_t begin, int n, int at);
     void add(int head, int span, int n);
     void add_values(int head, float * to);

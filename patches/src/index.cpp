@@ -21,8 +21,11 @@ void small_query::set(const float * query, int64_t n_embd) {
     sum   = 0;
     fours.resize(n_embd/4);
     auto * x = (int8_t *) fours.data();
+    const float by = most > 0.0f ? 1.0f/scale : 0.0f;
     for (int64_t j = 0; j < n_embd; ++j) {
-        x[j] = most > 0.0f ? (int8_t) std::lround(query[j]/scale) : 0;
+        // rounded, as the numbers become positive; what is no number becomes 0
+        const float y = query[j]*by + 128.5f;
+        x[j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
         sum += x[j];
     }
 }

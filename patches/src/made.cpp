@@ -51,7 +51,7 @@ static double share_elsewhere(int n_head) {
 made_cells::made_cells(int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, const logit_params & logits)
     : keys(n_head*n_embd_k), values(n_head*n_embd_v)
     , n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), type_k(type_k), logits(logits)
-    , rounded(n_head*n_embd_k), gram(n_head*n_head), target(n_head), share(n_head*n_head) {}
+    , rounded(n_head*n_embd_k), gram(n_head*n_head), root(n_head*n_head), weights(n_head*n_head), target(n_head), share(n_head*n_head) {}
 
 double made_cells::product(double logit) const {
     if (logits.cap > 0.0f) {
@@ -66,42 +66,53 @@ double made_cells::logit(double product) const {
 }
 
 static double dot(const float * a, const float * b, int64_t n) {
-    double sum = 0.0;
-    for (int64_t e = 0; e < n; ++e) {
-        sum += (double) a[e]*b[e];
-    }
-    return sum;
-}
-
-void made_cells::add_key(float * key, std::vector<double> & products) const {
-    solve(gram, products.data(), n_head);
-    for (int64_t e = 0; e < n_embd_k; ++e) {
-        double sum = key[e];
-        for (int i = 0; i < n_head; ++i) {
-            sum += products[i]*rounded[i*n_embd_k + e];
+    // enough sums that none waits for the one before
+    double sum[4] = {};
+    for (int64_t e = 0; e < n; e += 4) {
+        for (int64_t i = e; i < std::min(e + 4, n); ++i) {
+            sum[i - e] += (double) a[i]*b[i];
         }
-        key[e] = sum;
     }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-void made_cells::round(float * key) const {
-    if (type_k == GGML_TYPE_F16) {
-        for (int64_t e = 0; e < n_embd_k; ++e) {
-            key[e] = ggml_fp16_to_fp32(ggml_fp32_to_fp16(std::clamp(key[e], -65000.0f, 65000.0f)));
+void made_cells::round(float * x, int64_t n, ggml_type type) {
+    if (type == GGML_TYPE_F16) {
+        for (int64_t e = 0; e < n; ++e) {
+            x[e] = std::clamp(x[e], -65000.0f, 65000.0f);
         }
-    } else if (type_k != GGML_TYPE_F32) {
-        std::vector<uint8_t> bytes(ggml_row_size(type_k, n_embd_k));
-        from_float(type_k, key, bytes.data(), n_embd_k);
-        to_float  (type_k, bytes.data(), key, n_embd_k);
+        halves.resize(n);
+        to_half (x, halves.data(), n);
+        to_float(type, halves.data(), x, n);
+    } else if (type != GGML_TYPE_F32) {
+        std::vector<uint8_t> bytes(ggml_row_size(type, n));
+        from_float(type, x, bytes.data(), n);
+        to_float  (type, bytes.data(), x, n);
     }
 }
 
-void made_cells::find_shares(const std::vector<double> & sums) {
+template <typename F>
+void made_cells::find_shares(const std::vector<double> & sums, F && product_of) {
     for (int j = 0; j < n_head; ++j) {
         for (int c = 0; c < n_head; ++c) {
-            const double x = dot(rounded.data() + j*n_embd_k, keys.data() + c*n_embd_k, n_embd_k);
-            share[j*n_head + c] = std::exp(logit(x) - sums[j]);
+            share[j*n_head + c] = std::exp(logit(product_of(j, c)) - sums[j]);
         }
+    }
+}
+
+void made_cells::set_keys() {
+    std::vector<double> key(n_embd_k);
+    for (int c = 0; c < n_head; ++c) {
+        std::fill(key.begin(), key.end(), 0.0);
+        for (int i = 0; i < n_head; ++i) {
+            const double  w = weights[c*n_head + i];
+            const float * x = rounded.data() + i*n_embd_k;
+            for (int64_t e = 0; e < n_embd_k; ++e) {
+                key[e] += w*x[e];
+            }
+        }
+        std::copy(key.begin(), key.end(), keys.begin() + c*n_embd_k);
+        round(keys.data() + c*n_embd_k, n_embd_k, type_k);
     }
 }
 
@@ -111,9 +122,7 @@ void made_cells::make(const float * queries, const double * given, const float *
     std::copy_n(queries, g*n_embd_k, rounded.begin());
     if (type_k == GGML_TYPE_F16) {
         // attention rounds them, too
-        for (float & x : rounded) {
-            x = ggml_fp16_to_fp32(ggml_fp32_to_fp16(x));
-        }
+        round(rounded.data(), rounded.size(), type_k);
     }
 
     // a head that finds nothing gets a logit that no other comes near
@@ -129,31 +138,37 @@ void made_cells::make(const float * queries, const double * given, const float *
 
     double mean = 0.0;
     for (int i = 0; i < g; ++i) {
-        for (int j = 0; j < g; ++j) {
-            gram[i*g + j] = dot(rounded.data() + i*n_embd_k, rounded.data() + j*n_embd_k, n_embd_k);
+        for (int j = 0; j <= i; ++j) {
+            gram[i*g + j] = gram[j*g + i] = dot(rounded.data() + i*n_embd_k, rounded.data() + j*n_embd_k, n_embd_k);
         }
         mean += gram[i*g + i]/g;
     }
+    root = gram;
     for (int i = 0; i < g; ++i) {
-        gram[i*g + i] += ridge*mean + 1e-30;
+        root[i*g + i] += ridge*mean + 1e-30;
     }
-    factor(gram, g);
+    factor(root, g);
 
     const double elsewhere = share_elsewhere(g);
     const double own       = 1.0 - (g - 1)*elsewhere;
 
-    std::fill(keys.begin(), keys.end(), 0.0f);
     for (int c = 0; c < g; ++c) {
-        float * key = keys.data() + c*n_embd_k;
+        double * products = weights.data() + c*g;
         for (int j = 0; j < g; ++j) {
-            target[j] = product(sums[j] + std::log(j == c ? own : elsewhere));
+            products[j] = product(sums[j] + std::log(j == c ? own : elsewhere));
         }
-        add_key(key, target);
+        solve(root, products, g);
     }
 
     // the ridge is in all of them: one change of all keys mends the heads' sums
     for (int n = 0; n < n_mend; ++n) {
-        find_shares(sums);
+        find_shares(sums, [&](int head, int cell) {
+            double x = 0.0;
+            for (int i = 0; i < g; ++i) {
+                x += gram[head*g + i]*weights[cell*g + i];
+            }
+            return x;
+        });
         for (int j = 0; j < g; ++j) {
             double sum = 0.0;
             for (int c = 0; c < g; ++c) {
@@ -161,19 +176,17 @@ void made_cells::make(const float * queries, const double * given, const float *
             }
             target[j] = -std::log(sum)/logits.scale;
         }
-        std::vector<float> change(n_embd_k, 0.0f);
-        add_key(change.data(), target);
+        solve(root, target.data(), g);
         for (int c = 0; c < g; ++c) {
-            for (int64_t e = 0; e < n_embd_k; ++e) {
-                keys[c*n_embd_k + e] += change[e];
+            for (int i = 0; i < g; ++i) {
+                weights[c*g + i] += target[i];
             }
         }
     }
 
-    for (int c = 0; c < g; ++c) {
-        round(keys.data() + c*n_embd_k);
-    }
-    find_shares(sums);
+    set_keys();
+    find_shares(sums, [&](int head, int cell) { return dot(rounded.data() + head*n_embd_k, keys.data() + cell*n_embd_k, n_embd_k); });
+
     for (int j = 0; j < g; ++j) {
         double sum = 0.0;
         for (int c = 0; c < g; ++c) {

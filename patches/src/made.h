@@ -34,20 +34,23 @@ private:
     const ggml_type    type_k;
     const logit_params logits;
 
-    std::vector<float>  rounded; // the queries, as the cache's keys are multiplied with them
-    std::vector<double> gram;    // of the queries [n_head][n_head], with a ridge: its root
-    std::vector<double> target;  // of one cell: the logit of each head
-    std::vector<double> share;   // [head][cell]: of the head's sum, in each cell
+    std::vector<float>       rounded; // the queries, as the cache's keys are multiplied with them
+    std::vector<ggml_fp16_t> halves;
+    std::vector<double>      gram;    // of the queries [n_head][n_head]
+    std::vector<double>      root;    // of that with a ridge
+    std::vector<double>      weights; // [cell][n_head]: of the queries, whose sum a key is
+    std::vector<double>      target;  // of one cell: the logit of each head
+    std::vector<double>      share;   // [head][cell]: of the head's sum, in each cell
 
     // the logits of a cell to the heads become products with the queries
     double product(double logit) const;
     double logit(double product) const;
 
-    // key += the shortest one that has these products with the queries
-    void add_key(float * key, std::vector<double> & products) const;
+    // the shares of keys that have these products with the queries
+    template <typename F> void find_shares(const std::vector<double> & sums, F && product_of);
 
-    void round(float * key) const;
-    void find_shares(const std::vector<double> & sums);
+    void set_keys();
+    void round(float * x, int64_t n, ggml_type type);
 
     // elsewhere, own: a head's share of its sum in the cells of other heads and in its own, as it was wanted
     void set_values(const float * found, double elsewhere, double own);

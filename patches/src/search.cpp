@@ -219,8 +219,6 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
     for (int q = 0; q < n_query; ++q) {
         float * own = estimate + q*stride;
-        own[0] = -INFINITY;
-        own[1] = 0.0f;
 
         const bool is_number = parts[q].sum > 0.0f && std::isfinite(parts[q].most) && std::isfinite(parts[q].sum);
         const float least = least_part*parts[q].sum;
@@ -289,10 +287,6 @@ void search::find(int head, const float * queries, searched_row & row, float * e
 
     if (n_exact == 0) {
         turn(queries, row);
-        for (int q = 0; q < n_query; ++q) {
-            estimate[q*stride]     = -INFINITY;
-            estimate[q*stride + 1] = 0.0f;
-        }
         return;
     }
 

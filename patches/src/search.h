@@ -43,8 +43,8 @@ public:
     search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
 
     // Says what a row looks into. queries: [n_query][n_embd_k]. Clusters that are not looked into are added up as the tokens that
-    // they have: of each query the highest logit, the sum of the exponentials beside it, and the values by them, which begin at
-    // 0: estimate + query*stride
+    // they have: of each query the highest logit, the sum of the exponentials beside it, and the values by them, in estimate +
+    // query*stride, where nothing is yet
     void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
 
     // how far the key of a token in a range has to be turned
