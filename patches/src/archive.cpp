@@ -83,6 +83,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     for (const auto & s : shapes) {
         layers.emplace_back(memory, at, s.n_head, s.n_embd_k, s.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
         rope  .emplace_back(s.turns, s.n_embd_k, 2*n_near);
+        rope.back().share(rope.front());
 
         at = layers.back().slab_end();
     }

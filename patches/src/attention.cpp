@@ -16,10 +16,13 @@ static constexpr int n_parts = 16;
 // tokens that are attended to at once
 static constexpr int n_together = 64;
 
+// ranges whose memory is asked for before they are attended to
+static constexpr size_t n_ahead = 1;
+
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
     : all(all), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
-    , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-5f : 1e-9f), logits(logits)
+    , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-4f : 1e-9f), logits(logits)
     , work(work), looking(all, i, rot, n_query, logits, n_exact) {}
 
 void attention::make_room() {
@@ -55,7 +58,8 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const int64_t d = l.n_embd_k;
     const auto & row = work.rows[head];
 
-    float * to = powers.data() + at*n_column;
+    // a query's beside each other where they are few
+    float * to = powers.data() + (is_few ? at : at*n_column);
 
     const float * queries = row.turned.data() + (size_t) range.way*n_query*d;
 
@@ -67,7 +71,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const bool    turns  = range.is_far || !is_one;
 
     if (is_few && !turns) {
-        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, queries, n_query, to, n_column);
+        multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, queries, n_query, to, n_together);
         return;
     }
     if (is_few && is_one && range.sealed && rope.is_plain() && can_turn(l.type_k, d)) {
@@ -81,7 +85,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
             turned_way   = range.way;
         }
         multiply_turned_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, turned.data(), n_query,
-                rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_column);
+                rope.small_turns() + (l.n_block - 1)*2*d, rope.are_halves(), range.sealed->order.data() + begin % l.n_block, to, n_together);
         return;
     }
 
@@ -91,7 +95,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
         rope.turn(some + j*d, looking.turn_of(range, begin + j));
     }
     if (is_few) {
-        multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, d*sizeof(float), n, d, queries, n_query, to, n_column);
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) some, d*sizeof(float), n, d, queries, n_query, to, n_together);
         return;
     }
     std::fill_n(to, n*n_column, 0.0f);
@@ -100,14 +104,11 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
 
 void attention::add_values(int head, float * to) {
     for (const auto & p : pieces) {
-        float * own = powers.data() + p.at*n_column;
         if (is_few) {
-            for (int j = 0; j < p.n*n_column; ++j) {
-                own[j] = own[j] > least ? own[j] : 0.0f;
-            }
-            add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, own, n_column, 1, n_query, to, 2 + n_value);
+            add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, powers.data() + p.at, 1, n_together, n_query, to, 2 + n_value);
             continue;
         }
+        float * own = powers.data() + p.at*n_column;
         int m = 0;
         for (int j = 0; j < p.n; ++j) {
             const float * one = own + j*n_column;
@@ -120,8 +121,43 @@ void attention::add_values(int head, float * to) {
     }
 }
 
+// the same of few queries, one by one
+void attention::add_few(int head, int span, int n) {
+    for (int q = 0; q < n_query; ++q) {
+        float * own = part_of(head, span, q);
+        float * x   = powers.data() + q*n_together;
+
+        for (int j = 0; j < n && logits.cap > 0.0f; ++j) {
+            x[j] = logits.cap*std::tanh(x[j]*logits.scale/logits.cap);
+        }
+        const auto part = exponentials(x, n, logits.cap > 0.0f ? 1.0f : logits.scale, x);
+        if (!(part.most > -INFINITY)) {
+            std::fill_n(x, n, 0.0f);
+            continue;
+        }
+        const float most = std::max(own[0], part.most);
+        const float old  = std::exp(own[0] - most);
+        const float now  = std::exp(part.most - most);
+
+        own[0] = most;
+        own[1] = own[1]*old + part.sum*now;
+        for (int e = 0; e < n_value && old != 1.0f; ++e) {
+            own[2 + e] *= old;
+        }
+        keep_above(x, n, least/std::max(now, 1e-30f));
+        for (int j = 0; j < n && now != 1.0f; ++j) {
+            x[j] *= now;
+        }
+    }
+    add_values(head, part_of(head, span, 0) + 2);
+    pieces.clear();
+}
+
 // what is there of n tokens
 void attention::add(int head, int span, int n) {
+    if (is_few) {
+        return add_few(head, span, n);
+    }
     if (logits.cap > 0.0f) {
         for (int j = 0; j < n*n_column; ++j) {
             powers[j] = logits.cap*std::tanh(powers[j]*logits.scale/logits.cap);
@@ -158,23 +194,34 @@ void attention::attend(int part) {
 
     keys  .resize(n_together*l.n_embd_k);
     values.resize(n_together*n_value, 0.0f);
-    powers.resize(n_together*n_column);
+    powers.resize(n_together*n_column); // with few queries fewer, a query's beside each other
 
     const auto & row = work.rows[head];
 
     const int64_t begin = row.n_looked*span/n_span;
     const int64_t end   = row.n_looked*(span + 1)/n_span;
 
+    // memory is asked for before it is needed: clusters lie far apart
+    const auto ask = [&](size_t r) {
+        if (r < row.looked.size()) {
+            prefetch(l.raw_key(head, row.looked[r].begin), row.looked[r].n*l.size);
+        }
+    };
+
     int     n  = 0;
     int64_t at = 0;
+    bool    is_first = true;
     for (size_t r = 0; r < row.looked.size() && at < end; ++r) {
         const auto & range = row.looked[r];
 
-        for (int64_t i = std::max(begin, at), stop = std::min(end, at + range.n); i < stop;) {
-            if (r + 1 < row.looked.size()) {
-                const auto & next = row.looked[r + 1];
-                prefetch(l.raw_key(head, next.begin), next.n*l.size);
+        const int64_t stop = std::min(end, at + range.n);
+        if (at + range.n > begin) {
+            for (size_t i = is_first ? 0 : n_ahead; i <= n_ahead; ++i) {
+                ask(r + i);
             }
+            is_first = false;
+        }
+        for (int64_t i = std::max(begin, at); i < stop;) {
             const int m = std::min<int64_t>(n_together - n, stop - i);
             read(head, range, range.begin + i - at, m, n);
             n += m;

@@ -79,7 +79,7 @@ private:
 
     std::vector<float> keys;   // [token][n_embd_k]
     std::vector<float> values; // [token][n_value]
-    std::vector<float> powers; // [token][n_column]
+    std::vector<float> powers; // [token][n_column]; of few queries [query][n_together]
 
     std::vector<float> most, factor, sum; // of each query
 
@@ -91,6 +91,7 @@ private:
     void clear(float * part) const;
     void read(int head, const token_range & range, int64_t begin, int n, int at);
     void add(int head, int span, int n);
+    void add_few(int head, int span, int n);
     void add_values(int head, float * to);
 };
 

@@ -14,7 +14,7 @@
 namespace kvtool {
 
 // what a cluster's part of a sum has to be to count
-static constexpr float least_part = 1e-5f;
+static constexpr float least_part = 1e-4f;
 
 // tokens whose clusters are ranked by themselves, for each that is looked into: those of the best sets
 static constexpr int n_ranked = 8;
@@ -76,23 +76,18 @@ void search::look_into_unsealed(int head, searched_row & row) {
 void search::multiply_runs(size_t first, size_t item) {
     for (size_t r = first; r < runs.size(); item += runs[r++].n) {
         const auto & run = runs[r];
-        for (int q = 0; q < n_query; ++q) {
-            float * to = x.data() + q*n_room + item;
-            multiply(run.sides, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, 8, to);
-            for (int i = 0; i < run.n; ++i) {
-                to[i] *= logits.scale;
-            }
-            for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
-                to[i] = logits.cap*std::tanh(to[i]/logits.cap);
-            }
-        }
         for (int i = 0; i < run.n; ++i) {
             // a set that is picked has so many clusters
             size[item + i] = run.is_set && run.sizes[i] > 0 ? std::max<int>(run.sizes[i], n_side) : run.sizes[i];
-            const float log = log_of(run.sizes[i]);
-            for (int q = 0; q < n_query; ++q) {
-                x[q*n_room + item + i] += log;
+            logs[item + i] = log_of(run.sizes[i]);
+        }
+        for (int q = 0; q < n_query; ++q) {
+            float * to = x.data() + q*n_room + item;
+            multiply(run.sides, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, 8, to);
+            for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
+                to[i] = logits.cap*std::tanh(to[i]/logits.cap);
             }
+            add(to, logs.data() + item, run.n, 1.0f);
         }
     }
 }
@@ -202,53 +197,71 @@ void search::pick_sets(const row_clusters & own) {
 
 void search::look_into_clusters(const row_clusters & own, searched_row & row) {
     size_t item = 0;
+    auto next = looked.begin();
     for (const auto & run : runs) {
-        for (int i = 0; i < run.n && !run.is_set; ++i) {
-            if (chosen[item + i]) {
-                const int64_t block = own.block_at(run.place + i);
-                const auto  & s     = own[block];
-                const int     c     = own.cluster_at(run.place + i);
-                row.looked.push_back({ block*l.n_block + s.start[c], s.start[c + 1] - s.start[c], run.way, s.to.is_far, &s });
-                row.n_looked += row.looked.back().n;
-            }
+        for (; next != looked.end() && *next < (int) (item + run.n); ++next) {
+            const size_t  place = run.place + *next - item;
+            const int64_t block = own.block_at(place);
+            const auto  & s     = own[block];
+            const int     c     = own.cluster_at(place);
+            row.looked.push_back({ block*l.n_block + s.start[c], s.start[c + 1] - s.start[c], run.way, s.to.is_far, &s });
+            row.n_looked += row.looked.back().n;
         }
         item += run.n;
     }
 }
 
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
+    // where any query's power counts
+    std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
-        float * own = estimate + q*stride;
-
-        const bool is_number = parts[q].sum > 0.0f && std::isfinite(parts[q].most) && std::isfinite(parts[q].sum);
-        const float least = least_part*parts[q].sum;
-
+        float * own    = estimate + q*stride;
         float * powers = x.data() + q*n_room;
-        float sum = 0.0f;
-        for (size_t i = 0; i < n_item; ++i) {
-            powers[i] = is_number && !chosen[i] && powers[i] > least ? powers[i] : 0.0f;
-            sum += powers[i];
+
+        if (!(parts[q].sum > 0.0f) || !std::isfinite(parts[q].most) || !std::isfinite(parts[q].sum)) {
+            std::fill_n(powers, n_item, 0.0f);
+            continue;
         }
+        for (const int i : looked) {
+            powers[i] = 0.0f;
+        }
+        const float sum = keep_above(powers, n_item, least_part*parts[q].sum);
         if (sum > 0.0f) {
             own[0] = parts[q].most;
             own[1] = sum;
+            add(score.data(), powers, n_item, 1.0f);
         }
     }
 
-    std::vector<float> values;
+    // few do: their values beside each other
+    std::vector<int> some;
+    std::vector<ggml_fp16_t> rows;
     size_t item = 0;
     for (const auto & run : runs) {
-        if (n_query <= n_few_columns) {
-            add_rows(GGML_TYPE_F16, (const uint8_t *) run.values, l.n_embd_v*sizeof(ggml_fp16_t), run.n, l.n_embd_v, x.data() + item, 1, n_room, n_query, estimate + 2, stride);
-        } else {
-            const int n_value = columns(l.n_embd_v);
-            values.assign((size_t) run.n*n_value, 0.0f);
-            for (int i = 0; i < run.n; ++i) {
-                to_float(GGML_TYPE_F16, run.values + i*l.n_embd_v, values.data() + i*n_value, l.n_embd_v);
+        for (int i = 0; i < run.n; ++i, ++item) {
+            if (score[item] > 0.0f) {
+                some.push_back(item);
+                rows.insert(rows.end(), run.values + i*l.n_embd_v, run.values + (i + 1)*l.n_embd_v);
             }
-            multiply_add(estimate + 2, stride, x.data() + item, n_room, 1, values.data(), n_value, n_query, run.n, n_value);
         }
-        item += run.n;
+    }
+    const int n = some.size();
+
+    std::vector<float> powers((size_t) n*n_query);
+    for (int q = 0; q < n_query; ++q) {
+        for (int i = 0; i < n; ++i) {
+            powers[q*n + i] = x[q*n_room + some[i]];
+        }
+    }
+    if (n_query <= n_few_columns) {
+        add_rows(GGML_TYPE_F16, (const uint8_t *) rows.data(), l.n_embd_v*sizeof(ggml_fp16_t), n, l.n_embd_v, powers.data(), 1, n, n_query, estimate + 2, stride);
+    } else {
+        const int n_value = columns(l.n_embd_v);
+        std::vector<float> values((size_t) n*n_value, 0.0f);
+        for (int i = 0; i < n; ++i) {
+            to_float(GGML_TYPE_F16, rows.data() + i*l.n_embd_v, values.data() + i*n_value, l.n_embd_v);
+        }
+        multiply_add(estimate + 2, stride, powers.data(), n, 1, values.data(), n_value, n_query, n, n_value);
     }
 }
 
@@ -309,12 +322,14 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     small.resize(ways.size()*n_query);
     for (size_t i = 0; i < small.size(); ++i) {
         small[i].set(row.turned.data() + i*l.n_embd_k, l.n_embd_k);
+        small[i].scale *= logits.scale;
     }
 
     // the sets that are picked have tokens until there are enough, so one more than that at most
     n_room = n_item + (n_ranked*n_exact/n_side + 1)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);
+    logs  .resize(n_room);
     score .resize(n_room);
     size  .resize(n_room);
     chosen.assign(n_room, 0);
@@ -332,9 +347,13 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     for (const auto & run : runs) {
         n_sets += run.is_set ? run.n : 0;
     }
-    std::fill_n(chosen.begin(), n_sets, 0);
     choose(n_sets, n_item, n_exact);
-
+    looked.clear();
+    for (size_t i = n_sets; i < n_item; ++i) {
+        if (chosen[i]) {
+            looked.push_back(i);
+        }
+    }
     look_into_clusters(own, row);
     std::stable_sort(row.looked.begin(), row.looked.end(), [](const token_range & a, const token_range & b) { return a.way < b.way; });
 

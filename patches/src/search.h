@@ -87,9 +87,11 @@ private:
     size_t n_room = 0;
 
     std::vector<float>       x;
+    std::vector<float>       logs;
     std::vector<float>       score;
     std::vector<int32_t>     size;
     std::vector<uint8_t>     chosen;
+    std::vector<int>         looked; // the items that are looked into
     std::vector<small_query> small; // [way][query]
 
     int  way_of(int64_t delta);

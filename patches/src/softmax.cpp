@@ -114,6 +114,23 @@ static inline KVTOOL_INLINE void exponential_columns_of(float * x, int n, int n_
     }
 }
 
+static inline KVTOOL_INLINE float keep_above_of(float * x, int n, float least) {
+    const int end = (n + n_lane - 1)/n_lane*n_lane;
+    std::fill(x + n, x + end, 0.0f);
+
+    floats sum = {};
+    for (int i = 0; i < end; i += n_lane) {
+        floats f;
+        memcpy(&f, x + i, sizeof(f));
+        f = f > least ? f : floats {};
+        memcpy(x + i, &f, sizeof(f));
+        sum = sum + f;
+    }
+    float lane[n_lane];
+    memcpy(lane, &sum, sizeof(sum));
+    return std::accumulate(lane, lane + n_lane, 0.0f);
+}
+
 static inline KVTOOL_INLINE void add_to(float * y, const float * x, int n, float w) {
     for (int i = 0; i < n; ++i) {
         y[i] += w*x[i];
@@ -126,6 +143,9 @@ KVTOOL_AVX512 static softmax_part exponentials_avx512(float * x, int n, float sc
 
 KVTOOL_AVX2   static void exponential_columns_avx2  (float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
 KVTOOL_AVX512 static void exponential_columns_avx512(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum) { exponential_columns_of(x, n, n_column, scale, most, factor, sum); }
+
+KVTOOL_AVX2   static float keep_above_avx2  (float * x, int n, float least) { return keep_above_of(x, n, least); }
+KVTOOL_AVX512 static float keep_above_avx512(float * x, int n, float least) { return keep_above_of(x, n, least); }
 
 KVTOOL_AVX2   static void add_avx2  (float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
 KVTOOL_AVX512 static void add_avx512(float * y, const float * x, int n, float w) { add_to(y, x, n, w); }
@@ -151,6 +171,17 @@ void exponential_columns(float * x, int n, int n_column, float scale, float * mo
     }
 #endif
     exponential_columns_of(x, n, n_column, scale, most, factor, sum);
+}
+
+float keep_above(float * x, int n, float least) {
+#ifdef KVTOOL_X86
+    switch (vectors()) {
+        case AVX512: return keep_above_avx512(x, n, least);
+        case AVX2:   return keep_above_avx2  (x, n, least);
+        case PLAIN:  break;
+    }
+#endif
+    return keep_above_of(x, n, least);
 }
 
 void add(float * y, const float * x, int n, float w) {

@@ -21,6 +21,9 @@ softmax_part exponentials(float * x, int n, float scale, float * e);
 // scale > 0
 void exponential_columns(float * x, int n, int n_column, float scale, float * most, float * factor, float * sum);
 
+// what is not above becomes 0; returns the sum of the rest. x has room for whole groups of 16, and what follows x[n] is overwritten
+float keep_above(float * x, int n, float least);
+
 // y[n] += w*x[n]
 void add(float * y, const float * x, int n, float w);
 

@@ -16,6 +16,9 @@ namespace kvtool {
 // numbers that have one scale in q8_0
 static constexpr int n_group = 32;
 
+// rows that are added at once
+static constexpr int n_listed = 64;
+
 static bool any(const float * w, int wx, int n) {
     for (int q = 0; q < n; ++q) {
         if (w[q*wx] != 0.0f) {
@@ -35,7 +38,7 @@ static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size
             for (int64_t e = 0; e < d; ++e) {
                 sum += row[e]*x[q*d + e];
             }
-            out[i*os + q] = sum;
+            out[q*os + i] = sum;
         }
     }
 }
@@ -58,47 +61,75 @@ static void add_converted(
 
 #ifdef KVTOOL_X86
 
-// eight numbers of a row from e on
+// a group's numbers in four vectors
+struct group {
+    __m256 x[4];
+};
+
 struct of_floats {
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 load(const uint8_t * row, int64_t e) { return _mm256_loadu_ps((const float *) row + e); }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const float * from = (const float *) row + g*n_group;
+        return { _mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16), _mm256_loadu_ps(from + 24) };
+    }
 };
 
 struct of_halves {
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 load(const uint8_t * row, int64_t e) {
-        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) ((const ggml_fp16_t *) row + e)));
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const auto * from = (const __m128i *) row + g*4;
+        return { _mm256_cvtph_ps(_mm_loadu_si128(from)),     _mm256_cvtph_ps(_mm_loadu_si128(from + 1)),
+                 _mm256_cvtph_ps(_mm_loadu_si128(from + 2)), _mm256_cvtph_ps(_mm_loadu_si128(from + 3)) };
     }
 };
 
 struct of_q8_0 {
-    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 load(const uint8_t * row, int64_t e) {
-        const uint8_t * group = row + e/n_group*(sizeof(ggml_fp16_t) + n_group);
+    KVTOOL_AVX2 static inline KVTOOL_INLINE __m256 eight(const uint8_t * from, __m256 scale) {
+        return _mm256_mul_ps(scale, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) from))));
+    }
+    KVTOOL_AVX2 static inline KVTOOL_INLINE group load(const uint8_t * row, int64_t g) {
+        const uint8_t * from = row + g*(int64_t) (sizeof(ggml_fp16_t) + n_group);
         uint16_t d;
-        memcpy(&d, group, sizeof(d));
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *) (group + sizeof(d) + e % n_group));
-        return _mm256_mul_ps(_mm256_set1_ps(_cvtsh_ss(d)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
+        memcpy(&d, from, sizeof(d));
+        const __m256 scale = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(d)));
+        from += sizeof(d);
+        return { eight(from, scale), eight(from + 8, scale), eight(from + 16, scale), eight(from + 24, scale) };
     }
 };
+
+// sum[q] += a group . x[q*d]
+template <int N>
+KVTOOL_AVX2 static inline KVTOOL_INLINE void multiply_group(const group & row, const float * x, int64_t d, __m256 * sum) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 4
+        for (int q = 0; q < N; ++q) {
+            sum[q] = _mm256_fmadd_ps(row.x[j], _mm256_loadu_ps(x + q*d + 8*j), sum[q]);
+        }
+    }
+}
 
 KVTOOL_AVX2 static inline KVTOOL_INLINE __m128 sum_of(__m256 x) {
     return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
 
+template <int N>
+KVTOOL_AVX2 static inline KVTOOL_INLINE void put_sums(const __m256 * sum, float * out, int os) {
+    const __m128 all = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
+    float four[4];
+    _mm_storeu_ps(four, all);
+#pragma GCC unroll 4
+    for (int q = 0; q < N; ++q) {
+        out[q*os] = four[q];
+    }
+}
+
 template <typename S, int N>
 KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, float * out, int os) {
-    for (int i = 0; i < n; ++i, rows += size, out += os) {
+    for (int i = 0; i < n; ++i, rows += size) {
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
-        for (int64_t e = 0; e < d; e += 8) {
-            const __m256 row = S::load(rows, e);
-            for (int q = 0; q < N; ++q) {
-                sum[q] = _mm256_fmadd_ps(row, _mm256_loadu_ps(x + q*d + e), sum[q]);
-            }
+        for (int64_t g = 0; g < d/n_group; ++g) {
+            multiply_group<N>(S::load(rows, g), x + g*n_group, d, sum);
         }
-        const __m128 all = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
-        float four[4];
-        _mm_storeu_ps(four, all);
-        for (int q = 0; q < N; ++q) {
-            out[q] = four[q];
-        }
+        put_sums<N>(sum, out + i, os);
     }
 }
 
@@ -106,69 +137,69 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, 
 template <typename S, int N, bool HALVES>
 KVTOOL_AVX2 static void multiply_turned_avx2(
         const uint8_t * rows, size_t size, int n, int64_t d, const float * x, const float * turns, const uint8_t * by, float * out, int os) {
-    for (int i = 0; i < n; ++i, rows += size, out += os) {
+    const int64_t n_half = d/n_group/2;
+
+    for (int i = 0; i < n; ++i, rows += size) {
         const float * c = turns - (int64_t) by[i]*2*d;
         const float * s = c + d;
 
         __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
-        const auto multiply = [&](__m256 row, int64_t e) KVTOOL_AVX2 KVTOOL_INLINE {
-            for (int q = 0; q < N; ++q) {
-                sum[q] = _mm256_fmadd_ps(row, _mm256_loadu_ps(x + q*d + e), sum[q]);
+        for (int64_t g = 0; HALVES && g < n_half; ++g) {
+            const group u = S::load(rows, g);
+            const group v = S::load(rows, g + n_half);
+            group a, b;
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const __m256 cosine = _mm256_loadu_ps(c + g*n_group + 8*j);
+                const __m256 sine   = _mm256_loadu_ps(s + g*n_group + 8*j + d/2);
+                a.x[j] = _mm256_fmsub_ps(u.x[j], cosine, _mm256_mul_ps(v.x[j], sine));
+                b.x[j] = _mm256_fmadd_ps(v.x[j], cosine, _mm256_mul_ps(u.x[j], sine));
             }
-        };
-        if (HALVES) {
-            for (int64_t e = 0; e < d/2; e += 8) {
-                const __m256 u = S::load(rows, e);
-                const __m256 v = S::load(rows, e + d/2);
-                const __m256 cosine = _mm256_loadu_ps(c + e);
-                const __m256 sine   = _mm256_loadu_ps(s + e + d/2);
-                multiply(_mm256_fmsub_ps(u, cosine, _mm256_mul_ps(v, sine)), e);
-                multiply(_mm256_fmadd_ps(v, cosine, _mm256_mul_ps(u, sine)), e + d/2);
-            }
-        } else {
-            for (int64_t e = 0; e < d; e += 8) {
-                const __m256 u = S::load(rows, e);
-                multiply(_mm256_fmadd_ps(u, _mm256_loadu_ps(c + e), _mm256_mul_ps(_mm256_permute_ps(u, 0xB1), _mm256_loadu_ps(s + e))), e);
-            }
+            multiply_group<N>(a, x + g*n_group, d, sum);
+            multiply_group<N>(b, x + (g + n_half)*n_group, d, sum);
         }
-        const __m128 all = _mm_hadd_ps(_mm_hadd_ps(sum_of(sum[0]), sum_of(sum[1])), _mm_hadd_ps(sum_of(sum[2]), sum_of(sum[3])));
-        float four[4];
-        _mm_storeu_ps(four, all);
-        for (int q = 0; q < N; ++q) {
-            out[q] = four[q];
+        for (int64_t g = 0; !HALVES && g < d/n_group; ++g) {
+            group u = S::load(rows, g);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                const int64_t e = g*n_group + 8*j;
+                u.x[j] = _mm256_fmadd_ps(u.x[j], _mm256_loadu_ps(c + e), _mm256_mul_ps(_mm256_permute_ps(u.x[j], 0xB1), _mm256_loadu_ps(s + e)));
+            }
+            multiply_group<N>(u, x + g*n_group, d, sum);
         }
+        put_sums<N>(sum, out + i, os);
     }
 }
 
-// 32 numbers of each row at a time, so that their sums stay in registers
+// a group of each row at a time, so that its sums stay in registers
 template <typename S, int N>
-KVTOOL_AVX2 static void add_avx2(const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, float * y, int64_t ys) {
-    for (int64_t e = 0; e < d; e += n_group) {
+KVTOOL_AVX2 static void add_avx2(
+        const uint8_t * rows, size_t size, const int * some, int n, int64_t d, const float * w, int ws, int wx, float * y, int64_t ys) {
+    for (int64_t g = 0; g < d/n_group; ++g) {
         __m256 sum[N][4];
+#pragma GCC unroll 4
         for (int q = 0; q < N; ++q) {
+#pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
-                sum[q][j] = _mm256_loadu_ps(y + q*ys + e + 8*j);
+                sum[q][j] = _mm256_loadu_ps(y + q*ys + g*n_group + 8*j);
             }
         }
-        const uint8_t * row = rows;
-        for (int i = 0; i < n; ++i, row += size) {
-            if (!any(w + i*ws, wx, N)) {
-                continue;
-            }
-            __m256 by[N];
+        for (int i = 0; i < n; ++i) {
+            const group x = S::load(rows + some[i]*size, g);
+#pragma GCC unroll 4
             for (int q = 0; q < N; ++q) {
-                by[q] = _mm256_set1_ps(w[i*ws + q*wx]);
-            }
-            for (int j = 0; j < 4; ++j) {
-                const __m256 x = S::load(row, e + 8*j);
-                for (int q = 0; q < N; ++q) {
-                    sum[q][j] = _mm256_fmadd_ps(by[q], x, sum[q][j]);
+                const __m256 by = _mm256_broadcast_ss(w + some[i]*ws + q*wx);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) {
+                    sum[q][j] = _mm256_fmadd_ps(by, x.x[j], sum[q][j]);
                 }
             }
         }
+#pragma GCC unroll 4
         for (int q = 0; q < N; ++q) {
+#pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
-                _mm256_storeu_ps(y + q*ys + e + 8*j, sum[q][j]);
+                _mm256_storeu_ps(y + q*ys + g*n_group + 8*j, sum[q][j]);
             }
         }
     }
@@ -176,7 +207,7 @@ KVTOOL_AVX2 static void add_avx2(const uint8_t * rows, size_t size, int n, int64
 
 template <typename S>
 static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
-    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4) {
+    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
         switch (n_x) {
             case 1:  multiply_avx2<S, 1>(rows, size, n, d, x, out, os); break;
             case 2:  multiply_avx2<S, 2>(rows, size, n, d, x, out, os); break;
@@ -189,7 +220,7 @@ static void multiply_some(const uint8_t * rows, size_t size, int n, int64_t d, c
 template <typename S, bool HALVES>
 static void multiply_turned_some(
         const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, const float * turns, const uint8_t * by, float * out, int os) {
-    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4) {
+    for (; n_x > 0; n_x -= 4, x += 4*d, out += 4*os) {
         switch (n_x) {
             case 1:  multiply_turned_avx2<S, 1, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
             case 2:  multiply_turned_avx2<S, 2, HALVES>(rows, size, n, d, x, turns, by, out, os); break;
@@ -200,12 +231,13 @@ static void multiply_turned_some(
 }
 
 template <typename S>
-static void add_some(const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
+static void add_some(
+        const uint8_t * rows, size_t size, const int * some, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
     for (; n_y > 0; n_y -= 3, w += 3*wx, y += 3*ys) {
         switch (n_y) {
-            case 1:  add_avx2<S, 1>(rows, size, n, d, w, ws, wx, y, ys); break;
-            case 2:  add_avx2<S, 2>(rows, size, n, d, w, ws, wx, y, ys); break;
-            default: add_avx2<S, 3>(rows, size, n, d, w, ws, wx, y, ys); break;
+            case 1:  add_avx2<S, 1>(rows, size, some, n, d, w, ws, wx, y, ys); break;
+            case 2:  add_avx2<S, 2>(rows, size, some, n, d, w, ws, wx, y, ys); break;
+            default: add_avx2<S, 3>(rows, size, some, n, d, w, ws, wx, y, ys); break;
         }
     }
 }
@@ -214,7 +246,7 @@ static void add_some(const uint8_t * rows, size_t size, int n, int64_t d, const 
 
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * x, int n_x, float * out, int os) {
 #ifdef KVTOOL_X86
-    if (vectors() != PLAIN && d % 8 == 0) {
+    if (vectors() != PLAIN && d % n_group == 0) {
         switch (type) {
             case GGML_TYPE_F32:  return multiply_some<of_floats>(rows, size, n, d, x, n_x, out, os);
             case GGML_TYPE_F16:  return multiply_some<of_halves>(rows, size, n, d, x, n_x, out, os);
@@ -228,7 +260,7 @@ void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int
 
 bool can_turn(ggml_type type, int64_t d) {
 #ifdef KVTOOL_X86
-    return vectors() != PLAIN && d % 16 == 0 && (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0);
+    return vectors() != PLAIN && d % (2*n_group) == 0 && (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0);
 #else
     (void) type, (void) d;
     return false;
@@ -261,11 +293,26 @@ void add_rows(
         ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        switch (type) {
-            case GGML_TYPE_F32:  return add_some<of_floats>(rows, size, n, d, w, ws, wx, n_y, y, ys);
-            case GGML_TYPE_F16:  return add_some<of_halves>(rows, size, n, d, w, ws, wx, n_y, y, ys);
-            case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, size, n, d, w, ws, wx, n_y, y, ys);
-            default:             break;
+        int some[n_listed];
+        int n_some = 0;
+        const auto add_listed = [&]() {
+            switch (type) {
+                case GGML_TYPE_F32: add_some<of_floats>(rows, size, some, n_some, d, w, ws, wx, n_y, y, ys); break;
+                case GGML_TYPE_F16: add_some<of_halves>(rows, size, some, n_some, d, w, ws, wx, n_y, y, ys); break;
+                default:            add_some<of_q8_0>  (rows, size, some, n_some, d, w, ws, wx, n_y, y, ys); break;
+            }
+            n_some = 0;
+        };
+        if (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0) {
+            for (int i = 0; i < n; ++i) {
+                if (any(w + i*ws, wx, n_y)) {
+                    some[n_some++] = i;
+                    if (n_some == n_listed) {
+                        add_listed();
+                    }
+                }
+            }
+            return add_listed();
         }
     }
 #endif

@@ -12,7 +12,7 @@ namespace kvtool {
 // columns that are multiplied at once, at most; for more, numbers are better converted first
 constexpr int n_few_columns = 8;
 
-// out[i*os + q] = row i . x[q*n_embd], for n rows and n_x columns, at most n_few_columns
+// out[q*os + i] = row i . x[q*n_embd], for n rows and n_x columns, at most n_few_columns
 void multiply_rows(ggml_type type, const uint8_t * rows, size_t size, int n, int64_t n_embd, const float * x, int n_x, float * out, int os);
 
 // The same with rows that are turned first, row i by `from - by[i]` positions: turns is small_turns() from there. Only for the

@@ -57,6 +57,7 @@ turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n
         omega.push_back(rope.has_pair(i) ? own*(rope.freq_scale*(1.0 - mix) + mix) : 0.0);
     }
 
+    const auto made = std::make_shared<tables>();
     const auto fill = [&](std::vector<float> & table, int64_t first, int64_t step, int n) {
         for (int i = 0; i < n; ++i) {
             add_row(table, (first + i)*step);
@@ -65,9 +66,16 @@ turns::turns(const rotation & r, int64_t n_embd, int n_most) : n_map(r.n_map), n
 
     const int n_large = n_most/n_small + 2;
 
-    first_large = -n_large;
-    fill(small, 0, 1, n_small);
-    fill(large, first_large, n_small, 2*n_large + 1);
+    made->first_large = -n_large;
+    fill(made->small, 0, 1, n_small);
+    fill(made->large, made->first_large, n_small, 2*n_large + 1);
+    rows = made;
+}
+
+void turns::share(const turns & other) {
+    if (rows && other.rows && omega == other.omega && is_neox == other.is_neox && rows->large.size() == other.rows->large.size()) {
+        rows = other.rows;
+    }
 }
 
 // where a pair's numbers lie among those that turn
@@ -173,13 +181,13 @@ void turns::turn(float * x, int64_t delta, const std::vector<float> & after, con
         return;
     }
 
-    const int64_t row = (delta >> 8) - first_large;
+    const int64_t row = (delta >> 8) - rows->first_large;
 
     std::vector<float> made;
 
-    const float * a = small.data() + (delta & (n_small - 1))*4*n_pair;
-    const float * b = large.data() + row*4*n_pair;
-    if (row < 0 || row*4*n_pair >= (int64_t) large.size()) {
+    const float * a = rows->small.data() + (delta & (n_small - 1))*4*n_pair;
+    const float * b = rows->large.data() + row*4*n_pair;
+    if (row < 0 || row*4*n_pair >= (int64_t) rows->large.size()) {
         add_row(made, delta - (delta & (n_small - 1)));
         b = made.data();
     }

@@ -5,6 +5,7 @@
 #include "rope.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace kvtool {
@@ -33,6 +34,9 @@ public:
     // the rotation of keys of n_embd numbers, for turns by less than n_most positions either way
     turns(const rotation & r, int64_t n_embd, int n_most);
 
+    // takes the tables of another one that turns alike: those of all layers would not stay in a processor's cache
+    void share(const turns & other);
+
     // rotates a key by delta positions
     void turn(float * key, int64_t delta) const { turn(key, delta, scale, unscale); }
 
@@ -45,7 +49,7 @@ public:
 
     // of turns by 0 .. n_small - 1 positions, in a row of their own: what each number is multiplied by, then what the other one
     // of its pair is
-    const float * small_turns() const { return small.data(); }
+    const float * small_turns() const { return rows->small.data(); }
 
     static constexpr int n_small = 256;
 
@@ -75,10 +79,14 @@ private:
     std::vector<double> omega; // [n_pair], radians a position
 
     // turns by 0 .. n_small - 1 positions, and by multiples of n_small
-    std::vector<float> small;
-    std::vector<float> large;
+    struct tables {
+        std::vector<float> small;
+        std::vector<float> large;
 
-    int first_large = 0; // the multiple that `large` begins with
+        int first_large = 0; // the multiple that `large` begins with
+    };
+
+    std::shared_ptr<const tables> rows;
 };
 
 } // namespace kvtool
