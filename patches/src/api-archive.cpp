@@ -104,6 +104,40 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     });
 }
 
+int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    auto & all = kvtool->archive;
+
+    const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
+    if (cell < 0 || n_cell < 0 || cell > n - n_cell) {
+        return fail(format("cell and n_cell must be in 0..%d together, got %d and %d", n, cell, n_cell));
+    }
+    if (end < all.begin() + n_cell || end > all.end()) {
+        return fail(format("end must be in %lld..%lld, got %lld",
+                (long long) all.begin() + n_cell, (long long) all.end(), (long long) end));
+    }
+    // keys are turned by no more than a context
+    if (base < 0 || base > end - n_cell || (n_cell > 0 && end - base > 2*(int64_t) kvtool->params.n_near + 1)) {
+        return fail(format("base must leave tokens %lld to %lld positions in the context, got %lld",
+                (long long) end - n_cell, (long long) end - 1, (long long) base));
+    }
+    if (next < end - n_cell || next > archive::most) {
+        return fail(format("next must be in %lld..%lld, got %lld",
+                (long long) end - n_cell, (long long) archive::most, (long long) next));
+    }
+    return guarded([&]() -> int32_t {
+        all.go_back(*ctx, cell, n_cell, end, base, next);
+        if (all.size() == 0) {
+            llama_kvtool::forget_graphs(*ctx, true);
+        }
+        kvtool->fill_recalled(*ctx);
+        return 0;
+    });
+}
+
 static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {

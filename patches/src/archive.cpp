@@ -165,6 +165,7 @@ void archive::cluster() {
             const int64_t near = (far - late)/l.n_block;
 
             own.forget(from);
+            own.cut(to);
             const auto read = [&](int64_t block, bool is_far) {
                 keys  .resize(l.n_block*l.n_embd_k);
                 values.resize(l.n_block*l.n_embd_v);
@@ -175,10 +176,11 @@ void archive::cluster() {
                     rope[i].turn(keys.data() + j*l.n_embd_k, base_of(t) - t);
                 }
             };
-            for (int64_t block = own.begin(); block < std::min(near, own.end()); ++block) {
-                if (!own.is_far(block)) {
-                    read(block, true);
-                    own.set(block, keys.data(), values.data(), true);
+            for (int64_t block = own.begin(); block < own.end(); ++block) {
+                const bool is_far = block < near;
+                if (own.is_far(block) != is_far) {
+                    read(block, is_far);
+                    own.set(block, keys.data(), values.data(), is_far);
                 }
             }
             for (int64_t block = own.begin() < own.end() ? own.end() : from; block < to; ++block) {

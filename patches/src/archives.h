@@ -34,6 +34,9 @@ public:
     // has changed then.
     void push(llama_context & lctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max);
 
+    // See llama_kvtool_go_back. Throws where a layer's archive lies on a worker, and nothing has changed then.
+    void go_back(llama_context & lctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
+
     // see archive
     void set_base(int64_t base);
     void keep(int64_t n);

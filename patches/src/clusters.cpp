@@ -124,6 +124,19 @@ void row_clusters::forget(int64_t block) {
     first += n;
 }
 
+void row_clusters::cut(int64_t block) {
+    const int64_t n = std::max<int64_t>(block - first, 0);
+    if (n >= (int64_t) far.size()) {
+        return;
+    }
+    far   .resize(n);
+    means .resize(n*side_bytes(n_embd_k, 8));
+    logs  .resize(n*n_cluster);
+    values.resize(n*n_cluster*n_embd_v);
+    tokens.resize(n*n_token);
+    starts.resize(n*(n_cluster + 1));
+}
+
 size_t row_clusters::block_bytes() const {
     return 1 + side_bytes(n_embd_k, 8) + n_cluster*sizeof(float) + n_cluster*n_embd_v*sizeof(ggml_fp16_t)
         + n_token + (n_cluster + 1)*sizeof(uint16_t);

@@ -32,6 +32,10 @@ public:
 
     // forgets the blocks before this one
     void forget(int64_t block);
+
+    // forgets the blocks from this one on
+    void cut(int64_t block);
+
     void clear() { forget(end()); }
 
     bool is_far(int64_t block) const { return far[block - first]; }
