@@ -68,8 +68,9 @@ def real_chat(real_model):
 def chats(model):
     talks = []
 
-    def make(policy="buzz", budget=256, system=None, evict_every=None):
-        engine = Engine(model, policies.fit(policy, budget, evict_every), Settings(n_batch=64, n_threads=1))
+    def make(policy="buzz", budget=256, system=None, evict_every=None, **settings):
+        settings = Settings(n_batch=64, n_threads=1, **settings)
+        engine = Engine(model, policies.fit(policy, budget, evict_every), settings)
         sampler = greedy(model)
         talks.append(Conversation(Writer(engine, sampler), template_of(model), system))
         return talks[-1]
@@ -314,7 +315,8 @@ def keep(chat):
     keepers = []
 
     def make(path):
-        talk = chat("recall", 64, "Be brief.")
+        # an archive in the cache's type: what comes back from it is what left
+        talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
         keepers.append(Keeper(talk, Run(policy="recall"), Drawing(), path))
         return talk, keepers[-1]

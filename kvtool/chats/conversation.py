@@ -16,8 +16,9 @@ from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.segments import Listing, Store
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import Splitter, control_tokens, without_thought
-from kvtool.chats.undo import Copies, Copy
+from kvtool.chats.undo import Before, Copies, Copy, Mark
 from kvtool.chats.writer import Writer
+from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
 from kvtool.system.files import temporary
 
@@ -47,9 +48,9 @@ class Conversation:
     n_reply
         Replies begun, including those taken back, so that another attempt draws other tokens.
     undoable
-        Whether `reply` copies the chat first, so that `undo` can take the turn back.
+        Whether `reply` marks or copies the chat first, so that `undo` can take the turn back.
     copies
-        Those copies.
+        Those marks and copies.
     n_held
         Tokens of the reply header, which are held in the cache.
     shown
@@ -190,22 +191,28 @@ class Conversation:
         """Tells the thought of the next reply from what it says."""
         return Splitter(self.template.tags, is_open=self.template.opens_thought)
 
-    def _copy_of_now(self) -> Copy | None:
+    def _copy_of_now(self) -> Before | None:
+        if self.goes_back:
+            return self._mark("")
         try:
             return Copy("", *self._copy())
         except OSError:
             # without room the thought stays
             return None
 
-    def _drop_thought(self, before: Copy, said: str) -> None:
-        """Goes back to the copy and reads what was said after the thought, if there was one."""
+    def _drop_thought(self, before: Before, said: str) -> None:
+        """Goes back there and reads what was said after the thought, if there was one."""
         splitter = self.splitter()
         spoken = without_thought(said, splitter)
         if not splitter.had_thought:
             return
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
-        self.restore(*session.load(before.file, "the copy of the chat", before.archive))
+        try:
+            self._go_to(before)
+        except UsageError:
+            # the reply was longer than the archive: the thought stays
+            return
         self.messages = messages
         sampler.resume(recent, seed)
         model, header = self.writer.engine.model, self.template.tags.plain
@@ -240,13 +247,39 @@ class Conversation:
         self.id = meta.get("id") or secrets.token_hex(8)
         self.is_pinned = True
 
-    def remember(self, change: str, turn: str | None = None) -> bool:
-        """Copies the chat before a change, so that `undo` takes the change back. turn: what the user says.
+    @property
+    def goes_back(self) -> bool:
+        """Whether the cache itself can go back in the chat. A full archive forgets what it would need."""
+        archive = self.archive
+        return archive is not None and archive.n < archive.n_max and self.writer.engine.goes_back
 
-        Returns False where there is no room for a copy, even without the older ones.
+    def _mark(self, change: str, turn: str | None = None) -> Mark:
+        n = self.writer.engine.n_past, len(self.messages), self.n_reply
+        return Mark(change, *n, self.writer.save(), turn)
+
+    def _go_to(self, before: Before) -> None:
+        """Makes the chat what it was. Raises SessionError for a damaged copy, and UsageError; then it stays."""
+        if isinstance(before, Copy):
+            self.restore(*session.load(before.file, "the copy of the chat", before.archive))
+            return
+        if not self.writer.go_back(before.n_past, before.writer):
+            raise UsageError(
+                "the archive has forgotten tokens that the cache would need; a larger --archive keeps more"
+            )
+        self.version += 1
+        self.messages, self.n_reply = self.messages[: before.n_message], before.n_reply
+
+    def remember(self, change: str, turn: str | None = None) -> bool:
+        """Keeps what `undo` needs to take a change back. turn: what the user says, if it is a turn.
+
+        That is a copy of the chat, or a mark where the cache can go back itself. Returns False where there is
+        no room for a copy, even without the older ones.
         """
         if not self.undoable:
             return False
+        if turn is not None and self.goes_back:
+            self.copies.push(self._mark(change, turn))
+            return True
         while True:
             try:
                 self.copies.push(Copy(change, *(self.kept() or self._copy()), turn))
@@ -260,9 +293,10 @@ class Conversation:
                 return True
 
     def undo(self) -> str | None:
-        """Takes the last change back; returns what it was, or None if there is no copy.
+        """Takes the last change back; returns what it was, or None if there is no copy and no mark.
 
-        Raises SessionError for a damaged copy, which is then dropped; nothing else changes.
+        Raises SessionError for a damaged copy, which is then dropped; nothing else changes. Raises UsageError
+        likewise where the archive has forgotten what a mark needs.
         """
         return self._take_back().change if len(self.copies) else None
 
@@ -273,15 +307,15 @@ class Conversation:
         """
         return self._take_back().turn if self.copies.newest_turn is not None else None
 
-    def _take_back(self) -> Copy:
-        with closing(self.copies.pop()) as copy:
+    def _take_back(self) -> Before:
+        with closing(self.copies.pop()) as before:
             n_reply = self.n_reply
-            self.restore(*session.load(copy.file, "the copy of the chat", copy.archive))
+            self._go_to(before)
         self.n_reply = max(n_reply, self.n_reply)
-        return copy
+        return before
 
     def close(self) -> None:
-        """Drops the copies."""
+        """Drops copies and marks."""
         self.copies.close()
         self._store.close()
 

@@ -98,6 +98,16 @@ class Writer:
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
 
+    def go_back(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
+        """Continues after the first n tokens, where `save` returned this; by this seed, if one is given.
+
+        Returns False, with all as it was, where the engine cannot go back there.
+        """
+        if not self.engine.go_back(n):
+            return False
+        self.restore(saved, self.tokens[:n], seed)
+        return True
+
     def read(self, tokens: np.ndarray) -> bool:
         """Decodes i32[n] tokens in as many steps as it takes; returns False if stopped before the end."""
         self._unread = np.concatenate([self._unread, tokens])

@@ -60,7 +60,9 @@ def go_back(stream: Stream, n: int) -> bool:
     if n == stream.n_past:
         return True
     if n == 0:
+        n_pinned, n_held = stream.n_pinned, stream.n_held
         stream.reset()
+        stream.eviction.n_pinned, stream.eviction.n_held = n_pinned, n_held
         return True
     past = _past(stream, n) if can_go_back(stream) else None
     if not past:
