@@ -85,9 +85,9 @@ PLANTED = {
     ),
     "serve, digests": Fault(
         "a chat is stored as if its reply were not there",
-        "kvtool/serve/talk.py",
-        "resumer.keep(history.now)",
-        "resumer.keep(history.digests[-2])",
+        "kvtool/serve/resumer.py",
+        "self._store(self._before, history.now, ",
+        "self._store(self._before, history.digests[-2], ",
         ("test_serve_chats.py",),
     ),
     "serve, pieces": Fault(

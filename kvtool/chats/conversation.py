@@ -53,6 +53,8 @@ class Conversation:
         Those marks and copies.
     n_held
         Tokens of the reply header, which are held in the cache.
+    n_opening
+        Those of it that open a thought. They are left out with it.
     shown
         Control tokens whose text tells thoughts from what is said.
     kept
@@ -74,10 +76,9 @@ class Conversation:
         # what is said needs them, to be told from thoughts
         self.shown = writer.shown = control_tokens(model, template.tags)
         self.n_held = len(model.tokenize(template.reply_start(), special=True))
-        # tokens of the reply header that open a thought; they are left out with it
-        self._n_opening = 0
+        self.n_opening = 0
         if template.drops_thoughts and template.opens_thought:
-            self._n_opening = len(model.tokenize(template.opening, special=True))
+            self.n_opening = len(model.tokenize(template.opening, special=True))
         self.reset(system)
 
     @property
@@ -145,7 +146,7 @@ class Conversation:
 
         What opens a thought is read by `answer`.
         """
-        n = len(tokens) - self._n_opening
+        n = len(tokens) - self.n_opening
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 

@@ -79,6 +79,11 @@ class Writer:
         return np.array(self._decoded, np.int32)
 
     @property
+    def unread(self) -> np.ndarray:
+        """i32[n]: what comes next in the stream, and is not decoded yet."""
+        return self._unread
+
+    @property
     def is_new(self) -> bool:
         """Whether nothing was read since the reset."""
         return self.engine.n_past == 0 and not len(self._unread)
