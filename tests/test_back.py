@@ -84,6 +84,93 @@ def test_a_stream_goes_back_behind_positions_that_started_over(tiny_model, searc
             check_back(engine, fresh, n, n_later, TOLERANCE)
 
 
+KINDS = [
+    # flash attention adds up in another order; keys and values are rounded on both ways
+    ({"flash": "on", "type_k": "f16", "type_v": "f16", "archive_type": "f16"}, {}, 2e-2),
+    ({"flash": "off", "type_k": "f16", "type_v": "f16", "archive_type": "q8_0"}, {}, 0.2),
+    # quantized keys lie under a map
+    ({"flash": "on", "type_k": "q8_0", "type_v": "q8_0", "archive_type": "q8_0"}, {}, 0.2),
+    # values are a part of the keys
+    ({}, {"arch": "deepseek2"}, TOLERANCE),
+    ({}, {"arch": "qwen2vl"}, TOLERANCE),
+    ({}, {"arch": "maincoder"}, TOLERANCE),
+]
+
+
+@pytest.mark.parametrize(("settings", "model", "tolerance"), KINDS, ids=str)
+def test_any_cache_and_any_model_with_rows_alone_goes_back(tiny_model, settings, model, tolerance):
+    path = tiny_model(**model, n_ctx_train=256)
+    with opened(path, fit(), **settings) as engine, opened(path, fit(), **settings) as fresh:
+        for n in (600, 270, 200, 40):
+            check_back(engine, fresh, n, 300, tolerance)
+
+
+def test_an_archive_in_a_file_goes_back_too(tiny_model, tmp_path):
+    path, own = tiny_model(n_head_kv=2, n_ctx_train=256), {"archive_file": str(tmp_path / "archive")}
+    with opened(path, fit(), **own) as engine, opened(path, fit()) as fresh:
+        for n in (690, 250, 20):
+            check_back(engine, fresh, n, 300, TOLERANCE)
+
+
+def test_what_is_pinned_stays_pinned(tiny_model):
+    path, policy = tiny_model(n_head_kv=2, n_ctx_train=256), fit(64)
+    with opened(path, policy) as engine, opened(path, policy) as fresh:
+        for n in (500, 60, 12, 5):
+            for each in (engine, fresh):
+                each.reset()
+                each.pin(12)
+                each.hold(3)
+                each.read(text(n))
+            engine.read(text(300, seed=2))
+            assert engine.go_back(n)
+            assert state(engine) == state(fresh)
+            for each in (engine, fresh):
+                each.read(text(200, seed=3))
+            assert state(engine) == state(fresh)
+            assert (engine.cells().pos[:, :12] == np.arange(12)).all()
+
+
+def test_a_stream_that_went_back_is_saved_and_goes_on(tiny_model):
+    path = tiny_model(n_head_kv=2, n_ctx_train=256)
+    with opened(path, fit()) as engine, opened(path, fit()) as other:
+        engine.read(text(900))
+        assert engine.go_back(400)
+        other.restore({name: array.copy() for name, array in engine.save()})
+        assert state(engine) == state(other)
+        found = [logits(each, text(50, seed=2)) for each in (engine, other)]
+        assert (found[0] == found[1]).all()
+
+
+def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
+    policy = fit()
+    with opened(tiny_model(n_head_kv=2), policy, archive=100) as engine:
+        engine.read(text(600))
+        before, n_least = state(engine), engine.context.archive.span.start + policy.n_keep - policy.sinks
+        assert not engine.go_back(300)
+        assert not engine.go_back(n_least - policy.slack)
+        assert state(engine) == before
+        assert engine.context.has_logits
+        assert engine.go_back(n_least + policy.slack)
+        engine.step(text(1))
+        # sinks are always there
+        assert engine.go_back(3)
+        assert engine.n_kv == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [("streamingllm", "llama"), ("h2o", "llama"), ("recall", "gpt_oss"), ("recall", "lfm2")]
+)
+def test_what_has_no_archive_or_more_than_rows_says_that_it_cannot(tiny_model, name, arch):
+    with open_engine(tiny_model(arch), policies.fit(name, 64, 16), n_batch=16) as engine:
+        engine.read(text(200))
+        assert not engine.goes_back
+        assert not engine.go_back(100)
+        assert engine.n_past == 200
+        assert engine.go_back(200)
+        assert engine.go_back(0)
+        assert engine.n_past == 0
+
+
 def test_nobody_goes_where_there_is_nothing(tiny_model):
     with opened(tiny_model(), fit()) as engine:
         engine.read(text(100))

@@ -372,6 +372,55 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
 
 
 @pytest.mark.engine
+def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
+    talk = chat("recall", 64, "Be brief.", archive_type="f16")
+    talk.undoable = True
+    monkeypatch.setattr(session, "dump", _fails)
+    texts = ["Tell me a story of the sea, and of the keeper of a light.", *(f"And then, {n}?" for n in range(12))]
+    said, sizes = [], []
+    for text in texts:
+        sizes.append(talk.writer.engine.n_past)
+        said.append("".join(talk.reply(text, 12)))
+    engine, n_all = talk.writer.engine, talk.writer.engine.n_past
+    assert engine.n_archived > 200
+    assert (len(talk.copies), talk.copies.n_bytes) == (len(texts), 0)
+    read, plain = [], engine.context.decode
+    monkeypatch.setattr(engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest))
+    # one by one to the middle, and from there to the beginning
+    for turn in (12, 11, 5, 4, 1):
+        while len(talk.copies) > turn:
+            assert talk.undo()
+        assert not read
+        assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
+        assert "".join(talk.reply(texts[turn], 12)) == said[turn]
+        # each token that is new, once
+        assert sum(map(len, read)) == engine.n_past - sizes[turn]
+        read.clear()
+    while talk.undo():
+        pass
+    assert talk.writer.is_new
+    assert n_all > 300
+
+
+@pytest.mark.engine
+def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
+    talk = chat("recall", 64, archive=60)
+    talk.undoable = True
+    text = "Tell me a story of the sea, and of the keeper of a light."
+    said = ["".join(talk.reply(text, 12)) for _ in range(6)]
+    # by then it forgets, and copies are made
+    assert len(talk.copies.on_disk) == 4
+    for _ in range(4):
+        assert talk.undo()
+    before = list(talk.messages)
+    with pytest.raises(UsageError, match="forgotten tokens that the cache would need; a larger --archive"):
+        for _ in range(2):
+            talk.undo()
+    assert talk.messages == before[: len(talk.messages)]
+    assert len(said) == 6
+
+
+@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 def test_an_archive_goes_with_its_session_wherever_that_goes(keep, tmp_path):
     def names():

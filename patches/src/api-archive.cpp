@@ -119,14 +119,14 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
         return fail(format("end must be in %lld..%lld, got %lld",
                 (long long) all.begin() + n_cell, (long long) all.end(), (long long) end));
     }
-    // keys are turned by no more than a context
-    if (base < 0 || base > end - n_cell || (n_cell > 0 && end - base > 2*(int64_t) kvtool->params.n_near + 1)) {
-        return fail(format("base must leave tokens %lld to %lld positions in the context, got %lld",
-                (long long) end - n_cell, (long long) end - 1, (long long) base));
+    if (base < 0 || base >= archive::most || next < 0 || next >= archive::most) {
+        return fail(format("base and next must be in 0..%lld, got %lld and %lld",
+                (long long) archive::most - 1, (long long) base, (long long) next));
     }
-    if (next < end - n_cell || next > archive::most) {
-        return fail(format("next must be in %lld..%lld, got %lld",
-                (long long) end - n_cell, (long long) archive::most, (long long) next));
+    for (size_t i = 1; i < kvtool->layers.size(); ++i) {
+        if (all.span(i) != all.span(0)) {
+            return fail("the archives of the layers have different tokens");
+        }
     }
     return guarded([&]() -> int32_t {
         all.go_back(*ctx, cell, n_cell, end, base, next);
