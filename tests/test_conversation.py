@@ -376,7 +376,10 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     talk = chat("recall", 64, "Be brief.", archive_type="f16")
     talk.undoable = True
     monkeypatch.setattr(session, "dump", _fails)
-    texts = ["Tell me a story of the sea, and of the keeper of a light.", *(f"And then, {n}?" for n in range(12))]
+    texts = [
+        "Tell me a story of the sea, and of the keeper of a light.",
+        *(f"And then, {n}?" for n in range(12)),
+    ]
     said, sizes = [], []
     for text in texts:
         sizes.append(talk.writer.engine.n_past)
@@ -385,7 +388,9 @@ def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
     assert engine.n_archived > 200
     assert (len(talk.copies), talk.copies.n_bytes) == (len(texts), 0)
     read, plain = [], engine.context.decode
-    monkeypatch.setattr(engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest))
+    monkeypatch.setattr(
+        engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
+    )
     # one by one to the middle, and from there to the beginning
     for turn in (12, 11, 5, 4, 1):
         while len(talk.copies) > turn:
