@@ -79,13 +79,36 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path):
 
 def test_who_differs_from_the_start_starts_over(url):
     _, n_all = talked(url)
-    for first in ([said("system", "Be brief. " * 4)], []):
-        _, _, n_read, _ = asked(url, [*first, said("user", ASKED[0])])
-        assert n_read > len(ASKED[0])
     # a name keeps a chat from others, however they begin
     _, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
     assert n_read == n - 12
     assert n == n_all[0]
+
+
+def test_another_system_prompt_is_read_from_where_it_differs(url):
+    talked(url)
+    for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 4 + "Be long.", None):
+        first = [said("system", other)] if other else []
+        messages = [*first, said("user", ASKED[0])]
+        reply, n, n_read, _ = asked(url, messages)
+        assert len(ASKED[0]) < n_read < n - 12
+        # what is pinned is this one
+        _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
+        held = own["share"]["held"]
+        assert held.index(0) == max(4, len(f"[s]{other}") if other else 0)
+        talked(url)
+
+
+def test_a_system_prompt_that_is_stored_apart_is_taken_from_there(talker):
+    with serving(talker, *RECALL, "--budget", "640") as server:
+        systems = [said("system", "Be kind. " * 40 + last) for last in "AB"]
+        # of each chat 256 tokens are stored, where the system prompt is read from its beginning
+        for i, system in enumerate(systems):
+            asked(server.url, [system, said("user", "Why?")], prompt_cache_key=str(i))
+        for key in "23":
+            for system in systems:
+                _, n, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
+                assert n_read == n - 12 - 256, (key, system["content"][-1])
 
 
 def test_a_chat_starts_over_where_its_window_is_forgotten(talker):

@@ -110,8 +110,9 @@ class Resumer:
         # one token at least is read: its logits are needed
         most = len(tokens) - max(self.conversation.n_opening, 1)
         n = first + _n_equal(had[first:], tokens[:most])
-        if n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1)):
-            # another system prompt
+        is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
+        # another system prompt: all of it may be stored, and what is pinned cannot change behind an eviction
+        if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
             return None
         self._before = snapshot
         if n < len(had):
@@ -119,6 +120,8 @@ class Resumer:
             recent = turns[-1].recent if turns else []
             if not writer.go_back(n, {"recent": recent, "unread": [], "seed": seed}):
                 return None
+        if is_start and n_pinned is not None:
+            self._engine.pin(n_pinned)
         self._turns, self.n_cached = turns, self._engine.n_past
         return tokens[n - first :]
 
@@ -190,7 +193,8 @@ class Resumer:
                 saved,
                 beginnings=beginnings,
                 turns=turns,
-                is_enough=talk.goes_back,
+                # a system prompt alone is not a beginning to go back to
+                is_enough=talk.goes_back and before is not None and bool(before.line.turns),
             )
         except SessionError as error:
             self.unsaved = str(error)
