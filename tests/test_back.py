@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import numpy as np
 import pytest
 
 from kvtool import policies
 from kvtool.errors import UsageError
+from kvtool.llama.library import library_path
+from kvtool.llama.workers import add_rpc
+from tests import rpc_server
 from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -181,3 +187,39 @@ def test_nobody_goes_where_there_is_nothing(tiny_model):
                 engine.go_back(n)
         assert engine.go_back(0)
         assert engine.n_past == engine.n_kv == engine.n_archived == 0
+
+
+def client(endpoint, path):
+    """On a worker, which has the cells: prints what goes back there, as JSON."""
+    add_rpc(endpoint)
+    policy, found = fit(search="all"), []
+    for flash, kind in (("off", "f32"), ("on", "f16")):
+        own = {"flash": flash, "type_k": kind, "type_v": kind, "n_gpu_layers": 99}
+        with opened(path, policy, **own) as engine, opened(path, policy, **own) as fresh:
+            # each cell that is archived goes over the wire by itself
+            for n in (120, 20):
+                check_back(engine, fresh, n, 60, TOLERANCE if kind == "f32" else 2e-2)
+                found.append(n)
+    # an archive that lies there
+    with opened(path, fit(), n_gpu_layers=99) as engine:
+        engine.read(text(200))
+        found.append([engine.n_archived > 0, engine.goes_back, engine.go_back(100), engine.n_past])
+    print(json.dumps(found))
+
+
+def test_cells_on_a_worker_go_back_and_an_archive_there_does_not(tiny_model):
+    if not (library_path().parent / "libggml-rpc.so").exists():
+        pytest.skip("the library is built without RPC")
+    # what that imports is not where the client looks for it
+    from tests.test_worker import Worker
+
+    worker, path = Worker(), tiny_model(n_head_kv=2, n_ctx_train=256)
+    try:
+        found, _ = rpc_server.client("tests.test_back", worker.serves().endpoint, str(path))
+    finally:
+        worker.end()
+    assert found == [120, 20, 120, 20, [True, False, False, 200]]
+
+
+if __name__ == "__main__":
+    client(*sys.argv[1:])
