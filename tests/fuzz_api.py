@@ -105,6 +105,7 @@ class Fuzz:
         archive = [self.push] * 4 + [
             self.base,
             self.keep,
+            self.go_back,
             self.copy,
             self.copy,
             self.table,
@@ -428,6 +429,28 @@ class Fuzz:
         elif ok and n < self.size:
             begin = self.spans[0][1] - n
             self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
+        self.check_archive()
+
+    def go_back(self):
+        (begin, last), n_cell = self.spans[0], self.cells[0] - self.n_recall
+        end = int(self.rng.integers(begin, last + 1)) if self.maybe(0.5) else last
+        cell, n = self.one_of(0, 0, 7, n_cell - 1), self.one_of(0, 1, 5, 40, end - begin)
+        base, coming = self.one_of(0, 5, 300, 100_000, MOST - 1), self.one_of(0, end, end + 70, MOST - 1)
+        spoil = int(self.rng.integers(0, 20))
+        if spoil == 0:
+            cell = self.one_of(-1, n_cell + 1, LARGEST)
+        elif spoil == 1:
+            n = self.one_of(-1, n_cell + 1, LARGEST, -(2**31))
+        elif spoil == 2:
+            end = self.one_of(-1, begin - 1, last + 1, 2**62, -(2**62))
+        elif spoil == 3:
+            base, coming = self.one_of(-1, MOST, 2**62), self.one_of(0, -1, MOST)
+        ok = 0 <= cell <= n_cell - n and n >= 0 and begin + n <= end <= last and len(set(self.spans)) == 1
+        ok = ok and 0 <= base < MOST and 0 <= coming < MOST and self.n_recall > 0
+        status = lib.llama_kvtool_go_back(self.pointer, cell, n, end, base, coming)
+        self.expect("go_back", status, ok)
+        if ok:
+            self.spans = [(begin, end - n) if begin < end - n else (0, 0)] * N_LAYER
         self.check_archive()
 
     def copy(self):

@@ -42,7 +42,10 @@ class Server:
     """What `kvtool serve` does with its requests, without HTTP."""
 
     def __init__(self, model, policy, folder):
-        engine = Engine(model, policies.fit(policy, 64, 16), Settings(n_batch=64, n_threads=1))
+        # a chat that goes back reads in other steps: these share no choice, and what comes back is what left
+        params = ["search=all"] if policy == "recall" else []
+        settings = Settings(n_batch=64, n_threads=1, archive_type="f16")
+        engine = Engine(model, policies.fit(policy, 64, 16, params), settings)
         writer = Writer(engine, Sampler(model))
         # few bytes, so that some snapshots go
         self.talk = Talk(
@@ -167,7 +170,8 @@ def run(model_path, folder, policy, step=1):
         found = go_on(model, policy, place, finished[first:end])
         for i, (reply, n_cached) in enumerate(found, first):
             turn, (wanted, _) = finished[i], expected[i]
-            if n_cached != turn["n"]:
+            # a chat that goes back may have a few of the question's tokens as well
+            if n_cached < turn["n"]:
                 assert i == len(seen), f"call {n}: {n_cached} of {turn['n']} tokens were stored"
             else:
                 assert reply == wanted, f"call {n}: {reply!r} follows, and {wanted!r} where nobody was killed"

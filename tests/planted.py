@@ -85,9 +85,9 @@ PLANTED = {
     ),
     "serve, digests": Fault(
         "a chat is stored as if its reply were not there",
-        "kvtool/serve/talk.py",
-        "resumer.keep(history.now)",
-        "resumer.keep(history.digests[-2])",
+        "kvtool/serve/resumer.py",
+        "self._store(self._before, history.now, ",
+        "self._store(self._before, history.digests[-2], ",
         ("test_serve_chats.py",),
     ),
     "serve, pieces": Fault(
@@ -264,6 +264,27 @@ PLANTED = {
         "    kvtool.places.move(layers, edit);\n",
         "",
         ("test_kinds.py",),
+    ),
+    "patch, going back": Fault(
+        "a key that comes back is rotated as it was archived",
+        "patches/src/back.cpp",
+        "delta = all.base_of(t) - base",
+        "delta = all.base_of(t) - all.base_of(t)",
+        ("test_back.py",),
+    ),
+    "engine, going back": Fault(
+        "a token that comes back is taken for the one before it",
+        "kvtool/engine/back.py",
+        "np.arange(end - n_back, end, dtype=np.int32)",
+        "np.arange(end - n_back - 1, end - 1, dtype=np.int32)",
+        ("test_back.py",),
+    ),
+    "serve, going back": Fault(
+        "what a request has in common with a stored chat is read again",
+        "kvtool/serve/resumer.py",
+        "n = first + _n_equal(had[first:], tokens[:most])",
+        "n = first + 0 * _n_equal(had[first:], tokens[:most])",
+        ("test_serve_back.py",),
     ),
     "patch, signals": Fault(
         "the last query's attention is the sum over all queries",

@@ -163,14 +163,16 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
 
 
 @pytest.mark.engine
-def test_turns_are_taken_back_and_tried_again(terminal, tmp_path):
+@pytest.mark.parametrize("policy", [(), ("--policy", "recall", "--budget", 48)], ids=["h2o", "recall"])
+def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     path = tmp_path / "chat.kv"
-    chat = terminal("--session", path)
+    chat = terminal("--session", path, *policy)
     assert "there is no turn to take back" in chat.say("/retry")
     for turn in ("one", "two", "three"):
         chat.say(turn)
     assert "tokens/s" in chat.say("/retry")
     assert said(path) == ["one", "two", "three"]
+    assert f"copies for /undo {0 if policy else 3}, " in " ".join(chat.say("/stats").split())
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
     assert said(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")

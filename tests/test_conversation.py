@@ -68,8 +68,9 @@ def real_chat(real_model):
 def chats(model):
     talks = []
 
-    def make(policy="buzz", budget=256, system=None, evict_every=None):
-        engine = Engine(model, policies.fit(policy, budget, evict_every), Settings(n_batch=64, n_threads=1))
+    def make(policy="buzz", budget=256, system=None, evict_every=None, **settings):
+        settings = Settings(n_batch=64, n_threads=1, **settings)
+        engine = Engine(model, policies.fit(policy, budget, evict_every), settings)
         sampler = greedy(model)
         talks.append(Conversation(Writer(engine, sampler), template_of(model), system))
         return talks[-1]
@@ -314,7 +315,8 @@ def keep(chat):
     keepers = []
 
     def make(path):
-        talk = chat("recall", 64, "Be brief.")
+        # an archive in the cache's type: what comes back from it is what left
+        talk = chat("recall", 64, "Be brief.", archive_type="f16")
         talk.undoable = True
         keepers.append(Keeper(talk, Run(policy="recall"), Drawing(), path))
         return talk, keepers[-1]
@@ -367,6 +369,59 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
             say(*each, "Why?")
         assert again.messages == plain.messages
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
+
+
+@pytest.mark.engine
+def test_with_an_archive_turns_are_taken_back_without_copies(chat, monkeypatch):
+    talk = chat("recall", 64, "Be brief.", archive_type="f16")
+    talk.undoable = True
+    monkeypatch.setattr(session, "dump", _fails)
+    texts = [
+        "Tell me a story of the sea, and of the keeper of a light.",
+        *(f"And then, {n}?" for n in range(12)),
+    ]
+    said, sizes = [], []
+    for text in texts:
+        sizes.append(talk.writer.engine.n_past)
+        said.append("".join(talk.reply(text, 12)))
+    engine, n_all = talk.writer.engine, talk.writer.engine.n_past
+    assert engine.n_archived > 200
+    assert (len(talk.copies), talk.copies.n_bytes) == (len(texts), 0)
+    read, plain = [], engine.context.decode
+    monkeypatch.setattr(
+        engine.context, "decode", lambda tokens, *rest: read.append(tokens) or plain(tokens, *rest)
+    )
+    # one by one to the middle, and from there to the beginning
+    for turn in (12, 11, 5, 4, 1):
+        while len(talk.copies) > turn:
+            assert talk.undo()
+        assert not read
+        assert (engine.n_past, talk.n_turn) == (sizes[turn], turn)
+        assert "".join(talk.reply(texts[turn], 12)) == said[turn]
+        # each token that is new, once
+        assert sum(map(len, read)) == engine.n_past - sizes[turn]
+        read.clear()
+    while talk.undo():
+        pass
+    assert talk.writer.is_new
+    assert n_all > 300
+
+
+@pytest.mark.engine
+def test_an_undo_that_the_archive_has_forgotten_is_one_line(chat):
+    talk = chat("recall", 64, archive=60)
+    talk.undoable = True
+    text = "Tell me a story of the sea, and of the keeper of a light."
+    said = ["".join(talk.reply(text, 12)) for _ in range(6)]
+    # by then it forgets, and copies are made
+    assert len(talk.copies.on_disk) == 4
+    for _ in range(4):
+        assert talk.undo()
+    before = list(talk.messages)
+    with pytest.raises(UsageError, match="forgotten tokens that the cache would need; a larger --archive"):
+        talk.undo()
+    assert talk.messages == before
+    assert "".join(talk.reply(text, 12)) == said[2]
 
 
 @pytest.mark.engine

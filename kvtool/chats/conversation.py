@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from io import FileIO
-from itertools import chain
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 
-from kvtool.chats import session
 from kvtool.chats.prompt import prefix_tokens, system_prefix
-from kvtool.chats.segments import Listing, Store
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import Splitter, control_tokens, without_thought
-from kvtool.chats.undo import Copies, Copy
+from kvtool.chats.undo import Before
+from kvtool.chats.undoable import Undoable
 from kvtool.chats.writer import Writer
-from kvtool.llama.archive import Archive
-from kvtool.system.files import temporary
+from kvtool.errors import UsageError
 
 
 def transcript(messages: list[Message]) -> str:
@@ -28,55 +24,33 @@ def transcript(messages: list[Message]) -> str:
     return "".join(f"{start.get(m['role'], '')}{m['content']}\n\n" for m in messages)
 
 
-class Conversation:
+class Conversation(Undoable):
     """Turns of one user and the model. A reply that is stopped stays in the chat as far as it went.
 
     Attributes
     ----------
-    id
-        Identifies the chat for as long as it is the same one: a reset starts another.
-    version
-        Increases with every change of the chat.
-    system
-        The system prompt, which is never evicted.
-    is_pinned
-        False where the template leaves out, cuts or moves the system prompt, so that it cannot be pinned.
-        Known after `pin_system` or the first turn.
-    messages
-        What was said, as templates take it.
-    n_reply
-        Replies begun, including those taken back, so that another attempt draws other tokens.
-    undoable
-        Whether `reply` copies the chat first, so that `undo` can take the turn back.
-    copies
-        Those copies.
     n_held
         Tokens of the reply header, which are held in the cache.
+    n_opening
+        Those of it that open a thought. They are left out with it.
     shown
         Control tokens whose text tells thoughts from what is said.
-    kept
-        Opens the files that hold the chat as it is now, or returns None. It saves writing a copy.
+
+    The others as in `Undoable`.
     """
 
     def __init__(
         self, writer: Writer, template: Template, system: str | None = None, *, undoable: bool = False
     ) -> None:
-        self.writer = writer
+        super().__init__(writer, undoable=undoable)
         self.template = template
-        self.undoable = undoable
-        self.copies = Copies()
-        self.kept: Callable[[], tuple[BinaryIO, FileIO | None] | None] = lambda: None
-        # where copies have their archive, if not in the session's
-        self._store = Store()
-        self.n_reply = self.version = 0
         model = writer.engine.model
         # what is said needs them, to be told from thoughts
         self.shown = writer.shown = control_tokens(model, template.tags)
         self.n_held = len(model.tokenize(template.reply_start(), special=True))
-        # tokens of the reply header that open a thought; they are left out with it
-        self._n_opening = 0
+        self.n_opening = 0
         if template.drops_thoughts and template.opens_thought:
-            self._n_opening = len(model.tokenize(template.opening, special=True))
+            self.n_opening = len(model.tokenize(template.opening, special=True))
         self.reset(system)
 
     @property
@@ -144,7 +118,7 @@ class Conversation:
 
         What opens a thought is read by `answer`.
         """
-        n = len(tokens) - self._n_opening
+        n = len(tokens) - self.n_opening
         self._opening = tokens[n:]
         return self.writer.read(tokens[:n])
 
@@ -190,110 +164,23 @@ class Conversation:
         """Tells the thought of the next reply from what it says."""
         return Splitter(self.template.tags, is_open=self.template.opens_thought)
 
-    def _copy_of_now(self) -> Copy | None:
-        try:
-            return Copy("", *self._copy())
-        except OSError:
-            # without room the thought stays
-            return None
-
-    def _drop_thought(self, before: Copy, said: str) -> None:
-        """Goes back to the copy and reads what was said after the thought, if there was one."""
+    def _drop_thought(self, before: Before, said: str) -> None:
+        """Goes back there and reads what was said after the thought, if there was one."""
         splitter = self.splitter()
         spoken = without_thought(said, splitter)
         if not splitter.had_thought:
             return
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
-        self.restore(*session.load(before.file, "the copy of the chat", before.archive))
+        try:
+            self._go_to(before)
+        except UsageError:
+            # the reply was longer than the archive: the thought stays
+            return
         self.messages = messages
         sampler.resume(recent, seed)
         model, header = self.writer.engine.model, self.template.tags.plain
         self.writer.read(np.concatenate([model.tokenize(header, special=True), model.tokenize(spoken)]))
-
-    @property
-    def archive(self) -> Archive | None:
-        """What its policy has archived; `save` leaves that out."""
-        return self.writer.engine.context.archive
-
-    def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
-        """The whole chat: what JSON can hold, and arrays, one at a time. listed: as `Store.put` yields it."""
-        arrays = chain([("tokens", self.writer.tokens)], self.writer.engine.save(archived=False), listed)
-        return {
-            "id": self.id,
-            "system": self.system,
-            "messages": self.messages,
-            "n_reply": self.n_reply,
-            "writer": self.writer.save(),
-        }, arrays
-
-    def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
-        """Continues from what `save` returned. If it does not fit, raises SessionError; nothing changes.
-
-        seed: what is drawn by from now on, if not by the saved one.
-        """
-        self.writer.engine.restore(arrays)
-        self.version += 1
-        self.writer.restore(meta["writer"], arrays["tokens"], seed)
-        self.system, self.messages, self.n_reply = meta["system"], meta["messages"], meta["n_reply"]
-        # sessions of earlier versions have none
-        self.id = meta.get("id") or secrets.token_hex(8)
-        self.is_pinned = True
-
-    def remember(self, change: str, turn: str | None = None) -> bool:
-        """Copies the chat before a change, so that `undo` takes the change back. turn: what the user says.
-
-        Returns False where there is no room for a copy, even without the older ones.
-        """
-        if not self.undoable:
-            return False
-        while True:
-            try:
-                self.copies.push(Copy(change, *(self.kept() or self._copy()), turn))
-            except OSError:
-                # copies without a gap, or none
-                if not len(self.copies):
-                    self._store.close()
-                    return False
-                self.copies.drop_oldest()
-            else:
-                return True
-
-    def undo(self) -> str | None:
-        """Takes the last change back; returns what it was, or None if there is no copy.
-
-        Raises SessionError for a damaged copy, which is then dropped; nothing else changes.
-        """
-        return self._take_back().change if len(self.copies) else None
-
-    def take_back(self) -> str | None:
-        """Takes the last turn back, if that is the last change; returns what the user said, or None.
-
-        Raises as `undo` does.
-        """
-        return self._take_back().turn if self.copies.newest_turn is not None else None
-
-    def _take_back(self) -> Copy:
-        with closing(self.copies.pop()) as copy:
-            n_reply = self.n_reply
-            self.restore(*session.load(copy.file, "the copy of the chat", copy.archive))
-        self.n_reply = max(n_reply, self.n_reply)
-        return copy
-
-    def close(self) -> None:
-        """Drops the copies."""
-        self.copies.close()
-        self._store.close()
-
-    def _copy(self) -> tuple[BinaryIO, FileIO | None]:
-        with ExitStack() as stack:
-            file = stack.enter_context(temporary())
-            with self._store.put(self.archive) as listed:
-                session.dump(file, *self.save(listed))
-                file.flush()
-            archive = self._store.share()
-            stack.pop_all()
-            return file, archive
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:

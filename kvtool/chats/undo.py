@@ -1,10 +1,10 @@
-"""Copies of a chat on disk, so that what changed it can be taken back."""
+"""What takes changes of a chat back: copies of it on disk, or marks where the cache itself can go back."""
 
 from __future__ import annotations
 
 import os
 from io import FileIO
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 MOST = 10
 """Copies that are kept."""
@@ -39,44 +39,81 @@ class Copy(NamedTuple):
             self.archive.close()
 
 
+class Mark(NamedTuple):
+    """Where a chat was before a change, for a cache that can go back there.
+
+    Attributes
+    ----------
+    change, turn
+        As in `Copy`.
+    n_past, n_message
+        Tokens and messages of the chat.
+    n_reply
+        Replies begun.
+    writer
+        What `Writer.save` gave.
+    """
+
+    change: str
+    n_past: int
+    n_message: int
+    n_reply: int
+    writer: dict[str, Any]
+    turn: str | None = None
+
+    def close(self) -> None:
+        """Nothing: there is no file."""
+
+
+Before: TypeAlias = "Copy | Mark"
+"""A chat as it was before a change."""
+
+
 class Copies:
-    """A stack of copies, which drops the oldest ones to stay within `most` copies and `most_bytes`."""
+    """A stack of copies and marks, which drops the oldest to stay within `most` copies and `most_bytes`."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self.most = most
         self.most_bytes = most_bytes
-        self._copies: list[Copy] = []
+        self._copies: list[Before] = []
 
     def __len__(self) -> int:
         return len(self._copies)
 
     @property
+    def on_disk(self) -> list[Copy]:
+        """Those that are no marks."""
+        return [each for each in self._copies if isinstance(each, Copy)]
+
+    @property
     def n_bytes(self) -> int:
         """Bytes that the copies take on disk, without archives that a session also has."""
-        files = sum(os.fstat(copy.file.fileno()).st_size for copy in self._copies)
+        files = sum(os.fstat(copy.file.fileno()).st_size for copy in self.on_disk)
         return files + sum(self._archives().values())
 
     def _archives(self) -> dict[int, int]:
         """Bytes of the archives that no session has, by their inodes: many copies share one."""
-        archives = (os.fstat(copy.archive.fileno()) for copy in self._copies if copy.archive)
+        archives = (os.fstat(copy.archive.fileno()) for copy in self.on_disk if copy.archive)
         return {each.st_ino: each.st_size for each in archives if not each.st_nlink}
 
     def _is_full(self) -> bool:
-        newest = self._copies[-1].archive
+        if not (copies := self.on_disk):
+            return False
+        newest = copies[-1].archive
         shared = self._archives().get(os.fstat(newest.fileno()).st_ino, 0) if newest else 0
-        return len(self) > self.most or (len(self) > 1 and self.n_bytes - shared > self.most_bytes)
+        return len(copies) > self.most or (len(copies) > 1 and self.n_bytes - shared > self.most_bytes)
 
     @property
     def newest_turn(self) -> str | None:
         """What the user said in the change that the newest copy was made before; None if that is no turn."""
         return self._copies[-1].turn if self._copies else None
 
-    def push(self, copy: Copy) -> None:
+    def push(self, copy: Before) -> None:
         self._copies.append(copy)
         while self._is_full():
             self.drop_oldest()
 
-    def pop(self) -> Copy:
+    def pop(self) -> Before:
         """Takes the newest copy out."""
         return self._copies.pop()
 

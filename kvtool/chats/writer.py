@@ -79,6 +79,11 @@ class Writer:
         return np.array(self._decoded, np.int32)
 
     @property
+    def unread(self) -> np.ndarray:
+        """i32[n]: what comes next in the stream, and is not decoded yet."""
+        return self._unread
+
+    @property
     def is_new(self) -> bool:
         """Whether nothing was read since the reset."""
         return self.engine.n_past == 0 and not len(self._unread)
@@ -97,6 +102,16 @@ class Writer:
         self._unread = np.array(saved["unread"], np.int32)
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
+
+    def go_back(self, n: int, saved: Mapping[str, Any], seed: int | None = None) -> bool:
+        """Continues after the first n tokens, where `save` returned this; by this seed, if one is given.
+
+        Returns False, with all as it was, where the engine cannot go back there.
+        """
+        if not self.engine.go_back(n):
+            return False
+        self.restore(saved, self.tokens[:n], seed)
+        return True
 
     def read(self, tokens: np.ndarray) -> bool:
         """Decodes i32[n] tokens in as many steps as it takes; returns False if stopped before the end."""

@@ -59,7 +59,7 @@ def stats(terminal: Terminal) -> None:
         rows["archive"] = archive_line(report(engine, terminal.policy))
     rows |= {
         "process memory": format_bytes(resident) if resident else "unknown",
-        "copies for /undo": f"{len(copies)}, {format_bytes(copies.n_bytes)} on disk",
+        "copies for /undo": f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk",
         "speed": f"{terminal.tokens_per_s:.1f} tokens/s",
     }
     _table(terminal, rows)

@@ -117,6 +117,26 @@ class Engine(Stream):
             done = next(steps).stop
         return done
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether `go_back` can cut the stream anywhere, as long as nothing of it is forgotten."""
+        from kvtool.engine import back
+
+        return back.can_go_back(self)
+
+    def go_back(self, n: int) -> bool:
+        """Cuts the stream to its first n tokens; the archive's newest ones fill the window again.
+
+        The next step reads on from there. Returns False, with all as it was, where that cannot be: the policy
+        has no archive, this has forgotten tokens of the window, or the model keeps more than cells. Raises
+        UsageError for more tokens than there are.
+        """
+        if not 0 <= n <= self.n_past:
+            raise UsageError(f"n must be in 0..{self.n_past}, the tokens of the stream, got {n}")
+        from kvtool.engine import back
+
+        return back.go_back(self, n)
+
     def save(self, *, archived: bool = True) -> Iterator[tuple[str, np.ndarray]]:
         """What the next step depends on besides model, policy and settings: arrays by name, one at a time.
 

@@ -117,6 +117,26 @@ class Archive:
             self.segments = []
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
+    def go_back(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
+        """Forgets the tokens from `end` on; the newest n of the others leave it for cells of the cache.
+
+        Parameters
+        ----------
+        cell
+            The first of these cells, the oldest token's.
+        base
+            From now on, keys in the cache are rotated to their position less this. Those that come back are.
+        next_pos
+            The position that came next when what stays had just been archived.
+        """
+        check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
+        self.segments = [each for each in self.segments if each.end <= end - n]
+
+    @property
+    def frames(self) -> list[tuple[int, int]]:
+        """Stretches of the stream whose keys have one base: where each begins, and its base."""
+        return [(first, base) for first, base in self._table()[_N_FIXED:].reshape(-1, 2).tolist()]
+
     @property
     def n(self) -> int:
         """Tokens in it."""

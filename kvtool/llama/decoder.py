@@ -173,6 +173,10 @@ class Decoder:
         """Whether the last decode left logits to sample from."""
         return self._n_output > 0
 
+    def forget_logits(self) -> None:
+        """The last decode's logits are of no use any more."""
+        self._n_output = 0
+
     def remove(self, first: int, end: int) -> None:
         """Frees the cells at positions first .. end - 1."""
         if not api.llama_memory_seq_rm(self._memory, 0, first, end):

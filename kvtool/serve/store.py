@@ -2,7 +2,8 @@
 
 A chat is a session file, with its archive beside it, as `kvtool chat --session` writes them. Before a turn
 replaces it, the file gets a second name, FILE.1, FILE.2, ...: these are what an edited or repeated request
-goes back to. Their archives are parts of the newest one's, which only grows.
+goes back to. Their archives are parts of the newest one's, which only grows. Where the cache itself can go
+back, the newest is all that is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,14 +44,40 @@ _PREFIX, _LOCK = "serve-", ".lock"
 _YOUNG_S = 60.0
 
 
+class Turn(NamedTuple):
+    """Where a reply of a chat ends.
+
+    Attributes
+    ----------
+    n_message, n_token
+        Messages up to there, and tokens of the stream.
+    recent
+        The tokens that were sampled last, as `Sampler.recent`.
+    """
+
+    n_message: int
+    n_token: int
+    recent: list[int]
+
+
 @dataclass(eq=False, slots=True)
 class Line:
-    """A chat: its snapshots, the oldest first. The newest one's file has no number."""
+    """A chat: its snapshots, the oldest first. The newest one's file has no number.
+
+    Attributes
+    ----------
+    beginnings
+        Digests of the newest one's beginnings, by their numbers of messages.
+    turns
+        Where its replies end, as far as they were written here.
+    """
 
     path: Path
     store: segments.Store
     snapshots: list[Snapshot] = field(default_factory=list)
     n_named: int = 0
+    beginnings: list[bytes] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +136,7 @@ class Chats:
         self.fixed = fixed
         self._by_digest: dict[bytes, Snapshot] = {}
         self._lines: list[Line] = []
+        self._by_beginning: dict[bytes, list[Line]] = {}
         self.n_others = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -134,6 +162,21 @@ class Chats:
                 return i, found
         return None
 
+    def share(self, beginnings: list[bytes], at: Snapshot | None) -> tuple[int, Snapshot] | None:
+        """The newest snapshot of a chat that shares the longest of these beginnings, and that one's place.
+
+        at: the one that the engine is at. The beginning without messages is shared with that alone.
+        """
+        for i in range(len(beginnings) - 1, -1, -1):
+            lines = self._by_beginning.get(beginnings[i], [])
+            if at and at.line in lines and at.is_newest:
+                return i, at
+            if lines and beginnings[i] != beginnings[0]:
+                found = lines[-1].snapshots[-1]
+                found.used = time.monotonic()
+                return i, found
+        return None
+
     def load(self, snapshot: Snapshot) -> tuple[session.Meta, session.Arrays]:
         """Reads a snapshot. Raises SessionError where it cannot be; a damaged one is dropped."""
         try:
@@ -149,19 +192,43 @@ class Chats:
             snapshot.line.store.adopt(arrays)
         return meta, arrays
 
-    def put(self, before: Snapshot | None, digest: bytes, archive: Archive | None, saved: Saved) -> Snapshot:
+    def put(
+        self,
+        before: Snapshot | None,
+        digest: bytes,
+        archive: Archive | None,
+        saved: Saved,
+        *,
+        beginnings: list[bytes],
+        turns: list[Turn],
+        is_enough: bool = False,
+    ) -> Snapshot:
         """Writes a chat as it is now; it is on the disk when this returns.
 
-        before: what it went on from, if that was stored. Raises SessionError; then all is as it was.
+        Parameters
+        ----------
+        before
+            What it went on from, if that was stored.
+        beginnings, turns
+            As `Line` has them.
+        is_enough
+            Whether this snapshot takes the place of `before`.
+
+        Raises
+        ------
+        SessionError
+            Then all is as it was.
         """
         line = before.line if before and before.is_newest else self._new_line()
+        own = {"digest": digest.hex(), "beginnings": [each.hex() for each in beginnings], "turns": turns}
         with ExitStack() as failed:
             failed.callback(_give_up, line)
             try:
-                _number(line)
+                if not is_enough:
+                    _number(line)
                 with line.store.put(archive) as listed:
                     meta, arrays = saved(listed)
-                    session.write(line.path, meta | {"digest": digest.hex()}, arrays)
+                    session.write(line.path, meta | own, arrays)
                 found = Snapshot(line, digest, line.path, line.path.stat().st_size)
             except OSError as error:
                 raise session.cannot("write", line.path, error) from None
@@ -173,8 +240,11 @@ class Chats:
             self.drop(twin)
         if not line.snapshots:
             self._lines.append(line)
+        elif is_enough and line.snapshots[-1].path == line.path:
+            self._forget(line.snapshots.pop())
         line.snapshots.append(found)
         self._by_digest[digest] = found
+        self._index(line, beginnings, turns)
         self._shrink(keep=found)
         return found
 
@@ -185,8 +255,7 @@ class Chats:
             return
         is_newest = snapshot.is_newest
         line.snapshots.remove(snapshot)
-        if self._by_digest.get(snapshot.digest) is snapshot:
-            del self._by_digest[snapshot.digest]
+        self._forget(snapshot)
         with suppress(OSError):
             snapshot.path.unlink(missing_ok=True)
             if is_newest and line.snapshots:
@@ -195,6 +264,22 @@ class Chats:
         if not line.snapshots:
             _delete(line)
             self._lines.remove(line)
+            self._index(line, [], [])
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        if self._by_digest.get(snapshot.digest) is snapshot:
+            del self._by_digest[snapshot.digest]
+
+    def _index(self, line: Line, beginnings: list[bytes], turns: list[Turn]) -> None:
+        """Lets a chat be found by these beginnings, and by no others."""
+        for digest in set(line.beginnings):
+            lines = self._by_beginning[digest]
+            lines.remove(line)
+            if not lines:
+                del self._by_beginning[digest]
+        for digest in set(beginnings):
+            self._by_beginning.setdefault(digest, []).append(line)
+        line.beginnings, line.turns = beginnings, turns
 
     def close(self) -> None:
         """Closes what is open; the files stay."""
@@ -246,9 +331,12 @@ class Chats:
         try:
             meta = session.read_meta(path)
             digest, stat = bytes.fromhex(meta["digest"]), path.stat()
+            # earlier versions have none
+            beginnings = [bytes.fromhex(each) for each in meta.get("beginnings", ())]
+            turns = [Turn(*each) for each in meta.get("turns", ())]
             if meta.get("fixed") != self.fixed:
                 raise ValueError
-        except (SessionError, OSError, KeyError, ValueError):
+        except (SessionError, OSError, KeyError, ValueError, TypeError):
             # not this server's, or damaged
             self.n_others += 1
             return
@@ -259,6 +347,7 @@ class Chats:
         snapshot = Snapshot(line, digest, path, stat.st_size, used=time.monotonic() - age)
         line.snapshots.append(snapshot)
         self._by_digest[digest] = snapshot
+        self._index(line, beginnings, turns)
 
     def _drop_second(self, line: Line, digest: bytes) -> None:
         """Forgets the name of a snapshot whose file has another one."""

@@ -125,7 +125,7 @@ class Talk:
         # with its calls apart from its text
         talk.messages[-1] = said
         history.add(said)
-        resumer.keep(history.now)
+        resumer.keep(history)
         self._end(job, request, reply, finish, counts)
 
     def _text(self, job: Job, request: TextRequest) -> None:

@@ -113,6 +113,40 @@ int32_t llama_kvtool_forget(llama_context * ctx, int64_t n) {
     });
 }
 
+int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    auto & all = kvtool->archive->tokens;
+
+    const int32_t n = kvtool->layers[0].n_cell - kvtool->params.n_recall;
+    if (cell < 0 || n_cell < 0 || cell > n - n_cell) {
+        return fail(format("cell and n_cell must be in 0..%d together, got %d and %d", n, cell, n_cell));
+    }
+    if (end < all.begin() + n_cell || end > all.end()) {
+        return fail(format("end must be in %lld..%lld, got %lld",
+                (long long) all.begin() + n_cell, (long long) all.end(), (long long) end));
+    }
+    if (base < 0 || base >= archive::most || next < 0 || next >= archive::most) {
+        return fail(format("base and next must be in 0..%lld, got %lld and %lld",
+                (long long) archive::most - 1, (long long) base, (long long) next));
+    }
+    for (size_t i = 1; i < all.n_layer(); ++i) {
+        if (all[i].begin() != all[0].begin() || all[i].end() != all[0].end()) {
+            return fail("the archives of the layers have different tokens");
+        }
+    }
+    return guarded([&]() -> int32_t {
+        kvtool->archive->go_back(*ctx, kvtool->layers, cell, n_cell, end, base, next);
+        if (all.size() == 0) {
+            llama_kvtool::forget_graphs(*ctx, true);
+        }
+        kvtool->fill_recalled(*ctx);
+        return 0;
+    });
+}
+
 static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {

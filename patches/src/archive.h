@@ -187,6 +187,10 @@ public:
     // keeps the newest n tokens
     void keep(int64_t n);
 
+    // Forgets the tokens from this one on. What is left is as it was when these had just come, and position `next` came next in
+    // the stream. `set_base` follows: a frame may have gone.
+    void cut(int64_t end, int64_t next);
+
     void clear();
 
     // Layers with other tokens than begin .. end - 1 forget them. Throws no_room, and nothing has changed then.
@@ -214,6 +218,9 @@ public:
     size_t n_layer() const { return layers.size(); }
 
     const archived_layer & operator[](size_t i) const { return layers[i]; }
+
+    // where token i of a row lies: its block may be sorted
+    int64_t place_of(size_t layer, int head, int64_t i) const;
 
     const turns & turns_of(size_t i) const { return rope[i]; }
 

@@ -197,6 +197,21 @@ void row_clusters::forget(int64_t block) {
     first += n;
 }
 
+void row_clusters::cut(int64_t block) {
+    const int64_t n = std::max<int64_t>(block - first, 0);
+    if (n >= (int64_t) blocks.size()) {
+        return;
+    }
+    ungroup(block);
+    const int64_t n_group = n > 0 ? (block - 1)/n_grouped - first/n_grouped + 1 : 0;
+
+    blocks .resize(n);
+    member .resize(n*n_cluster);
+    grouped.resize(n_group);
+    clusters.resize(n*n_cluster, n_embd_k, n_embd_v);
+    sets.resize(n_group*n_set, n_embd_k, n_embd_v);
+}
+
 size_t row_clusters::block_bytes() const {
     const size_t one = side_bytes(n_embd_k, 8)/n_side + sizeof(uint16_t) + n_embd_v*sizeof(ggml_fp16_t);
     return sizeof(sealed_block) + n_cluster*(one + 1) + n_set*one/n_grouped;

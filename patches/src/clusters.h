@@ -63,6 +63,10 @@ public:
 
     // forgets the blocks before this one
     void forget(int64_t block);
+
+    // forgets the blocks from this one on
+    void cut(int64_t block);
+
     void clear() { forget(end()); }
 
     // the places of a block begin here

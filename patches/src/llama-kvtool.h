@@ -225,6 +225,13 @@ LLAMA_API int32_t llama_kvtool_base(struct llama_context * ctx, int64_t base);
 // forget all but the newest n tokens of the archive; without any, another stream may begin
 LLAMA_API int32_t llama_kvtool_forget(struct llama_context * ctx, int64_t n);
 
+// The stream goes back: the archive forgets its tokens from position end on, and the newest n_cell of the others leave it for the
+// cells cell .. cell + n_cell - 1 of all rows, the oldest first. Keys in the cache are rotated to their position less base from
+// now on: these are, and other cells are the caller's to edit. next: the position that came next when what stays had just been
+// archived, by which its far tokens are told. Not where an archive lies on a worker.
+LLAMA_API int32_t llama_kvtool_go_back(
+        struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
+
 // Copy what a layer's archive holds, as it is stored, token by token, from position begin to end: to a buffer that has
 // room for it, or from one, which is then all that the layer holds; layers with other tokens forget them. Both return how
 // many bytes these are; with a null buffer they do nothing else.

@@ -43,6 +43,10 @@ public:
     // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then.
     void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some);
 
+    // see llama_kvtool_go_back
+    void go_back(
+            llama_context & lctx, const std::vector<layer> & layers, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
+
     void clear();
 
     // What recalls tokens of layer i, whose keys are k, in a graph: see recall_into and make_into. n: the numbers that it gives

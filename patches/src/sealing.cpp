@@ -63,6 +63,15 @@ static std::array<uint8_t, n_block> places_of(const sealed_block & block) {
     return res;
 }
 
+int64_t archive::place_of(size_t layer, int head, int64_t i) const {
+    const int64_t block = i/n_block;
+    if (clusters.empty() || block < clusters[layer][head].begin() || block >= clusters[layer][head].end()) {
+        return i;
+    }
+    const auto & order = clusters[layer][head][block].order;
+    return block*n_block + (std::find(order.begin(), order.end(), i % n_block) - order.begin());
+}
+
 void archive::seal(size_t layer, int head, int64_t block, bool is_far) {
     auto & l   = layers[layer];
     auto & own = clusters[layer][head];
@@ -106,9 +115,14 @@ void archive::seal() {
             const int64_t near = (far   - late)/n_block;
 
             own.forget(begin()/n_block);
-            for (int64_t block = own.begin(); block < std::min(near, own.end()); ++block) {
-                if (!own[block].to.is_far) {
-                    seal(i, head, block, true);
+            // where the stream has gone back, what is left of a block lies as it came
+            for (int64_t block = std::max(to, own.begin()); block < own.end() && block*n_block < end(); ++block) {
+                layers[i].sort(head, block, own[block].first, places_of(own[block]).data());
+            }
+            own.cut(to);
+            for (int64_t block = own.begin(); block < own.end(); ++block) {
+                if (own[block].to.is_far != (block < near)) {
+                    seal(i, head, block, block < near);
                 }
             }
             for (int64_t block = own.begin() < own.end() ? own.end() : begin()/n_block; block < to; ++block) {

@@ -1,0 +1,123 @@
+"""What a server reads of requests whose chats differ from stored ones, where its cache can go back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.crowd_serve import request, said
+from tests.serving import serving
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = said("system", "Be kind. " * 4)
+ASKED = ("What is a tide, and who counts the waves?", "And a river that is long and slow?", "Why is it so?")
+RECALL = ("--policy", "recall", "--budget", "96", "--temp", "0", "-o", "search=all", "--archive-type", "f16")
+
+
+@pytest.fixture(scope="module")
+def url(talker):
+    with serving(talker, *RECALL) as server:
+        yield server.url
+
+
+def asked(url, messages, **more):
+    """(what an answer says, tokens of the chat with it, tokens that were read, what kvtool says)"""
+    status, found = request(url, {"messages": messages, "max_tokens": 12, **more}, timeout=60)
+    assert status == 200, found
+    usage = found["usage"]
+    n_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"], usage["total_tokens"], n_read, found["kvtool"]
+
+
+def talked(url, **more):
+    """A chat of three turns, and how many tokens each has made of it."""
+    messages, n_all = [SYSTEM], []
+    for text in ASKED:
+        messages.append(said("user", text))
+        reply, n, _, own = asked(url, messages, **more)
+        messages.append(reply)
+        n_all.append(n)
+    assert own["archived"] > 100
+    return messages, n_all
+
+
+def test_a_request_that_differs_in_its_middle_reads_what_is_new(url):
+    messages, _ = talked(url)
+    before, text = messages[:3], messages[3]["content"]
+    # a token is a letter: what comes behind the text, and the last letter of it
+    _, _, n_tail, _ = asked(url, [*before, said("user", text[:-1] + "!")])
+    assert 1 < n_tail < 12
+    for n_same in (30, 10, 0):
+        other = text[:n_same] + "X" * 20
+        assert asked(url, [*before, said("user", other)])[2] == n_tail - 1 + 20
+    # the same question again
+    assert asked(url, messages[:4])[2] == 1
+    assert asked(url, messages[:2])[2] == 1
+
+
+def test_an_answer_behind_an_edit_is_that_of_a_chat_without_one(url, talker):
+    messages, _ = talked(url)
+    other = [*messages[:3], said("user", ASKED[1][:20] + " that is deep?")]
+    found = [asked(url, other)[0], asked(url, [*messages[:3], messages[3]])[0]]
+    with serving(talker, *RECALL) as fresh:
+        assert [asked(fresh.url, other)[0]] == found[:1]
+    assert found[1] == messages[4]
+
+
+def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path):
+    own = (*RECALL, "--sessions", str(tmp_path))
+    with serving(talker, *own) as server:
+        messages, _ = talked(server.url)
+        # each turn takes the place of the one before it
+        assert sorted(path.suffix for path in tmp_path.glob("*.kv*")) == [".archive", ".kv"]
+        server.stop()
+    with serving(talker, *own) as server:
+        reply, _, n_read, _ = asked(server.url, messages[:4])
+        assert (reply, n_read) == (messages[4], 1)
+        assert asked(server.url, [*messages, said("user", "And?")])[2] < 20
+
+
+def test_who_differs_from_the_start_starts_over(url):
+    _, n_all = talked(url)
+    # a name keeps a chat from others, however they begin
+    _, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
+    assert n_read == n - 12
+    assert n == n_all[0]
+
+
+def test_another_system_prompt_is_read_from_where_it_differs(url):
+    talked(url)
+    for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 4 + "Be long.", None):
+        first = [said("system", other)] if other else []
+        messages = [*first, said("user", ASKED[0])]
+        reply, n, n_read, _ = asked(url, messages)
+        assert len(ASKED[0]) < n_read < n - 12
+        # what is pinned is this one
+        _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
+        held = own["share"]["held"]
+        assert held.index(0) == max(4, len(f"[s]{other}") if other else 0)
+        talked(url)
+
+
+def test_a_system_prompt_that_is_stored_apart_is_taken_from_there(talker):
+    with serving(talker, *RECALL, "--budget", "640") as server:
+        systems = [said("system", "Be kind. " * 40 + last) for last in "AB"]
+        # of each chat 256 tokens are stored, where the system prompt is read from its beginning
+        for i, system in enumerate(systems):
+            asked(server.url, [system, said("user", "Why?")], prompt_cache_key=str(i))
+        for key in "23":
+            for system in systems:
+                _, n, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
+                assert n_read == n - 12 - 256, (key, system["content"][-1])
+
+
+def test_a_chat_starts_over_where_its_window_is_forgotten(talker):
+    with serving(talker, *RECALL, "--archive", "40") as server:
+        messages = [SYSTEM]
+        for text in (*ASKED, *ASKED):
+            messages.append(said("user", text))
+            reply, *_, own = asked(server.url, messages)
+            messages.append(reply)
+        assert own["forgotten"] > 100
+        _, n, n_read, _ = asked(server.url, [*messages[:3], said("user", "Other.")])
+        assert n_read == n - 12
