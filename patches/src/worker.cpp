@@ -38,7 +38,7 @@ static std::map<uint64_t, kept_archive> g_kept;
 
 static void require(bool ok) {
     if (!ok) {
-        throw std::runtime_error("a letter to this worker makes no sense");
+        throw std::runtime_error("malformed message from the client");
     }
 }
 
