@@ -36,14 +36,12 @@ RUNS = [
     ("q4", "q8_0", "on", "q8_0", 99),
     ("q4", "q8_0", "off", "f32", 3),
 ]
-N_FIRST, N_LATER = 170, 50
-# where the archive is a file here, the worker sends every cell by itself
-N_FIRST_IN_FILE = 90
+N_LATER = 50
 # older tokens are forgotten, and positions start over
 N_ARCHIVE = 100
 
 
-def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, n_first=N_FIRST, **more):
+def run(path, index, archive_type, flash, kind, n_gpu_layers, n_first, meter=None, **more):
     """What a stream gives, and what goes on from its state after n_first tokens: here, or on a worker."""
     policy = policies.fit("recall", 48, 16, [f"index={index}"])
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": archive_type}
@@ -72,10 +70,10 @@ def run(path, index, archive_type, flash, kind, n_gpu_layers, meter=None, n_firs
     return found, saved, settings, policy
 
 
-def goes_on(path, saved, settings, policy, n_gpu_layers):
+def goes_on(path, saved, settings, policy, n_gpu_layers, n_first):
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         engine.restore(saved)
-        return perplexity.stream(engine, text(N_FIRST + N_LATER)[N_FIRST:]).tolist()
+        return perplexity.stream(engine, text(n_first + N_LATER)[n_first:]).tolist()
 
 
 def resized(path, n_gpu_layers):
@@ -124,7 +122,7 @@ def without_memory(path, pid):
         return said, same and n_read == len(before[0]) * sum(archive.layer_bytes), archive.n - len(before[0])
 
 
-def client(endpoint, path, file=None, pid=None):
+def client(endpoint, path, n_first, file=None, n_first_in_file=0, pid=0):
     """Prints what the runs give, as JSON; llama.cpp's log goes to stderr. Without a file: one run."""
     set_verbose(True)
     meter = wire.Meter(endpoint)
@@ -132,13 +130,13 @@ def client(endpoint, path, file=None, pid=None):
     results = []
     for each in RUNS if file else RUNS[1:2]:
         sys.stderr.write(f"\nrun {' '.join(map(str, each))}\n")
-        found, saved, settings, policy = run(path, *each, meter)
-        found["here"] = goes_on(path, saved, settings, policy, 0)
+        found, saved, settings, policy = run(path, *each, int(n_first), meter)
+        found["here"] = goes_on(path, saved, settings, policy, 0, int(n_first))
         results.append(found)
     printed = {"results": results}
     if file:
         sys.stderr.write("\nrun others\n")
-        printed["in_file"] = run(path, *RUNS[0], meter, N_FIRST_IN_FILE, archive_file=file)[0]
+        printed["in_file"] = run(path, *RUNS[0], int(n_first_in_file), meter, archive_file=file)[0]
         printed["resized"] = resized(path, 99)
         printed["bytes"] = list(grown(path))
         printed["full"] = without_memory(path, int(pid)) if Path("/proc/self/statm").exists() else None
@@ -148,7 +146,7 @@ def client(endpoint, path, file=None, pid=None):
 class Serving:
     """What a worker's client has printed, and the most memory that the worker took meanwhile."""
 
-    def __init__(self, path, file):
+    def __init__(self, path, n_first, file, n_first_in_file):
         if not (library_path().parent / "libggml-rpc.so").exists():
             pytest.skip("the library is built without RPC")
         # what that imports is not where the client looks for it
@@ -159,9 +157,7 @@ class Serving:
             self.printed, _ = rpc_server.client(
                 "tests.test_remote_archive",
                 worker.serves().endpoint,
-                str(path),
-                str(file),
-                str(worker.process.pid),
+                *map(str, (path, n_first, file, n_first_in_file, worker.process.pid)),
             )
             self.peak = None
             status = Path(f"/proc/{worker.process.pid}/status")
@@ -178,20 +174,32 @@ def path(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def remote(path, tmp_path_factory):
-    return Serving(path, tmp_path_factory.mktemp("archive") / "file")
+def n_first(share_of):
+    """Tokens of a stream before its state is saved."""
+    return share_of(170, 250)
+
+
+@pytest.fixture(scope="module")
+def n_first_in_file(share_of):
+    """The same where the archive is a file here: the worker sends every cell by itself."""
+    return share_of(90, 250)
+
+
+@pytest.fixture(scope="module")
+def remote(path, n_first, n_first_in_file, tmp_path_factory):
+    return Serving(path, n_first, tmp_path_factory.mktemp("archive") / "file", n_first_in_file)
 
 
 @pytest.fixture(scope="module", params=range(len(RUNS)), ids=[" ".join(map(str, run)) for run in RUNS])
-def both(request, remote, path):
+def both(request, remote, path, n_first):
     """(what the worker gives, what is here)"""
     *how, _ = RUNS[request.param]
-    return remote.printed["results"][request.param], run(path, *how, 0)[0]
+    return remote.printed["results"][request.param], run(path, *how, 0, n_first)[0]
 
 
-def test_a_worker_recalls_what_is_recalled_here(both):
+def test_a_worker_recalls_what_is_recalled_here(both, n_first):
     there, here = both
-    assert len(here["nll"]) == N_FIRST + N_LATER - 2
+    assert len(here["nll"]) == n_first + N_LATER - 2
     assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
     assert there["recalled"] == here["recalled"]
 
@@ -208,9 +216,9 @@ def test_a_worker_keeps_the_same_tokens(both):
     assert np.mean(np.not_equal(there["stored"], here["stored"])) < 0.01
 
 
-def test_a_saved_stream_goes_on_on_a_worker_and_here(both):
+def test_a_saved_stream_goes_on_on_a_worker_and_here(both, n_first):
     there, _ = both
-    rest = there["nll"][N_FIRST - 1 :]
+    rest = there["nll"][n_first - 1 :]
     assert there["again"] == rest
     assert np.abs(np.subtract(there["here"], rest)).max() < 1e-4
 
@@ -228,8 +236,8 @@ def test_no_keys_and_values_go_over_the_wire(remote):
     assert in_file["sent"] > worker["sent"] + n_recalled * cells
 
 
-def test_an_archive_in_a_file_is_here(remote, path):
-    in_file, in_memory = remote.printed["in_file"], run(path, *RUNS[0][:-1], 0, None, N_FIRST_IN_FILE)[0]
+def test_an_archive_in_a_file_is_here(remote, path, n_first_in_file):
+    in_file, in_memory = remote.printed["in_file"], run(path, *RUNS[0][:-1], 0, n_first_in_file)[0]
     assert np.abs(np.subtract(in_file["nll"], in_memory["nll"])).max() < 1e-4
 
 
@@ -255,9 +263,9 @@ def test_a_worker_without_memory_for_more_changes_nothing(remote):
     assert n_more == 100
 
 
-def test_a_device_whose_memory_is_not_its_hosts_recalls_the_same(remote, path):
+def test_a_device_whose_memory_is_not_its_hosts_recalls_the_same(remote, path, n_first):
     with rpc_server.running() as behind, rpc_server.running(behind) as endpoint:
-        printed, _ = rpc_server.client("tests.test_remote_archive", endpoint, str(path))
+        printed, _ = rpc_server.client("tests.test_remote_archive", endpoint, str(path), str(n_first))
     there, want = printed["results"][0], remote.printed["results"][1]
     assert there["machines"] == [True]
     for what in ("nll", "recalled", "stored", "again"):
