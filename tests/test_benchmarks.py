@@ -31,7 +31,7 @@ def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
 
 
 @pytest.mark.engine
-def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path, smollm2):
+def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path, smollm2, share_of):
     path = tmp_path / "random.gguf"
     shape = {"layers": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "ff": 64, "n-ctx": 512}
     given = [part for name, size in shape.items() for part in (f"--{name}", str(size))]
@@ -39,7 +39,7 @@ def test_the_random_model_reads_texts_and_expects_nothing(monkeypatch, tmp_path,
     monkeypatch.setattr(sys, "argv", ["random_model.py", str(path), "-m", str(smollm2), *given])
     runpy.run_path(str(FOLDER / "random_model.py"), run_name="__main__")
     with open_engine(path, policies.fit("h2o", 32)) as engine:
-        tokens = engine.model.tokenize(Path(__file__).read_text())[:150]
+        tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(150, 400)]
         nll = perplexity.stream(engine, tokens)
         assert engine.model.n_vocab == 49152
     # logits have a deviation of 1: half a nat more than if all tokens were equally likely

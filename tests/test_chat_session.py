@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -19,7 +20,7 @@ from tests import forked
 from tests.called import called
 
 KVTOOL = [sys.executable, "-m", "kvtool"]
-TURNS = [f"line {i} of the chat, and some more words" for i in range(14)]
+TURNS = [f"line {i} of the chat, and some more words" for i in range(24)]
 
 
 @pytest.fixture
@@ -70,19 +71,19 @@ def exported(path):
     ("policy", "sampling"),
     [("h2o", "--temp 0"), ("h2o", "--temp 1 --seed 7 --repeat-penalty 1.2"), ("recall", "--temp 0")],
 )
-def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, policy, sampling):
+def test_a_resumed_chat_says_what_one_that_never_stopped_says(talk, tmp_path, share_of, policy, sampling):
     first = ["--policy", policy, "--budget", "96", *sampling.split()]
-    assert talk(TURNS, *first, session="whole").returncode == 0
-    for at, options in ((0, first), (1, []), (6, []), (10, [])):
-        end = {0: 1, 1: 6, 6: 10, 10: 14}[at]
-        done = talk(TURNS[at:end], *options)
+    ends = share_of((1, 6, 10, 14), (1, 9, 17, 24))
+    assert talk(TURNS[: ends[-1]], *first, session="whole").returncode == 0
+    for at, end in pairwise((0, *ends)):
+        done = talk(TURNS[at:end], *([] if at else first))
         assert (done.returncode, done.stderr) == (0, "")
     assert exported(tmp_path / "chat.kvs") == exported(tmp_path / "whole")
     shown = json.loads(of_session("show", "--json", tmp_path / "chat.kvs"))
     # past the budget and past the context
     assert shown["tokens"] > 512
     assert shown["cells"] <= 96
-    assert shown["turns"] == 14
+    assert shown["turns"] == ends[-1]
 
 
 @pytest.mark.engine

@@ -621,9 +621,9 @@ def test_the_first_turn_can_be_taken_back_with_its_system_prompt_kept(chat):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["tova", "knorm", "corm"])
-def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, policy):
+def test_the_words_before_a_reply_are_whole_whatever_is_evicted(real_chat, real_model, share_of, policy):
     talk = real_chat(policy=policy, budget=64, evict_every=1)
-    pieces = talk.reply("The sea is wide and the road is long. " * 12, 1)
+    pieces = talk.reply("The sea is wide and the road is long. " * share_of(12, 30), 1)
     next(pieces, None)
     engine = talk.writer.engine
     marker = real_model.tokenize("<|im_end|>\n<|im_start|>assistant\n", special=True)

@@ -217,17 +217,17 @@ def english(smollm2):
     ],
 )
 def test_a_real_model_scores_like_the_definition(
-    smollm2_f32, smollm2_weights, english, name, positions, evict_every
+    smollm2_f32, smollm2_weights, english, share_of, name, positions, evict_every
 ):
     if transformer.half_precision:
         pytest.skip("rounding adds up over 30 layers: the tiny models tell more")
     policy = policies.fit(name, 48, evict_every)
     # a token at a time is slow
-    english = english[: 70 if evict_every == 1 else 110]
+    english = english[: share_of(70, 84) if evict_every == 1 else 110]
     want = reference(smollm2_weights, english, policy, name, positions=positions)
     with open_engine(smollm2_f32, policy, positions=positions) as engine:
         got = perplexity.stream(engine, english)
-        assert engine.n_evicted > 20
+        assert engine.n_evicted > share_of(20, 30)
     assert np.abs(got - want.nll).max() < TOLERANCE
     # it has read the text, and not noise
     assert want.nll[:47].mean() < 5

@@ -80,21 +80,21 @@ def test_keeps_the_same_tokens_as_the_definition(name, options, budget, evict_ev
 
 @pytest.mark.large
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_keeps_the_same_tokens_where_hardly_any_scores_are_equal(name, options):
-    stream(name, options, 30, 4, seed=1, n_value=4096, n_plan=5)
+def test_keeps_the_same_tokens_where_hardly_any_scores_are_equal(share_of, name, options):
+    stream(name, options, 30, 4, seed=1, n_value=4096, n_plan=share_of(5, 7))
 
 
 @pytest.mark.large
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_keeps_the_same_tokens_where_all_scores_are_equal(name, options):
-    stream(name, options, 30, 4, seed=2, n_value=1, n_plan=5)
+def test_keeps_the_same_tokens_where_all_scores_are_equal(share_of, name, options):
+    stream(name, options, 30, 4, seed=2, n_value=1, n_plan=share_of(5, 7))
 
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("pinned", [3, 9, 10, 11, 12])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_keeps_the_same_tokens_around_pinned_ones(name, options, pinned):
-    stream(name, options, 14, 1, seed=pinned, pinned=pinned, n_plan=5)
+def test_keeps_the_same_tokens_around_pinned_ones(share_of, name, options, pinned):
+    stream(name, options, 14, 1, seed=pinned, pinned=pinned, n_plan=share_of(5, 7))
 
 
 @pytest.mark.share(3)

@@ -47,11 +47,12 @@ def test_forgets_a_low_score_when_its_part_of_the_history_is_over():
     assert counts_after(policy, [1] * 20, lambda step: step == 1) == [0] + [1] * 15 + [0] * 4
 
 
-def test_remembers_no_less_than_seven_eighths_of_the_history():
-    policy = Scissorhands(1000, 1, window=1, history=80)
-    ones = counts_after(policy, [1] * 180, lambda step: 1)
-    assert ones[:80] == list(range(1, 81))
-    assert set(ones[80:]) == set(range(71, 81))
+def test_remembers_no_less_than_seven_eighths_of_the_history(share_of):
+    n = share_of(80, 400)
+    policy = Scissorhands(1000, 1, window=1, history=n)
+    ones = counts_after(policy, [1] * (9 * n // 4), lambda step: 1)
+    assert ones[:n] == list(range(1, n + 1))
+    assert set(ones[n:]) == set(range(7 * n // 8 + 1, n + 1))
 
 
 def test_a_long_batch_forgets_all_before_it():

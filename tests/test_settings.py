@@ -228,12 +228,24 @@ def test_config_checks_the_tables_of_all_commands(file, text, words):
     assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
 
-def test_config_takes_a_models_table_of_a_command_of_two_words(file):
-    file('[models.x.models.show]\nfit = "1G"')
+@pytest.mark.parametrize(
+    ("table", "command"),
+    [
+        ("models.x.models.show", "models show"),
+        ("models.x.policies", "policies"),
+        ("models.x.doctor", "doctor"),
+    ],
+)
+def test_a_models_table_of_a_command_that_takes_no_model_is_refused(file, table, command):
+    path = file(f"[{table}]\njson = true")
     done = kvtool("config", "--json")
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["settings"]
-    assert (row["command"], row["option"], row["value"]) == ("models x models show", "--fit", "1G")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"kvtool: {path}: [{table}] never applies: `kvtool {command}` has no -m\n"
+    with pytest.raises(UsageError, match="never applies"):
+        held(command)
+
+
+def test_a_misspelt_command_in_a_models_table_is_none(file):
     file('[models.x.models.shwo]\nfit = "1G"')
     assert "[models.x.models.shwo] is no command" in kvtool("config").stderr
 

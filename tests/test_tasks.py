@@ -598,9 +598,10 @@ def test_tasks_are_listed():
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("policy", "found"), [(("full",), 1), (("local", "--budget", "128"), 0)])
-def test_the_real_model_finds_a_key_that_it_holds(smollm2, policy, found):
+def test_the_real_model_finds_a_key_that_it_holds(smollm2, share_of, policy, found):
+    lengths = f"lengths={share_of(300, 512)}"
     done = kvtool(
-        *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", "lengths=300", "-t", "1"),
+        *("eval", "passkey", "-m", smollm2, "--policy", *policy, "--set", lengths, "-t", "1"),
         *("--set", "depths=0.3", "--set", "repeats=1", "--json", "-"),
     )
     assert done.returncode == 0, done.stderr

@@ -100,7 +100,7 @@ class Alternating:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("policy", "types"), [("h2o", "f16"), ("recall", "f16"), ("streamingllm", "q8_0")])
-def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, policy, types):
+def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, share_of, policy, types):
     how = {"type_k": types, "type_v": types, "n_batch": 16, "n_output": 16}
     how["flash"] = "on" if types == "q8_0" else "off"
     nll = []
@@ -110,7 +110,7 @@ def test_no_bit_depends_on_the_number_of_threads(smollm2, monkeypatch, policy, t
             monkeypatch.setattr("kvtool.llama.decoder.has_gpu", lambda: False)
             monkeypatch.setattr("kvtool.llama.decoder.Threads", Alternating)
         with open_engine(smollm2, policies.fit(policy, 40), n_threads=n_threads, **how) as engine:
-            tokens = engine.model.tokenize(Path(__file__).read_text())[:48]
+            tokens = engine.model.tokenize(Path(__file__).read_text())[: share_of(48, 80)]
             nll.append(perplexity.stream(engine, tokens))
             assert engine.n_evicted
     assert (nll[0] == nll[1]).all()

@@ -62,8 +62,9 @@ def test_the_weights_of_a_merged_value_add_up_to_one():
 
 
 @pytest.mark.large
-def test_many_that_go_at_once_merge_as_the_definition_has_it():
-    stream("weightedkv", [], 110, 50, seed=1, n_plan=5)
+def test_many_that_go_at_once_merge_as_the_definition_has_it(share_of):
+    budget, evict_every, n_plan = share_of((110, 50, 5), (150, 60, 7))
+    stream("weightedkv", [], budget, evict_every, seed=1, n_plan=n_plan)
 
 
 def test_evicts_only_where_asked_to():

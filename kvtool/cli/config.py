@@ -87,7 +87,10 @@ def _all(root: Any) -> Iterator[Row]:
     known = dict(settings.all_commands(root))
     for of, table in settings.tables(data, path):
         is_model = of[:1] == ("models",) and len(of) > 1 and of not in known
-        yield from _of_table(of, table, known, of[2:] if is_model else of)
+        start = of[2:] if is_model else of
+        if is_model and start in known:
+            settings.check_takes_model(known[start], start, table)
+        yield from _of_table(of, table, known, start)
     yield from _of_variables(known)
 
 

@@ -81,6 +81,9 @@ def of_command(
         for of, each in tables(data, path)
         if of == words[: len(of)] and (of or shared or not params)
     ]
+    for of, each in tables(data, path):
+        if of[:1] == (_MODELS,) and of[2:] == words:
+            check_takes_model(command, words, each)
     variables = [dict(_from_variables(params if of else shared, of)) for of in ((), words)]
     if isinstance(data.get(_MODELS), dict) and "model" in params:
         chosen = [layer["model"].value for layer in [*layers, *variables] if "model" in layer]
@@ -156,6 +159,13 @@ def checked(param: Any, value: Any, source: str) -> Setting:
     if getattr(param, "count", False):
         return Setting(int(value) if isinstance(value, bool) else _scalar("int", value, source), source)
     return Setting(_scalar(param.type.name.split()[0], value, source), source)
+
+
+def check_takes_model(command: Any, words: tuple[str, ...], table: Table) -> None:
+    """Raises UsageError for a model's table of a command that takes no model: it would never apply."""
+    values, where, _ = table
+    if values and all(param.name != "model" for param in command.params):
+        raise UsageError(f"{where} never applies: `kvtool {' '.join(words)}` has no -m")
 
 
 def tables(data: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Table]]:
