@@ -182,6 +182,18 @@ def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_ev
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
+@pytest.mark.parametrize("rope", ["norm", "neox"])
+def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(tiny_model, rope):
+    # blocks of one frame and of two, near and far
+    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=600, rope=rope), text(1500)
+    policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=1000000"])
+    want = reference(path, tokens, policy, "recall", positions="auto", n_block=256)
+    with open_engine(path, policy, archive_type="f32") as engine:
+        got = perplexity.stream(engine, tokens)
+        assert engine.n_restart > 1
+    assert np.abs(got - want.nll).max() < TOLERANCE
+
+
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On
 Monday there was fog until noon. On Tuesday a grey seal slept on the lower steps and would not move for the
 postman, who left the letters under a stone. On Wednesday the keeper read them: one from her brother, who had

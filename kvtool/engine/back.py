@@ -19,10 +19,7 @@ def can_go_back(stream: Stream) -> bool:
     """
     archive = stream.context.archive
     return bool(
-        archive
-        and not stream.context.n_beside
-        and not stream.state
-        and stream.policy.reads == Signal.NONE
+        archive and not stream.context.n_beside and not stream.state and stream.policy.reads == Signal.NONE
     )
 
 

@@ -194,7 +194,7 @@ void row_clusters::forget(int64_t block) {
     clusters.erase(n*n_cluster, n_embd_k, n_embd_v);
     sets.erase(n_group*n_set, n_embd_k, n_embd_v);
 
-    first += n;
+    first = blocks.empty() ? 0 : first + n;
 }
 
 void row_clusters::cut(int64_t block) {
@@ -210,6 +210,8 @@ void row_clusters::cut(int64_t block) {
     grouped.resize(n_group);
     clusters.resize(n*n_cluster, n_embd_k, n_embd_v);
     sets.resize(n_group*n_set, n_embd_k, n_embd_v);
+
+    first = blocks.empty() ? 0 : first;
 }
 
 size_t row_clusters::block_bytes() const {

@@ -52,6 +52,7 @@ class row_clusters {
 public:
     row_clusters(int64_t n_embd_k, int64_t n_embd_v) : n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
+    // both 0 where there is none
     int64_t begin() const { return first; }
     int64_t end()   const { return first + (int64_t) blocks.size(); }
 

@@ -138,6 +138,9 @@ void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
+// so many tokens of a step look each into tokens of their own, and more tokens into no more
+static constexpr int n_apart = 4;
+
 // of each row's queries, token by token
 static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa) {
     std::vector<float> res;
@@ -167,7 +170,10 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
     auto & all = layer.all->attending;
 
-    attention one(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, p.n_exact, all);
+    // tokens of a step share what is looked into
+    const int64_t n_exact = (int64_t) p.n_exact*std::min(n_tokens, n_apart);
+
+    attention one(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, n_exact, all);
     if (ith == 0) {
         one.make_room();
     }

@@ -124,7 +124,7 @@ static inline KVTOOL_INLINE int32_t cut_of(const int32_t * score, const int32_t 
 }
 
 #ifdef KVTOOL_X86
-KVTOOL_AVX2 __attribute__((optimize("O3"))) static int32_t cut_avx2(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
+KVTOOL_AVX2 static int32_t cut_avx2(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
     return cut_of(score, size, n, wanted);
 }
 #endif
@@ -160,11 +160,7 @@ void search::choose(size_t begin, size_t end, int64_t wanted) {
 }
 
 // the best sets give way to their clusters
-void search::pick_sets(const row_clusters & own) {
-    size_t n_sets = 0;
-    for (const auto & run : runs) {
-        n_sets += run.is_set ? run.n : 0;
-    }
+void search::pick_sets(const row_clusters & own, size_t n_sets) {
     if (n_sets == 0) {
         return;
     }
@@ -325,8 +321,12 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    // the sets that are picked have tokens until there are enough, so one more than that at most
-    n_room = n_item + (n_ranked*n_exact/n_side + 1)*n_side + n_side;
+    size_t n_sets = 0;
+    for (const auto & run : runs) {
+        n_sets += run.is_set ? run.n : 0;
+    }
+    // sets are picked until they have enough tokens, so one more than that at most
+    n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);
     logs  .resize(n_room);
@@ -335,7 +335,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     chosen.assign(n_room, 0);
 
     multiply_runs(0, 0);
-    pick_sets(own);
+    pick_sets(own, n_sets);
 
     std::vector<softmax_part> parts(n_query);
     for (int q = 0; q < n_query; ++q) {
@@ -343,10 +343,6 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     }
     set_scores(x, parts);
 
-    size_t n_sets = 0;
-    for (const auto & run : runs) {
-        n_sets += run.is_set ? run.n : 0;
-    }
     choose(n_sets, n_item, n_exact);
     looked.clear();
     for (size_t i = n_sets; i < n_item; ++i) {

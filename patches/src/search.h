@@ -101,7 +101,7 @@ private:
     void choose(size_t begin, size_t end, int64_t wanted);
 
     void turn(const float * queries, searched_row & row);
-    void pick_sets(const row_clusters & own);
+    void pick_sets(const row_clusters & own, size_t n_sets);
     void look_into_unsealed(int head, searched_row & row);
     void look_into_clusters(const row_clusters & own, searched_row & row);
     void estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride);

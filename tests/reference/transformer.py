@@ -131,7 +131,8 @@ class Stream:
     t counts, the tokens of the "stream" or the "cells" of the longest row. logn: whether attention logits are
     multiplied by log_512(t). observe: a twin's, or None. recalled: how many evicted entries a step attends to
     beside each row's own; math.inf: all of them. far: those that at the last eviction were farther than
-    n_near from the next token are taken to be n_near away from the step's first.
+    n_near from the next token are taken to be n_near away from the step's first; of these whole blocks of
+    n_block tokens where that is given, the later a row the later, within a quarter of a block.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Stream:
         observe=None,
         recalled=0,
         n_near=None,
+        n_block=None,
     ):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
@@ -159,6 +161,7 @@ class Stream:
         self.observe = observe
         self.recalled = recalled
         self.n_near = n_near or self.n_ctx_train // 2
+        self.n_block = n_block
         self.far = 0
         self.next = 0
         self._batch = None
@@ -249,7 +252,7 @@ class Stream:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
             values = row.value
             if len(row.archive.pos) and not slides:
-                recalled, chosen = self._recall(layer, row.archive, asked, scores, own_sinks)
+                recalled, chosen = self._recall(layer, row, asked, scores, own_sinks)
                 scores = np.concatenate((scores, recalled), axis=-1)
                 values = np.concatenate((values, row.archive.value[chosen]))
                 row.recalled = row.archive.pos[chosen]
@@ -277,13 +280,20 @@ class Stream:
                 elif at <= step:
                     seen[step - int(pos[-1]) - 1][1].extend(own)
 
-    def _recall(self, layer, archive, asked, live, sinks):
+    def _first_near(self, row):
+        """The first archived position of a row that keeps its distance."""
+        if not self.n_block:
+            return self.far
+        late = row.number * (self.n_block // 4) // sum(map(len, self.rows))
+        return (min(self.far, row.archive.pos[-1] + 1) - late) // self.n_block * self.n_block
+
+    def _recall(self, layer, row, asked, live, sinks):
         """Logits of all queries with the entries that they attend to most, and which these are.
 
         live: logits of what the row has itself.
         """
-        first, rot = self._batch.pos[0], self._batch.rot[0]
-        at = np.where(archive.pos < self.far, rot - self.n_near, rot - (first - archive.pos))
+        archive, first, rot = row.archive, self._batch.pos[0], self._batch.rot[0]
+        at = np.where(archive.pos < self._first_near(row), rot - self.n_near, rot - (first - archive.pos))
         keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[layer]))).view(np.float64)
         keys = self.model.scaled(keys, layer)
         logits = asked @ keys.T * self.model.scale
@@ -338,6 +348,7 @@ def run(
     logn=False,
     ragged=False,
     recalled=0,
+    n_block=None,
     n_made=0,
     **params,
 ):
@@ -357,6 +368,7 @@ def run(
         logn=logn,
         observe=observe,
         recalled=recalled,
+        n_block=n_block,
     )
     n_live = None if budget is None else budget - (n_made or recalled)
     nll, kept_logits, at = [], [], 0
