@@ -265,6 +265,13 @@ PLANTED = {
         "",
         ("test_kinds.py",),
     ),
+    "patch, clusters": Fault(
+        "queries turn to the first token of a far block",
+        "patches/src/attention.cpp",
+        "block + l.n_block - 1 - base(l.n_block - 1)",
+        "block - base(l.n_block - 1)",
+        ("test_exactness.py",),
+    ),
     "patch, going back": Fault(
         "a key that comes back is rotated as it was archived",
         "patches/src/back.cpp",

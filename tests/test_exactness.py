@@ -182,11 +182,12 @@ def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_ev
     assert made or recalled.tolist() == [row.recalled.tolist() for rows in want.stream.rows for row in rows]
 
 
-@pytest.mark.parametrize("rope", ["norm", "neox"])
-def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(tiny_model, rope):
+# many queries a step, and few, which are multiplied where keys lie
+@pytest.mark.parametrize(("rope", "chunk"), [("norm", 16), ("norm", 1), ("neox", 2)])
+def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(tiny_model, rope, chunk):
     # blocks of one frame and of two, near and far
-    path, tokens = tiny_model(n_head_kv=2, n_ctx_train=600, rope=rope), text(1500)
-    policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=1000000"])
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
+    policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=1000000", f"chunk={chunk}"])
     want = reference(path, tokens, policy, "recall", positions="auto", n_block=256)
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)

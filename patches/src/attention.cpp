@@ -22,7 +22,7 @@ static constexpr size_t n_ahead = 1;
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
     : all(all), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), n_column(columns(n_query))
-    , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-4f : 1e-9f), logits(logits)
+    , n_value(columns(l.n_embd_v)), n_span((n_parts + l.n_head - 1)/l.n_head), least(n_exact > 0 ? 1e-6f : 1e-9f), logits(logits)
     , work(work), looking(all, i, rot, n_query, logits, n_exact) {}
 
 void attention::make_room() {
