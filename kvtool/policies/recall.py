@@ -35,7 +35,8 @@ class Recall(Ranked):
         the archive where it lies, and a row's made cells, one a query head, bring what it finds; `recalled`
         is their number then, and the model says it. "all": the same without clusters: to each token.
     exact
-        With search=clusters: tokens that a step looks into, those of the clusters that it attends to most.
+        With search=clusters: tokens that a step looks into, those of the clusters that it attends to most. A
+        step of more than one token looks into more, up to four times as many.
     """
 
     budget: int
