@@ -319,7 +319,7 @@ def found(part: str, fault: Fault) -> bool:
     try:
         for folder in ("kvtool", "patches", "tests", "benchmarks", "papers", "docs"):
             shutil.copytree(ROOT / folder, copy / folder, ignore=None if folder == "kvtool" else left_out)
-        for file in ("pyproject.toml", "models.txt", "README.md", "Makefile"):
+        for file in ("pyproject.toml", "models.txt", "README.md", "Makefile", "LICENSE"):
             shutil.copy(ROOT / file, copy / file)
         path = copy / fault.file
         text = path.read_text(encoding="utf-8")
