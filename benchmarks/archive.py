@@ -1,6 +1,6 @@
 """What a token takes with recall, by the length of the archive, beside a full cache.
 
-    python benchmarks/archive.py FILE --sizes 8192,32768,65536,131072 -t 1
+    python benchmarks/archive.py FILE --sizes 8192,32768,131072 -t 1
 
 Some tokens of the text are read. What the archive or the full cache then holds is repeated until it is as
 long as asked: the number of tokens matters, not which these are. All but an archive's newest 4,096 tokens are
