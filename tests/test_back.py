@@ -70,23 +70,20 @@ def check_back(engine, fresh, n, n_later, tolerance):
     assert state(engine) == state(fresh)
 
 
-@pytest.mark.parametrize("search", SEARCHES, ids=str)
-@pytest.mark.parametrize("n_later", [3, 30, 500])
-def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search, n_later):
-    policy = fit(**search)
-    path = tiny_model(n_head_kv=2, n_ctx_train=1024)
-    with opened(path, policy) as engine, opened(path, policy) as fresh:
-        for n in (899, 700, 513, 512, 300, policy.n_live + 1, policy.n_live, 20, 3):
-            check_back(engine, fresh, n, n_later, TOLERANCE)
+# by the trained context: tokens read later, and lengths to go back to. In 256 positions start over
+STREAMS = {
+    1024: ((3, 30, 500), (899, 700, 513, 512, 300, 20, 3)),
+    256: ((40, 200, 1500), (690, 470, 463, 258, 257, 256, 255, 250, 120, 20)),
+}
 
 
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
-@pytest.mark.parametrize("n_later", [40, 200, 1500])
-def test_a_stream_goes_back_behind_positions_that_started_over(tiny_model, search, n_later):
+@pytest.mark.parametrize(("n_ctx", "n_later"), [(n_ctx, n) for n_ctx, own in STREAMS.items() for n in own[0]])
+def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search, n_ctx, n_later):
     policy = fit(**search)
-    path = tiny_model(n_head_kv=2, n_ctx_train=256)
+    path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
     with opened(path, policy) as engine, opened(path, policy) as fresh:
-        for n in (690, 470, 463, 258, 257, 256, 255, 250, 120, 20):
+        for n in sorted({*STREAMS[n_ctx][1], policy.n_live + 1, policy.n_live}, reverse=True):
             check_back(engine, fresh, n, n_later, TOLERANCE)
 
 

@@ -121,16 +121,25 @@ void attention::add_values(int head, float * to) {
     }
 }
 
+// A soft cap makes logits of products. Returns the scale that is left to the softmax.
+static float softened(float * x, int n, const logit_params & logits) {
+    if (!(logits.cap > 0.0f)) {
+        return logits.scale;
+    }
+    for (int j = 0; j < n; ++j) {
+        x[j] = logits.cap*std::tanh(x[j]*logits.scale/logits.cap);
+    }
+    return 1.0f;
+}
+
 // the same of few queries, one by one
 void attention::add_few(int head, int span, int n) {
     for (int q = 0; q < n_query; ++q) {
         float * own = part_of(head, span, q);
         float * x   = powers.data() + q*n_together;
 
-        for (int j = 0; j < n && logits.cap > 0.0f; ++j) {
-            x[j] = logits.cap*std::tanh(x[j]*logits.scale/logits.cap);
-        }
-        const auto part = exponentials(x, n, logits.cap > 0.0f ? 1.0f : logits.scale, x);
+        const float scale = softened(x, n, logits);
+        const auto  part  = exponentials(x, n, scale, x);
         if (!(part.most > -INFINITY)) {
             std::fill_n(x, n, 0.0f);
             continue;
@@ -158,18 +167,15 @@ void attention::add(int head, int span, int n) {
     if (is_few) {
         return add_few(head, span, n);
     }
-    if (logits.cap > 0.0f) {
-        for (int j = 0; j < n*n_column; ++j) {
-            powers[j] = logits.cap*std::tanh(powers[j]*logits.scale/logits.cap);
-        }
-    }
+    const float scale = softened(powers.data(), n*n_column, logits);
+
     most  .resize(n_column);
     factor.resize(n_column);
     sum   .resize(n_column);
     for (int q = 0; q < n_column; ++q) {
         most[q] = q < n_query ? part_of(head, span, q)[0] : 0.0f;
     }
-    exponential_columns(powers.data(), n, n_column, logits.cap > 0.0f ? 1.0f : logits.scale, most.data(), factor.data(), sum.data());
+    exponential_columns(powers.data(), n, n_column, scale, most.data(), factor.data(), sum.data());
 
     for (int q = 0; q < n_query; ++q) {
         float * own = part_of(head, span, q);

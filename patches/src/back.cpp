@@ -90,11 +90,7 @@ static void fill_cells(const archive & all, size_t i, const layer & own, bool v_
         return;
     }
     std::vector<uint8_t> turned(raw.size());
-    for (int64_t e = 0; e < n_embd_v; ++e) {
-        for (int32_t j = 0; j < n; ++j) {
-            std::copy_n(raw.data() + j*stride + e*one, one, turned.data() + (e*n + j)*one);
-        }
-    }
+    transpose(raw.data(), turned.data(), n, n_embd_v, one);
     ggml_backend_tensor_set_2d(own.v, turned.data(), cell*one, one*n, n_embd_v, one*own.k->ne[1], one*n);
 }
 

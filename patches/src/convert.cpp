@@ -109,4 +109,12 @@ void to_half(ggml_type type, const void * x, ggml_fp16_t * y, int64_t n) {
     to_half(f.data(), y, n);
 }
 
+void transpose(const uint8_t * from, uint8_t * to, int64_t n_row, int64_t n_column, size_t one) {
+    for (int64_t a = 0; a < n_row; ++a) {
+        for (int64_t b = 0; b < n_column; ++b) {
+            memcpy(to + (b*n_row + a)*one, from + (a*n_column + b)*one, one);
+        }
+    }
+}
+
 } // namespace kvtool

@@ -1,5 +1,6 @@
 // Copies of what a context holds: cells, and what a model keeps beside its rows.
 
+#include "convert.h"
 #include "memory.h"
 #include "state.h"
 
@@ -43,19 +44,11 @@ int64_t llama_kvtool::copy_cells(llama_context & lctx, const layer & l, uint8_t 
 
     std::vector<uint8_t> tmp(size_v);
 
-    const auto transpose = [one](const uint8_t * src, uint8_t * dst, int64_t n_src, int64_t n_dst) {
-        for (int64_t a = 0; a < n_src; ++a) {
-            for (int64_t b = 0; b < n_dst; ++b) {
-                memcpy(dst + (b*n_src + a)*one, src + (a*n_dst + b)*one, one);
-            }
-        }
-    };
-
     if (out) {
         ggml_backend_tensor_get_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
-        transpose(tmp.data(), out + size_k, n_embd, n);
+        transpose(tmp.data(), out + size_k, n_embd, n, one);
     } else {
-        transpose(in + size_k, tmp.data(), n, n_embd);
+        transpose(in + size_k, tmp.data(), n, n_embd, one);
         ggml_backend_tensor_set_2d(l.v, tmp.data(), 0, one*n, n_embd, one*l.n_cell, one*n);
     }
 

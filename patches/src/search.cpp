@@ -6,10 +6,7 @@
 #include "stored.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstring>
-#include <numeric>
 
 namespace kvtool {
 
@@ -184,7 +181,6 @@ void search::pick_sets(const row_clusters & own, size_t n_sets) {
             for (int q = 0; q < n_query; ++q) {
                 x[q*n_room + item] = -INFINITY;
             }
-            size[item] = 0;
             add_run(own.clusters, own.place_of_set(run.place + i), n_side, run.way, false);
         }
     }
@@ -302,7 +298,9 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     const auto & own = all.clusters_of(i_layer, head);
 
     const auto way = [&](int64_t block) { return way_of(own[block].to.is_far ? far_turn : all.base() - own[block].to.base); };
+    size_t n_sets = 0;
     for (const bool is_set : { true, false }) {
+        n_sets = n_item;
         for (int64_t block = own.begin(); block < own.end();) {
             const bool is_grouped = own.is_grouped(block);
             if (is_set && is_grouped) {
@@ -321,10 +319,6 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         small[i].scale *= logits.scale;
     }
 
-    size_t n_sets = 0;
-    for (const auto & run : runs) {
-        n_sets += run.is_set ? run.n : 0;
-    }
     // sets are picked until they have enough tokens, so one more than that at most
     n_room = n_item + std::min<size_t>(n_ranked*n_exact/n_side + 1, n_sets)*n_side + n_side;
     n_room = (n_room + n_side - 1)/n_side*n_side;
@@ -351,8 +345,6 @@ void search::find(int head, const float * queries, searched_row & row, float * e
         }
     }
     look_into_clusters(own, row);
-    std::stable_sort(row.looked.begin(), row.looked.end(), [](const token_range & a, const token_range & b) { return a.way < b.way; });
-
     estimate_rest(parts, estimate, stride);
 }
 
