@@ -34,14 +34,9 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
             f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "
             "choose another policy"
         )
-    if policy.recall and policy.recall.made and not layers.has_values:
-        raise UsageError(
-            f"{type(policy).__name__} makes no cells for this model, whose values are a part of its keys "
-            "(MLA); leave out -o search"
-        )
     if policy.recall and layers.has_alibi:
         raise UsageError(
-            f"{type(policy).__name__} chooses by keys, but in this model distance counts as well (ALiBi); "
+            f"{type(policy).__name__} searches by keys, but in this model distance counts as well (ALiBi); "
             "choose another policy"
         )
     if settings.positions == "in-cache" and policy.recall:

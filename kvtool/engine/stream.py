@@ -30,6 +30,14 @@ def pad(n: int) -> int:
     return -(-n // PAD) * PAD
 
 
+def _on(policy: Policy, model: Model) -> Policy:
+    """The policy for the model. Raises UsageError where they do not go together."""
+    try:
+        return policy.on(max(n for _, n in model.groups), model.layers.has_values)
+    except ValueError as error:
+        raise UsageError(f"{type(policy).__name__}: {error}") from error
+
+
 class Stream:
     """One stream of tokens through one cache under one policy. `Engine` says when it evicts.
 
@@ -64,7 +72,7 @@ class Stream:
         self.settings = settings = settings or Settings()
         self.model = model
         if policy.recall:
-            policy = ask(policy, "on", max(n for _, n in model.groups))
+            policy = _on(policy, model)
         self.policy = policy
         self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
@@ -79,7 +87,7 @@ class Stream:
         self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
-        n_start += policy.recall.n_filled if policy.recall else 0
+        n_start += policy.recall.n_filled(model.layers.has_values) if policy.recall else 0
         self.context = self._cache(pad(n_start))
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
@@ -101,7 +109,7 @@ class Stream:
             own: dict[str, Any] = {
                 name: getattr(settings, name) for name in ("archive_type", "archive_bytes", "archive_file")
             }
-            if policy.recall and policy.recall.made:
+            if policy.recall and model.layers.has_values:
                 # right behind the live cells: a step attends no farther than to its last one
                 own["n_filled"] = n_cell - policy.n_live
             own |= {"ragged": policy.ragged, "n_archive": settings.archive, "n_near": self.n_ctx // 2}

@@ -16,9 +16,6 @@ from kvtool.system.files import free_disk_bytes
 from kvtool.system.memory import free_bytes
 from kvtool.units import format_bytes
 
-INDEX_BITS = {"keys": 0, "q8": 8, "q4": 4}
-"""What archived keys are chosen by, and the bits that a number of it takes; 0: the keys themselves."""
-
 _N_FIXED = 3
 _LARGEST = 2**31 - 1
 
@@ -152,14 +149,22 @@ class Archive:
         """The position of the token that comes next, if there are some."""
         return int(self._table()[1])
 
-    def recalled(self, n_row: int, n: int) -> np.ndarray:
-        """i64[n_row, n], the tokens that each row recalled last; the oldest first, then -1.
+    def trace(self, n: int) -> None:
+        """From now on `attended` has the n tokens of each row that get most attention; 0: it has none.
 
-        n: the most that a row recalls.
+        Steps take a little longer then. Rows without made cells always have those that come back.
         """
-        found = np.empty((n_row, n), np.int64)
-        check(lib.llama_kvtool_recalled(self._owner.handle, found.ctypes.data, n_row, n))
-        return found
+        check(lib.llama_kvtool_trace(self._owner.handle, n))
+
+    def attended(self, n_row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """The archived tokens that each row attended to most in the last step, and how much.
+
+        n: as traced, or without made cells the most that come back. Returns i64[n_row, n], the oldest first,
+        then -1; and f32[n_row, n], the sum of the attention of the row's query heads and the step's tokens.
+        """
+        found, attn = np.empty((n_row, n), np.int64), np.empty((n_row, n), np.float32)
+        check(lib.llama_kvtool_attended(self._owner.handle, found.ctypes.data, attn.ctypes.data, n_row, n))
+        return found, attn
 
     @property
     def n_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import ModelError
-from kvtool.llama.archive import INDEX_BITS, Archive
+from kvtool.llama.archive import Archive
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
@@ -87,10 +87,9 @@ class Context(Decoder):
         self._cleared = [each for each in Signal if each & signals and each is not Signal.RECENT]
         self._n_query = max(ask.n_query, 1)
         type_archive = CACHE_TYPES[archive_type]
-        recall = ask.recall or Recalls(n_cell=0, chunk=1, index="keys")
-        cells = n_filled or recall.n_filled, recall.n_cell if recall.made else 0
-        n_bit = 0 if recall.made else INDEX_BITS[recall.index]
-        archive = *cells, recall.n_exact, n_near, n_bit, type_archive, type_archive
+        recall, made = ask.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
+        cells = n_filled or recall.n_filled(made), recall.n_cell if made else 0
+        archive = *cells, recall.n_exact, n_near, type_archive, type_archive
         wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:

@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 13
+ABI = 14
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -36,7 +36,7 @@ class Edit(ctypes.Structure):
     ]
 
 
-_ARCHIVE = ("n_recall", "n_made", "n_exact", "n_near", "n_bit", "type_k", "type_v")
+_ARCHIVE = ("n_recall", "n_made", "n_exact", "n_near", "type_k", "type_v")
 
 
 class EnableParams(ctypes.Structure):
@@ -105,7 +105,8 @@ def _bind_all() -> None:
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_archive_slab", i64, pointer, pointer)
-    bind("llama_kvtool_recalled", i32, pointer, pointer, i32, i32)
+    bind("llama_kvtool_trace", i32, pointer, i32)
+    bind("llama_kvtool_attended", i32, pointer, pointer, pointer, i32, i32)
     bind("llama_kvtool_archive_bytes", i64, pointer)
     bind("llama_kvtool_apply", i32, pointer, ctypes.POINTER(Edit))
 

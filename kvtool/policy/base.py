@@ -120,8 +120,11 @@ class Policy:
         """How steps recall evicted tokens; None: evicted tokens are forgotten."""
         return None
 
-    def on(self, n_group: int) -> Policy:
-        """The policy for a model each of whose rows has at most n_group query heads."""
+    def on(self, n_group: int, has_values: bool) -> Policy:
+        """The policy for a model each of whose rows has at most n_group query heads.
+
+        has_values: whether rows have values of their own, so that cells can be made of what is recalled.
+        """
         return self
 
     @property

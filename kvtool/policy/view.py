@@ -51,29 +51,23 @@ class Recalls:
     Attributes
     ----------
     n_cell
-        Cells of each row that a query sees besides the live ones: archived tokens, or made cells.
+        Cells of each row that a query sees besides the live ones. They are made, one for each query head of a
+        row: attention to them is attention to the archive. Where values are a part of the keys (MLA) they are
+        the archived tokens that get most attention.
     chunk
-        The most tokens of a step. They share one choice of archived tokens; each has its own made cells.
-    index
-        What archived tokens are chosen by: their "keys", or these in 8 or 4 bits, "q8" or "q4".
-    made
-        Whether cells are made, one for each query head of a row: attention to them is attention to the whole
-        archive.
+        The most tokens of a step. Each has its own made cells; archived tokens come back for all of them.
     n_exact
-        With made cells: archived tokens of a row that a step looks into, cluster by cluster; the others are
-        known by their cluster's mean. 0: it looks into all.
+        Archived tokens of a row that a step looks into, cluster by cluster; the others are known by their
+        cluster's mean. 0: it looks into all.
     """
 
     n_cell: int
     chunk: int
-    index: str
-    made: bool = False
     n_exact: int = 0
 
-    @property
-    def n_filled(self) -> int:
-        """Cells of each row that a step fills, at most."""
-        return self.n_cell * self.chunk if self.made else self.n_cell
+    def n_filled(self, made: bool) -> int:
+        """Cells of each row that a step fills, at most. made: whether they are made."""
+        return self.n_cell * self.chunk if made else self.n_cell
 
 
 @dataclass(frozen=True, slots=True)

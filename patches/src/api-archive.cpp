@@ -13,6 +13,9 @@
 
 using namespace kvtool;
 
+// more tokens than a person looks at, and few enough that all rows' fit in memory
+static constexpr int32_t most_traced = 4096;
+
 // null, with the error set, where there is no archive
 static llama_kvtool * with_archive(llama_context * ctx) {
     auto * kvtool = llama_kvtool::get(ctx);
@@ -227,22 +230,38 @@ int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) 
     return kvtool->archive ? kvtool->archive->tokens.slab_bytes() : 0;
 }
 
-int32_t llama_kvtool_recalled(llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall) {
+int32_t llama_kvtool_trace(llama_context * ctx, int32_t n) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
         return -1;
     }
-    if (!out || n_row != kvtool->n_row || n_recall != kvtool->params.n_recall) {
-        return fail(format("out must not be null, n_row must be %d and n_recall %d, got %d and %d",
-                kvtool->n_row, kvtool->params.n_recall, n_row, n_recall));
+    const bool made = kvtool->params.n_made > 0;
+    if (n < 0 || n > most_traced || (!made && n != kvtool->params.n_recall)) {
+        return fail(format("n must be in %d..%d, got %d", made ? 0 : kvtool->params.n_recall, made ? most_traced : kvtool->params.n_recall, n));
     }
     return guarded([&]() -> int32_t {
-        for (size_t i = 0; i < kvtool->layers.size(); ++i) {
-            const auto & chosen = kvtool->archive->recalled[i].chosen;
-            out = std::copy_n(chosen.begin(), kvtool->layers[i].n_head*n_recall, out);
-        }
+        kvtool->archive->trace(n);
+        kvtool->forget_graphs(*ctx, true);
         return 0;
     });
+}
+
+int32_t llama_kvtool_attended(llama_context * ctx, int64_t * out, float * attn, int32_t n_row, int32_t n) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const int32_t n_traced = kvtool->archive->n_traced;
+    if (!out || !attn || n_row != kvtool->n_row || n != n_traced) {
+        return fail(format("out and attn must not be null, n_row must be %d and n %d, got %d and %d", kvtool->n_row, n_traced, n_row, n));
+    }
+    for (const auto & l : kvtool->archive->recalled) {
+        for (const auto & token : l.attended) {
+            *out++  = token.pos;
+            *attn++ = token.attn;
+        }
+    }
+    return 0;
 }
 
 int64_t llama_kvtool_archive_bytes(const llama_context * ctx) {

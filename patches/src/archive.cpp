@@ -17,15 +17,14 @@ static size_t padded(size_t n) {
 }
 
 archived_layer::archived_layer(
-        const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit)
-    : n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v), n_bit(n_bit)
+        const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v)
+    : n_head(n_head), n_embd_k(n_embd_k), n_embd_v(n_embd_v)
     , type_k(type_k), type_v(type_v)
     , size_k(ggml_row_size(type_k, n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)), size(size_k + size_v)
-    , memory(memory), size_side(n_bit ? side_bytes(n_embd_k, n_bit) : 0)
-    , at_k(at), at_side(at_k + padded(n_head*n_block*size)) {}
+    , memory(memory), at_k(at) {}
 
 size_t archived_layer::slab_end() const {
-    return at_side + padded(n_head*n_block/n_side*size_side);
+    return at_k + padded(n_head*n_block*size);
 }
 
 void archived_layer::set_span(int64_t begin, int64_t end) {
@@ -33,17 +32,10 @@ void archived_layer::set_span(int64_t begin, int64_t end) {
     last  = end;
 }
 
-void archived_layer::put(int64_t i, const float * k, const float * v, std::vector<float> & tmp) {
-    tmp.resize(n_embd_k);
-
+void archived_layer::put(int64_t i, const float * k, const float * v) {
     for (int head = 0; head < n_head; ++head) {
         from_float(type_k, k + head*n_embd_k, key_at  (head, i), n_embd_k);
         from_float(type_v, v + head*n_embd_v, value_at(head, i), n_embd_v);
-        if (n_bit > 0) {
-            // the index is made of what is stored, so that a restored archive has the same one
-            keys(head, i, 1, tmp.data());
-            set_index(head, i, tmp.data());
-        }
     }
 }
 
@@ -59,16 +51,6 @@ void archived_layer::values(int head, int64_t i, int n, float * out) const {
     }
 }
 
-const uint8_t * archived_layer::side(int head, int64_t i) const {
-    return memory.at(i) + at_side + (head*n_block + i % n_block)/n_side*size_side;
-}
-
-void archived_layer::set_index(int head, int64_t i, const float * key) {
-    if (n_bit > 0) {
-        set_key(const_cast<uint8_t *>(side(head, i)), i % n_side, key, n_embd_k, n_bit);
-    }
-}
-
 //
 // all layers
 //
@@ -81,7 +63,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
 
     size_t at = 0;
     for (const auto & s : shapes) {
-        layers.emplace_back(memory, at, s.n_head, s.n_embd_k, s.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v, params.n_bit);
+        layers.emplace_back(memory, at, s.n_head, s.n_embd_k, s.n_embd_v, (ggml_type) params.type_k, (ggml_type) params.type_v);
         rope  .emplace_back(s.turns, s.n_embd_k, 2*n_near);
         rope.back().share(rope.front());
 
@@ -116,7 +98,6 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
 
     std::vector<float> key  (l.n_head*l.n_embd_k);
     std::vector<float> value(l.n_head*l.n_embd_v);
-    std::vector<float> tmp;
 
     const size_t size_k = ggml_row_size(cells.type_k, key  .size());
     const size_t size_v = ggml_row_size(cells.type_v, value.size());
@@ -126,7 +107,7 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
         if (!value.empty()) {
             to_float(cells.type_v, cells.v.data() + c*size_v, value.data(), value.size());
         }
-        l.put(pos + c, key.data(), value.data(), tmp);
+        l.put(pos + c, key.data(), value.data());
     }
 }
 
@@ -183,20 +164,7 @@ int64_t archive::base_of(int64_t i) const {
 }
 
 void archive::move_far(int64_t to) {
-    std::vector<float> key;
-
-    for (to = std::min(to, end()), far = std::max(far, begin()); far < to; ++far) {
-        for (size_t i = 0; i < layers.size(); ++i) {
-            auto & l = layers[i];
-
-            key.resize(l.n_embd_k);
-            for (int head = 0; head < l.n_head && l.n_bit > 0; ++head) {
-                l.keys(head, far, 1, key.data());
-                rope[i].turn(key.data(), base_of(far) - far);
-                l.set_index(head, far, key.data());
-            }
-        }
-    }
+    far = std::max(std::max(far, begin()), std::min(to, end()));
 }
 
 void archive::forget(int64_t to) {
@@ -289,17 +257,6 @@ std::string archive::set_table(const std::vector<int64_t> & table) {
     }
     frames = std::move(own);
 
-    std::vector<float> key;
-
-    for (auto & l : layers) {
-        key.resize(l.n_embd_k);
-        for (int head = 0; head < l.n_head && l.n_bit > 0; ++head) {
-            for (int64_t i = begin; i < end; ++i) {
-                l.keys(head, i, 1, key.data());
-                l.set_index(head, i, key.data());
-            }
-        }
-    }
     far = begin;
     move_far(table[2]);
     seal();

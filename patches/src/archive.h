@@ -28,7 +28,6 @@ struct frame {
 struct archive_params {
     int32_t n_recall;
     int32_t n_near;
-    int32_t n_bit;
     int32_t type_k;
     int32_t type_v;
     int32_t v_trans;
@@ -74,7 +73,7 @@ class archived_layer {
 public:
     // at: where the layer's part of a slab begins
     archived_layer(
-            const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v, int n_bit);
+            const store & memory, size_t at, int n_head, int64_t n_embd_k, int64_t n_embd_v, ggml_type type_k, ggml_type type_v);
 
     int64_t begin() const { return first; }
     int64_t end()   const { return last; }
@@ -82,8 +81,8 @@ public:
     // the tokens that there are from now on; the memory has slabs for them
     void set_span(int64_t begin, int64_t end);
 
-    // stores token i: the keys of all heads and the values of all heads, and the index of what is stored
-    void put(int64_t i, const float * k, const float * v, std::vector<float> & tmp);
+    // stores token i: the keys of all heads and the values of all heads
+    void put(int64_t i, const float * k, const float * v);
 
     // puts a complete block's keys and values into another order: the token that lies in each place from `first` on
     void sort(int head, int64_t block, int first, const uint8_t * from);
@@ -108,19 +107,12 @@ public:
     // where the block of token i ends
     static int64_t block_end(int64_t i) { return (i/n_block + 1)*n_block; }
 
-    // writes a key of the index anew
-    void set_index(int head, int64_t i, const float * key);
-
-    // the side of the index with token i, and what follows it up to the block's end
-    const uint8_t * side(int head, int64_t i) const;
-
     // where the layer's part of a slab ends
     size_t slab_end() const;
 
     const int     n_head;
     const int64_t n_embd_k; // of a head
     const int64_t n_embd_v;
-    const int     n_bit; // of the index; 0: there is none
 
     const ggml_type type_k;
     const ggml_type type_v;
@@ -134,11 +126,9 @@ public:
 private:
     const store & memory;
 
-    const size_t size_side;
 
     // in a slab: [n_head][n_block] keys, each with its value behind it; [n_head][n_block/n_side] sides
     const size_t at_k;
-    const size_t at_side;
 
     int64_t first = 0;
     int64_t last  = 0;
@@ -203,7 +193,7 @@ public:
     // a layer's tokens are begin .. end - 1, as `get` gave them
     void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
 
-    // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
+    // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the clusters anew
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
 

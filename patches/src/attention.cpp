@@ -28,6 +28,8 @@ attention::attention(
 void attention::make_room() {
     work.rows .resize(l.n_head);
     work.parts.resize((size_t) l.n_head*(n_span + 1)*n_query*(2 + n_value));
+    work.sums .resize(l.n_head*n_query);
+    work.attn .resize(l.n_head);
 }
 
 void attention::clear(float * part) const {
@@ -40,6 +42,7 @@ void attention::find(int head, const float * queries) {
         clear(part_of(head, n_span, q));
     }
     looking.find(head, queries, work.rows[head], part_of(head, n_span, 0), 2 + n_value);
+    work.attn[head].resize(work.rows[head].n_looked);
 }
 
 // asks for the memory of n rows
@@ -103,6 +106,10 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
 }
 
 void attention::add_values(int head, float * to) {
+    if (n_value == 0) {
+        // they are a part of the keys
+        return;
+    }
     for (const auto & p : pieces) {
         if (is_few) {
             add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, powers.data() + p.at, 1, n_together, n_query, to, 2 + n_value);
@@ -159,7 +166,6 @@ void attention::add_few(int head, int span, int n) {
         }
     }
     add_values(head, part_of(head, span, 0) + 2);
-    pieces.clear();
 }
 
 // what is there of n tokens
@@ -186,16 +192,10 @@ void attention::add(int head, int span, int n) {
         }
     }
     add_values(head, part_of(head, span, 0) + 2);
-    pieces.clear();
 }
 
-void attention::attend(int part) {
-    const int head = part/n_span;
-    const int span = part % n_span;
-
-    for (int q = 0; q < n_query; ++q) {
-        clear(part_of(head, span, q));
-    }
+template <typename F>
+void attention::read_part(int head, int span, F && done) {
     turned_block = -1;
 
     keys  .resize(n_together*l.n_embd_k);
@@ -233,15 +233,27 @@ void attention::attend(int part) {
             n += m;
             i += m;
             if (n == n_together) {
-                add(head, span, n);
+                done(n);
+                pieces.clear();
                 n = 0;
             }
         }
         at += range.n;
     }
     if (n > 0) {
-        add(head, span, n);
+        done(n);
+        pieces.clear();
     }
+}
+
+void attention::attend(int part) {
+    const int head = part/n_span;
+    const int span = part % n_span;
+
+    for (int q = 0; q < n_query; ++q) {
+        clear(part_of(head, span, q));
+    }
+    read_part(head, span, [&](int n) { add(head, span, n); });
 }
 
 double attention::result(int head, int query, float * value) const {
@@ -270,6 +282,61 @@ double attention::result(int head, int query, float * value) const {
         return -INFINITY;
     }
     return most + std::log(sum);
+}
+
+void attention::weigh(int part) {
+    const int head = part/n_span;
+    const int span = part % n_span;
+
+    float * to = work.attn[head].data() + work.rows[head].n_looked*span/n_span;
+
+    read_part(head, span, [&](int n) {
+        const float scale = is_few ? 0.0f : softened(powers.data(), n*n_column, logits);
+
+        std::fill_n(to, n, 0.0f);
+        for (int q = 0; q < n_query; ++q) {
+            const double sum = work.sums[head*n_query + q];
+            if (!std::isfinite(sum)) {
+                continue;
+            }
+            float * own = powers.data() + (is_few ? q*n_together : q);
+
+            const int   step = is_few ? 1 : n_column;
+            const float by   = is_few ? softened(own, n, logits) : scale;
+            for (int j = 0; j < n; ++j) {
+                to[j] += std::exp(by*own[j*step] - (float) sum);
+            }
+        }
+        for (int j = 0; j < n; ++j) {
+            // a key that is no number gets none
+            to[j] = to[j] > 0.0f ? to[j] : 0.0f;
+        }
+        to += n;
+    });
+}
+
+std::vector<attended_token> attention::most_attended(int head, int k) const {
+    const auto & row = work.rows[head];
+    const auto & own = work.attn[head];
+
+    std::vector<attended_token> res;
+    res.reserve(row.n_looked);
+    for (const auto & range : row.looked) {
+        for (int64_t place = range.begin; place < range.begin + range.n; ++place) {
+            const int64_t pos = looking.pos_of(range, place);
+            res.push_back({ pos, place, looking.turn_back(range, pos), own[res.size()] });
+        }
+    }
+
+    const auto is_before = [](const attended_token & a, const attended_token & b) {
+        return a.attn != b.attn ? a.attn > b.attn : a.pos > b.pos;
+    };
+    const auto end = res.begin() + std::min<size_t>(k, res.size());
+    std::nth_element(res.begin(), end - (end != res.begin()), res.end(), is_before);
+    res.erase(end, res.end());
+    std::sort(res.begin(), res.end(), [](const attended_token & a, const attended_token & b) { return a.pos < b.pos; });
+
+    return res;
 }
 
 } // namespace kvtool

@@ -19,6 +19,20 @@ public:
     // of each row and part of the tokens, for each query: the highest logit, the sum of the exponentials beside it, and the
     // sum of the values by them
     std::vector<float> parts;
+
+    // of each row and query, what its softmax adds up to, as a logarithm; and of each row the attention that the tokens that are
+    // looked into get, one after the other
+    std::vector<double>             sums;
+    std::vector<std::vector<float>> attn;
+};
+
+// an archived token that a row attends to
+struct attended_token {
+    int64_t pos;
+    int64_t place;
+    int64_t turn; // how far its key turns, to have its distance from the first query
+
+    float attn; // the sum over the row's queries
 };
 
 // a thread's share in one layer's attention
@@ -43,6 +57,14 @@ public:
     // Once all parts are there: value[n_embd_v] of a query, and the logarithm of its sum. Keys, queries or values that are no
     // numbers give -INFINITY.
     double result(int head, int query, float * value) const;
+
+    // Then how much attention each token gets, in parts as before: `set_sum` first, of all queries. sum: of the whole softmax, as a
+    // logarithm; -INFINITY: the query counts for nothing
+    void set_sum(int head, int query, double sum) { work.sums[head*n_query + query] = sum; }
+    void weigh(int part);
+
+    // and the k tokens that get most, the oldest first; among equal ones the newer one is chosen
+    std::vector<attended_token> most_attended(int head, int k) const;
 
 private:
     const archive        & all;
@@ -87,6 +109,10 @@ private:
     float * part_of(int head, int span, int query) const {
         return work.parts.data() + ((size_t) (head*(n_span + 1) + span)*n_query + query)*(2 + n_value);
     }
+
+    // the row's tokens that are a part's, some at a time: done(n) once n of them are read
+    template <typename F>
+    void read_part(int head, int span, F && done);
 
     void clear(float * part) const;
     void read(int head, const token_range & range, int64_t begin, int n, int at);

@@ -18,8 +18,7 @@ void archive::cut(int64_t end, int64_t next) {
     }
 
     // what an eviction then would have called far
-    const int64_t old_far = std::min(far, end);
-    far = std::max(begin(), std::min(old_far, next - n_near));
+    far = std::max(begin(), std::min({ far, end, next - n_near }));
 
     for (auto & l : layers) {
         l.set_span(begin(), end);
@@ -29,20 +28,6 @@ void archive::cut(int64_t end, int64_t next) {
 
     while (frames.size() > 1 && frames.back().first >= end) {
         frames.pop_back();
-    }
-
-    // the index of tokens that are not far any more
-    std::vector<float> tmp;
-    for (size_t i = 0; i < layers.size(); ++i) {
-        auto & l = layers[i];
-
-        tmp.resize(l.n_embd_k);
-        for (int head = 0; head < l.n_head && l.n_bit > 0; ++head) {
-            for (int64_t t = far; t < old_far; ++t) {
-                l.keys(head, t, 1, tmp.data());
-                l.set_index(head, t, tmp.data());
-            }
-        }
     }
 
     seal();

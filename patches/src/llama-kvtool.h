@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 13
+#define LLAMA_KVTOOL_ABI 14
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -55,11 +55,10 @@ struct llama_kvtool_params {
     // the archive, if there is one
     int32_t n_recall; // of each row's last cells: those that a step fills from the archive; 0 without an archive
     int32_t n_made;   // of these for each token of a step: one for each query head of a row, made so that attention to them is
-                      // attention to the whole archive; 0: n_recall archived tokens are chosen for the step
-    int32_t n_exact;  // with made cells: tokens of clusters that are looked into; the others are known by their cluster's mean
-                      // alone. 0: all archived tokens are attended to
+                      // attention to the whole archive; 0: the n_recall archived tokens come back that get most attention
+    int32_t n_exact;  // archived tokens that a step looks into, those of clusters; the others are known by their cluster's mean
+                      // alone. 0: it looks into all
     int32_t n_near;   // tokens farther than this count, and come back, as if they were so far
-    int32_t n_bit;    // of each number in the index that keys are chosen by: 8 or 4, or 0 for the keys themselves
     int32_t type_k;   // ggml_type of archived keys
     int32_t type_v;   // and values
 
@@ -248,9 +247,13 @@ LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, con
 // layers; one whose tokens are all forgotten is used again. Returns the bytes of a slab.
 LLAMA_API int64_t llama_kvtool_archive_slab(const struct llama_context * ctx, int32_t * n_token);
 
-// out[n_row][n_recall]: the positions of the tokens that each row recalled in the last step with an archive, the oldest
-// first, then -1
-LLAMA_API int32_t llama_kvtool_recalled(struct llama_context * ctx, int64_t * out, int32_t n_row, int32_t n_recall);
+// From now on each row says which archived tokens it attends to most in a step, n of them. Without made cells it says them of the
+// n_recall that come back, and n must be n_recall.
+LLAMA_API int32_t llama_kvtool_trace(struct llama_context * ctx, int32_t n);
+
+// out[n_row][n]: these tokens' positions of the last step with an archive, the oldest first, then -1; attn[n_row][n]: what each of
+// them gets of the attention, summed over the row's query heads and the step's tokens. n: as traced
+LLAMA_API int32_t llama_kvtool_attended(struct llama_context * ctx, int64_t * out, float * attn, int32_t n_row, int32_t n);
 
 // bytes that the archive takes
 LLAMA_API int64_t llama_kvtool_archive_bytes(const struct llama_context * ctx);

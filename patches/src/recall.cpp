@@ -1,5 +1,5 @@
-// Recall in the decode's graph: each layer chooses, with its own queries, the archived tokens of each row that they attend
-// to most, and puts them into the row's last cells, where attention finds them.
+// Recall in the decode's graph: each layer attends to its archive, and puts what it finds into the row's last cells, where
+// attention finds it: made cells, or the tokens that got most attention.
 
 #include "hooks.h"
 #include "input.h"
@@ -14,11 +14,11 @@
 
 namespace kvtool {
 
-// of each query's products with the live cells the highest one, and its probability beside them and the attention sink: both
-// [1, 1, n_tokens*n_head]
+// of each query's products with the live cells, or its logits where they are capped, the highest one, and its probability beside
+// them and the attention sink: both [1, 1, n_tokens*n_head]
 static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
         const llm_graph_context & graph, const llama_kvtool & kvtool, const layer & l, ggml_tensor * q, ggml_tensor * mask,
-        ggml_tensor * sinks, float scale) {
+        ggml_tensor * sinks, const logit_params & logits) {
     ggml_context * ctx = graph.ctx0;
 
     auto & input = graph_input(graph);
@@ -34,7 +34,10 @@ static std::pair<ggml_tensor *, ggml_tensor *> live_logits(
     ggml_tensor * k = ggml_view_3d(ctx, l.k, n_embd, n_live, l.n_head, l.k->nb[1], ggml_row_size(l.k->type, n_embd), 0);
 
     ggml_tensor * kq = ggml_mul_mat(ctx, k, ggml_permute(ctx, q, 0, 2, 1, 3));
-    ggml_tensor * p  = ggml_soft_max_ext(ctx, kq, input.live, scale, 0.0f);
+    if (logits.cap > 0.0f) {
+        kq = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, logits.scale/logits.cap)), logits.cap);
+    }
+    ggml_tensor * p  = ggml_soft_max_ext(ctx, kq, input.live, logits.cap > 0.0f ? 1.0f : logits.scale, 0.0f);
     ggml_soft_max_add_sinks(p, sinks);
     ggml_tensor * at = ggml_reshape_2d(ctx, ggml_argmax(ctx, ggml_reshape_2d(ctx, p, n_live, n_row)), 1, n_row);
 
@@ -85,11 +88,13 @@ void llama_kvtool_recall(
     const bool is_half = l.k->type == GGML_TYPE_F16 && (!l.v || l.v->type == GGML_TYPE_F16);
     const auto type    = is_half ? GGML_TYPE_F16 : GGML_TYPE_F32;
 
+    const auto logits = logits_of(graph, scale);
+
     ggml_tensor * args[] = { q, input.rot, nullptr, nullptr };
-    if (n_made == 0) {
-        std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, scale);
+    if (kvtool->archive->n_traced > 0) {
+        std::tie(args[2], args[3]) = live_logits(graph, *kvtool, l, q, mask, sinks, logits);
     }
-    ggml_tensor * t = input.kvtool.archive->build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits_of(graph, scale));
+    ggml_tensor * t = input.kvtool.archive->build(graph, i, l.k, args, type, k*(n_embd_k + n_embd_v), logits);
     ggml_build_forward_expand(graph.gf, t);
 
     // the first k cells behind those of the rows' own tokens

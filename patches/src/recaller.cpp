@@ -34,20 +34,19 @@ struct gathering {
     static void from(const float * x, float       * y, int64_t n) { std::copy_n(x, n, y); }
 
     // a head's; zeros where there are less than k
-    void copy(int head, const choice & one, const std::vector<int64_t> & chosen, int64_t rot) {
-        const int n = chosen.size();
+    void copy(int head, const std::vector<attended_token> & some) {
+        const int n = some.size();
 
         key.resize(l.n_embd_k);
         for (int i = 0; i < k; ++i) {
             T * to = to_k + ((size_t) i*l.n_head + head)*l.n_embd_k;
-            const int64_t delta = i < n ? one.turn_of(chosen[i], rot) : 0;
             if (i >= n) {
                 std::fill_n(to, l.n_embd_k, T {});
-            } else if (delta == 0) {
-                from(l.type_k, l.raw_key(head, chosen[i]), to, l.n_embd_k);
+            } else if (some[i].turn == 0) {
+                from(l.type_k, l.raw_key(head, some[i].place), to, l.n_embd_k);
             } else {
-                l.keys(head, chosen[i], 1, key.data());
-                rope.turn(key.data(), delta);
+                l.keys(head, some[i].place, 1, key.data());
+                rope.turn(key.data(), some[i].turn);
                 from(key.data(), to, l.n_embd_k);
             }
         }
@@ -56,7 +55,7 @@ struct gathering {
         for (int i = 0; i < k; ++i) {
             T * to = v_trans ? values.data() + i % n_side*l.n_embd_v : to_v + ((size_t) i*l.n_head + head)*l.n_embd_v;
             if (i < n) {
-                from(l.type_v, l.raw_value(head, chosen[i]), to, l.n_embd_v);
+                from(l.type_v, l.raw_value(head, some[i].place), to, l.n_embd_v);
             } else {
                 std::fill_n(to, l.n_embd_v, T {});
             }
@@ -71,72 +70,6 @@ struct gathering {
         }
     }
 };
-
-template <typename T>
-static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto & layer = *(recalled_layer *) userdata;
-
-    auto & tokens = layer.all->tokens;
-    auto & work   = layer.all->work;
-
-    const auto & l = tokens[layer.i];
-
-    const ggml_tensor * q = dst->src[0];
-
-    const int64_t rot = *(const int32_t *) dst->src[1]->data;
-
-    const auto * most = (const float *) dst->src[2]->data;
-    const auto * prob = (const float *) dst->src[3]->data;
-
-    const int k     = layer.all->params.n_recall;
-    const int n_gqa = q->ne[1]/l.n_head;
-
-    T * to_k = (T *) dst->data;
-    T * to_v = to_k + (size_t) k*l.n_head*l.n_embd_k;
-
-    choice       one(tokens, layer.i, rot, work, ith, nth);
-    gathering<T> all { l, tokens.turns_of(layer.i), k, layer.all->params.v_trans != 0, to_k, to_v };
-
-    if (tokens.size() > k) {
-        if (ith == 0) {
-            one.make_room(n_gqa*q->ne[2]);
-        }
-        work.meet(nth);
-
-        std::vector<float> queries;
-        std::vector<float> live;
-
-        for (int head = 0; head < l.n_head; ++head) {
-            queries.clear();
-            live   .clear();
-            for (int64_t t = 0; t < q->ne[2]; ++t) {
-                for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
-                    const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
-                    queries.insert(queries.end(), from, from + l.n_embd_k);
-
-                    const size_t at = g*q->ne[2] + t;
-                    live.push_back(layer.logits.scale*most[at] - std::log(prob[at]));
-                }
-            }
-            one.set_scores(head, queries, live, layer.logits.scale);
-        }
-        work.meet(nth);
-    }
-
-    for (int head = ith; head < l.n_head; head += nth) {
-        const auto & chosen = one.choose(head, k);
-        std::fill_n(std::copy(chosen.begin(), chosen.end(), layer.chosen.begin() + head*k), k - chosen.size(), -1);
-        all.copy(head, one, chosen, rot);
-    }
-}
-
-void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    if (dst->type == GGML_TYPE_F16) {
-        recall<ggml_fp16_t>(dst, ith, nth, userdata);
-    } else {
-        recall<float>(dst, ith, nth, userdata);
-    }
-}
 
 // so many tokens of a step look each into tokens of their own, and more tokens into no more
 static constexpr int n_apart = 4;
@@ -153,6 +86,124 @@ static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa)
     return res;
 }
 
+// the attention of a layer in a graph; all threads make one
+static attention attention_of(const ggml_tensor * dst, recalled_layer & layer) {
+    const auto & p = layer.all->params;
+
+    const ggml_tensor * q = dst->src[0];
+
+    const int64_t rot = *(const int32_t *) dst->src[1]->data;
+
+    const int n_gqa    = q->ne[1]/layer.all->tokens[layer.i].n_head;
+    const int n_tokens = q->ne[2];
+
+    // tokens of a step share what is looked into; as many as are chosen are looked into
+    int64_t n_exact = (int64_t) p.n_exact*std::min(n_tokens, n_apart);
+    if (n_exact > 0 && p.n_made == 0) {
+        n_exact = std::max<int64_t>(n_exact, p.n_recall);
+    }
+    return attention(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, n_exact, layer.all->attending);
+}
+
+// all threads call it
+static void attend(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
+    const ggml_tensor * q = dst->src[0];
+
+    const int n_head = layer.all->tokens[layer.i].n_head;
+
+    auto & all = layer.all->attending;
+
+    if (ith == 0) {
+        one.make_room();
+    }
+    all.meet(nth);
+
+    std::vector<float> queries;
+    for (int head = ith; head < n_head; head += nth) {
+        queries = queries_of(q, head, q->ne[1]/n_head);
+        one.find(head, queries.data());
+    }
+    all.meet(nth);
+    for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
+        one.attend(part);
+    }
+    all.meet(nth);
+}
+
+// Then, what each token gets of all attention, that to the live cells included. All threads call it, each with its rows' sums.
+static void weigh(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
+    const ggml_tensor * q = dst->src[0];
+
+    const auto & l = layer.all->tokens[layer.i];
+
+    const auto * most = (const float *) dst->src[2]->data;
+    const auto * prob = (const float *) dst->src[3]->data;
+
+    const int n_gqa    = q->ne[1]/l.n_head;
+    const int n_tokens = q->ne[2];
+
+    std::vector<float> value(l.n_embd_v);
+    for (int head = ith; head < l.n_head; head += nth) {
+        for (int i = 0; i < n_tokens*n_gqa; ++i) {
+            const size_t at = (size_t) (head*n_gqa + i % n_gqa)*n_tokens + i/n_gqa;
+
+            const double sum = (layer.logits.cap > 0.0f ? 1.0f : layer.logits.scale)*most[at] - std::log(prob[at]);
+            const double own  = one.result(head, i, value.data());
+
+            const double top = std::max(sum, own);
+            one.set_sum(head, i, std::isfinite(own) && std::isfinite(sum) ? top + std::log(std::exp(sum - top) + std::exp(own - top)) : -INFINITY);
+        }
+    }
+    layer.all->attending.meet(nth);
+    for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
+        one.weigh(part);
+    }
+    layer.all->attending.meet(nth);
+}
+
+static const attended_token no_token = { -1, -1, 0, 0.0f };
+
+static void note(recalled_layer & layer, int head, int n, const std::vector<attended_token> & some) {
+    auto * to = layer.attended.data() + head*n;
+    for (int i = 0; i < n; ++i) {
+        to[i] = i < (int) some.size() ? some[i] : no_token;
+    }
+}
+
+template <typename T>
+static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    auto & layer = *(recalled_layer *) userdata;
+
+    auto & tokens = layer.all->tokens;
+
+    const auto & l = tokens[layer.i];
+
+    const int k = layer.all->params.n_recall;
+
+    T * to_k = (T *) dst->data;
+    T * to_v = to_k + (size_t) k*l.n_head*l.n_embd_k;
+
+    gathering<T> all { l, tokens.turns_of(layer.i), k, layer.all->params.v_trans != 0, to_k, to_v };
+
+    auto one = attention_of(dst, layer);
+    attend(one, dst, layer, ith, nth);
+    weigh (one, dst, layer, ith, nth);
+
+    for (int head = ith; head < l.n_head; head += nth) {
+        const auto some = one.most_attended(head, k);
+        note(layer, head, k, some);
+        all.copy(head, some);
+    }
+}
+
+void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
+    if (dst->type == GGML_TYPE_F16) {
+        recall<ggml_fp16_t>(dst, ith, nth, userdata);
+    } else {
+        recall<float>(dst, ith, nth, userdata);
+    }
+}
+
 template <typename T>
 static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
     auto & layer = *(recalled_layer *) userdata;
@@ -162,39 +213,19 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
     const ggml_tensor * q = dst->src[0];
 
-    const int64_t rot = *(const int32_t *) dst->src[1]->data;
-
     const int n_gqa    = q->ne[1]/l.n_head;
     const int n_tokens = q->ne[2];
     const int n_cell   = n_tokens*p.n_made;
 
-    auto & all = layer.all->attending;
-
-    // tokens of a step share what is looked into
-    const int64_t n_exact = (int64_t) p.n_exact*std::min(n_tokens, n_apart);
-
-    attention one(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, n_exact, all);
-    if (ith == 0) {
-        one.make_room();
-    }
-    all.meet(nth);
-
-    std::vector<float> queries;
-    for (int head = ith; head < l.n_head; head += nth) {
-        queries = queries_of(q, head, n_gqa);
-        one.find(head, queries.data());
-    }
-    all.meet(nth);
-    for (int part = one.n_part()*ith/nth; part < one.n_part()*(ith + 1)/nth; ++part) {
-        one.attend(part);
-    }
-    all.meet(nth);
+    auto one = attention_of(dst, layer);
+    attend(one, dst, layer, ith, nth);
 
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;
 
     made_cells cells(n_gqa, l.n_embd_k, l.n_embd_v, layer.type_k, layer.logits);
 
+    std::vector<float>  queries;
     std::vector<double> sums(n_gqa);
     std::vector<float>  found(n_gqa*l.n_embd_v);
     std::vector<T>      value(l.n_embd_v);
@@ -227,6 +258,14 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
             }
         }
     }
+
+    if (dst->src[2]) {
+        layer.all->attending.meet(nth);
+        weigh(one, dst, layer, ith, nth);
+        for (int head = ith; head < l.n_head; head += nth) {
+            note(layer, head, layer.all->n_traced, one.most_attended(head, layer.all->n_traced));
+        }
+    }
 }
 
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
@@ -241,7 +280,15 @@ recaller::recaller(const archive_params & params, const std::vector<archive_shap
     tokens.make(params, shapes);
 
     for (size_t i = 0; i < shapes.size(); ++i) {
-        recalled.push_back({ this, i, {}, GGML_TYPE_F32, std::vector<int64_t>((size_t) shapes[i].n_head*params.n_recall, -1) });
+        recalled.push_back({ this, i, {}, GGML_TYPE_F32, {} });
+    }
+    trace(params.n_made > 0 ? 0 : params.n_recall);
+}
+
+void recaller::trace(int32_t n) {
+    n_traced = n;
+    for (auto & l : recalled) {
+        l.attended.assign((size_t) tokens[l.i].n_head*n, no_token);
     }
 }
 
@@ -263,9 +310,7 @@ void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<lay
 
 void recaller::clear() {
     tokens.clear();
-    for (auto & l : recalled) {
-        std::fill(l.chosen.begin(), l.chosen.end(), -1);
-    }
+    trace(n_traced);
 }
 
 ggml_tensor * recaller::build(
@@ -276,7 +321,7 @@ ggml_tensor * recaller::build(
 
     const bool made = params.n_made > 0;
 
-    ggml_tensor * t = ggml_custom_4d(graph.ctx0, type, n, 1, 1, 1, args, made ? 2 : 4, made ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
+    ggml_tensor * t = ggml_custom_4d(graph.ctx0, type, n, 1, 1, 1, args, n_traced > 0 ? 4 : 2, made ? make_into : recall_into, GGML_N_TASKS_MAX, &recalled[i]);
     // what another machine's device says it can do, it may not
     ggml_backend_sched_set_tensor_backend(graph.sched, t, graph.backend_cpu);
 

@@ -4,7 +4,6 @@
 
 #include "archive.h"
 #include "attention.h"
-#include "choice.h"
 
 #include <cstdint>
 #include <vector>
@@ -25,15 +24,15 @@ struct recalled_layer {
     logit_params logits; // in the graph that was made last
     ggml_type    type_k; // of the cache there
 
-    std::vector<int64_t> chosen; // [n_head][n_recall]: the tokens that its rows recalled last, the oldest first, then -1
+    std::vector<attended_token> attended; // [n_head][n_traced]: those that its rows attended to most in the last step, then -1
 };
 
 // Recalls tokens, as an operation of ggml's; userdata: a recalled_layer. dst: K [k][n_head][n_embd_k], then V
 // [k][n_head][n_embd_v] or transposed, as F16 or F32; src: the queries [n_embd_k, n_head_q, n_tokens], where the first of them
-// is rotated to, and of their logits with the live cells the highest one and its probability, both [n_head_q][n_tokens]
+// is rotated to, and of their products with the live cells the highest one and its probability, both [n_head_q][n_tokens]
 void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
-// The same with made cells, n_made a token; src: the queries, and where the first of them is rotated to
+// The same with made cells, n_made a token; src: the same, or without tracing the first two
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata);
 
 class recaller {
@@ -54,10 +53,14 @@ public:
             const llm_graph_context & graph, size_t i, const ggml_tensor * k, ggml_tensor ** args, ggml_type type, int64_t n,
             const logit_params & logits);
 
+    // from now on each row says which tokens it attends to most in a step, so many; recalled ones are said anyway
+    void trace(int32_t n);
+
     const archive_params params;
 
+    int32_t n_traced = 0;
+
     archive        tokens;
-    choice_work    work;
     attention_work attending;
 
     std::vector<recalled_layer> recalled; // one a layer

@@ -225,6 +225,10 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         }
     }
 
+    if (l.n_embd_v == 0) {
+        return;
+    }
+
     // few do: their values beside each other
     std::vector<int> some;
     std::vector<ggml_fp16_t> rows;

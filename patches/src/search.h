@@ -49,10 +49,21 @@ public:
 
     // how far the key of a token in a range has to be turned
     int64_t turn_of(const token_range & range, int64_t place) const {
+        const int64_t i = pos_of(range, place);
         if (range.sealed) {
-            return all.turn_to(range.sealed->to, place - place % l.n_block + range.sealed->order[place % l.n_block]);
+            return all.turn_to(range.sealed->to, i);
         }
-        return range.is_far ? all.base_of(place) - place : 0;
+        return range.is_far ? all.base_of(i) - i : 0;
+    }
+
+    // the token in a place of a range
+    int64_t pos_of(const token_range & range, int64_t place) const {
+        return range.sealed ? place - place % l.n_block + range.sealed->order[place % l.n_block] : place;
+    }
+
+    // how far the key of a range's token turns, to have its distance from the first query
+    int64_t turn_back(const token_range & range, int64_t i) const {
+        return all.base_of(i) - (range.is_far ? i + far_turn : all.base());
     }
 
 private:

@@ -30,14 +30,11 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
-    if (params.n_exact < 0 || (params.n_exact > 0 && params.n_made == 0)) {
-        return format("n_exact must be 0 or more, and 0 without made cells, got %d", params.n_exact);
+    if (params.n_exact < 0) {
+        return format("n_exact must be 0 or more, got %d", params.n_exact);
     }
     if (params.n_made < 0 || params.n_made > params.n_recall) {
         return format("n_made must be in 0..%d, which is n_recall, got %d", params.n_recall, params.n_made);
-    }
-    if (params.n_recall > 0 && params.n_bit != 0 && params.n_bit != 4 && params.n_bit != 8) {
-        return format("n_bit must be 0, 4 or 8, got %d", params.n_bit);
     }
 
     return {};
@@ -70,8 +67,8 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
             return format("heads of %d and %d numbers are not archived as %s; choose f16",
                     l.n_embd_k, l.n_embd_v, ggml_type_name((ggml_type) params.type_k));
         }
-        if (params.n_bit > 0 && l.n_embd_k % 8 != 0) {
-            return format("an index is for keys of a multiple of 8 numbers, not %d; choose by keys", l.n_embd_k);
+        if (params.n_exact > 0 && l.n_embd_k % 8 != 0) {
+            return format("clusters are for keys of a multiple of 8 numbers, not %d; choose search=all", l.n_embd_k);
         }
         if (params.n_recall >= l.n_cell) {
             return format("n_recall must be less than the %d cells, got %d", l.n_cell, params.n_recall);
@@ -166,7 +163,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {
     const auto & p = params;
 
-    const archive_params common = { p.n_recall, p.n_near, p.n_bit, p.type_k, p.type_v, v_trans, p.n_made, p.n_exact };
+    const archive_params common = { p.n_recall, p.n_near, p.type_k, p.type_v, v_trans, p.n_made, p.n_exact };
 
     std::vector<archive_shape> shapes;
     for (const auto & l : layers) {
