@@ -17,13 +17,11 @@ from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
-SEARCHES = ({}, {"index": "q4"}, {"search": "all"}, {"search": "clusters", "exact": 40})
-"""How recall looks into its archive; the first chooses by the keys themselves."""
+SEARCHES = ({}, {"search": "all"}, {"exact": 40})
+"""How recall looks into its archive."""
 
 
 def fit(budget=48, evict_every=16, **params):
-    if "search" not in params:
-        params = {"index": "keys"} | params
     return policies.fit("recall", budget, evict_every, [f"{key}={value}" for key, value in params.items()])
 
 

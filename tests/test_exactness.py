@@ -15,7 +15,8 @@ from kvtool import policies
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
-from kvtool.measure import holdings, perplexity
+from kvtool.measure import perplexity
+from kvtool.models.layers import Layers
 from tests.reference import transformer
 from tests.running import LOGITS, TOLERANCE, open_engine, text
 
@@ -31,9 +32,9 @@ def twin(name, params, n_ctx):
     return partial(module.keep, **params), observe and partial(observe, **params)
 
 
-def reference(path, tokens, policy, name, **kwargs):
+def reference(path, tokens, policy, name, made=True, **kwargs):
     model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
-    policy = policy.on(model.n_head // model.n_head_kv)
+    policy = policy.on(model.n_head // model.n_head_kv, made)
     n_filled = policy.budget - policy.n_live
     params = {key: getattr(policy, key) for key in policies.params(type(policy))}
     keep, observe = twin(name, params, model.n_ctx_train)
@@ -44,7 +45,7 @@ def reference(path, tokens, policy, name, **kwargs):
         slack=policy.slack,
         # steps of the engine's length: positions start over between two of them
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
-        recalled=math.inf if policy.recall and policy.recall.made else n_filled,
+        recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
         keep=keep,
         observe=observe,
@@ -157,23 +158,27 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "auto"])
 @pytest.mark.parametrize(
-    "options",
-    [["index=keys"], ["index=keys", "recalled=5", "chunk=4"], ["search=all"], ["search=all", "chunk=5"]],
-    ids=" ".join,
+    ("made", "options"),
+    [(True, []), (True, ["chunk=5"]), (False, []), (False, ["recalled=5", "chunk=4"])],
 )
 @pytest.mark.parametrize("rope", ["norm", "neox"])
-def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_every, options):
+def test_recall_scores_like_the_definition(
+    monkeypatch, tiny_model, rope, positions, evict_every, made, options
+):
     # no token twice: rounding would decide between two of them that are far
     n = 128 if positions == "original" else 250
     tokens = np.random.default_rng(1).permutation(np.arange(3, 259))[:n].astype(np.int32)
     # distances of more than 65 are one
     path = tiny_model(n_head_kv=2, n_ctx_train=130, rope=rope)
-    policy = policies.fit("recall", 48, evict_every, options)
-    want = reference(path, tokens, policy, "recall", positions=positions)
+    policy = policies.fit("recall", 48, evict_every, ["search=all", *options])
+    want = reference(path, tokens, policy, "recall", made, positions=positions)
+    # as if values were a part of the keys, for which there is a definition of its own
+    monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, positions=positions, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
-        assert engine.context.archive.n > 2 * policy.recalled
-        recalled, made = holdings.recalled_last(engine), engine.policy.recall.made
+        archive, n_recalled = engine.context.archive, engine.policy.recalled
+        assert archive.n > 2 * n_recalled
+        recalled = None if made else archive.attended(len(engine.rows.live), n_recalled)[0]
     if has_gpu():
         # rounded in another way, two tokens change places in a choice, and all after them differs
         assert np.median(np.abs(got - want.nll)) < TOLERANCE
@@ -183,12 +188,18 @@ def test_recall_scores_like_the_definition(tiny_model, rope, positions, evict_ev
 
 
 # many queries a step, and few, which are multiplied where keys lie
-@pytest.mark.parametrize(("rope", "chunk"), [("norm", 16), ("norm", 1), ("neox", 2)])
-def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(tiny_model, rope, chunk):
+@pytest.mark.parametrize(
+    ("rope", "chunk", "made"),
+    [("norm", 16, True), ("norm", 1, True), ("neox", 2, True), ("norm", 16, False), ("neox", 4, False)],
+)
+def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
+    monkeypatch, tiny_model, rope, chunk, made
+):
     # blocks of one frame and of two, near and far
     path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, rope=rope), text(1300)
-    policy = policies.fit("recall", 48, 16, ["search=clusters", "exact=1000000", f"chunk={chunk}"])
-    want = reference(path, tokens, policy, "recall", positions="auto", n_block=256)
+    policy = policies.fit("recall", 48, 16, ["exact=1000000", f"chunk={chunk}"])
+    want = reference(path, tokens, policy, "recall", made, positions="auto", n_block=256)
+    monkeypatch.setattr(Layers, "has_values", made)
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.n_restart > 1

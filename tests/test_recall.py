@@ -12,7 +12,8 @@ from kvtool import policies
 from kvtool.engine.outlook import first_plan
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
 from kvtool.llama.library import check, lib
-from kvtool.measure import holdings, perplexity
+from kvtool.measure import perplexity
+from kvtool.models.layers import Layers
 from kvtool.policies.recall import Recall
 from kvtool.system.memory import rss_bytes
 from tests import saved
@@ -30,20 +31,26 @@ def scores(path, policy, tokens, **settings):
         return perplexity.stream(engine, tokens)
 
 
-@pytest.mark.parametrize("index", ["keys", "q8", "q4"])
+@pytest.fixture
+def without_values(monkeypatch):
+    """Models as if values were a part of the keys (MLA): no cells are made, archived tokens come back."""
+    monkeypatch.setattr(Layers, "has_values", False)
+
+
+@pytest.mark.parametrize("search", ["clusters", "all"])
 @pytest.mark.parametrize(
     ("flash", "kind", "tolerance"),
     # flash attention takes keys in half precision, and adds them up in another order
     [("off", "f32", TOLERANCE), ("on", "f16", 2e-2), ("on", "q8_0", 0.1)],
 )
-def test_an_archive_no_larger_than_what_is_recalled_is_the_full_cache(
-    tiny_model, index, flash, kind, tolerance
+def test_an_archive_no_larger_than_what_comes_back_is_the_full_cache(
+    tiny_model, without_values, search, flash, kind, tolerance
 ):
     path, tokens = tiny_model(n_head_kv=2), text(120)
     settings = {"type_k": kind, "type_v": kind, "flash": flash, "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
     kept = scores(path, policies.fit("streamingllm", 64, 16), tokens, **settings)
-    with open_engine(path, fit(128, recalled=64, index=index), archive_type=kind, **settings) as engine:
+    with open_engine(path, fit(128, recalled=64, search=search), archive_type=kind, **settings) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 64
     assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
@@ -83,7 +90,7 @@ def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_hea
 def test_made_cells_are_the_same_with_any_number_of_threads(tiny_model):
     found = []
     for n_threads in (1, 2, 5):
-        policy = fit(search="clusters", exact=100)
+        policy = fit(exact=100)
         with open_engine(tiny_model(n_head_kv=2), policy, n_threads=n_threads) as engine:
             engine.read(text(900))
             found.append(engine.context.logits().copy())
@@ -133,15 +140,15 @@ def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
     error = {}
     for name, params in {
         "window": None,
-        "few": {"search": "clusters", "exact": 1},
-        "many": {"search": "clusters", "exact": 500},
+        "few": {"exact": 1},
+        "many": {"exact": 500},
     }.items():
         policy = fit(**params) if params else policies.fit("streamingllm", 48, 16)
         error[name] = np.abs(scores(path, policy, tokens, archive_type="f32") - full)[600:].mean()
     assert error["many"] < 0.9 * error["few"] < 0.8 * error["window"]
 
 
-@pytest.mark.parametrize("search", [{"search": "all"}, {"search": "clusters", "exact": 64}])
+@pytest.mark.parametrize("search", [{"search": "all"}, {"exact": 64}])
 def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
     path, tokens = tiny_model(**CLUSTERED), text(1700)
     with open_engine(path, fit(**search), archive=1200) as engine:
@@ -156,24 +163,39 @@ def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
 def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(64)
     want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)
-    with open_engine(path, fit(128, recalled=32)) as engine:
+    with open_engine(path, fit(98)) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 0
     assert (got == want).all()
 
 
-@pytest.mark.parametrize("index", ["keys", "q4"])
-def test_any_number_of_threads_chooses_the_same(tiny_model, index):
+def test_the_same_tokens_come_back_with_any_number_of_threads(tiny_model, without_values):
     found = []
     for n_threads in (1, 2, 5):
-        with open_engine(tiny_model(), fit(recalled=9, index=index), n_threads=n_threads) as engine:
+        with open_engine(tiny_model(), fit(recalled=9, exact=100), n_threads=n_threads) as engine:
             engine.read(text(900))
-            found.append((holdings.recalled_last(engine), engine.context.logits().copy()))
-            # several tiles for each thread
+            found.append((*engine.context.archive.attended(4, 9), engine.context.logits().copy()))
+            # several blocks
             assert engine.n_archived > 3 * 256
-    for chosen, logits in found[1:]:
-        assert (chosen == found[0][0]).all()
-        assert (logits == found[0][1]).all()
+    for own in found[1:]:
+        assert all((a == b).all() for a, b in zip(own, found[0], strict=True))
+
+
+def test_attention_to_archived_tokens_is_that_of_the_full_cache(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(200)
+    with open_engine(path, fit(search="all", chunk=1), archive_type="f32") as engine:
+        engine.context.archive.trace(200)
+        perplexity.stream(engine, tokens)
+        pos, attn = engine.context.archive.attended(4, 200)
+        n = engine.n_archived
+    with open_engine(path, policies.fit("tova", 256, 1)) as engine:
+        perplexity.stream(engine, tokens[:-1])
+        engine.step(tokens[-1:])
+        want = np.stack([signal[:, :200] for signal in engine.signals.read().values()])[0]
+    for row in range(4):
+        assert pos[row, :n].tolist() == list(range(4, 4 + n))
+        assert (pos[row, n:] == -1).all()
+        assert np.abs(attn[row, :n] - want[row, 4 : 4 + n]).max() < TOLERANCE
 
 
 def test_the_oldest_tokens_go_for_good_where_the_archive_is_full(tiny_model):
@@ -256,16 +278,17 @@ def test_what_recall_cannot_do_is_one_line(tiny_model, settings):
 
 
 WRONG = [
-    ({"recalled": 0}, r"recalled must be in 1..27 \(the budget of 48 less 16 slack, 4 sinks and the newest"),
+    ({"recalled": -1}, r"recalled must be in 1..27 \(the budget of 48 less 16 slack, 4 sinks and the newest"),
     ({"recalled": 9999}, "recalled must be in 1..27 .*, got 9999; with .* at least 10020$"),
     (
         {"sinks": 99},
-        "budget of 48 is too small for 99 sinks, the newest token, a recalled one and 16 slack; .* 117$",
+        "budget of 48 is too small for 99 sinks, the newest token, a cell for what is recalled and 16 slack; .* 117$",
     ),
     ({"budget": 1, "evict_every": None}, "a budget of 1 is too small for recall; use at least 7$"),
     ({"sinks": -1}, "sinks must not be negative, got -1"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
-    ({"index": "q2"}, "index must be one of keys, q8, q4, got q2"),
+    ({"exact": 0}, "exact must be at least 1, got 0"),
+    ({"search": "tokens"}, "search must be one of clusters, all, got tokens"),
 ]
 
 
@@ -284,9 +307,11 @@ def test_the_smallest_budget_that_is_named_works():
 
 def test_the_smallest_budget_has_room_for_what_is_held(tiny_model):
     smallest = policies.wanted("recall").smallest_budget(n_held=20)
-    with open_engine(tiny_model(), fit(smallest, None)) as engine:
+    # whose rows have one made cell
+    path = tiny_model(n_head_kv=4)
+    with open_engine(path, fit(smallest, None)) as engine:
         engine.hold(20)
-    with open_engine(tiny_model(), fit(smallest - 1, None)) as engine, pytest.raises(UsageError):
+    with open_engine(path, fit(smallest - 1, None)) as engine, pytest.raises(UsageError):
         engine.hold(20)
 
 
@@ -300,10 +325,10 @@ def test_live_and_recalled_cells_together_are_within_the_budget(tiny_model, posi
             n = min(int(rng.integers(1, engine.room() + 1)), len(tokens) - at)
             engine.step(tokens[at : at + n])
             at += n
-            n_recalled = min(engine.n_archived, policy.recalled)
-            assert engine.n_kv + n_recalled <= 48
-            # llama.cpp's own table has the recalled cells, too
-            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_recalled
+            n_made = engine.policy.recalled if engine.n_archived else 0
+            assert engine.n_kv + n_made <= 48
+            # llama.cpp's own table has those of all tokens of the step
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n * n_made
         assert engine.n_archived == engine.n_evicted == 600 - engine.n_kv
 
 
@@ -317,8 +342,8 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
         )
         engine.read(text(300))
         n_live = engine.policy.n_live
-    # before that there is nothing to choose
-    assert steps[0] == (n_live, 0)
+    # before that there is nothing to recall
+    assert steps[0][0] > 12
     assert max(n for n, n_archived in steps if n_archived) <= 12
     assert sum(n for n, n_archived in steps if not n_archived) == n_live
 
@@ -414,12 +439,13 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
         def scores(self, view, state):
             return np.random.default_rng(1).random(view.pos.shape, np.float32)
 
-    policy = Uneven(48, 16, 16)
+    policy = Uneven(48, 16, 0)
     with open_engine(tiny_model(n_head_kv=2), policy) as engine, pytest.raises(PlanError, match="archived"):
         engine.read(text(100))
 
 
-@pytest.mark.parametrize("slabs", [1, 2, 3.5])
+# few that are all looked into, and more that have clusters
+@pytest.mark.parametrize("slabs", [1, 2, 3.5, 6])
 def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
     path = tiny_model(n_ctx_train=512)
     with open_engine(path, fit()) as engine:
@@ -427,11 +453,12 @@ def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
     with open_engine(path, fit(), archive_bytes=int(slabs * slab)) as engine:
         archive, most = engine.context.archive, int(slabs) * slab
         taken = set()
-        for _ in engine.steps(text(1600)):
+        for _ in engine.steps(text(2500)):
             taken.add(engine.archive_bytes)
             assert archive.n <= archive.n_max
-        assert max(taken) == archive.max_bytes == most
-        assert archive.n == archive.n_max
+        assert max(taken) <= archive.max_bytes == most < max(taken) + slab
+        # whole blocks go where they have clusters
+        assert 0 <= archive.n_max - archive.n <= (255 if slabs > 4 else 0)
         # one token more would now and then lie in one slab more
         n, touched = archive.n_max, lambda n, begin: (begin + n - 1) // 256 - begin // 256 + 1
         assert max(touched(n, begin) for begin in range(256)) == int(slabs)
@@ -457,7 +484,8 @@ def test_tokens_that_are_forgotten_give_their_memory_back(tiny_model):
         archive = engine.context.archive
         many = archive.n_bytes
         archive.keep(300)
-        assert archive.n == 300
+        # whole blocks go
+        assert 300 - 256 < archive.n <= 300
         assert archive.n_bytes <= 3 * many / 8
         archive.keep(0)
         assert archive.n_bytes == 0
@@ -500,12 +528,16 @@ def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
     def stream(sizes):
         with open_engine(path, fit(), flash=flash) as engine:
             context, n_recall = engine.context, engine.policy.recall.n_cell
+            n_filled = context.n_cell - engine.policy.n_live
             for part, n in zip(parts, sizes, strict=True):
                 if n:
                     context.resize(np.full(len(context.layer_cells), n))
                 yield perplexity.stream(engine, part)
-                # llama.cpp's own table has the recalled cells, at its end
+                engine.evict_if_due()
+                engine.step(part[-1:])
+                # llama.cpp's own table has the made cells, at its end
                 assert len(saved.parse(context.state()).pos) == engine.n_kv + n_recall
+            n_recall = n_filled
             for n in (engine.n_kv + n_recall - 1, n_recall, 1):
                 why = f"{n} cells cannot hold its {engine.n_kv} tokens and {n_recall} recalled ones"
                 with pytest.raises(LibraryError, match=why):
@@ -517,8 +549,7 @@ def test_a_resize_leaves_room_for_what_is_recalled(tiny_model, flash):
 
 def test_cells_for_recalled_tokens_hold_no_others(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
-        context, n_recall = engine.context, engine.policy.recall.n_cell
-        n = context.n_cell - n_recall
+        context, n = engine.context, engine.policy.n_live
         end = n - 20
         for at in range(0, end, 16):
             context.decode(text(min(16, end - at)), at, 0)
@@ -617,7 +648,9 @@ def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, pat
         # the list has itself, which is gone then
         links = {fd: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
         (held,) = [fd for fd, name in links.items() if name == f"{path_of_file} (deleted)"]
-        assert held.stat().st_blocks * 512 >= engine.archive_bytes == held.stat().st_size > 0
+        # clusters lie in memory
+        assert 0.8 * engine.archive_bytes < held.stat().st_size < engine.archive_bytes
+        assert held.stat().st_blocks * 512 >= held.stat().st_size
         engine.context.archive.keep(0)
         assert held.stat().st_blocks == held.stat().st_size == 0
     assert not held.exists()
@@ -643,7 +676,7 @@ def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_f
             for _ in range(3):
                 with pytest.raises(StreamEnd, match="^no room for the archive on the disk: File too large$"):
                     read(engine)
-                assert archive.n_bytes == 3 * archive.slab_bytes
+                assert 2 * archive.slab_bytes < archive.n_bytes <= 3 * archive.slab_bytes
                 assert 768 - 16 < archive.span.stop <= 768 < engine.n_past
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -655,13 +688,6 @@ def test_a_stream_goes_on_where_a_full_disk_has_room_again(tiny_model, path_of_f
 def test_forgotten_tokens_leave_the_table_of_cells(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit()) as engine:
         engine.read(text(200))
-        for n in (5, 0):
+        for n, n_made in ((5, 2), (0, 0)):
             engine.context.archive.keep(n)
-            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n
-
-
-def test_no_token_is_recalled_by_a_made_cell(tiny_model):
-    with open_engine(tiny_model(n_head_kv=2), fit(search="clusters")) as engine:
-        found = holdings.watch(engine, text(200), 4, lambda *_: None)
-        assert found.recalled is None
-        assert found.archived.any()
+            assert len(saved.parse(engine.context.state()).pos) == engine.n_kv + n_made

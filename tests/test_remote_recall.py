@@ -16,7 +16,7 @@ import pytest
 from kvtool import policies
 from kvtool.llama.library import library_path
 from kvtool.llama.workers import add_rpc
-from kvtool.measure import holdings, perplexity
+from kvtool.measure import perplexity
 from tests import rpc_server, saved
 from tests.running import open_engine, text
 from tests.test_spares import RECOMPUTE
@@ -30,13 +30,12 @@ pytestmark = pytest.mark.engine
 
 # how it recalls, type of the archive, flash attention, type of the cache, how many layers the server has
 RUNS = [
-    ("index=keys", "f32", "off", "f32", 99),
-    ("index=q8", "f16", "on", "f16", 99),
-    ("index=q4", "q8_0", "on", "q8_0", 99),
-    ("index=q4", "q8_0", "off", "f32", 3),
-    ("search=all", "f32", "on", "f16", 99),
+    ("search=all", "f32", "off", "f32", 99),
+    ("search=all", "f16", "on", "f16", 99),
     ("search=all", "q8_0", "off", "f32", 3),
+    ("search=clusters", "f32", "on", "q8_0", 99),
     ("search=clusters", "q8_0", "on", "f16", 99),
+    ("search=clusters", "q8_0", "off", "f32", 3),
 ]
 # flash attention, type of the cache, KV heads: 1 head of 32 numbers in q8_0 is no whole number of words
 CACHES = [("on", "f16", 2), ("off", "f16", 2), ("off", "f32", 2), ("on", "q8_0", 2), ("on", "q8_0", 1)]
@@ -63,7 +62,6 @@ def run(path, how, archive_type, flash, kind, n_gpu_layers, **more):
         state = {name: array.copy() for name, array in engine.save()}
         found["nll"] = np.concatenate([first, perplexity.stream(engine, tokens[N_FIRST:])]).tolist()
         found["logits"] = engine.context.logits()[-1].tolist()
-        found["recalled"] = holdings.recalled_last(engine).tolist() if "index" in how else None
         found["span"] = [archive.span.start, archive.span.stop]
         found["bytes"] = archive.n_bytes
         found["stored"] = archive.read(archive.span.start, archive.end).tolist()
@@ -83,7 +81,7 @@ def resized(path, n_gpu_layers):
     """The log-likelihoods of a stream whose cache changes its size."""
     nll = []
     with open_engine(path, policies.fit("recall", 48, 16), n_gpu_layers) as engine:
-        for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 256, 96), strict=True):
+        for part, n_cell in zip(np.split(text(220), [100, 160]), (0, 512, 256), strict=True):
             if n_cell:
                 engine.context.resize(np.full(len(engine.context.layer_cells), n_cell))
             nll += perplexity.stream(engine, part).tolist()
@@ -92,7 +90,7 @@ def resized(path, n_gpu_layers):
 
 def leave(path, flash, kind, n_head_kv, n_gpu_layers, meter=None):
     """Whether cells that lie anywhere are archived as they are, and the bytes of that: (come, of graphs)."""
-    policy = policies.fit("recall", 96, 16, ["index=keys"])
+    policy = policies.fit("recall", 96, 16)
     settings = {"flash": flash, "type_k": kind, "type_v": kind, "archive_type": "f32"}
     with open_engine(path, policy, n_gpu_layers, **settings) as engine:
         engine.read(text(48))
@@ -180,7 +178,6 @@ def test_recall_over_rpc_gives_what_it_gives_here(both):
     assert np.abs(np.subtract(there["nll"], here["nll"])).max() < 1e-4
     assert np.abs(np.subtract(there["logits"], here["logits"])).max() < 1e-3
     assert np.argmax(there["logits"]) == np.argmax(here["logits"])
-    assert there["recalled"] == here["recalled"]
 
 
 def test_the_archive_is_the_same(both):

@@ -79,6 +79,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
 
 void archive::start(const leaving & some) {
     frames.reserve(frames.size() + 1);
+    n_most = some.n_max;
 
     const int64_t first = first_of(some);
 

@@ -243,7 +243,8 @@ private:
     std::vector<archived_layer> layers;
     std::vector<turns>          rope;
 
-    int64_t far = 0;
+    int64_t far    = 0;
+    int64_t n_most = most; // tokens that there may be
 
     // the first token that stays where those before `to` are forgotten: a block that may be sealed goes as a whole
     int64_t whole(int64_t begin, int64_t to, int64_t end) const;

@@ -10,6 +10,9 @@ namespace kvtool {
 
 static constexpr int64_t n_block = archived_layer::n_block;
 
+// tokens that are better looked into all: so small an archive has no clusters, and forgets token by token
+static constexpr int64_t n_few = 4*n_block;
+
 int64_t archive::bytes() const {
     int64_t res = memory.bytes();
     for (const auto & rows : clusters) {
@@ -39,9 +42,10 @@ void archive::clear_clusters() {
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
-    const int64_t next = archived_layer::block_end(to);
+    // rows take turns with it: the first one's blocks are sealed first
+    const bool is_sealed = !clusters.empty() && to/n_block < clusters[0][0].end() && clusters[0][0].begin() < clusters[0][0].end();
 
-    return clusters.empty() || to <= begin || to % n_block == 0 || next > end ? to : next;
+    return !is_sealed || to <= begin || to % n_block == 0 ? to : std::min(archived_layer::block_end(to), end);
 }
 
 void archived_layer::sort(int head, int64_t block, int first, const uint8_t * from) {
@@ -111,7 +115,7 @@ void archive::seal() {
 
             // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
             const int64_t late = (int64_t) row*(n_block/4)/n_row;
-            const int64_t to   = (end() - late)/n_block;
+            const int64_t to   = n_most < n_few ? 0 : (end() - late)/n_block;
             const int64_t near = (far   - late)/n_block;
 
             own.forget(begin()/n_block);

@@ -8,7 +8,7 @@ from tests.reference import streamingllm
 CASES = [[], ["sinks=0"], ["recalled=2"]]
 
 
-def keep(rows, *, next, pinned, budget, slack, sinks, recalled, chunk, index, search, exact):
+def keep(rows, *, next, pinned, budget, slack, sinks, recalled, chunk, search, exact):
     return streamingllm.keep(
         rows, next=next, pinned=pinned, budget=budget - recalled, slack=slack, sinks=sinks
     )
