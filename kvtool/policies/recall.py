@@ -42,7 +42,7 @@ class Recall(Ranked):
     sinks: int = 4
     chunk: int = 16
     search: str = "clusters"
-    exact: int = 512
+    exact: int = 256
 
     def __post_init__(self) -> None:
         for name in ("budget", "slack", "recalled", "sinks", "chunk", "exact"):
