@@ -7,6 +7,7 @@ import os
 import tempfile
 from io import FileIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -336,6 +337,16 @@ def everything(talk):
     return {name: array.tobytes() for name, array in talk.writer.engine.save()}
 
 
+def check_alike(talk, other):
+    """The same tokens are live and archived; what comes back lies in other cells, so that sums are rounded."""
+    own, others = (dict(each.writer.engine.save()) for each in (talk, other))
+    for name in ("engine", "live", "archive"):
+        assert (own[name] == others[name]).all(), name
+    assert (np.sort(own["pos"]) == np.sort(others["pos"])).all()
+    for name in ("archive.0", "archive.1"):
+        assert np.abs(own[name].view(np.float16) - others[name].view(np.float16)).max() < 0.05
+
+
 @pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere an open file cannot be replaced")
 @pytest.mark.parametrize("has_session", [True, False])
@@ -359,12 +370,12 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
     for text in (story, "And of a storm that lasts for a week.", "Of whom?"):
         say(plain, plain_keeper, text)
     assert talk.messages == plain.messages
-    assert everything(talk) == everything(plain)
+    check_alike(talk, plain)
     if has_session:
         again, again_keeper = keep(tmp_path / "chat.kvs")
         keeper.close()
         again_keeper.resume(tmp_path / "chat.kvs")
-        assert everything(again) == everything(plain)
+        check_alike(again, plain)
         for each in (again, again_keeper), (plain, plain_keeper):
             say(*each, "Why?")
         assert again.messages == plain.messages

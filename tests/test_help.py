@@ -300,7 +300,8 @@ def test_explain_says_what_a_small_budget_costs(smollm2):
     cell = 30 * 2 * 3 * 64 * 2
     taken, spare = 100 * cell / 2**20, 156 * cell / 2**20
     assert f"(256 cells per row; {taken:.1f} MiB for the budget's cells, {spare:.1f} MiB more " in done.stderr
-    done = kvtool("generate", "Hi", "-n", 1, "-t", 1, "--budget", 256, "-b", 1, "--explain")
+    of_256 = "--policy", "h2o", "--budget", 256
+    done = kvtool("generate", "Hi", "-n", 1, "-t", 1, *of_256, "-b", 1, "--explain")
     assert "(256 cells per row), " in done.stderr
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
-from kvtool.cli.keeper import Keeper, open_transcript
+from kvtool.cli.keeper import Keeper, open_transcript, resumed
 from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import Run
@@ -54,7 +54,7 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
 
             stack.enter_context(sessions.held(own.session))
             if saved := sessions.peek(own.session):
-                run, drawing = run.resumed(saved["options"]), drawing.resumed(saved["options"])
+                run, drawing = resumed(run, saved), drawing.resumed(saved["options"])
         sampling = sampling_of(drawing)
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         if is_terminal:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -294,20 +295,36 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
     from kvtool.llama.devices import library_info
     from kvtool.models.download import sha256
 
-    path, settings = engine.model.path, engine.settings
+    path, settings, free = engine.model.path, engine.settings, engine.policy.adjustable
     with bytes_progress(f"hashing {path.name}", piped=False) as progress:
         digest = sha256(path, progress)
     return {
         "model_sha256": digest,
         "policy": str(Path(policy).resolve()) if policy.endswith(".py") else policy,
         "policy_package": policies.package(policy),
-        "parameters": asdict(engine.policy),
+        "parameters": {name: value for name, value in asdict(engine.policy).items() if name not in free},
         "positions": settings.positions,
         "context": engine.n_ctx,
         "key_type": settings.type_k,
         "value_type": settings.type_v,
         "llama_cpp": library_info()["version"],
     } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
+
+
+def resumed(run: Run, meta: Meta) -> Run:
+    """The options of a chat that continues a session. Raises UsageError.
+
+    Where the session's policy had parameters that it has no more, an earlier version wrote it: of that one's
+    options those are left out, and those that may change.
+    """
+    from kvtool import policies
+
+    kept, had = run.resumed(meta["options"]), meta["fixed"]["parameters"]
+    kind = policies.load(kept.policy)
+    if "options" not in run.typed and had.keys() - {"budget", "slack", *policies.params(kind)}:
+        stay = policies.params(kind).keys() - set(kind.adjustable)
+        kept = replace(kept, options=tuple(o for o in kept.options if o.partition("=")[0] in stay))
+    return kept
 
 
 def open_transcript(path: Path) -> Log:

@@ -8,7 +8,7 @@ their means. Made cells, one for each query head of a row, bring what it finds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ class Recall(Ranked):
         With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
         to four times as many.
     """
+
+    adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")
 
     budget: int
     slack: int

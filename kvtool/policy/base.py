@@ -58,6 +58,9 @@ class Policy:
         The largest window that `fit` chooses.
     evicts
         Whether the policy ever evicts. False: the cache grows until it is full.
+    adjustable
+        Parameters that may change while a stream goes on, as in a session that is opened with others: they say
+        how steps are computed, and nothing of what is kept.
     """
 
     __slots__ = ()
@@ -71,6 +74,7 @@ class Policy:
     ragged: ClassVar[bool] = False
     most_window: ClassVar[int] = sys.maxsize
     evicts: ClassVar[bool] = True
+    adjustable: ClassVar[tuple[str, ...]] = ()
 
     if TYPE_CHECKING:
         # every policy is a dataclass

@@ -10,5 +10,5 @@ CASES = [[], ["sinks=0"], ["recalled=2"]]
 
 def keep(rows, *, next, pinned, budget, slack, sinks, recalled, chunk, search, exact):
     return streamingllm.keep(
-        rows, next=next, pinned=pinned, budget=budget - recalled, slack=slack, sinks=sinks
+        rows, next=next, pinned=pinned, budget=budget - (recalled or 1), slack=slack, sinks=sinks
     )
