@@ -38,7 +38,7 @@ class Term(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int32) for name in ("row", "dst", "src")), ("weight", ctypes.c_float)]
 
 
-N_LAYER, N_HEAD_KV, N_DIM, N_VOCAB = 2, 2, 32, 320
+N_LAYER, N_HEAD_KV, N_GROUP, N_DIM, N_VOCAB = 2, 2, 2, 32, 320
 N_ROW = N_LAYER * N_HEAD_KV
 N_BATCH = 32
 N_SIGNAL = 6
@@ -66,7 +66,7 @@ class Fuzz:
         self.n_table = n_cell
         self.cells = [n_cell] * N_LAYER
         self.signals, self.ragged, self.n_query = 0, False, 1
-        self.n_recall = 0
+        self.n_recall, self.n_made, self.n_exact, self.n_traced = 0, 0, 0, 0
         self.forget()
         self.forget_archive()
 
@@ -111,7 +111,8 @@ class Fuzz:
             self.table,
             self.table,
             self.file,
-            self.recalled,
+            self.trace,
+            self.attended,
         ]
         calls += archive * 2 if self.n_recall else [archive[self.rng.integers(len(archive))]]
         calls[self.rng.integers(len(calls))]()
@@ -123,7 +124,9 @@ class Fuzz:
         params.log_n, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.6):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
-            params.n_bit = self.one_of(0, 4, 8)
+            params.n_exact = self.one_of(0, 1, 50, LARGEST)
+            if params.n_recall > N_GROUP and self.maybe(0.6):
+                params.n_made = self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
             # f32, f16, q8_0, q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
@@ -133,11 +136,11 @@ class Fuzz:
                 *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
             ]
             if params.n_recall:
-                bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_bit", 3), ("n_bit", -8)]
+                bad += [("n_near", 0), ("n_near", -1), ("n_near", LARGEST), ("n_exact", -1)]
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
                 # blocks of 256 numbers
                 bad += [("type_k", 12), ("type_v", 16)]
-                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -1), ("n_exact", 1)]
+                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -(2**31))]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if params.signals & Signal.RECENT and params.n_query == LARGEST:
@@ -153,7 +156,8 @@ class Fuzz:
             self.signals, self.ragged, self.n_query = signals, ragged, params.n_query
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
-            self.n_recall = params.n_recall
+            self.n_recall, self.n_made, self.n_exact = params.n_recall, params.n_made, params.n_exact
+            self.n_traced = 0 if self.n_made else self.n_recall
             self.forget_archive()
             if self.maybe(0.4):
                 self.file()
@@ -277,6 +281,7 @@ class Fuzz:
         tokens = self.rng.integers(3, N_VOCAB, n).astype(np.int32)
         pos = self.next
         ok = self.n_used + n <= self.n_table - self.n_recall and pos + n <= LARGEST
+        ok = ok and (not self.n_made or not self.size or n * self.n_made <= self.n_recall)
         if self.ragged:
             ok = 1 + n <= self.n_table and bool((self.live + n <= self.row_cells).all())
         if self.maybe(0.05):
@@ -411,6 +416,7 @@ class Fuzz:
         self.expect("archive", status, ok)
         if ok and n:
             self.spans = [(max(begin if self.size else pos, pos + n - n_max), pos + n)] * N_LAYER
+            self.whole()
         self.check_archive()
 
     def base(self):
@@ -429,6 +435,7 @@ class Fuzz:
         elif ok and n < self.size:
             begin = self.spans[0][1] - n
             self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
+            self.whole()
         self.check_archive()
 
     def go_back(self):
@@ -539,14 +546,32 @@ class Fuzz:
             assert os.listdir(folder) == []
         self.has_file |= ok
 
-    def recalled(self):
-        n_row, n = self.one_of(N_ROW, N_ROW, N_ROW, 0, -1), self.one_of(self.n_recall, self.n_recall, 0, -1)
-        out = np.full((N_ROW, max(self.n_recall, 1)), -2, np.int64)
+    def whole(self):
+        """Where there are clusters, whole blocks are forgotten."""
+        begin, end = self.spans[0]
+        if self.n_exact and begin < end and len(set(self.spans)) == 1:
+            table = np.empty(lib.llama_kvtool_get_archive_table(self.pointer, None, 0), np.int64)
+            check(lib.llama_kvtool_get_archive_table(self.pointer, table.ctypes.data, len(table)))
+            assert begin <= table[0] <= min(begin + 255, end)
+            self.spans = [(int(table[0]), end)] * N_LAYER
+
+    def trace(self):
+        n = self.one_of(0, 1, 7, 300, self.n_recall, self.n_recall, -1, 4097, LARGEST)
+        ok = self.n_recall > 0 and (0 <= n <= 4096 if self.n_made else n == self.n_recall)
+        self.expect("trace", lib.llama_kvtool_trace(self.pointer, n), ok)
+        self.n_traced = n if ok else self.n_traced
+
+    def attended(self):
+        n_row, n = self.one_of(N_ROW, N_ROW, N_ROW, 0, -1), self.one_of(*[self.n_traced] * 3, 0, -1)
+        out = np.full((N_ROW, max(self.n_traced, 1)), -2, np.int64)
+        attn = np.full(out.shape, -2, np.float32)
         pointer = None if self.maybe(0.1) else out.ctypes.data
-        ok = pointer is not None and n_row == N_ROW and n == self.n_recall > 0
-        self.expect("recalled", lib.llama_kvtool_recalled(self.pointer, pointer, n_row, n), ok)
-        if ok:
+        ok = self.n_recall > 0 and pointer is not None and n_row == N_ROW and n == self.n_traced
+        self.expect("attended", lib.llama_kvtool_attended(self.pointer, pointer, attn.ctypes.data, n_row, n), ok)
+        if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
+            # of all heads of a row, and all tokens of a step
+            assert ((attn >= 0) & (attn <= 1.001 * N_GROUP * N_BATCH)).all()
 
     def check_archive(self):
         """It has the tokens that it must have, in no more memory than they take."""
@@ -558,7 +583,9 @@ class Fuzz:
         slab = lib.llama_kvtool_archive_slab(self.pointer, None)
         n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
         begin, end = max(self.spans, key=lambda span: span[1] - span[0])
-        assert n_slab >= (end - 1) // 256 - begin // 256 + 1 if begin < end else n_slab >= 0
+        # a slab counts clusters, which the newest do not have
+        least = (end - 1) // 256 - begin // 256 + 1 if begin < end else 0
+        assert n_slab >= (0.8 if self.n_exact else 1) * least
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):
         """Whether the header allows the edit."""
@@ -610,7 +637,7 @@ def run(n, seed=0, calls=150):
                 for _ in range(calls):
                     fuzz.call()
             except AssertionError as error:
-                raise AssertionError(f"context {number}: {error}") from None
+                raise AssertionError(f"context {number}: {error}") from error
             finally:
                 fuzz.close()
             number += 1

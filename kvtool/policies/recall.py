@@ -33,7 +33,7 @@ class Recall(Ranked):
         "clusters": a step looks into the clusters that matter most. "all": it attends to each archived token.
     exact
         With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
-        to four times as many.
+        to eight times as many.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")

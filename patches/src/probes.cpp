@@ -228,7 +228,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 
         // the probabilities where flash attention leaves none, and the scaled queries; ragged rows' stores, views and masks
-        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 26 : 0) + (hits ? 8 : 0);
+        res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
             // a halving is two views and a sum, and a view and a sum for an odd one; a maximum is three operations
             const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT;

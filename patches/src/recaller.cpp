@@ -72,7 +72,7 @@ struct gathering {
 };
 
 // so many tokens of a step look each into tokens of their own, and more tokens into no more
-static constexpr int n_apart = 4;
+static constexpr int n_apart = 8;
 
 // of each row's queries, token by token
 static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa) {
