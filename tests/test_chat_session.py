@@ -355,3 +355,22 @@ def test_the_transcript_is_appended(talk, tmp_path):
     shown = of_session("export", tmp_path / "chat.kvs")
     assert path.read_bytes().decode().replace("\r\n", "\n") == shown
     assert shown.count("> line") == 3
+
+
+@pytest.mark.engine
+def test_how_recall_searches_may_change_and_an_earlier_versions_options_go(talk, tmp_path):
+    talk(TURNS[:6], *RECALL, "-o", "exact=64")
+    assert talk(TURNS[6:7], "-o", "exact=32", "-o", "chunk=8").returncode == 0
+    done = talk(TURNS[7:8], "-o", "sinks=2")
+    assert done.returncode == 9
+    assert "was started with -o sinks=4; it cannot continue with -o sinks=2" in done.stderr
+    path = tmp_path / "chat.kvs"
+    meta, arrays = session.read(path)
+    had = meta["fixed"]["parameters"] | {"index": "q8", "search": "tokens", "exact": 512, "recalled": 9}
+    meta["fixed"]["parameters"] = had
+    meta["options"]["options"] = ["sinks=4", "index=q8", "search=tokens", "recalled=9"]
+    session.write(path, meta, arrays.items())
+    done = talk(TURNS[7:8])
+    assert done.returncode == 0, done.stderr
+    assert len(exported(path)) == 2 * 8
+    assert session.read_meta(path)["options"]["options"] == ["sinks=4"]
