@@ -112,7 +112,10 @@ def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
     assert attended.query.tolist() == [-1, -1, 12, 10, -1, 12, -1, -1, -1]
     assert (attended.query_share * 6).round(9).tolist() == [0, 0, 1, 0.75, 0, 1, 0, 0, 0]
     assert (attended.share() * 12).round(9).tolist() == [0, 0, 1.5, 1.25, 0, 1, 0, 0, 0]
-    assert (attended.row_share() * 8).tolist() == [[0, 0, 1, 0.75, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 2, 0, 0, 0]]
+    assert (attended.row_share() * 8).tolist() == [
+        [0, 0, 1, 0.75, 0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 0, 2, 0, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_the_page_shares_attention_as_the_engine_does(attended):
           const attn = new Uint16Array(bytes.buffer);
           const of = [[-1, -1], [1, -1], [0, 1]].map(([layer, head]) =>
             [...shareAttention(data, attn, rowsOf(data, layer, head))]);
-          const levels = [0, 1e-9, 0.11, 0.12, 0.33, 0.34, 1].map((share) => attentionLevel(share / 50, 0.02));
+          const levels = [0, 1e-9, 0.11, 0.12, 0.33, 0.34, 1].map((part) => attentionLevel(part / 50, 0.02));
           console.log(JSON.stringify([of, levels]));
         });"""
     share = found.attended.row_share()[:, 30:]

@@ -21,7 +21,7 @@ Progress = Callable[[int], None]
 N_TRACED = 256
 """Archived tokens of each row whose attention in a step counts: the ones with most.
 
-Of 1,500 tokens they had 93 % of what all archived tokens got, 64 had 79 %. More take no longer.
+Of a text of 1,500 tokens they have 93 % of what all archived tokens get, and 64 have 79 %.
 """
 
 
