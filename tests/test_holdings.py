@@ -98,38 +98,75 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last(tiny_model):
         assert holdings.texts(model, tokens[:0]) == []
 
 
-def test_recalls_are_counted_where_there_was_a_choice():
-    recalled = holdings.Recalled.none(2, 9)
-    recalled.add(np.array([[2, 3, -1], [2, 3, -1]]), 10, 2)
-    recalled.add(np.array([[2, 3, 4], [2, 3, 4]]), 12, 3)
-    # nothing was chosen so far
-    assert recalled.steps.sum() == 0
-    assert (recalled.query == -1).all()
-    recalled.add(np.array([[2, 3, 5], [2, 4, 5]]), 14, 4)
-    recalled.add(np.array([[2, 5, 6], [2, 5, 7]]), 16, 6)
-    recalled.add(np.array([[2, 5, 6], [2, 5, 7]]), 18, 6)
-    assert recalled.steps.tolist() == [[0, 0, 3, 1, 0, 3, 2, 0, 0], [0, 0, 3, 0, 1, 3, 0, 2, 0]]
-    # all rows recalled 2 and 5 at 14, too, but from a smaller archive; half of the rows are mere chance
-    assert recalled.query.tolist() == [-1, -1, 16, -1, -1, 16, -1, -1, -1]
-    assert recalled.rows.tolist() == [0, 0, 2, 0, 0, 2, 0, 0, 0]
+def test_attention_is_summed_and_the_step_with_the_largest_share_is_known():
+    attended = holdings.Attended.none(np.array([2, 1]), 9)
+    none = np.full((2, 2), -1), np.zeros((2, 2), np.float32)
+    attended.add(*none, slice(0, 8))
+    # nothing was archived so far
+    assert attended.n_query == 0
+    attended.add(np.array([[2, 3], [3, -1]]), np.array([[0.5, 0.25], [0.5, 0]], np.float32), slice(10, 12))
+    attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(12, 13))
+    attended.add(np.array([[2, 3], [2, 5]]), np.array([[0.25, 0.25], [0.25, 0.5]], np.float32), slice(13, 14))
+    assert attended.attn.tolist() == [[0, 0, 1, 0.75, 0, 0, 0, 0, 0], [0, 0, 0.5, 0.5, 0, 1, 0, 0, 0]]
+    # three heads, and two queries in the first step
+    assert attended.query.tolist() == [-1, -1, 12, 10, -1, 12, -1, -1, -1]
+    assert (attended.query_share * 6).round(9).tolist() == [0, 0, 1, 0.75, 0, 1, 0, 0, 0]
+    assert (attended.share() * 12).round(9).tolist() == [0, 0, 1.5, 1.25, 0, 1, 0, 0, 0]
+    assert (attended.row_share() * 8).tolist() == [
+        [0, 0, 1, 0.75, 0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 0, 2, 0, 0, 0],
+    ]
 
 
-def test_what_was_recalled_is_what_the_engine_recalled(tiny_model):
-    steps = np.zeros((4, 210), int)
+@pytest.mark.parametrize(
+    ("arch", "options", "k"),
+    [
+        ("llama", [], holdings.N_TRACED),
+        ("llama", ["search=all", "chunk=1"], holdings.N_TRACED),
+        # no cells are made, but so many tokens come back
+        ("deepseek2", ["recalled=7"], 7),
+    ],
+)
+def test_attention_is_what_the_engine_says_step_by_step(tiny_model, arch, options, k):
+    shape = {"n_head_kv": 2} if arch == "llama" else {}
+    said, ends = [], [0]
 
-    def count(n):
-        chosen = holdings.recalled_last(engine)
-        for row, mine in enumerate(chosen):
-            steps[row, mine[mine >= 0]] += engine.n_archived > chosen.shape[1]
+    def note(n):
+        said.append(engine.context.archive.attended(engine.context.n_row, k))
+        ends.append(n)
 
-    with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8, ["recalled=7"])) as engine:
-        found = holdings.watch(engine, text(210), 6, count)
-        assert holdings.recalled_last(engine).shape == (4, 7)
-    assert found.recalled.steps.tolist() == steps.tolist()
-    assert steps.sum() > 100
+    with open_engine(tiny_model(arch, **shape), policies.fit("recall", 48, 8, options)) as engine:
+        found = holdings.watch(engine, text(210), 6, note).attended
+        n_head = engine.context.n_head
+        archived = holdings.is_archived(engine)
+    steps = np.zeros((len(said), 210))
+    rows, n_query = np.zeros((len(n_head), 210)), 0
+    for step, (pos, attn) in enumerate(said):
+        for row, (tokens, got) in enumerate(zip(pos.tolist(), attn.tolist(), strict=True)):
+            for token, some in zip(tokens, got, strict=True):
+                if token >= 0:
+                    rows[row, token] += some
+                    steps[step, token] += some
+        n = ends[step + 1] - ends[step]
+        n_query += n * bool((pos >= 0).any())
+        steps[step] /= n * n_head.sum()
+    assert 0 < n_query < 210 - 40
+    assert found.n_query == n_query
+    assert np.abs(found.row_share() - rows / n_head[:, None] / n_query).max() < 1e-6
+    share = rows.sum(axis=0) / n_head.sum() / n_query
+    assert np.abs(found.share() - share).max() < 1e-6
+    assert 0.1 < share.sum() < 1
+    assert (archived >= (share > 0)).all()
+    assert np.abs(found.query_share - steps.max(axis=0)).max() < 1e-6
+    first = np.array(ends)[steps.argmax(axis=0)]
+    assert found.query.tolist() == np.where(share > 0, first, -1).tolist()
+
+
+def test_without_an_archive_nothing_is_attended_to_in_it(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 48, 8)) as engine:
-        assert holdings.watch(engine, text(210), 6).recalled is None
-        assert holdings.recalled_last(engine).shape == (4, 0)
+        assert holdings.watch(engine, text(210), 6).attended is None
+    with open_engine(tiny_model(), policies.fit("recall", 48, 8)) as engine:
+        assert holdings.watch(engine, text(40), 6).attended is None
 
 
 def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
@@ -139,8 +176,9 @@ def test_what_is_archived_is_held_by_no_row_and_not_forgotten(tiny_model):
         assert archived.sum() == engine.n_archived == 40
         assert holdings.n_forgotten(engine) == int(((found.share() == 0) & ~archived).sum()) > 0
     assert not (archived & (found.share() > 0)).any()
-    # at each time the newest of those between sinks and window
-    for snapshot, (begin, end) in enumerate(found.archived.tolist()):
+    # at each time the newest of those between sinks and window, which the first fit in
+    assert found.archived[0].tolist() == [0, 0]
+    for snapshot, (begin, end) in enumerate(found.archived.tolist()[1:], 1):
         held = np.flatnonzero(found.held(snapshot)[0])
         assert end == held[4]
         assert begin == max(4, end - 40)

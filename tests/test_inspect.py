@@ -221,60 +221,66 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
 
 
 @pytest.fixture(scope="module")
-def recalled(tiny_model):
-    with open_engine(tiny_model(), policies.fit("recall", 48, 8, ["recalled=7"])) as engine:
+def attended(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), policies.fit("recall", 48, 8)) as engine:
         found = holdings.watch(engine, text(180), 3)
         return found, holdings.texts(engine.model, text(180))
 
 
 @pytest.mark.engine
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
-def test_the_page_counts_recalls_as_the_engine_does(recalled):
-    found, texts = recalled
+def test_the_page_shares_attention_as_the_engine_does(attended):
+    found, texts = attended
     page = inspect_page.page(RESULT, found, texts, 150).decode()
     driver = """
         const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
-        inflate(data.recalled.steps).then((bytes) => {
-          const found = countRecalls(data, new Uint16Array(bytes.buffer), rowsOf(data, 1, -1));
-          console.log(JSON.stringify([[...found.counts], [...found.times], found.most]));
+        inflate(data.attended.attn).then((bytes) => {
+          const attn = new Uint16Array(bytes.buffer);
+          const of = [[-1, -1], [1, -1], [0, 1]].map(([layer, head]) =>
+            [...shareAttention(data, attn, rowsOf(data, layer, head))]);
+          const levels = [0, 1e-9, 0.11, 0.12, 0.33, 0.34, 1].map((part) => attentionLevel(part / 50, 0.02));
+          console.log(JSON.stringify([of, levels]));
         });"""
-    steps = found.recalled.steps[found.layer == 1, 30:]
-    times = steps.sum(axis=0).tolist()
-    assert run_script(page, driver) == [(steps > 0).sum(axis=0).tolist(), times, max(times)]
-    data = data_of(page)["recalled"]
-    assert (data["query"], data["rows"]) == (
-        found.recalled.query[30:].tolist(),
-        found.recalled.rows[30:].tolist(),
-    )
+    share = found.attended.row_share()[:, 30:]
+    # all rows have as many query heads
+    want = [share.mean(axis=0), share[found.layer == 1].mean(axis=0), share[1]]
+    got, levels = run_script(page, driver)
+    assert levels == [0, 1, 6, 7, 7, 8, 8]
+    assert np.abs(np.array(got) - want).max() < share.max() / 65535
+    assert want[0].max() > 0.001
+    data = data_of(page)["attended"]
+    assert data["query"] == found.attended.query[30:].tolist()
+    assert data["share"] == found.attended.query_share[30:].round(6).tolist()
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("width", [80, 44], ids=["wide", "narrow"])
-def test_the_tokens_recalled_most_often_are_shown(recalled, width):
-    found, texts = recalled
-    said = inspect_terminal.recalled_record(found)
+def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
+    found, texts = attended
+    said = inspect_terminal.attended_record(found)
     out = io.StringIO()
-    inspect_terminal.show_recalled(Console(file=out, width=width, _environ={}), found, texts)
+    inspect_terminal.show_attended(Console(file=out, width=width, _environ={}), found, texts)
     lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert lines[3].split()[:4] == ["times", "rows", "layer/head", "query"]
-    assert lines[1] == "recalled most often, of 4 rows:"
-    most = np.argsort(-np.array(said["times"]), kind="stable")[:10]
+    assert max(map(len, lines[3:])) <= width
+    # as they are rounded in the record
+    share, rows = found.attended.share().round(6), found.attended.row_share().round(6)
+    whole = f"archived tokens got at least {share.sum():.0%} of all attention; these got most:"
+    assert lines[1] == whole
+    assert lines[3].split()[:3] == ["attention", "layer/head", "query"]
+    most = np.argsort(-share, kind="stable")[:10].tolist()
     assert len(lines) == 4 + len(most)
-    for line, i in zip(lines[4:], most.tolist(), strict=True):
-        of = {name: column[i] for name, column in said.items()}
-        query = [f"{of['query']}", f"({of['query_rows']})"] if of["query"] >= 0 else []
-        assert line.split()[: 4 + len(query)] == [
-            f"{of['times']}",
-            f"{of['rows']}",
-            f"{of['layer']}/{of['head']}",
-            *query,
+    for line, i in zip(lines[4:], most, strict=True):
+        row = int(rows[:, i].argmax())
+        assert line.split()[:6] == [
+            f"{share[i]:.2%}",
+            *(f"{found.layer[row]}/{found.head[row]}", f"({rows[row, i]:.1%})"),
+            *(f"{found.attended.query[i]}", f"({found.attended.query_share[i].round(6):.1%})"),
             f"{i}",
         ]
-        row = (found.layer == of["layer"]) & (found.head == of["head"])
-        assert found.recalled.steps[row, i] == found.recalled.steps[:, i].max()
-    never = said["times"].index(0)
-    assert [said[name][never] for name in ("rows", "layer", "head", "query")] == [0, -1, -1, -1]
+    never = int(np.flatnonzero(share == 0)[0])
+    of = {name: column[never] for name, column in said.items()}
+    assert (of["attention"], of["row_attention"], of["query_attention"]) == (0, 0, 0)
+    assert (of["layer"], of["head"], of["query"]) == (-1, -1, -1)
 
 
 def test_the_picture_is_dark_where_a_row_holds():
@@ -327,9 +333,9 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     assert set(result) == {
         *("tokens", "forgotten", "policy", "budget", "asked", "params", "model", "rows", "cells", "kv_bytes"),
         *("state_bytes", "archived", "archive_bytes", "archive_limit", "archive_file"),
-        *("tokens_per_s", "seconds", "text", "share", "recalled"),
+        *("tokens_per_s", "seconds", "text", "share", "attended"),
     }
-    assert result["recalled"] is None
+    assert result["attended"] is None
     assert "".join(result["text"]) == ("word " * 40)[: len("".join(result["text"]))]
     # as the policy's definition has it: sinks and the newest
     assert result["share"] == [1.0] * 4 + [0.0] * 72 + [1.0] * 24

@@ -117,7 +117,7 @@ def inspect(
         return
 
     from kvtool.cli.inspect_page import page
-    from kvtool.cli.inspect_terminal import recalled_record, show, show_recalled
+    from kvtool.cli.inspect_terminal import attended_record, show, show_attended
     from kvtool.llama.model import Model
     from kvtool.measure import holdings
     from kvtool.runs.report import report
@@ -157,11 +157,11 @@ def inspect(
     html = own.html, lambda: page(result, found, texts, own.last or _LAST_HTML)
     with output.written(html, (own.png, picture)):
         if as_json:
-            of_tokens = {"text": texts, "share": share.round(4).tolist(), "recalled": recalled_record(found)}
+            of_tokens = {"text": texts, "share": share.round(4).tolist(), "attended": attended_record(found)}
             typer.echo(json_text(result | of_tokens))
         else:
             show(plain_console(), texts, share, archived, own.last or LAST)
-            show_recalled(table_console(), found, texts)
+            show_attended(table_console(), found, texts)
 
 
 def _show_map(kind: str, own: _Own, run: Run, file: str, text: str, as_json: bool) -> None:

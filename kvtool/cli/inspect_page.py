@@ -26,13 +26,16 @@ def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -
         "texts": [visible(text) for text in texts[first:]],
         **{name: getattr(found, name).tolist() for name in ("layer", "head", "ends", "archived")},
         "until": _deflated(found.until[:, first:]),
-        "recalled": None,
+        "attended": None,
     }
-    if recalled := found.recalled:
-        data["recalled"] = {
-            "steps": _deflated(recalled.steps[:, first:].clip(max=65535).astype("<u2")),
-            "query": recalled.query[first:].tolist(),
-            "rows": recalled.rows[first:].tolist(),
+    if attended := found.attended:
+        unit = float(attended.attn.max()) / 65535
+        data["attended"] = {
+            "attn": _deflated((attended.attn[:, first:] / unit).round().astype("<u2")),
+            # of each row, what all attention is in the numbers of attn
+            "whole": (attended.n_head * (attended.n_query / unit)).tolist(),
+            "query": attended.query[first:].tolist(),
+            "share": attended.query_share[first:].round(6).tolist(),
         }
     # inside a script element, only "</" could end it
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

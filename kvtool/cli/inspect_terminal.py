@@ -19,8 +19,8 @@ from kvtool.measure.holdings import Holdings
 
 BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Upper ends of the first levels, dense where most shares are. Two levels follow: less than 1, and 1."""
-N_RECALLED = 10
-"""How many of the tokens recalled most often a terminal shows."""
+N_ATTENDED = 10
+"""How many archived tokens, those with most attention, a terminal shows."""
 
 ALL = len(BOUNDS) + 2
 """The level of a token that all rows hold."""
@@ -62,43 +62,41 @@ def show(console: Console, texts: Sequence[str], share: np.ndarray, archived: np
     _print(console, f"\n{n:,} tokens: {held}, {in_archive}{n_none - n_archived:,} forgotten")
 
 
-def recalled_record(found: Holdings) -> dict[str, Any] | None:
-    """What --json says of recall, for each token: how often, where, and for which query."""
-    recalled = found.recalled
-    if not recalled:
+def attended_record(found: Holdings) -> dict[str, Any] | None:
+    """What --json says of archived tokens: which share of attention each got, from which row and query."""
+    attended = found.attended
+    if not attended:
         return None
-    times, row = recalled.steps.sum(axis=0), recalled.steps.argmax(axis=0)
+    share, rows = attended.share(), attended.row_share()
+    row, none = rows.argmax(axis=0), share == 0
     columns = {
-        "times": times,
-        "rows": (recalled.steps > 0).sum(axis=0),
-        "layer": np.where(times, found.layer[row], -1),
-        "head": np.where(times, found.head[row], -1),
-        "query": recalled.query,
-        "query_rows": recalled.rows,
+        "attention": share.round(6),
+        "layer": np.where(none, -1, found.layer[row]),
+        "head": np.where(none, -1, found.head[row]),
+        "row_attention": rows.max(axis=0).round(6),
+        "query": attended.query,
+        "query_attention": attended.query_share.round(6),
     }
     return {name: column.tolist() for name, column in columns.items()}
 
 
-def show_recalled(console: Console, found: Holdings, texts: Sequence[str]) -> None:
-    """Prints the tokens that were recalled most often, with the text before each and what recalled it."""
-    said = recalled_record(found)
-    begin, end = found.archived[-1]
-    if not said or begin == end:
+def show_attended(console: Console, found: Holdings, texts: Sequence[str]) -> None:
+    """Prints the archived tokens with most attention, the text before each, and what attended to it most."""
+    said = attended_record(found)
+    if not said:
         return
-    most = sorted(range(len(said["times"])), key=lambda i: -said["times"][i])[:N_RECALLED]
-    if not said["times"][most[0]]:
-        _print(console, "\nthe whole archive came back in every step: nothing was chosen")
-        return
-    names = "times", "rows", "layer/head", "query (rows)"
+    of = said["attention"]
+    most = [i for i in sorted(range(len(of)), key=lambda i: -of[i])[:N_ATTENDED] if of[i]]
+    names = "attention", "layer/head", "query"
     rows = []
     for at in ({name: column[i] for name, column in said.items()} for i in most):
-        query = f"{at['query']:,} ({at['query_rows']})" if at["query"] >= 0 else ""
-        rows.append((f"{at['times']:,}", f"{at['rows']}", f"{at['layer']}/{at['head']}", query))
+        row = f"{at['layer']}/{at['head']} ({at['row_attention']:.1%})"
+        rows.append((f"{at['attention']:.2%}", row, f"{at['query']:,} ({at['query_attention']:.1%})"))
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
     # the text alone is cut where a line is too short
     room = console.width - sum(max(map(len, cells)) + 2 for cells in zip(names, *rows, strict=True))
     columns.append(Column("token", no_wrap=True, overflow="ellipsis", max_width=max(room, 1)))
-    _print(console, f"\nrecalled most often, of {len(found.layer)} rows:\n")
+    _print(console, f"\narchived tokens got at least {sum(of):.0%} of all attention; these got most:\n")
     shown = [(*row, _with_context(texts, i)) for row, i in zip(rows, most, strict=True)]
     console.print(table(columns, shown))
 

@@ -18,43 +18,67 @@ Progress = Callable[[int], None]
 """Called after each batch with the number of tokens read so far."""
 
 
-@dataclass(slots=True)
-class Recalled:
-    """How often, where and for which queries the tokens of a text of n tokens were recalled.
+N_TRACED = 256
+"""Archived tokens of each row whose attention in a step counts: the ones with most.
 
-    Steps in which all archived tokens came back do not count: nothing was chosen.
+Of a text of 1,500 tokens they have 93 % of what all archived tokens get, and 64 have 79 %.
+"""
+
+
+@dataclass(slots=True)
+class Attended:
+    """How much attention the tokens of a text of n tokens got as archived ones.
 
     Attributes
     ----------
-    steps
-        i32[row, n], the steps in which each row recalled the token.
+    attn
+        f32[row, n], the attention of the row's query heads, summed over the queries. A head's whole attention
+        in a query is 1.
+    n_head
+        i32[row], the query heads of each row.
+    n_query
+        Queries since something was archived.
     query
-        i32[n], the first query of the step whose rows recalled the token most: where the share of the rows is
-        farthest above that of the archive that came back. Of equal ones the first; -1 without any.
-    rows
-        i32[n], the rows that recalled it in that step.
+        i32[n], the first query of the step in which the token got the largest share of all attention. Of
+        equal ones the first; -1 without any.
+    query_share
+        f64[n], that share.
     """
 
-    steps: np.ndarray
+    attn: np.ndarray
+    n_head: np.ndarray
+    n_query: int
     query: np.ndarray
-    rows: np.ndarray
-    _most: np.ndarray
+    query_share: np.ndarray
 
     @classmethod
-    def none(cls, n_row: int, n: int) -> Recalled:
-        """Nothing is recalled yet."""
-        counts = np.zeros((n_row, n), np.int32)
-        return cls(counts, np.full(n, -1, np.int32), np.zeros(n, np.int32), np.zeros(n))
+    def none(cls, n_head: np.ndarray, n: int) -> Attended:
+        """No query so far. n_head: i32[row]."""
+        attn = np.zeros((len(n_head), n), np.float32)
+        return cls(attn, n_head, 0, np.full(n, -1, np.int32), np.zeros(n))
 
-    def add(self, chosen: np.ndarray, query: int, n_archived: int) -> None:
-        """Counts a step that begins with this query. chosen: i64[row, k], positions that rise; or -1."""
-        if (chosen[:, -1] - chosen[:, 0] < chosen.shape[1]).all():
+    def add(self, pos: np.ndarray, attn: np.ndarray, queries: slice) -> None:
+        """Counts a step of these queries. pos: i64[row, k], -1 for none; attn: f32[row, k]."""
+        row, at = np.nonzero(pos >= 0)
+        if not len(row):
             return
-        self.steps[np.arange(len(chosen))[:, None], chosen] += 1
-        rows = np.bincount(chosen.ravel(), minlength=len(self.query))
-        above = rows / len(chosen) - chosen.shape[1] / n_archived
-        more = above > self._most
-        self._most[more], self.query[more], self.rows[more] = above[more], query, rows[more]
+        pos, attn = pos[row, at], attn[row, at]
+        n = queries.stop - queries.start
+        self.attn[row, pos] += attn
+        self.n_query += n
+        share = np.bincount(pos, attn, len(self.query)) / (n * self.n_head.sum())
+        more = share > self.query_share
+        self.query[more], self.query_share[more] = queries.start, share[more]
+
+    def share(self) -> np.ndarray:
+        """f64[n], the share of all attention since something was archived that each token got."""
+        share: np.ndarray = self.attn.sum(axis=0, dtype=np.float64) / (self.n_query * self.n_head.sum())
+        return share
+
+    def row_share(self) -> np.ndarray:
+        """f64[row, n], the same of each row's attention."""
+        share: np.ndarray = self.attn / (self.n_query * self.n_head[:, None])
+        return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +98,8 @@ class Holdings:
         This says everything, because an evicted token never comes back to a cell of its own.
     archived
         i64[snapshot, 2], the first archived token and the one behind the last.
-    recalled
-        What the rows have recalled, if the policy recalls tokens.
+    attended
+        How much attention archived tokens got; None if there were none.
     """
 
     layer: np.ndarray
@@ -83,7 +107,7 @@ class Holdings:
     ends: np.ndarray
     until: np.ndarray
     archived: np.ndarray
-    recalled: Recalled | None = None
+    attended: Attended | None = None
 
     def held(self, snapshot: int = -1) -> np.ndarray:
         """b1[row, n], whether the row holds the token at that snapshot; by default at the last."""
@@ -96,14 +120,6 @@ class Holdings:
         """f64[n], the share of the rows that hold the token at that snapshot."""
         share: np.ndarray = self.held(snapshot).mean(axis=0)
         return share
-
-
-def recalled_last(engine: Engine) -> np.ndarray:
-    """i64[row, k], the tokens that each row recalled in the last step, the oldest first; then -1."""
-    n_row, archive, recall = len(engine.rows.live), engine.context.archive, engine.policy.recall
-    if not archive or not recall or recall.made:
-        return np.empty((n_row, 0), np.int64)
-    return archive.recalled(n_row, recall.n_cell)
 
 
 def is_archived(engine: Engine) -> np.ndarray:
@@ -125,7 +141,8 @@ def watch(
     """Read a text i32[n] into the engine's empty cache, with up to 255 snapshots after equal parts of it.
 
     The text is streamed as in `perplexity`: no eviction is late. If the engine reads it whole, there is one
-    snapshot, after the eviction. Raises what Engine.step and Engine.read raise.
+    snapshot, after the eviction. An archive is traced from then on. Raises what Engine.step and Engine.read
+    raise.
     """
     n = len(tokens)
     whole = engine.reads_whole(n)
@@ -133,8 +150,13 @@ def watch(
     rows = engine.cells()
     until = np.zeros((len(rows.live), n), np.uint8)
     archived = np.zeros((len(ends), 2), np.int64)
-    recall = engine.policy.recall
-    recalled = Recalled.none(*until.shape) if recall and not recall.made else None
+    archive, recall = engine.context.archive, engine.policy.recall
+    attended = None
+    if archive and recall:
+        attended = Attended.none(engine.context.n_head, n)
+        # where no cells are made, attention is known of the tokens that come back
+        n_traced = N_TRACED if engine.model.layers.has_values else recall.n_cell
+        archive.trace(n_traced)
 
     def stopped() -> bool:
         progress(engine.n_past)
@@ -146,12 +168,15 @@ def watch(
         first = engine.n_past
         for part in engine.steps(tokens[first:end], every=False):
             progress(engine.n_past)
-            if recalled:
-                recalled.add(recalled_last(engine), first + part.start, engine.n_archived)
+            if archive and attended:
+                queries = slice(first + part.start, first + part.stop)
+                attended.add(*archive.attended(len(until), n_traced), queries)
         until[_held(engine)] = snapshot + 1
         span = _archived(engine)
         archived[snapshot] = span.start, span.stop
-    return Holdings(rows.layer, rows.head, ends, until, archived, recalled)
+    if attended and not attended.n_query:
+        attended = None
+    return Holdings(rows.layer, rows.head, ends, until, archived, attended)
 
 
 def texts(model: Model, tokens: np.ndarray) -> list[str]:
