@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -308,6 +309,17 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
         "value_type": settings.type_v,
         "llama_cpp": library_info()["version"],
     } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
+
+
+def resumed(run: Run, saved: Meta) -> Run:
+    """The options of a chat that continues a session, whose policy counts as asked for. Raises UsageError."""
+    from kvtool import policies
+
+    run = run.resumed(saved["options"])
+    if run.budget is None and policies.recalls(policies.load(run.policy)):
+        # the default was another one once
+        run = replace(run, budget=str(saved["fixed"]["parameters"]["budget"]))
+    return run.changed(policy=run.policy)
 
 
 def open_transcript(path: Path) -> Log:
