@@ -45,10 +45,10 @@ class _Own(Options):
 
 @options
 def chat(
-    *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, run: AnswerRun
+    *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: AnswerRun
 ) -> None:
     """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
-    run, system_prompt = of_model(run, model_name), system.text()
+    run, system_prompt = of_model(asked, model_name), system.text()
     with ExitStack() as stack:
         saved = None
         if own.session:

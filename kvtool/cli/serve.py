@@ -17,7 +17,7 @@ from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option
-from kvtool.options.run import AnswerRun
+from kvtool.options.run import AnswerRun, Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -68,10 +68,10 @@ class _Drawing(Drawing):
 
 @options
 def serve(
-    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, run: AnswerRun
+    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: AnswerRun
 ) -> None:
     """Answer programs that speak the OpenAI API, from caches that never fill."""
-    run = of_model(run, model_name)
+    run = of_model(asked, model_name)
     try:
         from kvtool.serve.app import Limits, Site
         from kvtool.serve.server import serve as answer
@@ -126,7 +126,7 @@ def serve(
 
 @contextmanager
 def _opened(
-    site: Site, run: AnswerRun, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
+    site: Site, run: Run, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
 ) -> Iterator[Talk]:
     """The engine, and what it needs to answer. Tells the site which policy it got."""
     from kvtool.chats.conversation import Conversation
