@@ -21,7 +21,7 @@ from kvtool.runs import archive
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
-from tests.called import called
+from tests.called import KEEPS, called
 from tests.serving import serving
 from tests.terminal import Terminal
 from tests.test_chat_session import TURNS
@@ -80,7 +80,7 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
     ("command", "arguments", "words"),
     [
         (
-            "serve",
+            "chat",
             ["--policy", "h2o", "--archive", "9"],
             "`h2o` has no archive; leave out --archive, or choose",
         ),
@@ -214,9 +214,8 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 )
 def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
     done = talk(TURNS[:2], *options, "-v")
-    first, last = done.stderr.splitlines()[0], done.stderr.splitlines()[-1]
-    keeps = r"recall keeps the newest [0-9,]+ tokens in up to [0-9.]+ .iB of host memory"
-    said = re.escape(f"nothing can be recalled {why}: the policy is h2o") if why else keeps
+    first, *_, last = done.stderr.splitlines(keepends=True)
+    said = f"nothing can be recalled {why}: the policy is h2o\n" if why else KEEPS
     assert re.fullmatch(said, first)
     # trained for 512 tokens
     assert "/512 cells per row" in last
@@ -227,7 +226,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     again = talk(TURNS[2:3], *options)
     assert (again.returncode, "nothing can be recalled" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
-        assert re.fullmatch(said, server.lines[0].rstrip())
+        assert re.fullmatch(said, server.lines[0])
         assert httpx.get(f"{server.url}/props").json()["policy"] == kept["policy"]
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
         assert answer["kvtool"]["policy"] == kept["policy"]
@@ -237,9 +236,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
 def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, chat_model, tmp_path):
     file = tmp_path / "file"
     said = talk(TURNS[:1], "--archive-file", file).stderr
-    assert re.fullmatch(
-        rf"recall keeps the newest [0-9,]+ tokens in up to \S+ .iB on disk \({file}\)\n", said
-    )
+    assert re.fullmatch(KEEPS.replace("of host memory", rf"on disk \({file}\)"), said)
     (tmp_path / "chat.kvs").unlink()
     # in another line
     assert "keeps the newest" not in talk(TURNS[:1], "--explain").stderr
