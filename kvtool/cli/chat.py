@@ -47,7 +47,7 @@ class _Own(Options):
 def chat(
     *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: AnswerRun
 ) -> None:
-    """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
+    """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(asked, model_name), system.text()
     with ExitStack() as stack:
         saved = None
