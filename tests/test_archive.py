@@ -233,7 +233,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
 
 
 @pytest.mark.engine
-def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, chat_model, tmp_path):
+def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
     file = tmp_path / "file"
     said = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(KEEPS.replace("of host memory", rf"on disk \({file}\)"), said)
@@ -242,6 +242,9 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, chat_model, t
     assert "keeps the newest" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
+    (tmp_path / "chat.kvs").unlink()
+    monkeypatch.setenv("KVTOOL_CHAT_POLICY", "h2o")
+    assert talk(TURNS[:1]).stderr == ""
 
 
 @pytest.mark.engine
