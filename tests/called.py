@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 
 from kvtool import cli
 
+KEEPS = r"recall keeps the newest [0-9,]+ tokens in up to [0-9.]+ .iB of host memory\n"
+"""What a chat or a server that recalls says at its start."""
+
 
 def called(*arguments, stdin="", cwd=".", env=None):
     """`kvtool ...` as for subprocess.run: what ends in one line takes the same way to it here."""

@@ -9,16 +9,20 @@ import resource
 import shutil
 from functools import partial
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 
+from kvtool import open_run
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
+from kvtool.options.run import AnswerRun
 from kvtool.runs import archive
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
-from tests.called import called
+from tests.called import KEEPS, called
+from tests.serving import serving
 from tests.terminal import Terminal
 from tests.test_chat_session import TURNS
 from tests.test_cli import kvtool
@@ -75,7 +79,11 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [
-        ("chat", ["--archive", "2GiB"], "`h2o` has no archive; leave out --archive, or choose"),
+        (
+            "chat",
+            ["--policy", "h2o", "--archive", "9"],
+            "`h2o` has no archive; leave out --archive, or choose",
+        ),
         ("perplexity", ["-", "--archive-type", "q8_0"], "`h2o` has no archive; leave out --archive-type, or"),
         ("chat", ["--policy", "full", "--archive", "9"], "`full` has no archive; leave out --archive, or"),
         (
@@ -153,7 +161,7 @@ def test_a_session_says_how_much_it_has_archived(talk, tmp_path):
     lines = dict(line.split(None, 1) for line in kvtool("session", "show", path).stdout.splitlines())
     assert lines["archive"].strip() == f"{shown['archived']:,} tokens, {format_bytes(shown['archive_bytes'])}"
     path.unlink()
-    assert talk(TURNS[:1], "--budget", 96).returncode == 0
+    assert talk(TURNS[:1], "--policy", "h2o", "--budget", 96).returncode == 0
     assert "archive" not in kvtool("session", "show", path).stdout
 
 
@@ -196,6 +204,63 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--prefill", "whole"], "from a prompt that is read whole"),
+        (["--positions", "in-cache"], "with --positions in-cache"),
+        ([], None),
+    ],
+)
+def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why):
+    done = talk(TURNS[:2], *options, "-v")
+    first, *_, last = done.stderr.splitlines(keepends=True)
+    said = f"nothing can be recalled {why}: the policy is h2o\n" if why else KEEPS
+    assert re.fullmatch(said, first)
+    # trained for 512 tokens
+    assert "/512 cells per row" in last
+    assert ("archive" in last) == (why is None)
+    kept = json.loads(kvtool("session", "show", "--json", tmp_path / "chat.kvs").stdout)
+    assert kept["policy"] == ("h2o" if why else "recall")
+    # the policy that it has is the session's
+    again = talk(TURNS[2:3], *options)
+    assert (again.returncode, "nothing can be recalled" in again.stderr) == (0, False)
+    with serving(chat_model, *options) as server:
+        assert re.fullmatch(said, server.lines[0])
+        assert httpx.get(f"{server.url}/props").json()["policy"] == kept["policy"]
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
+        assert answer["kvtool"]["policy"] == kept["policy"]
+
+
+@pytest.mark.engine
+def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    said = talk(TURNS[:1], "--archive-file", file).stderr
+    assert re.fullmatch(KEEPS.replace("of host memory", rf"on disk \({file}\)"), said)
+    (tmp_path / "chat.kvs").unlink()
+    # in another line
+    assert "keeps the newest" not in talk(TURNS[:1], "--explain").stderr
+    (tmp_path / "chat.kvs").unlink()
+    assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
+    (tmp_path / "chat.kvs").unlink()
+    monkeypatch.setenv("KVTOOL_CHAT_POLICY", "h2o")
+    assert talk(TURNS[:1]).stderr == ""
+
+
+@pytest.mark.engine
+def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
+    tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**30)
+    monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**32)
+    for file, most in ((None, 2**28), (str(tmp_path / "file"), 2**31)):
+        run = AnswerRun(model=str(tiny_model()), archive_file=file, threads=1)
+        with open_run(run) as opened:
+            limit = opened.engine.context.archive
+            assert most - limit.slab_bytes < limit.max_bytes <= most
+
+
+@pytest.mark.engine
 def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
     # nor has a session's
     assert talk(TURNS[:1], *RECALL).returncode == 0
@@ -215,7 +280,9 @@ def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model,
 def test_a_chat_says_what_is_archived(chat_model):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
     try:
-        assert "96 cells, an archive of at most 30 tokens, /help" in chat.wait_for("\n> ")
+        said = chat.wait_for("\n> ")
+        assert "recall keeps the newest 30 tokens in up to 176.0 KiB of host memory\n" in said
+        assert "chat with policy recall, 96 cells, /help for help\n" in said
         chat.say("word " * 60)
         stats = chat.say("/stats")
         assert re.search(r"archive +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
@@ -368,8 +435,7 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
 def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
     try:
-        assert "an archive of at most" in (said := chat.wait_for("\n> ").replace("\n", ""))
-        assert f"tokens in {tmp_path / 'file'}, /help" in said
+        assert f" on disk ({tmp_path / 'file'})" in chat.wait_for("\n> ").replace("\n", "")
         chat.say("word " * 60)
         assert f"on disk ({tmp_path / 'file'})" in chat.say("/stats").replace("\n", "")
         assert os.listdir(tmp_path) == []

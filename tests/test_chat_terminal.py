@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="terminals of Unix"),
 ]
 
-SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
+SMALL = ("-n", 4, "-c", 2048, "--policy", "h2o", "--budget", 128)
+"""With recall a session may have a second file, and /undo needs no copies."""
 
 
 @pytest.fixture

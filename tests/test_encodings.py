@@ -43,6 +43,9 @@ def kvtool(*arguments, stdin=b"", env=None, **kwargs):
     )
 
 
+CHAT = ("chat", "--policy", "h2o", "-n", 2, "-t", 1)
+
+
 def one_line(done, code):
     assert done.returncode == code, done.stderr
     (line,) = done.stderr.splitlines()
@@ -104,7 +107,7 @@ def test_a_name_that_is_not_utf8_is_one_line(command):
 
 @pytest.mark.engine
 def test_a_turn_that_is_not_utf8_ends_a_pipe_with_one_line(env, talker):
-    done = kvtool("chat", "-n", 2, "-t", 1, "-m", talker, stdin=b"hello\n" + CAFE + b"\n", env=env)
+    done = kvtool(*CHAT, "-m", talker, stdin=b"hello\n" + CAFE + b"\n", env=env)
     assert "stdin is not UTF-8 (line 2, byte 3)" in one_line(done, 5)
     # the line before it was answered
     assert done.stdout.count(b"\n") == 1
@@ -116,7 +119,7 @@ def test_a_pipe_is_utf8_whatever_the_locale_is(env, talker):
     stdin = "\ufeffna\u00efve \u4e16\r\n".encode()
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "chat.kv"
-        done = kvtool("chat", "-n", 2, "-t", 1, "-m", talker, "--session", kept, stdin=stdin, env=env)
+        done = kvtool(*CHAT, "-m", talker, "--session", kept, stdin=stdin, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
         assert session.read_meta(kept)["messages"][0]["content"] == "na\u00efve \u4e16"
 
@@ -148,7 +151,7 @@ def test_a_model_with_such_a_name_keeps_a_session_and_prints_json(talker, tmp_pa
     os.makedirs(os.path.dirname(kept))
     shutil.copy(talker, model)
     for line in (b"one\n", b"two\n"):
-        done = kvtool("chat", "-m", model, "-n", 2, "-t", 1, "--session", kept, stdin=line, env=env)
+        done = kvtool(*CHAT, "-m", model, "--session", kept, stdin=line, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
     shown_ = json.loads(kvtool("session", "show", "--json", kept, env=env).stdout)
     assert shown_["turns"] == 2

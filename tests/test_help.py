@@ -87,8 +87,9 @@ def test_options_stand_in_groups_with_their_real_defaults():
         "Examples: ",
     ]
     assert sorted(order, key=said.index) == order
-    for default in ("1,024 tokens", "smollm2-135m", "256", "0.95", "no limit", "random", "h2o"):
+    for default in ("smollm2-135m", "256", "0.95", "no limit", "random", "recall"):
         assert f"[default: {default}]" in said
+    assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
     # neither typer's parentheses nor its ranges
     assert "(1,024" not in said
     assert "x>=" not in said
@@ -345,7 +346,8 @@ def completed(line, **env):
         ("kvtool chat --bud", ["--budget"]),
         ("kvtool chat --policy st", ["streamingllm"]),
         ("kvtool chat --policy buzz -o thr", ["threshold="]),
-        ("kvtool chat -o dec", ["decay=", "decay_beyond="]),
+        ("kvtool chat -o sin", ["sinks="]),
+        ("kvtool inspect -o dec", ["decay=", "decay_beyond="]),
         ("kvtool chat --policy none -o x", []),
         ("kvtool policies stre", ["streamingllm"]),
         ("kvtool compare x --policies h2o,st", ["h2o,streamingllm"]),

@@ -10,10 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvtool.cli import keeper
 from kvtool.cli.declared import Typed, options, parameters
 from kvtool.errors import UsageError
 from kvtool.options.field import Options, again, declared, option, within
-from kvtool.options.run import Run, TextRun
+from kvtool.options.run import AnswerRun, Run, TextRun
 from kvtool.options.sampling import Drawing
 from kvtool.runs import report
 from kvtool.runs.opening import open_run
@@ -98,7 +99,7 @@ def test_a_command_gets_its_options_filled_and_what_was_typed():
     assert called("-h2", "0").exit_code == 2
 
 
-@pytest.mark.parametrize("kind", [Run, TextRun, Drawing])
+@pytest.mark.parametrize("kind", [Run, AnswerRun, TextRun, Drawing])
 def test_all_that_is_kept_is_read_as_the_same_again(kind):
     values = {
         "positions": "in-cache",
@@ -131,15 +132,47 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
         said = report.report(opened.engine, opened.run.policy)
         assert (said["policy"], said["budget"], said["archive_limit"]) == ("h2o", 512, None)
         assert report.line(said).startswith("0/512 cells per row, cache ")
-    run = TextRun(model=path, policy="recall", positions="in-cache", threads=1)
-    with open_run(run, instead="h2o", length=lambda model: 40) as opened:
-        assert opened.notes == ["nothing can be recalled with --positions in-cache: the policy is h2o"]
-        assert opened.run.policy == "h2o"
+    with open_run(TextRun(model=path, threads=1), length=lambda model: 40) as opened:
         # each token is scored, and no batch goes over the budget
         assert opened.engine.settings.n_output == opened.engine.settings.n_batch == 64
         assert not opened.engine.settings.over_budget
     with open_run(Run(model=path, policy="full", threads=1), length=lambda model: 40) as opened:
         assert opened.engine.policy.budget == 40
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("options", "policy", "budget"),
+    [
+        ({}, "recall", 512),
+        ({"policy": "tova"}, "tova", 1024),
+        # what is in place of recall takes its own
+        ({"positions": "in-cache"}, "h2o", 1024),
+        ({"positions": "in-cache", "budget": "96"}, "h2o", 96),
+        ({"policy": "corm"}, "corm", 2048),
+    ],
+)
+def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, budget):
+    run = AnswerRun(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
+    with open_run(run) as opened:
+        assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
+        is_other = policy not in (run.policy, options.get("policy"))
+        said = ["nothing can be recalled with --positions in-cache: the policy is h2o"]
+        assert opened.notes == (said if is_other else [])
+
+
+def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
+    def resumed(run, policy, budget=None):
+        fixed = {"parameters": {"budget": 1024}}
+        return keeper.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
+
+    h2o, recall = (resumed(AnswerRun(), policy) for policy in ("h2o", "recall"))
+    assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
+    # when it began, the default was another one
+    assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
+    assert resumed(AnswerRun(), "recall", "10%").budget == "10%"
+    typed = AnswerRun(budget="96", typed=frozenset({"budget"}))
+    assert resumed(typed, "recall").budget == "96"
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,16 @@ MODEL, REAL = "talker", "smollm2-135m"
 
 GREEDY = ("-n", "3", "--temp", "0", "-t", "1", "--budget", "256")
 
+H2O = ("--policy", "h2o", "--budget", "256", "--temp", "0")
+"""With recall chats go back to any token: tests/test_serve_back.py."""
+
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 @pytest.fixture(scope="module")
 def server(talker, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats")
-    with serving(talker, "--budget", "256", "--temp", "0", "--sessions", str(folder), "--metrics") as server:
+    with serving(talker, *H2O, "--sessions", str(folder), "--metrics") as server:
         server.folder = folder
         yield server
 
@@ -44,7 +47,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def real_server(smol):
-    with serving(smol, "--budget", "256", "--temp", "0") as server:
+    with serving(smol, *H2O) as server:
         yield server
 
 
@@ -487,7 +490,7 @@ def test_a_tool_is_called_and_its_result_read(real_client):
 
 def test_a_long_system_prompt_is_read_once(smol, tmp_path):
     system = said("system", "You know the river. " * 90)
-    with serving(smol, "--budget", "512", "-b", "64", "--temp", "0", "--sessions", str(tmp_path)) as server:
+    with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         ask(client, [said("user", "My secret is 4711.")], model=REAL)
         one = ask(client, [system, said("user", "What is deep?")], model=REAL)
@@ -508,8 +511,7 @@ def _n_said(path):
 
 
 def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(talker):
-    options = ("--budget", "256", "--temp", "0", "--explain")
-    with serving(talker, *options, "--system", SYSTEM["content"]) as server:
+    with serving(talker, *H2O, "--explain", "--system", SYSTEM["content"]) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         question = said("user", "Name an animal.")
         own = ask(client, [question])

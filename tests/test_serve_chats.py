@@ -20,7 +20,8 @@ SYSTEM = said("system", "Be kind. " * 4)
 def url(chat_model, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("first-key\n")
-    with serving(chat_model, "--budget", "96", "--temp", "0", "--api-key-file", str(keys)) as server:
+    options = ("--policy", "h2o", "--budget", "96", "--temp", "0")
+    with serving(chat_model, *options, "--api-key-file", str(keys)) as server:
         yield server.url
 
 
@@ -29,7 +30,7 @@ def open_url(tmp_path_factory):
     """Of a server that needs no key, and has room for tools."""
     path = tmp_path_factory.mktemp("tiny") / "m.gguf"
     tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
-    with serving(path, "--budget", "1024", "--temp", "0") as server:
+    with serving(path, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
         yield server.url
 
 

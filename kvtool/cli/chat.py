@@ -16,7 +16,7 @@ from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript, resumed
 from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.options.field import SHOWS, Options, option
-from kvtool.options.run import Run
+from kvtool.options.run import AnswerRun
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -44,9 +44,11 @@ class _Own(Options):
 
 
 @options
-def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, run: Run) -> None:
-    """Start a chat: memory and speed stay constant however long it gets. Piped stdin: each line is a turn."""
-    run, system_prompt = of_model(run, model_name), system.text()
+def chat(
+    *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: AnswerRun
+) -> None:
+    """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
+    run, system_prompt = of_model(asked, model_name), system.text()
     with ExitStack() as stack:
         saved = None
         if own.session:
@@ -60,12 +62,14 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         if is_terminal:
             # its import takes as long as loading a small model: the two go side by side
             Thread(target=import_module, args=["kvtool.cli.chat_terminal"], daemon=True).start()
-        engine = stack.enter_context(open_run(run)).engine
+        opened = stack.enter_context(open_run(run))
+        engine, run = opened.engine, opened.run
 
         from kvtool.chats.conversation import Conversation
         from kvtool.chats.prompt import template_of
         from kvtool.chats.writer import Writer
         from kvtool.llama.sampler import Sampler
+        from kvtool.runs.report import archive_limit, line, report
 
         writer = Writer(engine, Sampler(engine.model, sampling, seed=drawing.seed))
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
@@ -76,6 +80,8 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         conversation.pin_system()
         if own.transcript:
             keeper.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
+        if not run.explain:
+            say([archive_limit(engine, run.policy)])
         before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say([unpinned("the system prompt")])
@@ -88,8 +94,6 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         else:
             _pipe(conversation, keeper, drawing.n, stdin_lines())
             if run.verbose:
-                from kvtool.runs.report import line, report
-
                 say([f"{engine.n_past:,} tokens, {line(report(engine, run.policy))}"])
     keeper.check()
 

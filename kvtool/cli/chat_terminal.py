@@ -6,7 +6,6 @@ from kvtool.cli.chat_commands import Commands
 from kvtool.cli.chat_input import Prompt, unquoted
 from kvtool.cli.chat_screen import Terminal
 from kvtool.cli.keeper import turns
-from kvtool.runs.report import archive_limit
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
 
@@ -16,9 +15,9 @@ def run(terminal: Terminal) -> None:
     from rich.text import Text
 
     engine, commands = terminal.engine, Commands(terminal)
-    limits = [f", {engine.policy.budget:,} cells", archive_limit(engine), "/help for help"]
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
-    terminal.console.print(Text.assemble(model, " with policy ", policy, ", ".join(filter(None, limits))))
+    rest = f", {engine.policy.budget:,} cells, /help for help"
+    terminal.console.print(Text.assemble(model, " with policy ", policy, rest))
     if n := terminal.conversation.n_turn:
         terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
         terminal.show_last()

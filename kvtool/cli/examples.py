@@ -4,7 +4,7 @@ EXAMPLES = {
     "": ("kvtool chat", 'cat report.txt | kvtool generate "Summarize:" --budget 1024'),
     "chat": (
         "kvtool chat smollm2-135m --system-file tutor.txt",
-        "kvtool chat --policy recall --budget 64M --session talk.kv",
+        "kvtool chat --budget 64M --archive 2GiB --session talk.kv",
     ),
     "generate": (
         'kvtool generate "Why is the sky blue?" -n 200',
@@ -12,7 +12,7 @@ EXAMPLES = {
     ),
     "serve": (
         "kvtool serve -m smollm2-135m --port 8080",
-        "kvtool serve --policy recall --budget 1024 --sessions ~/chats --api-key-file key.txt",
+        "kvtool serve --budget 1024 --sessions ~/chats --api-key-file key.txt",
     ),
     "perplexity": (
         "kvtool perplexity book.txt --policy weightedkv --budget 256",

@@ -16,7 +16,7 @@ from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options.field import SHOWS, Options, again, option
-from kvtool.options.run import POLICY, Run
+from kvtool.options.run import AnswerRun
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -24,12 +24,6 @@ from kvtool.system.texts import json_text, read_stdin, read_text, utf8
 
 if TYPE_CHECKING:
     from kvtool.chats.writer import Writer
-
-
-@dataclass(frozen=True)
-class _Run(Run):
-    # what was read must be found again
-    policy: str = again(Run, "policy", "recall")
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ def generate(
     system: System,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     drawing: _Drawing,
-    run: _Run,
+    run: AnswerRun,
     as_json: Json = False,
     printed: _Printed,
 ) -> None:
@@ -99,9 +93,7 @@ def generate(
     if printed.logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
     sampling = sampling_of(drawing)
-    # what was asked for is refused instead, where it cannot run: the policy, or an option of it
-    wanted = run.typed & {"archive", "archive_file", "archive_type"} or run.given & {"policy", "options"}
-    with open_run(run, instead=None if wanted else POLICY) as opened:
+    with open_run(run) as opened:
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
         from kvtool.llama.sampler import Sampler

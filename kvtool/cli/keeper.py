@@ -311,20 +311,23 @@ def fixed_of(engine: Engine, policy: str) -> dict[str, Any]:
     } | ({"archive_type": settings.archive_type} if engine.policy.recall else {})
 
 
-def resumed(run: Run, meta: Meta) -> Run:
-    """The options of a chat that continues a session. Raises UsageError.
+def resumed(run: Run, saved: Meta) -> Run:
+    """The options of a chat that continues a session, whose policy counts as asked for. Raises UsageError.
 
-    Where the session's policy had parameters that it has no more, an earlier version wrote it: of that one's
-    options those are left out, and those that may change.
+    Where that policy had parameters that it has no more, an earlier version wrote the session: of its options
+    those are left out, and those that may change.
     """
     from kvtool import policies
 
-    kept, had = run.resumed(meta["options"]), meta["fixed"]["parameters"]
-    kind = policies.load(kept.policy)
-    if "options" not in run.typed and had.keys() - {"budget", "slack", *policies.params(kind)}:
+    is_typed, run = "options" in run.typed, run.resumed(saved["options"])
+    kind, had = policies.load(run.policy), saved["fixed"]["parameters"]
+    if run.budget is None and policies.recalls(kind):
+        # the default was another one once
+        run = replace(run, budget=str(had["budget"]))
+    if not is_typed and had.keys() - {"budget", "slack", *policies.params(kind)}:
         stay = policies.params(kind).keys() - set(kind.adjustable)
-        kept = replace(kept, options=tuple(o for o in kept.options if o.partition("=")[0] in stay))
-    return kept
+        run = replace(run, options=tuple(o for o in run.options if o.partition("=")[0] in stay))
+    return run.changed(policy=run.policy)
 
 
 def open_transcript(path: Path) -> Log:

@@ -3,7 +3,7 @@
 from typing import Any
 
 COMMANDS = {
-    "chat": "Start a chat: memory and speed stay constant however long it gets.",
+    "chat": "Start a chat of any length, in a cache of a fixed size.",
     "generate": "Answer a prompt, a text on stdin, or both.",
     "serve": "Answer programs that speak the OpenAI API, from caches that never fill.",
     "perplexity": "Stream a text through the cache and print its perplexity; lower is better.",

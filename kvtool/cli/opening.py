@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_run(
-    run: Run, *, length: Callable[[Model], int] | None = None, instead: str | None = None
-) -> Iterator[Opened]:
+def open_run(run: Run, *, length: Callable[[Model], int] | None = None) -> Iterator[Opened]:
     """As `runs.opening` does it, for a program."""
     from kvtool.runs import opening
 
-    with opening.open_run(run, length=length, instead=instead, find=locate, guarded=True) as opened:
+    with opening.open_run(run, length=length, find=locate, guarded=True) as opened:
         say(opened.notes)
         yield opened
 

@@ -17,7 +17,7 @@ from kvtool.cli.opening import of_model, open_run, sampling_of, say
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option
-from kvtool.options.run import Run
+from kvtool.options.run import AnswerRun, Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -68,10 +68,10 @@ class _Drawing(Drawing):
 
 @options
 def serve(
-    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, run: Run
+    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: AnswerRun
 ) -> None:
     """Answer programs that speak the OpenAI API, from caches that never fill."""
-    run = of_model(run, model_name)
+    run = of_model(asked, model_name)
     try:
         from kvtool.serve.app import Limits, Site
         from kvtool.serve.server import serve as answer
@@ -81,6 +81,7 @@ def serve(
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry
     from kvtool.runs.opening import located, n_ctx_of, resolved
+    from kvtool.runs.report import archive_limit
     from kvtool.serve.jobs import Waiting
     from kvtool.serve.requests import Defaults
     from kvtool.units import parse_bytes
@@ -111,21 +112,23 @@ def serve(
     def ready(talk: Talk) -> None:
         _tell(site, talk)
         if run.explain:
-            explain_run(talk.engine, run.policy, "chat")
+            explain_run(talk.engine, site.policy, "chat")
+        else:
+            say([archive_limit(talk.engine, site.policy)])
         if not endpoints.is_loopback(address) and not keys:
             say(["there is no API key: whoever reaches the port can use the model"])
         say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
 
     with listening:
-        opened = partial(_opened, run, drawing, serving, prompt, most_bytes)
+        opened = partial(_opened, site, run, drawing, serving, prompt, most_bytes)
         interrupt.end_by(answer(site, opened, listening, ready))
 
 
 @contextmanager
 def _opened(
-    run: Run, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
+    site: Site, run: Run, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
 ) -> Iterator[Talk]:
-    """The engine, and what it needs to answer."""
+    """The engine, and what it needs to answer. Tells the site which policy it got."""
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
@@ -135,7 +138,9 @@ def _opened(
     from kvtool.serve.talk import Talk
 
     with ExitStack() as stack:
-        engine = stack.enter_context(open_run(run)).engine
+        opened = stack.enter_context(open_run(run))
+        engine, run = opened.engine, opened.run
+        site.policy = run.policy
         path = stack.enter_context(held(serving.sessions))
         fixed = fixed_of(engine, run.policy)
         chats = stack.enter_context(closing(Chats(path, most_bytes, fixed)))

@@ -33,8 +33,8 @@ class Settings:
     type_k, type_v
         Number formats of keys and values, such as "f16" or "q8_0".
     archive, archive_bytes
-        The most tokens in the archive of a policy that recalls, or the most bytes that it takes; half of the
-        free memory, or of the disk's free space, if neither is given. The oldest tokens go for good.
+        The most tokens in the archive of a policy that recalls, or the most bytes that it takes; a quarter of
+        the free memory, or half of the disk's free space, if neither is given. The oldest tokens go for good.
     archive_file
         Path of a new file that the archive lies in, instead of in host memory. The file has no name once it
         is made, so that its space is free again when the process ends.

@@ -34,8 +34,8 @@ class Archive:
     n_layer
         Layers that have rows.
     n_max, max_bytes
-        The most tokens, or the most bytes that they take; half of the free memory, or of the disk's free
-        space, if neither is given.
+        The most tokens, or the most bytes that they take; a quarter of the free memory, or half of
+        the disk's free space, if neither is given.
     file
         Where to make the file; the archive is in memory if not given.
 
@@ -82,7 +82,7 @@ class Archive:
             raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
         if n_max is None:
             if max_bytes is None:
-                max_bytes = (free_bytes() if file is None else free_disk_bytes(file)) // 2
+                max_bytes = free_bytes() // 4 if file is None else free_disk_bytes(file) // 2
             n_max = self._tokens_in(max_bytes // self.slab_bytes)
         self.n_max = min(n_max, _LARGEST)
 

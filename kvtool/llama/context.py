@@ -38,8 +38,8 @@ class Context(Decoder):
     n_near
         Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
     n_archive, archive_bytes
-        The most archived tokens, or the most bytes that they take; half of the free memory, or of the disk's
-        free space, without either.
+        The most archived tokens, or the most bytes that they take; a quarter of the free memory, or half of
+        the disk's free space, without either.
     archive_file
         Where to make the file that the archive lies in; it lies in host memory if not given.
     how

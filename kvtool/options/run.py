@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvtool.options.field import ARCHIVES, KEEPS, RUNS, SHOWS, Options, option, repeated, unless
+from kvtool.options.field import (
+    ARCHIVES,
+    KEEPS,
+    RUNS,
+    SHOWS,
+    Options,
+    again,
+    declared,
+    option,
+    repeated,
+    unless,
+)
 from kvtool.units import CACHE_TYPES
 
 POLICY = "h2o"
@@ -30,6 +41,10 @@ class Run(Options):
     ----------
     default_budget
         The cells of a row unless a budget is given.
+    default_recall
+        The same with a policy that recalls.
+    instead
+        The policy in place of one that recalls, where nothing can be recalled. Without it that is refused.
     default_n_batch
         The most tokens of a batch unless a number is given.
     scores
@@ -37,6 +52,7 @@ class Run(Options):
     """
 
     default_budget: ClassVar[int] = 1024
+    default_recall: ClassVar[int] = 512
     default_n_batch: ClassVar[int] = 256
     scores: ClassVar[bool] = False
 
@@ -136,7 +152,7 @@ class Run(Options):
         None,
         "With --policy recall: the most tokens (20000) or bytes (2GiB) archived.",
         group=ARCHIVES,
-        words="half of the free memory; of the disk's free space with --archive-file",
+        words="a quarter of the free memory; half of the disk's free space with --archive-file",
     )
     archive_file: str | None = option(
         "--archive-file PATH",
@@ -170,6 +186,26 @@ class Run(Options):
         words=False,
         is_count=True,
     )
+
+    @property
+    def instead(self) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class AnswerRun(Run):
+    """The same where the model answers: what was said and read must be found again."""
+
+    policy: str = again(Run, "policy", "recall")
+    budget: str | None = again(
+        Run, "budget", words="{default_recall:,} tokens; {default_budget:,} with a policy that forgets"
+    )
+
+    @property
+    def instead(self) -> str | None:
+        # what was asked for is refused where it cannot run: the policy, or an option of it
+        archive = {name for name, its in declared(Run).items() if its.group == ARCHIVES}
+        return None if self.typed & archive or self.given & {"policy", "options"} else POLICY
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ def open_run(
     run: Run,
     *,
     length: Callable[[Model], int] | None = None,
-    instead: str | None = None,
     find: Find = resolve.resolve,
     guarded: bool = False,
 ) -> Iterator[Opened]:
@@ -90,8 +89,6 @@ def open_run(
         The options.
     length
         Given the loaded model, returns how many tokens there will be; `full` has no more cells.
-    instead
-        The policy in place of one that recalls, where nothing can be recalled. Without it that is refused.
     find
         Finds the model's file.
     guarded
@@ -105,10 +102,7 @@ def open_run(
     wanted, limit, workers = resolved(run)
     path, info = located(run.model, find)
     n_ctx, cut = n_ctx_of(run.n_ctx, info.n_ctx_train)
-    text = run.budget
-    if text is None:
-        # rows that may differ keep what they need; the budget is only a cap
-        text = str(n_ctx if wanted.kind.ragged else min(run.default_budget, n_ctx))
+    text = _budget(run, wanted.kind, n_ctx)
     found = fitted(wanted, run, text, info.n_ctx_train) if wanted.kind.evicts else None
 
     # what is wrong with an option is said where there is no llama.cpp as well
@@ -117,11 +111,12 @@ def open_run(
     notes = [cut, patch_note({wanted.name: wanted.kind})]
     with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=guarded) as model:
         n_tokens = length(model) if length else n_ctx
-        why = _no_recall(run.prefill, run.positions, has_alibi=model.layers.has_alibi) if instead else None
-        if instead and why and policies.recalls(wanted.kind):
-            notes.append(f"nothing can be recalled {why}: the policy is {instead}")
-            run = run.changed(policy=instead)
-            wanted, found = policies.wanted(instead, run.evict_every, run.options), None
+        why = _no_recall(run.prefill, run.positions, has_alibi=model.layers.has_alibi)
+        if run.instead and why and policies.recalls(wanted.kind):
+            notes.append(f"nothing can be recalled {why}: the policy is {run.instead}")
+            run = run.changed(policy=run.instead)
+            wanted, found = policies.wanted(run.policy, run.evict_every, run.options), None
+            text = _budget(run, wanted.kind, n_ctx)
         if not wanted.kind.evicts:
             text = str(min(n_ctx, n_tokens))
         if found is None or found.in_bytes:
@@ -201,6 +196,15 @@ def loaded(
         yield model
     finally:
         model.close()
+
+
+def _budget(run: Run, kind: type[Policy], n_ctx: int) -> str:
+    """The budget as it was given, or the default one."""
+    if run.budget is not None:
+        return run.budget
+    # rows that may differ keep what they need; the budget is only a cap
+    n = n_ctx if kind.ragged else run.default_recall if policies.recalls(kind) else run.default_budget
+    return str(min(n, n_ctx))
 
 
 def _no_recall(prefill: str | None, positions: str, *, has_alibi: bool) -> str | None:

@@ -53,9 +53,11 @@ def archive_line(said: Mapping[str, Any]) -> str:
     )
 
 
-def archive_limit(engine: Engine) -> str:
-    """The most tokens of the archive, and where it lies if that is a file; "" without one."""
+def archive_limit(engine: Engine, policy: str) -> str | None:
+    """How much the archive can take; None without one. policy: as it was named."""
     archive = engine.context.archive
     if not archive:
-        return ""
-    return f"an archive of at most {archive.n_max:,} tokens{f' in {archive.file}' if archive.file else ''}"
+        return None
+    size = format_bytes(archive.max_bytes)
+    where = "of host memory" if archive.file is None else f"on disk ({archive.file})"
+    return f"{policy} keeps the newest {archive.n_max:,} tokens in up to {size} {where}"

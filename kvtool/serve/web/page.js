@@ -112,7 +112,7 @@ function refresh() {
 
 function welcome() {
   const kept = props ? `The cache keeps ${number(props.budget)} tokens per KV head, which the policy ${props.policy} chooses. ` : "";
-  return `Write a message to start a chat. ${kept}Memory and speed stay constant however long the chat gets.`;
+  return `Write a message to start a chat. ${kept}A chat may get as long as you like: the cache keeps its size.`;
 }
 
 function article(i) {
