@@ -567,7 +567,9 @@ class Fuzz:
         attn = np.full(out.shape, -2, np.float32)
         pointer = None if self.maybe(0.1) else out.ctypes.data
         ok = self.n_recall > 0 and pointer is not None and n_row == N_ROW and n == self.n_traced
-        self.expect("attended", lib.llama_kvtool_attended(self.pointer, pointer, attn.ctypes.data, n_row, n), ok)
+        self.expect(
+            "attended", lib.llama_kvtool_attended(self.pointer, pointer, attn.ctypes.data, n_row, n), ok
+        )
         if ok and n:
             assert ((out == -1) | ((out >= 0) & (out < MOST))).all()
             # of all heads of a row, and all tokens of a step

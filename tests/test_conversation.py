@@ -338,7 +338,7 @@ def everything(talk):
 
 
 def check_alike(talk, other):
-    """The same tokens are live and archived; what comes back lies in other cells, so that sums are rounded."""
+    """The same tokens are live and archived; in other cells, so that sums are rounded."""
     own, others = (dict(each.writer.engine.save()) for each in (talk, other))
     for name in ("engine", "live", "archive"):
         assert (own[name] == others[name]).all(), name

@@ -282,7 +282,7 @@ WRONG = [
     ({"recalled": 9999}, "recalled must be in 1..27 .*, got 9999; with .* at least 10020$"),
     (
         {"sinks": 99},
-        "budget of 48 is too small for 99 sinks, the newest token, a cell for what is recalled and 16 slack; .* 117$",
+        "budget of 48 is too small for 99 sinks, the newest token, a cell for what is .* 16 slack; .* 117$",
     ),
     ({"budget": 1, "evict_every": None}, "a budget of 1 is too small for recall; use at least 7$"),
     ({"sinks": -1}, "sinks must not be negative, got -1"),
@@ -385,17 +385,19 @@ def test_the_first_eviction_comes_when_foretold(tiny_model, n_text):
 def test_what_is_pinned_and_held_is_within_the_live_cells(tiny_model):
     with open_engine(tiny_model(), fit(96, 8)) as engine:
         n_keep = engine.policy.n_keep
-        with pytest.raises(UsageError, match=f"takes 90 cells, and a budget of 96 has {n_keep - 1} for it"):
-            engine.pin(90)
-        for take in (engine.pin, engine.hold):
-            with pytest.raises(UsageError, match="choose a budget of"):
-                take(n_keep)
-        engine.pin(n_keep - 1)
+        with pytest.raises(UsageError, match="choose a budget of"):
+            engine.hold(n_keep)
+        # however long it is: what is not pinned is archived
+        engine.pin(500)
+        assert engine.n_pinned == n_keep // 2
         engine.read(text(200))
-        assert engine.cells().pos[0, -1] == 199
+        pos = engine.cells().pos[0]
+        assert pos[: n_keep // 2].tolist() == list(range(n_keep // 2))
+        assert pos[-1] == 199
+        assert engine.context.archive.span.start == n_keep // 2
         with pytest.raises(UsageError, match="archived already"):
             engine.pin(3)
-        engine.pin(n_keep - 1)
+        engine.pin(n_keep)
 
 
 def test_a_closed_engine_says_so(tiny_model):

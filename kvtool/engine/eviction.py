@@ -89,21 +89,29 @@ class Eviction:
         """Calls the policy. Raises PlanError for whatever goes wrong in it."""
         return ask(self.policy, what, *args)
 
+    def pinnable(self, n: int) -> int:
+        """How many of the first n tokens are pinned if n should be.
+
+        What goes to an archive is still attended to: at least half of what is kept is then for other tokens.
+        """
+        return min(n, self.policy.n_keep // 2) if self.policy.recall else n
+
     def check_pin(self, n: int) -> None:
         """Raises UsageError if n tokens are too many to be pinned."""
         room = self.policy.n_keep - 1
-        if n > room:
+        if self.pinnable(n) > room:
             raise UsageError(
                 f"the pinned text takes {n} cells, and a budget of {self.policy.n_asked} has {room} for it; "
                 f"choose a budget of {self._budget_for(n)} or more, or a shorter text"
             )
 
     def pin(self, n: int) -> None:
-        """The first n tokens of the stream are never evicted.
+        """The first n tokens of the stream are never evicted, or those of them that are `pinnable`.
 
         Raises UsageError for too many, and for another number once tokens are archived: they have no gaps.
         """
         self.check_pin(n)
+        n = self.pinnable(n)
         if n != self.n_pinned and self.cache.archive and self.cache.archive.n:
             raise UsageError("tokens are archived already; pin before the first eviction")
         self.n_pinned = n

@@ -1,8 +1,8 @@
 """Recall: sinks and a window stay, and each step attends to all that has left the window.
 
-The window is StreamingLLM's. Evicted tokens go to an archive in host memory, in clusters of similar keys. Each
-step attends to it where it lies: exactly to the clusters that matter most to its queries, and to the others by
-their means. Made cells, one for each query head of a row, bring what it finds.
+The window is StreamingLLM's. Evicted tokens go to an archive in host memory, in clusters of similar keys.
+Each step attends to it where it lies: exactly to the clusters that matter most to its queries, and to the
+others by their means. Made cells, one for each query head of a row, bring what it finds.
 """
 
 from __future__ import annotations

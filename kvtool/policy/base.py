@@ -59,8 +59,8 @@ class Policy:
     evicts
         Whether the policy ever evicts. False: the cache grows until it is full.
     adjustable
-        Parameters that may change while a stream goes on, as in a session that is opened with others: they say
-        how steps are computed, and nothing of what is kept.
+        Parameters that may change while a stream goes on, as in a session that is opened with others: they
+        say how steps are computed, and nothing of what is kept.
     """
 
     __slots__ = ()

@@ -110,6 +110,8 @@ class Resumer:
         # one token at least is read: its logits are needed
         most = len(tokens) - max(self.conversation.n_opening, 1)
         n = first + _n_equal(had[first:], tokens[:most])
+        if n_pinned is not None:
+            n_pinned = self._engine.eviction.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
         # another system prompt: all of it may be stored, and what is pinned cannot change behind an eviction
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
