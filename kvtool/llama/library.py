@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 13
+ABI = 14
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -104,6 +104,10 @@ def _bind_all() -> None:
     bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, i64, i64)
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
+    bind("llama_kvtool_clusters", i64, pointer, pointer)
+    bind("llama_kvtool_get_clusters", i64, pointer, pointer, i64, i64, ctypes.c_bool)
+    bind("llama_kvtool_set_clusters", i64, pointer, pointer, i64, i64, ctypes.c_bool)
+    bind("llama_kvtool_seal", i32, pointer)
     bind("llama_kvtool_archive_slab", i64, pointer, pointer)
     bind("llama_kvtool_recalled", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_archive_bytes", i64, pointer)

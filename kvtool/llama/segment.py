@@ -14,6 +14,10 @@ SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
 """The arrays that list the segments: i64[n, 3] begin, end, offset in their file, and u8[n, 32]."""
 
 
+CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
+"""The arrays that list clusters: i64[n, 5] begin, end, 1 if far, bytes, offset in their file, and u8[n, 32]."""
+
+
 class Segment(NamedTuple):
     """Archived tokens that have been saved together, and never change.
 
@@ -28,6 +32,33 @@ class Segment(NamedTuple):
     begin: int
     end: int
     sha256: bytes
+
+
+class Clusters(NamedTuple):
+    """Which clusters the tokens of some blocks are in, saved together.
+
+    Attributes
+    ----------
+    begin, end
+        Where the blocks begin and end in the stream.
+    is_far
+        Whether these are the clusters of far tokens: a block that becomes far gets others.
+    n_bytes
+        Bytes of them.
+    sha256
+        Of what `Archive.read_clusters` gives.
+    """
+
+    begin: int
+    end: int
+    is_far: bool
+    n_bytes: int
+    sha256: bytes
+
+
+def clusters_name(i: int) -> str:
+    """The name of the array with the ith clusters that are listed."""
+    return f"{CLUSTERS}.{i}"
 
 
 def layer_name(layer: int) -> str:
@@ -49,4 +80,15 @@ def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
     return {
         Segment(begin, end, sha256): at
         for (begin, end, at), sha256 in zip(saved[SEGMENTS].tolist(), digests, strict=True)
+    }
+
+
+def listed_clusters(saved: Mapping[str, np.ndarray]) -> dict[Clusters, int]:
+    """The clusters that saved arrays list, with their offsets; none if they have the tokens."""
+    if CLUSTER_DIGESTS not in saved:
+        return {}
+    digests = map(bytes, saved[CLUSTER_DIGESTS])
+    return {
+        Clusters(begin, end, bool(is_far), n_bytes, sha256): at
+        for (begin, end, is_far, n_bytes, at), sha256 in zip(saved[CLUSTERS].tolist(), digests, strict=True)
     }

@@ -302,7 +302,7 @@ std::string archive::set_table(const std::vector<int64_t> & table) {
     }
     far = begin;
     move_far(table[2]);
-    seal();
+    n_unsealed = n_row();
 
     return {};
 }

@@ -11,8 +11,11 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvtool {
@@ -203,6 +206,17 @@ public:
     // a layer's tokens are begin .. end - 1, as `get` gave them
     void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
 
+    // The clusters of blocks, for a saved archive: see llama_kvtool_clusters. They are given after the layers and before the table.
+    // `get_clusters` says whether all rows have them so.
+    std::array<int64_t, 3> clustered() const;
+    size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
+
+    bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;
+    void set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far);
+
+    // Makes clusters that rows lack behind `set_table`, of a few rows; returns how many rows are left.
+    int seal_some(int n_thread);
+
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the index anew
     std::vector<int64_t> table() const;
     std::string          set_table(const std::vector<int64_t> & table);
@@ -260,12 +274,28 @@ private:
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
+    // rows of which that may not be so: the last ones
+    int n_unsealed = 0;
+
+    // of blocks, near or far: what `set_clusters` has given; [row]
+    std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
+
+    int n_row() const;
+
+    // what clusters a row has: of the blocks from the archive's first to `to`, as far before `far`
+    struct row_span {
+        int64_t far;
+        int64_t to;
+    };
+    row_span span_of(int row) const;
+
     void move_far(int64_t end);
 
     // Makes the clusters of blocks that are complete by now, and anew of those that have become far; forgets those of blocks that
     // are not there any more.
     void seal();
-    void seal(size_t layer, int head, int64_t block, bool is_far);
+    void seal_row(int row);
+    void seal(size_t layer, int head, int row, int64_t block, bool is_far);
     void clear_clusters();
 
     // forgets the tokens before this one, which have lost their memory
