@@ -28,9 +28,13 @@ N_BYTES = sum(LAYERS)
 class Archive:
     """As kvtool.llama.archive has it: tokens begin .. end - 1, whose bytes are those of one stream."""
 
+    n_token, block_bytes = 8, 3
+
     def __init__(self, stream, end, begin=0):
         self.stream, self.begin, self.end = stream, begin, end
         self.segments, self.layer_bytes, self.token_bytes = [], LAYERS, N_BYTES
+        # blocks are far that end before this token
+        self.clusters, self.far = [], 0
 
     @property
     def span(self):
@@ -44,8 +48,22 @@ class Archive:
         assert self.begin <= begin <= end <= self.end
         return np.concatenate([self.layer(layer, begin, end) for layer in range(len(LAYERS))])
 
+    @property
+    def clustered(self):
+        begin = self.begin // self.n_token * self.n_token if self.far else self.end
+        ends = range(begin + self.n_token, self.end + 1, self.n_token)
+        return [(end - self.n_token, end <= self.far) for end in ends]
+
+    def read_clusters(self, begin, end, is_far):
+        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_token))
+        rng = np.random.default_rng([self.stream, 9, is_far])
+        return rng.integers(0, 256, (100, self.block_bytes), np.uint8)[
+            begin // self.n_token : end // self.n_token
+        ].reshape(-1)
+
     def restore(self, saved):
         self.segments = list(segments.listed(saved))
+        self.clusters = list(segments.listed_clusters(saved))
         return self
 
 

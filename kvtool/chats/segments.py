@@ -2,8 +2,8 @@
 
 A session lists the segments that its archive consists of, with offsets and hashes. A turn appends what it has
 archived, and then replaces the session; until then the one before it is whole, and so are its segments.
-Beside segments of tokens there are such of clusters: which of its block's clusters each token is in. A block
-has others once it is far; those of earlier versions are not used then. What is not there is made anew.
+Some segments have tokens, others say which of its block's clusters each token is in, so that nothing needs to
+be clustered anew. A block that has become far has other clusters; the earlier ones are not used any more.
 
 The first line holds the format's number and the file's id, which the session has too. Where most of a file
 is of no use any more, or another session shares it, the next turn writes a new one: FILE.archive.next. That
@@ -18,13 +18,13 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -35,11 +35,14 @@ from kvtool.llama.segment import (
     DIGESTS,
     SEGMENTS,
     Clusters,
+    Part,
     Segment,
     clusters_name,
     layer_name,
     listed,
     listed_clusters,
+    listed_parts,
+    listing,
     span,
 )
 from kvtool.system.files import create, temporary, write_all
@@ -64,9 +67,6 @@ _N_HASHING = min(os.cpu_count() or 1, 4)
 """Threads that check a file's hashes: of a large one that takes most of the time."""
 
 Listing = list[tuple[str, np.ndarray]]
-
-Part: TypeAlias = "Segment | Clusters"
-"""What is written at once: tokens, or clusters."""
 
 
 def beside(path: Path) -> Path:
@@ -153,7 +153,7 @@ class Store:
             with ExitStack() as stack, suppress(FileNotFoundError):
                 file = stack.enter_context(place.open("r+b", buffering=0))
                 if _id_of(file) == bytes(saved[_ID]):
-                    self._file = _File(file, bytes(saved[_ID]), {**listed(saved), **listed_clusters(saved)}, saved[_LAYERS])
+                    self._file = _File(file, bytes(saved[_ID]), listed_parts(saved), saved[_LAYERS])
                     stack.pop_all()
                     break
         # what a killed process did not come to
@@ -239,7 +239,7 @@ class _File:
         self.name = name
         self.at = at
         n_bytes = sum(map(int, layers))
-        ends = (offset + _n_bytes(part, n_bytes) for part, offset in at.items())
+        ends = (offset + part.size(n_bytes) for part, offset in at.items())
         self.end = max(ends, default=_N_FIRST)
 
     @classmethod
@@ -267,8 +267,8 @@ class _File:
         if not wanted:
             return False
         n_bytes = sum(archive.layer_bytes)
-        n_new = sum(_n_bytes(each, n_bytes) for each in wanted if each not in self.at)
-        n_all = sum(_n_bytes(each, n_bytes) for each in wanted)
+        n_new = sum(each.size(n_bytes) for each in wanted if each not in self.at)
+        n_all = sum(each.size(n_bytes) for each in wanted)
         return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new <= 2 * n_all
 
     def append(self, archive: Archive, wanted: list[Part]) -> list[Part]:
@@ -327,9 +327,10 @@ class Joined(Mapping[str, np.ndarray]):
     def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
         self._arrays = arrays
         self._segments = listed(arrays)
+        self._parts = listed_parts(arrays)
         self._layers = arrays[_LAYERS].tolist()
-        self._clusters = listed_clusters(arrays)
-        self._names: dict[str, int | Clusters] = {layer_name(layer): layer for layer in range(len(self._layers))}
+        self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
+        self._clusters = {clusters_name(i): each for i, each in enumerate(listed_clusters(arrays))}
         self._begin, end = span(arrays)
         if not self._segments:
             self._data = np.empty(0, np.uint8)
@@ -346,9 +347,8 @@ class Joined(Mapping[str, np.ndarray]):
             and order[-1].end == end
             and all(one.end == other.begin for one, other in pairwise(order))
         )
-        self._names |= {clusters_name(i): each for i, each in enumerate(self._clusters)}
         with ThreadPoolExecutor(_N_HASHING) as pool:
-            if not is_complete or not all(pool.map(self._is_whole, order + list(self._clusters))):
+            if not is_complete or not all(pool.map(self._is_whole, self._parts)):
                 raise _useless(name, "is damaged", owner)
 
     def _is_whole(self, part: Part) -> bool:
@@ -356,15 +356,15 @@ class Joined(Mapping[str, np.ndarray]):
         return hashlib.sha256(self._bytes_of(part).data).digest() == part.sha256
 
     def _bytes_of(self, part: Part) -> np.ndarray:
-        at = self._clusters[part] if isinstance(part, Clusters) else self._segments[part]
-        return self._data[at : at + _n_bytes(part, sum(self._layers))]
+        at = self._parts[part]
+        return self._data[at : at + part.size(sum(self._layers))]
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self._arrays:
             return self._arrays[name]
+        if name in self._clusters:
+            return self._bytes_of(self._clusters[name])
         layer = self._names[name]
-        if isinstance(layer, Clusters):
-            return self._bytes_of(layer)
         n_bytes, before = self._layers[layer], sum(self._layers[:layer])
         parts = [np.empty(0, np.uint8)]
         for segment, at in self._segments.items():
@@ -374,10 +374,10 @@ class Joined(Mapping[str, np.ndarray]):
         return np.concatenate(parts)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._arrays, *self._names])
+        return iter([*self._arrays, *self._names, *self._clusters])
 
     def __len__(self) -> int:
-        return len(self._arrays) + len(self._names)
+        return len(self._arrays) + len(self._names) + len(self._clusters)
 
 
 def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
@@ -402,10 +402,6 @@ def _useless(name: str, what: str, owner: str) -> SessionError:
     )
 
 
-def _n_bytes(part: Part, token_bytes: int) -> int:
-    return part.n_bytes if isinstance(part, Clusters) else (part.end - part.begin) * token_bytes
-
-
 def _wanted(archive: Archive, at: Mapping[Part, int]) -> list[Part]:
     """The parts that an archive consists of. Those to be written are within it, and of few MiB."""
     return [*_wanted_segments(archive, at), *_wanted_clusters(archive, at)]
@@ -424,19 +420,23 @@ def _wanted_segments(archive: Archive, at: Mapping[Part, int]) -> list[Segment]:
 
 
 def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]:
+    """Those of all blocks that have some now; to be written are those that are not there."""
     n, n_bytes = archive.n_token, archive.block_bytes
-    blocks = dict.fromkeys(archive.clustered)
-    found, there = [], set()
+    blocks = archive.clustered
+    current = set(blocks)
+    found: list[Clusters] = []
+    there: set[tuple[int, bool]] = set()
     for each in archive.clusters:
-        own = [block for block in range(each.begin, each.end, n) if (block, each.is_far) in blocks]
+        own = [block for block in range(each.begin, each.end, n) if (block, each.is_far) in current]
         if each in at and own:
             found.append(each)
             there |= {(block, each.is_far) for block in own}
     for block, is_far in blocks:
         if (block, is_far) in there:
             continue
-        last = found[-1] if found and not found[-1].sha256 else None
-        if last and (last.end, last.is_far) == (block, is_far) and last.n_bytes < _PIECE:
+        last = found[-1] if found else None
+        is_next = last and not last.sha256 and (last.end, last.is_far) == (block, is_far)
+        if last and is_next and last.n_bytes < _PIECE:
             found[-1] = last._replace(end=block + n, n_bytes=last.n_bytes + n_bytes)
         else:
             found.append(Clusters(block, block + n, is_far, n_bytes, b""))
@@ -444,25 +444,11 @@ def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]
 
 
 def _listing(archive: Archive, file: _File | None) -> Listing:
-    segments, clusters = archive.segments, archive.clusters
-    at = file.at if file else {}
     return [
         (_ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
         (_LAYERS, np.array(archive.layer_bytes, np.int64)),
-        (SEGMENTS, _table([(each.begin, each.end, at[each]) for each in segments], 3)),
-        (DIGESTS, _digests(segments)),
-        (CLUSTERS, _table([(*each[:4], at[each]) for each in clusters], 5)),
-        (CLUSTER_DIGESTS, _digests(clusters)),
+        *listing(archive.segments, archive.clusters, file.at if file else {}),
     ]
-
-
-def _table(rows: list[tuple[int, ...]], n: int) -> np.ndarray:
-    return np.array(rows, np.int64).reshape(-1, n)
-
-
-def _digests(parts: Sequence[Part]) -> np.ndarray:
-    n = hashlib.sha256().digest_size
-    return np.frombuffer(b"".join(each.sha256 for each in parts), np.uint8).reshape(-1, n)
 
 
 def size(session: Path) -> int:

@@ -13,6 +13,7 @@ from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, error_text, lib
 from kvtool.llama.segment import (
     CLUSTERS,
+    N_CLUSTERS,
     TABLE,
     Clusters,
     Segment,
@@ -230,12 +231,15 @@ class Archive:
         return data
 
     def _save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
-        blocks = self.clustered
-        parts = [(own[0], own[-1] + self.n_token, is_far) for is_far in (True, False) if (own := [at for at, far in blocks if far == is_far])]
-        data = [self.read_clusters(*each) for each in parts]
-        rows = [(*each, own.nbytes, 0) for each, own in zip(parts, data, strict=True)]
-        yield CLUSTERS, np.array(rows, np.int64).reshape(-1, 5)
-        yield from ((clusters_name(i), own) for i, own in enumerate(data))
+        table, found = [], []
+        for is_far in (True, False):
+            if blocks := [at for at, far in self.clustered if far == is_far]:
+                begin, end = blocks[0], blocks[-1] + self.n_token
+                found.append(self.read_clusters(begin, end, is_far))
+                table.append((begin, end, is_far, found[-1].nbytes, 0))
+        if table:
+            yield CLUSTERS, np.array(table, np.int64)
+        yield from ((clusters_name(i), data) for i, data in enumerate(found))
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave: from the newest n_max tokens of it.
@@ -251,20 +255,40 @@ class Archive:
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle)) > 0:
+            # a byte has two tokens
             n_row = self.block_bytes * 2 // self.n_token
             self.while_sealing(n_row - n_left, n_row)
         check(n_left)
         self.segments, self.clusters = list(listed(saved)), list(listed_clusters(saved))
 
     def _restore_clusters(self, saved: Mapping[str, np.ndarray], begin: int) -> None:
-        """Hands over the clusters of blocks from `begin` on."""
+        """Hands over the clusters of the blocks from this one on."""
         n_bytes = self.block_bytes
-        for i, (own, end, is_far, *_) in enumerate(saved[CLUSTERS].tolist() if n_bytes and CLUSTERS in saved else ()):
+        table = saved[CLUSTERS].tolist() if n_bytes and CLUSTERS in saved else ()
+        for i, (own, end, is_far, *_) in enumerate(table):
             first = max(own, begin)
             if first < end:
-                data = np.ascontiguousarray(saved[clusters_name(i)])[(first - own) // self.n_token * n_bytes :]
+                data = np.ascontiguousarray(saved[clusters_name(i)])[
+                    (first - own) // self.n_token * n_bytes :
+                ]
                 handle, pointer = self._owner.handle, data.ctypes.data
                 check(lib.llama_kvtool_set_clusters(handle, pointer, first, end, bool(is_far)))
+
+    def _fit_clusters(self, saved: Mapping[str, np.ndarray], end: int) -> bool:
+        """Whether the clusters that are listed may be of tokens before `end`."""
+        if CLUSTERS not in saved or not (n_bytes := self.block_bytes):
+            return True
+        table, n = saved[CLUSTERS], self.n_token
+        if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != N_CLUSTERS:
+            return False
+        return all(
+            first % n == last % n == 0
+            and 0 <= first < last <= end
+            and (data := saved.get(clusters_name(i))) is not None
+            and data.dtype == np.uint8
+            and data.nbytes == (last - first) // n * n_bytes
+            for i, (first, last, *_) in enumerate(table.tolist())
+        )
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
@@ -286,7 +310,7 @@ class Archive:
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
         # one at a time: together they may be gigabytes
-        return all(
+        return self._fit_clusters(saved, end) and all(
             (data := saved.get(layer_name(layer))) is not None
             and data.dtype == np.uint8
             and data.nbytes == (end - begin) * n_bytes

@@ -157,6 +157,10 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
     });
 }
 
+static int n_thread(const llama_context * ctx) {
+    return std::max(ctx->n_threads(), 1u);
+}
+
 static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
@@ -177,7 +181,7 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     return guarded([&]() -> int64_t {
         if (in) {
             tokens.expect(begin, end);
-            tokens.fill(layer, in, begin, end);
+            tokens.fill(layer, in, begin, end, n_thread(ctx));
         } else if (out) {
             tokens.get(layer, out, begin, end);
         }
@@ -282,7 +286,7 @@ int32_t llama_kvtool_seal(llama_context * ctx) {
     if (!same_tokens(*kvtool)) {
         return -1;
     }
-    return guarded([&]() -> int32_t { return kvtool->archive->tokens.seal_some(std::max(ctx->n_threads(), 1u)); });
+    return guarded([&]() -> int32_t { return kvtool->archive->tokens.seal_some(n_thread(ctx)); });
 }
 
 int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) {

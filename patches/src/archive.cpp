@@ -1,6 +1,7 @@
 #include "archive.h"
 
 #include "convert.h"
+#include "together.h"
 
 #include <algorithm>
 #include <cstring>
@@ -245,15 +246,20 @@ void archive::expect(int64_t begin, int64_t end) {
     clear_clusters();
 }
 
-void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end) {
+void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread) {
     auto & l = layers[layer];
     l.set_span(begin, end);
-    for (int64_t t = begin; t < end; ++t) {
-        for (int head = 0; head < l.n_head; ++head) {
-            memcpy(l.raw_key(head, t), in, l.size);
-            in += l.size;
+
+    // slabs: memory that is touched for the first time takes time
+    const int64_t first = begin/store::n_block;
+    together(n_thread, store::n_slab(begin, end), [&](int i) {
+        const int64_t from = std::max(begin, (first + i)*store::n_block);
+        for (int64_t t = from; t < std::min(end, archived_layer::block_end(from)); ++t) {
+            for (int head = 0; head < l.n_head; ++head) {
+                memcpy(l.raw_key(head, t), in + ((t - begin)*l.n_head + head)*l.size, l.size);
+            }
         }
-    }
+    });
 }
 
 std::vector<int64_t> archive::table() const {

@@ -204,7 +204,7 @@ public:
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
     // a layer's tokens are begin .. end - 1, as `get` gave them
-    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
+    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread);
 
     // The clusters of blocks, for a saved archive: see llama_kvtool_clusters. They are given after the layers and before the table.
     // `get_clusters` says whether all rows have them so.

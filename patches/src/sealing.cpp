@@ -2,12 +2,10 @@
 
 #include "archive.h"
 
+#include "together.h"
+
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 namespace kvtool {
@@ -156,39 +154,11 @@ void archive::seal() {
 }
 
 int archive::seal_some(int n_thread) {
-    const int end  = n_row();
-    const int stop = std::min(end, end - n_unsealed + 2*n_thread);
+    const int end   = n_row();
+    const int begin = end - n_unsealed;
+    const int stop  = std::min(end, begin + 2*n_thread);
 
-    std::atomic<int> next(end - n_unsealed);
-    std::vector<std::exception_ptr> wrong(n_thread);
-
-    const auto work = [&](int thread) {
-        try {
-            for (int row; (row = next++) < stop;) {
-                seal_row(row);
-            }
-        } catch (...) {
-            wrong[thread] = std::current_exception();
-        }
-    };
-    std::vector<std::thread> others;
-    others.reserve(n_thread);
-    try {
-        for (int thread = 1; thread < n_thread; ++thread) {
-            others.emplace_back(work, thread);
-        }
-    } catch (const std::system_error &) {
-        // there are no more: those that there are do the work
-    }
-    work(0);
-    for (auto & other : others) {
-        other.join();
-    }
-    for (const auto & each : wrong) {
-        if (each) {
-            std::rethrow_exception(each);
-        }
-    }
+    together(n_thread, stop - begin, [&](int i) { seal_row(begin + i); });
 
     n_unsealed = end - stop;
     if (n_unsealed == 0) {
