@@ -427,7 +427,9 @@ def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]
     found: list[Clusters] = []
     there: set[tuple[int, bool]] = set()
     for each in archive.clusters:
-        own = [block for block in range(each.begin, each.end, n) if (block, each.is_far) in current]
+        first = max(each.begin, archive.span.start // n * n)
+        # a block that is far in some rows has near ones in the others
+        own = {block for block in range(first, each.end, n) if ((block, True) in current) == each.is_far}
         if each in at and own:
             found.append(each)
             there |= {(block, each.is_far) for block in own}

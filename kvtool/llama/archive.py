@@ -218,11 +218,12 @@ class Archive:
 
     @property
     def clustered(self) -> list[tuple[int, bool]]:
-        """The blocks that have clusters: where each begins, and whether these are far ones."""
-        span = np.empty(3, np.int64)
+        """Blocks that have clusters, alike in all rows: where each begins, and whether these are far ones."""
+        span = np.empty(4, np.int64)
         check(lib.llama_kvtool_clusters(self._owner.handle, span.ctypes.data))
-        begin, far, end = span.tolist()
-        return [(at, at < far) for at in range(begin, end, self.n_token)]
+        begin, far, near, end = span.tolist()
+        blocks = range(begin, end, self.n_token)
+        return [(at, at < far) for at in blocks if not far <= at < near]
 
     def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
         """u8[]: which clusters the tokens of these blocks are in, block by block."""

@@ -208,7 +208,7 @@ public:
 
     // The clusters of blocks, for a saved archive: see llama_kvtool_clusters. They are given after the layers and before the table.
     // `get_clusters` says whether all rows have them so.
-    std::array<int64_t, 3> clustered() const;
+    std::array<int64_t, 4> clustered() const;
     size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
 
     bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;

@@ -245,7 +245,7 @@ LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
 
 // Where the archive is clustered: span[0] .. span[1] - 1 are the tokens of blocks that have the clusters of far tokens in all rows,
-// and span[1] .. span[2] - 1 of those that have near ones. Returns the bytes of a block's; 0: the archive has no clusters.
+// and span[2] .. span[3] - 1 of those that have those of near ones. Returns the bytes of a block's; 0: the archive has no clusters.
 LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
 
 // Copy the clusters of blocks, as far or near tokens have them, from position begin to end: block by block and row by row which

@@ -167,16 +167,22 @@ int archive::seal_some(int n_thread) {
     return n_unsealed;
 }
 
-std::array<int64_t, 3> archive::clustered() const {
-    const int64_t begin = this->begin()/n_block;
-
+std::array<int64_t, 4> archive::clustered() const {
     if (clusters.empty() || size() == 0 || n_unsealed > 0) {
         return {};
     }
     // the last row's come last
-    const auto last = span_of(n_row() - 1);
-    const int64_t far = std::max(begin, last.far);
-    return { begin*n_block, far*n_block, std::max(far, last.to)*n_block };
+    const row_span one  = span_of(0);
+    const row_span last = span_of(n_row() - 1);
+
+    const int64_t begin = this->begin()/n_block;
+    const int64_t end   = std::max(begin, last.to);
+    return {
+        begin*n_block,
+        std::max(begin, last.far)*n_block,
+        std::clamp(one.far, begin, end)*n_block,
+        end*n_block,
+    };
 }
 
 bool archive::get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const {
