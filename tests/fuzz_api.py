@@ -66,7 +66,7 @@ class Fuzz:
         self.n_table = n_cell
         self.cells = [n_cell] * N_LAYER
         self.signals, self.ragged, self.n_query = 0, False, 1
-        self.n_recall = 0
+        self.n_recall, self.is_clustered = 0, False
         self.forget()
         self.forget_archive()
 
@@ -110,6 +110,9 @@ class Fuzz:
             self.copy,
             self.table,
             self.table,
+            self.clusters,
+            self.clusters,
+            self.seal,
             self.file,
             self.recalled,
         ]
@@ -124,6 +127,9 @@ class Fuzz:
         if not ragged and self.maybe(0.6):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_bit = self.one_of(0, 4, 8)
+            if self.maybe(0.5):
+                # room for two cells of each token of a step
+                params.n_recall, params.n_made, params.n_exact = 100, 2, self.one_of(0, 1, 40, 40, LARGEST)
             # f32, f16, q8_0, q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
@@ -137,7 +143,8 @@ class Fuzz:
                 bad += [("type_k", -1), ("type_v", 999), ("type_k", LARGEST), ("type_v", 4), ("ragged", True)]
                 # blocks of 256 numbers
                 bad += [("type_k", 12), ("type_v", 16)]
-                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -1), ("n_exact", 1)]
+                bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -1)]
+                bad += [] if params.n_made else [("n_exact", 1)]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
         if params.signals & Signal.RECENT and params.n_query == LARGEST:
@@ -153,7 +160,7 @@ class Fuzz:
             self.signals, self.ragged, self.n_query = signals, ragged, params.n_query
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
-            self.n_recall = params.n_recall
+            self.n_recall, self.is_clustered = params.n_recall, params.n_exact > 0
             self.forget_archive()
             if self.maybe(0.4):
                 self.file()
@@ -410,7 +417,8 @@ class Fuzz:
         status = lib.llama_kvtool_archive(self.pointer, pointer, n, pos, n_max)
         self.expect("archive", status, ok)
         if ok and n:
-            self.spans = [(max(begin if self.size else pos, pos + n - n_max), pos + n)] * N_LAYER
+            begin = begin if self.size else pos
+            self.spans = [(self.whole(begin, max(begin, pos + n - n_max), pos + n), pos + n)] * N_LAYER
         self.check_archive()
 
     def base(self):
@@ -427,7 +435,7 @@ class Fuzz:
             self.forget_archive()
             self.has_file = has_file
         elif ok and n < self.size:
-            begin = self.spans[0][1] - n
+            begin = self.whole(self.spans[0][0], self.spans[0][1] - n, self.spans[0][1])
             self.spans = [(max(first, min(last, begin)), last) for first, last in self.spans]
         self.check_archive()
 
@@ -523,6 +531,48 @@ class Fuzz:
         self.expect("set_archive_table", lib.llama_kvtool_set_archive_table(self.pointer, pointer, n), ok)
         self.check_archive()
 
+    def whole(self, begin, to, end):
+        """Where the archive begins without the tokens before `to`: blocks that may have clusters go whole."""
+        following = (to // 256 + 1) * 256
+        return following if self.is_clustered and begin < to and to % 256 and following <= end else to
+
+    def clusters(self):
+        """Those of some blocks, out of the archive or into it."""
+        span = np.full(4, -7, np.int64)
+        n_bytes = lib.llama_kvtool_clusters(self.pointer, span.ctypes.data)
+        self.expect("clusters", n_bytes, self.n_recall > 0)
+        assert n_bytes == (128 * N_ROW if self.is_clustered else 0) or not self.n_recall
+        is_far = self.maybe(0.5)
+        known = span[:2] if is_far else span[2:]
+        if self.maybe(0.5):
+            begin, end = known.tolist()
+        else:
+            begin, end = (
+                256 * int(n) for n in np.sort(self.rng.integers(-1, self.spans[0][1] // 256 + 2, 2))
+            )
+        if self.maybe(0.2):
+            begin, end = self.one_of(begin, -256, begin + 1, MOST), self.one_of(end, 2**62, end - 1, -(2**62))
+        least, most = (n // 256 * 256 for n in self.spans[0])
+        may = self.n_recall > 0 and len(set(self.spans)) == 1
+        may = may and begin % 256 == end % 256 == 0 and least <= begin <= end <= most
+        n = max((end - begin) // 256 * n_bytes, 0) if may else 0
+        data = self.rng.integers(0, 256, n + 1).astype(np.uint8)
+        ok = may and (not n or (known[0] <= begin and end <= known[1]))
+        if self.maybe(0.5):
+            status = lib.llama_kvtool_get_clusters(self.pointer, data.ctypes.data, begin, end, is_far)
+            self.expect("get_clusters", status, ok)
+            assert not ok or status == n
+        status = lib.llama_kvtool_set_clusters(self.pointer, data.ctypes.data, begin, end, is_far)
+        self.expect("set_clusters", status, may)
+
+    def seal(self):
+        ok = self.n_recall > 0 and len(set(self.spans)) == 1
+        left = lib.llama_kvtool_seal(self.pointer)
+        self.expect("seal", left, ok)
+        while ok and left and self.maybe(0.8):
+            assert left < N_ROW
+            left = lib.llama_kvtool_seal(self.pointer)
+
     def file(self):
         """A new file, which is gone at once; or one that is there, or cannot be."""
         with tempfile.TemporaryDirectory() as folder:
@@ -558,6 +608,8 @@ class Fuzz:
         slab = lib.llama_kvtool_archive_slab(self.pointer, None)
         n_slab = lib.llama_kvtool_archive_bytes(self.pointer) / slab
         begin, end = max(self.spans, key=lambda span: span[1] - span[0])
+        # a slab whose block is not complete has no clusters yet
+        n_slab /= 0.6 if self.is_clustered else 1
         assert n_slab >= (end - 1) // 256 - begin // 256 + 1 if begin < end else n_slab >= 0
 
     def can_be(self, moves, terms, n_keep, rows, pos_0, n_hidden):

@@ -96,7 +96,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     }
 }
 
-void archive::start(const leaving & some) {
+int64_t archive::start(const leaving & some) {
     frames.reserve(frames.size() + 1);
 
     const int64_t first = first_of(some);
@@ -110,6 +110,8 @@ void archive::start(const leaving & some) {
         clear_clusters();
     }
     forget(first);
+
+    return first;
 }
 
 void archive::put(size_t layer, int64_t pos, const gathered & cells) {
@@ -131,9 +133,7 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
     }
 }
 
-void archive::finish(const leaving & some) {
-    const int64_t first = first_of(some);
-
+void archive::finish(const leaving & some, int64_t first) {
     for (auto & l : layers) {
         l.set_span(first, some.end());
     }
@@ -244,6 +244,7 @@ void archive::expect(int64_t begin, int64_t end) {
         }
     }
     clear_clusters();
+    n_unsealed = n_row();
 }
 
 void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread) {

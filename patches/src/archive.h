@@ -168,12 +168,12 @@ public:
 
     bool has_file() const { return memory.has_file(); }
 
-    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` stores
-    // a layer's tokens from pos on, none of which is; `finish` ends it.
+    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old, and returns the
+    // oldest token that stays; `put` stores a layer's tokens from pos on, none of which is too old; `finish` ends it.
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
-    void start  (const leaving & some);
+    int64_t start(const leaving & some);
     void put    (size_t layer, int64_t pos, const gathered & cells);
-    void finish (const leaving & some);
+    void finish (const leaving & some, int64_t first);
 
     // the oldest token that there is with these
     int64_t first_of(const leaving & some) const {
