@@ -171,6 +171,10 @@ def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far
         there |= set(archive.clustered)
         size = segments._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
         assert beside(path).stat().st_size == size
+        # what no block needs any more is not listed
+        current = dict(archive.clustered)
+        for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
+            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_token))
 
 
 @with_clusters

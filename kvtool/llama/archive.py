@@ -269,9 +269,8 @@ class Archive:
         for i, (own, end, is_far, *_) in enumerate(table):
             first = max(own, begin)
             if first < end:
-                data = np.ascontiguousarray(saved[clusters_name(i)])[
-                    (first - own) // self.n_token * n_bytes :
-                ]
+                n_left_out = (first - own) // self.n_token
+                data = np.ascontiguousarray(saved[clusters_name(i)])[n_left_out * n_bytes :]
                 handle, pointer = self._owner.handle, data.ctypes.data
                 check(lib.llama_kvtool_set_clusters(handle, pointer, first, end, bool(is_far)))
 
