@@ -113,6 +113,7 @@ class Fuzz:
             self.clusters,
             self.clusters,
             self.seal,
+            self.seal,
             self.file,
             self.recalled,
         ]
@@ -124,7 +125,7 @@ class Fuzz:
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.log_n, params.ragged = self.maybe(0.2), ragged
-        if not ragged and self.maybe(0.6):
+        if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
             params.n_bit = self.one_of(0, 4, 8)
             if self.maybe(0.5):
@@ -162,7 +163,7 @@ class Fuzz:
             self.forget()
             self.n_recall, self.is_clustered = params.n_recall, params.n_exact > 0
             self.forget_archive()
-            if self.maybe(0.4):
+            for _ in range(self.one_of(0, 4)):
                 self.file()
 
     def seen(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from kvtool import policies
 from kvtool.chats import session
 from kvtool.chats.segments import Store, beside
+from kvtool.cli import progress
 from kvtool.errors import SessionError
 from kvtool.llama.segment import CLUSTER_DIGESTS, CLUSTERS, listed_clusters
 from kvtool.measure import perplexity
@@ -106,6 +108,21 @@ def test_it_says_how_far_it_is(tiny_model, n_threads):
         engine.restore(saved)
         # two rows a thread at once, of four
         assert found == ([(2, 4)] if n_threads == 1 else [])
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_how_far_it_is(tiny_model, monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr(progress, "_SOON_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with opened(tiny_model(**MODEL)) as engine:
+        engine.read(text(900))
+        saved = {name: array for name, array in in_memory(engine).items() if not name.startswith(CLUSTERS)}
+        with progress.restoring_progress(engine.context.archive):
+            engine.restore(saved)
+        assert ("opening the archive: 2 of 4 rows, 50%" in capsys.readouterr().err) == is_terminal
+        engine.restore(saved)
+        assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("limit", [100_000, 1200], ids=["all", "forgetting"])

@@ -106,11 +106,11 @@ def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
 
 @contextmanager
 def restoring_progress(archive: Archive | None) -> Iterator[None]:
-    """Inside, a line in a terminal says how far an archive is with clusters that were not saved."""
+    """Inside, a line in a terminal says how far an archive is restored, if it takes long."""
     if not archive:
         yield
         return
-    with _pace_progress("making the archive's clusters:", "rows") as step:
+    with _pace_progress("opening the archive:", "rows") as step:
         before, archive.while_sealing = archive.while_sealing, step
         try:
             yield
