@@ -274,7 +274,7 @@ private:
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
-    // rows of which that may not be so: the last ones
+    // so many of the last rows lack clusters of an archive that has been set
     int n_unsealed = 0;
 
     // of blocks, near or far: what `set_clusters` has given; [row]
