@@ -22,6 +22,7 @@ from kvtool import policies
 from kvtool.engine import loop, snapshot, stream
 from kvtool.engine.settings import Settings
 from kvtool.llama.model import Model
+from kvtool.llama.segment import CLUSTERS
 
 N_READ = 1200
 """Tokens of the text that are read."""
@@ -120,6 +121,8 @@ def _recalling(model: Model, spec: str, tokens: np.ndarray, size: int, args) -> 
     if "archive" in arrays:
         begin, end = arrays["archive"][:2].tolist()
         more = size - (end - begin)
+        # those of the repeated tokens are made when they are put
+        arrays = {key: values for key, values in arrays.items() if not key.startswith(CLUSTERS)}
         for key in [key for key in arrays if key.startswith("archive.")]:
             arrays[key] = _repeated(arrays[key], end - begin, size)
         arrays["pos"] = np.where(arrays["pos"] < begin, arrays["pos"], arrays["pos"] + more).astype(np.int32)

@@ -110,6 +110,10 @@ class Fuzz:
             self.copy,
             self.table,
             self.table,
+            self.clusters,
+            self.clusters,
+            self.seal,
+            self.seal,
             self.file,
             self.trace,
             self.attended,
@@ -122,11 +126,12 @@ class Fuzz:
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.log_n, params.ragged = self.maybe(0.2), ragged
-        if not ragged and self.maybe(0.6):
+        if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
-            params.n_exact = self.one_of(0, 1, 50, LARGEST)
-            if params.n_recall > N_GROUP and self.maybe(0.6):
-                params.n_made = self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
+            params.n_exact = self.one_of(0, 1, 40, 40, LARGEST)
+            if self.maybe(0.6):
+                # room for the cells of each token of a step
+                params.n_recall, params.n_made = 100, self.one_of(N_GROUP, N_GROUP, N_GROUP + 1)
             # f32, f16, q8_0, q4_0
             params.type_k, params.type_v = self.one_of(0, 1, 8, 2), self.one_of(0, 1, 8, 2)
         ok = not self.maybe(0.2)
@@ -159,7 +164,7 @@ class Fuzz:
             self.n_recall, self.n_made, self.n_exact = params.n_recall, params.n_made, params.n_exact
             self.n_traced = 0 if self.n_made else self.n_recall
             self.forget_archive()
-            if self.maybe(0.4):
+            for _ in range(self.one_of(0, 4)):
                 self.file()
 
     def seen(self):
@@ -529,6 +534,44 @@ class Fuzz:
             ok = False
         self.expect("set_archive_table", lib.llama_kvtool_set_archive_table(self.pointer, pointer, n), ok)
         self.check_archive()
+
+    def clusters(self):
+        """Those of some blocks, out of the archive or into it."""
+        span = np.full(4, -7, np.int64)
+        n_bytes = lib.llama_kvtool_clusters(self.pointer, span.ctypes.data)
+        self.expect("clusters", n_bytes, self.n_recall > 0)
+        assert n_bytes == (128 * N_ROW if self.n_exact else 0) or not self.n_recall
+        is_far = self.maybe(0.5)
+        known = span[:2] if is_far else span[2:]
+        if self.maybe(0.5):
+            begin, end = known.tolist()
+        else:
+            begin, end = (
+                256 * int(n) for n in np.sort(self.rng.integers(-1, self.spans[0][1] // 256 + 2, 2))
+            )
+        if self.maybe(0.2):
+            begin, end = self.one_of(begin, -256, begin + 1, MOST), self.one_of(end, 2**62, end - 1, -(2**62))
+        least, most = (n // 256 * 256 for n in self.spans[0])
+        may = self.n_recall > 0 and len(set(self.spans)) == 1
+        may = may and begin % 256 == end % 256 == 0 and least <= begin <= end <= most
+        n = max((end - begin) // 256 * n_bytes, 0) if may else 0
+        data = self.rng.integers(0, 256, n + 1).astype(np.uint8)
+        ok = may and (not n or (known[0] <= begin and end <= known[1]))
+        if self.maybe(0.5):
+            status = lib.llama_kvtool_get_clusters(self.pointer, data.ctypes.data, begin, end, is_far)
+            self.expect("get_clusters", status, ok)
+            assert not ok or status == n
+        status = lib.llama_kvtool_set_clusters(self.pointer, data.ctypes.data, begin, end, is_far)
+        self.expect("set_clusters", status, may)
+
+    def seal(self):
+        n_max = self.one_of(1, 500, 2**62, 2**62, 0, -(2**62))
+        ok = self.n_recall > 0 and len(set(self.spans)) == 1 and n_max > 0
+        left = lib.llama_kvtool_seal(self.pointer, n_max)
+        self.expect("seal", left, ok)
+        while ok and left and self.maybe(0.8):
+            assert left < N_ROW
+            left = lib.llama_kvtool_seal(self.pointer, n_max)
 
     def file(self):
         """A new file, which is gone at once; or one that is there, or cannot be."""

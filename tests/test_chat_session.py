@@ -16,6 +16,7 @@ import pytest
 import tiny
 
 from kvtool.chats import segments, session
+from kvtool.llama.segment import CLUSTERS
 from tests import forked
 from tests.called import KEEPS, called
 
@@ -288,6 +289,32 @@ def test_a_session_with_its_archive_inside_as_earlier_versions_wrote_it_continue
     saved, whole = (session.read(each)[1] for each in (path, tmp_path / "whole"))
     for name in set(whole) - set(listing):
         assert (saved[name] == whole[name]).all()
+
+
+@pytest.mark.engine
+def test_a_session_keeps_clusters_and_goes_on_without_those_of_earlier_versions(talk, tmp_path):
+    clusters = "-o", "search=clusters", "-o", "exact=64"
+    for name in ("chat.kvs", "whole"):
+        talk(TURNS, *RECALL, *clusters, session=name)
+    path, archive = tmp_path / "chat.kvs", tmp_path / "chat.kvs.archive"
+    data, before, text = archive.read_bytes(), path.read_bytes(), exported(path)
+    (_, _, _, n_bytes, at), *_ = session.read(path)[1][CLUSTERS].tolist()
+    for n in (at, at + n_bytes - 1):
+        archive.write_bytes(data[:n] + bytes([data[n] ^ 16]) + data[n + 1 :])
+        done = talk(TURNS[:1])
+        assert done.returncode == 9
+        assert f"{archive} is damaged, and the chat in {path} cannot continue" in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert (path.read_bytes(), exported(path)) == (before, text)
+    archive.write_bytes(data)
+    with path.open("rb") as file:
+        meta, arrays = session._load(file, "it")
+    session.write(path, meta, [each for each in arrays.items() if not each[0].startswith(CLUSTERS)])
+    for name in ("chat.kvs", "whole"):
+        done = talk(TURNS[:9], session=name)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert exported(path) == exported(tmp_path / "whole")
+    assert CLUSTERS in session.read(path)[1]
 
 
 @pytest.mark.engine

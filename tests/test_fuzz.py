@@ -25,7 +25,7 @@ def test_calls_of_the_library_are_done_or_refused_but_never_crash(share_of):
     archive = ("archive", "archive_file", "base", "forget", "go_back", "get_archive", "set_archive")
     for name in (
         *("apply", "decode", "enable", "read", "read_keys", "resize", "seen", "write", *archive),
-        *("get_archive_table", "set_archive_table"),
+        *("get_archive_table", "set_archive_table", "clusters", "get_clusters", "set_clusters", "seal"),
     ):
         for what in ("done", "refused"):
             assert counts[name, what] >= 3, (name, what, counts)

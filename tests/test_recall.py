@@ -160,6 +160,17 @@ def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
         assert (perplexity.stream(engine, tokens[1650:]) == want).all()
 
 
+@pytest.mark.parametrize("archive", [1, 40, 260])
+def test_an_archive_smaller_than_a_block_goes_as_a_whole_where_that_is_complete(tiny_model, archive):
+    with open_engine(tiny_model(**CLUSTERED), fit(search="clusters", exact=64), archive=archive) as engine:
+        for part in np.split(text(1600), 50):
+            engine.read(part)
+            span = engine.context.archive.span
+            assert len(span) <= archive
+            # what it has is what came last
+            assert not span or span.stop == engine.cells().pos.max() + 1 - (engine.n_kv - engine.policy.sinks)
+
+
 def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(64)
     want = scores(path, policies.fit("streamingllm", 96, 16), tokens, n_batch=16)

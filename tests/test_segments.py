@@ -15,7 +15,7 @@ import pytest
 from kvtool.chats import segments, session
 from kvtool.chats.segments import Store, beside
 from kvtool.errors import SessionError
-from kvtool.llama.segment import TABLE
+from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name
 from kvtool.system import files
 from tests.test_files import full_after
 
@@ -28,9 +28,15 @@ N_BYTES = sum(LAYERS)
 class Archive:
     """As kvtool.llama.archive has it: tokens begin .. end - 1, whose bytes are those of one stream."""
 
+    n_token, block_bytes = 8, 3
+
+    is_clustered = False
+    """Whether its complete blocks have clusters; these are far before the last 20 tokens."""
+
     def __init__(self, stream, end, begin=0):
         self.stream, self.begin, self.end = stream, begin, end
-        self.segments, self.layer_bytes, self.token_bytes = [], LAYERS, N_BYTES
+        self.segments, self.clusters = [], []
+        self.layer_bytes, self.token_bytes = LAYERS, N_BYTES
 
     @property
     def span(self):
@@ -44,8 +50,21 @@ class Archive:
         assert self.begin <= begin <= end <= self.end
         return np.concatenate([self.layer(layer, begin, end) for layer in range(len(LAYERS))])
 
+    @property
+    def clustered(self):
+        begin = self.begin // self.n_token * self.n_token if self.is_clustered else self.end
+        blocks = range(begin, self.end - self.n_token + 1, self.n_token)
+        return [(at, at + self.n_token <= self.end - 20) for at in blocks]
+
+    def read_clusters(self, begin, end, is_far):
+        assert all((at, is_far) in self.clustered for at in range(begin, end, self.n_token))
+        rng = np.random.default_rng([self.stream, 9, is_far])
+        data = rng.integers(0, 256, (200, self.block_bytes), np.uint8)
+        return data[begin // self.n_token : end // self.n_token].reshape(-1)
+
     def restore(self, saved):
         self.segments = list(segments.listed(saved))
+        self.clusters = list(segments.listed_clusters(saved))
         return self
 
 
@@ -69,6 +88,14 @@ def holds(path, archive):
     """Whether the session at `path` has this archive, to the last bit."""
     saved = load(path)
     assert saved[TABLE][:2].tolist() == [archive.begin, archive.end]
+    listed, n = {}, archive.n_token
+    for i, (begin, end, is_far, *_) in enumerate(saved.get(CLUSTERS, [])):
+        own = saved[clusters_name(i)].reshape(-1, archive.block_bytes)
+        listed |= {(at, bool(is_far)): data for at, data in zip(range(begin, end, n), own, strict=True)}
+    assert all(
+        (listed[each] == archive.read_clusters(each[0], each[0] + n, each[1])).all()
+        for each in archive.clustered
+    )
     return all(
         (saved[f"archive.{layer}"] == archive.layer(layer, archive.begin, archive.end)).all()
         for layer in range(len(LAYERS))
@@ -91,6 +118,15 @@ def store(path):
 def small_pieces(monkeypatch):
     """Segments of up to 12 tokens."""
     monkeypatch.setattr(segments, "_PIECE", 12 * N_BYTES)
+
+
+@pytest.fixture(params=[False, True], ids=["tokens", "clusters"])
+def both(request, monkeypatch):
+    """An archive without clusters, and one with some."""
+    monkeypatch.setattr(Archive, "is_clustered", request.param)
+
+
+with_clusters = pytest.mark.usefixtures("both")
 
 
 def test_a_turn_appends_what_it_has_archived(path, store):
@@ -125,6 +161,23 @@ def test_another_process_goes_on_where_one_has_ended(path):
     assert holds(path, archive)
 
 
+def test_a_turn_appends_clusters_of_new_blocks_and_of_those_that_have_become_far(path, store, monkeypatch):
+    monkeypatch.setattr(Archive, "is_clustered", True)
+    archive, there = Archive(1, 0), set()
+    for end in (30, 31, 32, 44, 300):
+        archive.end = end
+        save(path, archive, store)
+        assert holds(path, archive)
+        there |= set(archive.clustered)
+        size = segments._N_FIRST + end * N_BYTES + len(there) * archive.block_bytes
+        assert beside(path).stat().st_size == size
+        # what no block needs any more is not listed
+        current = dict(archive.clustered)
+        for begin, end, is_far, *_ in load(path)[CLUSTERS].tolist():
+            assert any(current.get(at) == bool(is_far) for at in range(begin, end, archive.n_token))
+
+
+@with_clusters
 def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
     archive = Archive(1, 60)
     save(path, archive, store)
@@ -139,6 +192,7 @@ def test_the_oldest_tokens_leave_a_segment_from_its_beginning(path, store):
     assert holds(path, archive)
 
 
+@with_clusters
 @pytest.mark.parametrize("n_kept", [15, 40, 200])
 def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
     archive, rng = Archive(1, 0), np.random.default_rng(n_kept)
@@ -162,6 +216,7 @@ def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):
     assert sorted(os.listdir(path.parent)) == ["talk.kv", "talk.kv.archive"]
 
 
+@with_clusters
 def test_a_copy_outlives_what_comes_after_it(path, store):
     # as /undo does: the files stay open, and later tokens are others at the same positions
     archive = Archive(1, 40)
@@ -179,6 +234,7 @@ def test_a_copy_outlives_what_comes_after_it(path, store):
         assert holds(path, before)
 
 
+@with_clusters
 @pytest.mark.parametrize(("n", "n_next"), [(70, 30), (30, 100)])
 def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     first, second = Archive(1, n), Archive(2, n_next)
@@ -199,6 +255,7 @@ def test_a_chat_that_is_set_aside_keeps_its_archive(path, store, n, n_next):
     assert session.aside(path).name == "talk.kv.2"
 
 
+@with_clusters
 def test_an_older_copy_of_a_chat_takes_nothing_from_the_newer_one(path, store):
     save(path, Archive(1, 50), store)
     older = path.read_bytes()
@@ -229,6 +286,7 @@ def test_a_chat_that_has_archived_nothing_leaves_no_archive(path, store):
         assert os.listdir(path.parent) == ["talk.kv"]
 
 
+@with_clusters
 @pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5)], ids=["appended", "anew"])
 def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, stream, end):
     archive = Archive(1, 30)
@@ -244,6 +302,7 @@ def test_a_session_that_cannot_be_written_leaves_the_one_before_it(path, store, 
     assert holds(path, later)
 
 
+@with_clusters
 @pytest.mark.parametrize(("stream", "end"), [(1, 31), (2, 5), (2, 0)], ids=["appended", "anew", "none"])
 def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, store, stream, end):
     save(path, Archive(1, 30), store)
@@ -262,6 +321,7 @@ def test_an_interrupt_right_behind_the_sessions_replacement_loses_nothing(path, 
     assert holds(path, later)
 
 
+@with_clusters
 @pytest.mark.parametrize("end", [31, 100])
 def test_a_full_disk_while_segments_are_appended_leaves_both_files(path, store, end):
     archive = Archive(1, 30)
@@ -282,6 +342,7 @@ def test_a_full_disk_where_an_archive_begins_leaves_nothing(path, store):
     assert os.listdir(path.parent) == []
 
 
+@with_clusters
 def test_every_bit_counts(path):
     save(path, Archive(1, 7))
     save(path, Archive(1, 20).restore(load(path)))
@@ -334,6 +395,7 @@ def test_neither_writing_nor_reading_holds_a_second_copy(path, monkeypatch):
     assert max(largest) < 3 * 2**20
 
 
+@with_clusters
 def test_an_archive_that_was_removed_is_written_again(path, store):
     archive = Archive(1, 30)
     save(path, archive, store)
@@ -413,6 +475,7 @@ def other_chat(path, archive):
         save(path, archive, store)
 
 
+@with_clusters
 @pytest.mark.parametrize(
     ("change", "before", "after"),
     [

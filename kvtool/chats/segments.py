@@ -2,6 +2,8 @@
 
 A session lists the segments that its archive consists of, with offsets and hashes. A turn appends what it has
 archived, and then replaces the session; until then the one before it is whole, and so are its segments.
+Some segments have tokens, others say which of its block's clusters each token is in, so that nothing needs to
+be clustered anew. A block that has become far has other clusters; the earlier ones are not used any more.
 
 The first line holds the format's number and the file's id, which the session has too. Where most of a file
 is of no use any more, or another session shares it, the next turn writes a new one: FILE.archive.next. That
@@ -17,6 +19,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import pairwise
@@ -26,7 +29,22 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvtool.errors import SessionError
-from kvtool.llama.segment import DIGESTS, SEGMENTS, Segment, layer_name, listed, span
+from kvtool.llama.segment import (
+    CLUSTER_DIGESTS,
+    CLUSTERS,
+    DIGESTS,
+    SEGMENTS,
+    Clusters,
+    Part,
+    Segment,
+    clusters_name,
+    layer_name,
+    listed,
+    listed_clusters,
+    listed_parts,
+    listing,
+    span,
+)
 from kvtool.system.files import create, temporary, write_all
 
 if TYPE_CHECKING:
@@ -45,6 +63,8 @@ _N_FIRST = len(_FIRST % bytes(2 * _N_ID))
 _FIRST_LINE = re.compile(_FIRST % b"([0-9a-f]{32})")
 _PIECE = 4 * 2**20
 """Bytes of a segment, about: what is held in memory to write it."""
+_N_HASHING = min(os.cpu_count() or 1, 4)
+"""Threads that check a file's hashes: of a large one that takes most of the time."""
 
 Listing = list[tuple[str, np.ndarray]]
 
@@ -78,9 +98,9 @@ class Store:
     def adopt(self, saved: Mapping[str, np.ndarray]) -> None:
         """Goes on with the file that the session lists, which was read and is `saved`."""
         self.close()
-        names = [name for name in (_ID, _LAYERS, SEGMENTS, DIGESTS) if name in saved]
+        names = [_ID, _LAYERS, SEGMENTS, DIGESTS, CLUSTERS, CLUSTER_DIGESTS]
         # copies: a view of the session's file would keep that open
-        self._listed = {name: np.array(saved[name]) for name in names}
+        self._listed = {name: np.array(saved[name]) for name in names if name in saved}
 
     @contextmanager
     def put(self, archive: Archive | None) -> Iterator[Listing]:
@@ -99,7 +119,9 @@ class Store:
         end, inode, is_written = old.end if old else 0, self._inode(), False
         try:
             if archive:
-                archive.segments = file.append(archive, wanted) if file else []
+                found = file.append(archive, wanted) if file else []
+                archive.segments = [each for each in found if isinstance(each, Segment)]
+                archive.clusters = [each for each in found if isinstance(each, Clusters)]
             yield _listing(archive, file) if archive else []
             is_written = True
         finally:
@@ -131,7 +153,7 @@ class Store:
             with ExitStack() as stack, suppress(FileNotFoundError):
                 file = stack.enter_context(place.open("r+b", buffering=0))
                 if _id_of(file) == bytes(saved[_ID]):
-                    self._file = _File(file, bytes(saved[_ID]), listed(saved), saved[_LAYERS])
+                    self._file = _File(file, bytes(saved[_ID]), listed_parts(saved), saved[_LAYERS])
                     stack.pop_all()
                     break
         # what a killed process did not come to
@@ -207,17 +229,17 @@ class _File:
     name
         Its id.
     at
-        The offsets of the segments in it.
+        The offsets of what is in it.
     end
         The offset of the next one.
     """
 
-    def __init__(self, raw: FileIO, name: bytes, at: dict[Segment, int], layers: Iterable[int] = ()) -> None:
+    def __init__(self, raw: FileIO, name: bytes, at: dict[Part, int], layers: Iterable[int] = ()) -> None:
         self.raw = raw
         self.name = name
         self.at = at
         n_bytes = sum(map(int, layers))
-        ends = (offset + (segment.end - segment.begin) * n_bytes for segment, offset in at.items())
+        ends = (offset + part.size(n_bytes) for part, offset in at.items())
         self.end = max(ends, default=_N_FIRST)
 
     @classmethod
@@ -240,30 +262,34 @@ class _File:
         own = os.fstat(self.raw.fileno())
         return any(place.exists() and os.path.samestat(own, place.stat()) for place in places)
 
-    def takes(self, archive: Archive, wanted: list[Segment]) -> bool:
+    def takes(self, archive: Archive, wanted: list[Part]) -> bool:
         """Whether segments should go here: most of it would be of use then, and no other session has it."""
         if not wanted:
             return False
         n_bytes = sum(archive.layer_bytes)
-        n_new = sum(each.end - each.begin for each in wanted if each not in self.at)
-        n_all = sum(each.end - each.begin for each in wanted)
-        return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new * n_bytes <= 2 * n_all * n_bytes
+        n_new = sum(each.size(n_bytes) for each in wanted if each not in self.at)
+        n_all = sum(each.size(n_bytes) for each in wanted)
+        return not (n_new and self.is_shared) and self.end - _N_FIRST + n_new <= 2 * n_all
 
-    def append(self, archive: Archive, wanted: list[Segment]) -> list[Segment]:
-        """Writes the segments that it lacks, to the disk. Returns all of them, the new ones with hashes.
+    def append(self, archive: Archive, wanted: list[Part]) -> list[Part]:
+        """Writes the parts that it lacks, to the disk. Returns all of them, the new ones with hashes.
 
-        Raises OSError; then a part of them is there, to be cut off.
+        Raises OSError; then some of them are there, to be cut off.
         """
-        found, before = [], self.end
-        for segment in wanted:
-            if segment not in self.at:
-                data = archive.read(segment.begin, segment.end)
-                segment = segment._replace(sha256=hashlib.sha256(data.data).digest())
+        found: list[Part] = []
+        before = self.end
+        for part in wanted:
+            if part not in self.at:
+                if isinstance(part, Clusters):
+                    data = archive.read_clusters(part.begin, part.end, part.is_far)
+                else:
+                    data = archive.read(part.begin, part.end)
+                part = part._replace(sha256=hashlib.sha256(data.data).digest())
                 self.raw.seek(self.end)
                 write_all(self.raw, data.data)
-                self.at[segment] = self.end
+                self.at[part] = self.end
                 self.end += data.nbytes
-            found.append(segment)
+            found.append(part)
         if self.end > before:
             # what a killed process has left
             self.raw.truncate(self.end)
@@ -301,8 +327,10 @@ class Joined(Mapping[str, np.ndarray]):
     def __init__(self, arrays: Mapping[str, np.ndarray], file: FileIO | None, name: str, owner: str) -> None:
         self._arrays = arrays
         self._segments = listed(arrays)
+        self._parts = listed_parts(arrays)
         self._layers = arrays[_LAYERS].tolist()
         self._names = {layer_name(layer): layer for layer in range(len(self._layers))}
+        self._clusters = {clusters_name(i): each for i, each in enumerate(listed_clusters(arrays))}
         self._begin, end = span(arrays)
         if not self._segments:
             self._data = np.empty(0, np.uint8)
@@ -319,17 +347,23 @@ class Joined(Mapping[str, np.ndarray]):
             and order[-1].end == end
             and all(one.end == other.begin for one, other in pairwise(order))
         )
-        if not is_complete or not all(map(self._is_whole, order)):
-            raise _useless(name, "is damaged", owner)
+        with ThreadPoolExecutor(_N_HASHING) as pool:
+            if not is_complete or not all(pool.map(self._is_whole, self._parts)):
+                raise _useless(name, "is damaged", owner)
 
-    def _is_whole(self, segment: Segment) -> bool:
+    def _is_whole(self, part: Part) -> bool:
         # of a file that ends before it there is less
-        at, n_bytes = self._segments[segment], (segment.end - segment.begin) * sum(self._layers)
-        return hashlib.sha256(self._data[at : at + n_bytes].data).digest() == segment.sha256
+        return hashlib.sha256(self._bytes_of(part).data).digest() == part.sha256
+
+    def _bytes_of(self, part: Part) -> np.ndarray:
+        at = self._parts[part]
+        return self._data[at : at + part.size(sum(self._layers))]
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self._arrays:
             return self._arrays[name]
+        if name in self._clusters:
+            return self._bytes_of(self._clusters[name])
         layer = self._names[name]
         n_bytes, before = self._layers[layer], sum(self._layers[:layer])
         parts = [np.empty(0, np.uint8)]
@@ -340,10 +374,10 @@ class Joined(Mapping[str, np.ndarray]):
         return np.concatenate(parts)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._arrays, *self._names])
+        return iter([*self._arrays, *self._names, *self._clusters])
 
     def __len__(self) -> int:
-        return len(self._arrays) + len(self._names)
+        return len(self._arrays) + len(self._names) + len(self._clusters)
 
 
 def join(path: Path, arrays: Mapping[str, np.ndarray]) -> Joined:
@@ -368,8 +402,12 @@ def _useless(name: str, what: str, owner: str) -> SessionError:
     )
 
 
-def _wanted(archive: Archive, at: Mapping[Segment, int]) -> list[Segment]:
-    """The segments that an archive consists of. Those to be written are within it, and of few MiB."""
+def _wanted(archive: Archive, at: Mapping[Part, int]) -> list[Part]:
+    """The parts that an archive consists of. Those to be written are within it, and of few MiB."""
+    return [*_wanted_segments(archive, at), *_wanted_clusters(archive, at)]
+
+
+def _wanted_segments(archive: Archive, at: Mapping[Part, int]) -> list[Segment]:
     begin, end = archive.span.start, archive.span.stop
     found = [
         each if each in at or each.begin >= begin else Segment(begin, each.end, b"")
@@ -381,15 +419,37 @@ def _wanted(archive: Archive, at: Mapping[Segment, int]) -> list[Segment]:
     return found + [Segment(start, min(start + n, end), b"") for start in starts]
 
 
+def _wanted_clusters(archive: Archive, at: Mapping[Part, int]) -> list[Clusters]:
+    """Those of all blocks that have some now; to be written are those that are not there."""
+    n, n_bytes = archive.n_token, archive.block_bytes
+    blocks = archive.clustered
+    current = set(blocks)
+    found: list[Clusters] = []
+    there: set[tuple[int, bool]] = set()
+    for each in archive.clusters:
+        first = max(each.begin, archive.span.start // n * n)
+        # a block that is far in some rows has near ones in the others
+        own = {block for block in range(first, each.end, n) if ((block, True) in current) == each.is_far}
+        if each in at and own:
+            found.append(each)
+            there |= {(block, each.is_far) for block in own}
+    for block, is_far in blocks:
+        if (block, is_far) in there:
+            continue
+        last = found[-1] if found else None
+        is_next = last and not last.sha256 and (last.end, last.is_far) == (block, is_far)
+        if last and is_next and last.n_bytes < _PIECE:
+            found[-1] = last._replace(end=block + n, n_bytes=last.n_bytes + n_bytes)
+        else:
+            found.append(Clusters(block, block + n, is_far, n_bytes, b""))
+    return found
+
+
 def _listing(archive: Archive, file: _File | None) -> Listing:
-    segments = archive.segments
-    table = [(each.begin, each.end, file.at[each]) for each in segments] if file else []
-    digests = b"".join(each.sha256 for each in segments)
     return [
         (_ID, np.frombuffer(file.name if file else bytes(_N_ID), np.uint8)),
         (_LAYERS, np.array(archive.layer_bytes, np.int64)),
-        (SEGMENTS, np.array(table, np.int64).reshape(-1, 3)),
-        (DIGESTS, np.frombuffer(digests, np.uint8).reshape(-1, hashlib.sha256().digest_size)),
+        *listing(archive.segments, archive.clusters, file.at if file else {}),
     ]
 
 

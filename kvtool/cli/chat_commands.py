@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli import chat_show
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.keeper import turns
+from kvtool.cli.progress import restoring_progress
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options.field import declared
 from kvtool.options.sampling import Drawing
@@ -200,7 +201,8 @@ class Commands:
         meta, arrays = self.keeper.read(path)
         if not self._remember(f"/load {name}"):
             return
-        self.conversation.restore(meta, arrays)
+        with restoring_progress(self.conversation.archive):
+            self.conversation.restore(meta, arrays)
         self._note_new(f"continuing after {turns(self.conversation.n_turn)} of {path}")
 
     def _remember(self, change: str) -> bool:

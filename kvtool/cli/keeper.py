@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import kvtool
 from kvtool.cli.opening import sampling_of
-from kvtool.cli.progress import bytes_progress
+from kvtool.cli.progress import bytes_progress, restoring_progress
 from kvtool.errors import SessionError, UsageError
 from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
@@ -66,7 +66,8 @@ class Keeper:
         """Continues its own session. Raises SessionError where the options typed do not go with it."""
         system, seed = self.chat.system, self.drawing.seed
         meta, arrays = self.read(path)
-        self.chat.restore(meta, arrays)
+        with restoring_progress(self.chat.archive):
+            self.chat.restore(meta, arrays)
         self._store.adopt(arrays)
         self._version_there = self.chat.version if seed is None else None
         self._there = self._said()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from kvtool.system import interrupt
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
+    from kvtool.llama.archive import Archive
     from kvtool.measure.grid import Run
     from kvtool.measure.runner import Event
 
@@ -67,17 +68,20 @@ def _bars(*columns: ProgressColumn, **how: Any) -> Progress:
 
 @dataclass
 class Pace:
-    """How far a text is read, as one line.
+    """How far a text is read, or other work is done, as one line.
 
     Attributes
     ----------
     what
-        The first word of the line.
+        How the line begins.
+    unit
+        What is counted.
     started
         When the text was begun, in seconds of the monotonic clock.
     """
 
     what: str
+    unit: str = "tokens"
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -86,19 +90,37 @@ class Pace:
         return time.monotonic() - self.started >= _SOON_S
 
     def line(self, done: int, n: int) -> str:
-        """After `done` tokens of n."""
+        """After `done` units of n."""
         seconds = time.monotonic() - self.started
         if not done or not self.is_slow:
             return self.what
         left = seconds / done * (n - done)
         minutes = f"{left // 60:.0f} min {left % 60:.0f} s" if left >= 60 else f"{left:.0f} s"
-        return f"{self.what} {done:,} of {n:,} tokens, {done / n:.0%}, {minutes} left"
+        return f"{self.what} {done:,} of {n:,} {self.unit}, {done / n:.0%}, {minutes} left"
+
+
+def reading_progress() -> AbstractContextManager[Callable[[int, int], None]]:
+    """A callback that takes the tokens read and those of the text: a line in a terminal if it takes long."""
+    return _pace_progress("reading", "tokens")
 
 
 @contextmanager
-def reading_progress() -> Iterator[Callable[[int, int], None]]:
-    """A callback that takes the tokens read and those of the text: a line in a terminal if it takes long."""
-    pace, status = Pace("reading"), None
+def restoring_progress(archive: Archive | None) -> Iterator[None]:
+    """Inside, a line in a terminal says how far an archive is restored, if it takes long."""
+    if not archive:
+        yield
+        return
+    with _pace_progress("opening the archive:", "rows") as step:
+        before, archive.while_sealing = archive.while_sealing, step
+        try:
+            yield
+        finally:
+            archive.while_sealing = before
+
+
+@contextmanager
+def _pace_progress(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    pace, status = Pace(what, unit), None
 
     def step(done: int, n: int) -> None:
         nonlocal status

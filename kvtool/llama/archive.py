@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
 from kvtool.errors import UsageError
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, error_text, lib
-from kvtool.llama.segment import TABLE, Segment, layer_name, listed
+from kvtool.llama.segment import (
+    CLUSTERS,
+    N_CLUSTERS,
+    TABLE,
+    Clusters,
+    Segment,
+    clusters_name,
+    layer_name,
+    listed,
+    listed_clusters,
+)
 from kvtool.system.files import free_disk_bytes
 from kvtool.system.memory import free_bytes
 from kvtool.units import format_bytes
@@ -45,10 +55,14 @@ class Archive:
         Where the file was made, or None.
     n_max
         The most tokens, which are never in more slabs than max_bytes has.
-    slab_bytes
-        Bytes of a slab.
+    n_token, slab_bytes
+        Tokens and bytes of a slab. Its tokens are a block, which has clusters of its own.
     segments
         What has been saved of this stream, oldest first and without gaps. Tokens behind it have not been.
+    clusters
+        The clusters that have been saved of it.
+    while_sealing
+        Told while `restore` makes clusters: of how many rows it has, and how many rows there are.
 
     Raises
     ------
@@ -70,14 +84,16 @@ class Archive:
         n_token = ctypes.c_int32()
         self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_token))
         check(self.slab_bytes)
-        self._n_token = n_token.value
+        self.n_token = n_token.value
         if max_bytes is not None and max_bytes < self.slab_bytes:
             raise UsageError(
                 f"an archive of {format_bytes(max_bytes)} is too small; "
                 # exact: typed again, a rounded number may be too small
-                f"give at least {self.slab_bytes}B: memory is taken for {self._n_token} tokens at once"
+                f"give at least {self.slab_bytes}B: memory is taken for {self.n_token} tokens at once"
             )
         self.segments: list[Segment] = []
+        self.clusters: list[Clusters] = []
+        self.while_sealing: Callable[[int, int], None] = lambda done, n: None
         if file is not None and lib.llama_kvtool_archive_file(owner.handle, os.fsencode(file)) < 0:
             raise UsageError(f"cannot make the archive's file {file}: {error_text()}")
         if n_max is None:
@@ -88,12 +104,12 @@ class Archive:
 
     def _tokens_in(self, n_slab: int) -> int:
         """The most tokens that never take more slabs, wherever in one the first of them is."""
-        return max(n_slab - 1, 0) * self._n_token + 1
+        return max(n_slab - 1, 0) * self.n_token + 1
 
     @property
     def max_bytes(self) -> int:
         """The most bytes that n_max tokens can take."""
-        return -(-(self.n_max + self._n_token - 1) // self._n_token) * self.slab_bytes
+        return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
 
     def push(self, cells: np.ndarray, pos_0: int) -> None:
         """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
@@ -111,7 +127,7 @@ class Archive:
     def keep(self, n: int) -> None:
         """Forgets all but the newest n tokens; without any, another stream may begin."""
         if not n:
-            self.segments = []
+            self.segments, self.clusters = [], []
         check(lib.llama_kvtool_forget(self._owner.handle, n))
 
     def go_back(self, cell: int, n: int, end: int, base: int, next_pos: int) -> None:
@@ -128,6 +144,7 @@ class Archive:
         """
         check(lib.llama_kvtool_go_back(self._owner.handle, cell, n, end, base, next_pos))
         self.segments = [each for each in self.segments if each.end <= end - n]
+        self.clusters = [each for each in self.clusters if each.end <= end - n]
 
     @property
     def frames(self) -> list[tuple[int, int]]:
@@ -194,6 +211,41 @@ class Archive:
             data = np.empty(self._layer_bytes(layer, begin, end), np.uint8)
             check(lib.llama_kvtool_get_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
             yield layer_name(layer), data
+        if tokens:
+            yield from self._save_clusters()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's clusters; 0 where the archive has none."""
+        n_bytes: int = lib.llama_kvtool_clusters(self._owner.handle, None)
+        check(n_bytes)
+        return n_bytes
+
+    @property
+    def clustered(self) -> list[tuple[int, bool]]:
+        """Blocks that have clusters, alike in all rows: where each begins, and whether these are far ones."""
+        span = np.empty(4, np.int64)
+        check(lib.llama_kvtool_clusters(self._owner.handle, span.ctypes.data))
+        begin, far, near, end = span.tolist()
+        blocks = range(begin, end, self.n_token)
+        return [(at, at < far) for at in blocks if not far <= at < near]
+
+    def read_clusters(self, begin: int, end: int, is_far: bool) -> np.ndarray:
+        """u8[]: which clusters the tokens of these blocks are in, block by block."""
+        data = np.empty((end - begin) // self.n_token * self.block_bytes, np.uint8)
+        check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
+        return data
+
+    def _save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
+        table, found = [], []
+        for is_far in (True, False):
+            if blocks := [at for at, far in self.clustered if far == is_far]:
+                begin, end = blocks[0], blocks[-1] + self.n_token
+                found.append(self.read_clusters(begin, end, is_far))
+                table.append((begin, end, is_far, found[-1].nbytes, 0))
+        if table:
+            yield CLUSTERS, np.array(table, np.int64)
+        yield from ((clusters_name(i), data) for i, data in enumerate(found))
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Continues from what `save` gave: from the newest n_max tokens of it.
@@ -206,8 +258,42 @@ class Archive:
         for layer, n_bytes in enumerate(self.layer_bytes):
             data = np.ascontiguousarray(saved[layer_name(layer)])[(first - begin) * n_bytes :]
             check(lib.llama_kvtool_set_archive(self._owner.handle, layer, data.ctypes.data, first, end))
+        self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
-        self.segments = list(listed(saved))
+        while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
+            # a byte has two tokens
+            n_row = self.block_bytes * 2 // self.n_token
+            self.while_sealing(n_row - n_left, n_row)
+        check(n_left)
+        self.segments, self.clusters = list(listed(saved)), list(listed_clusters(saved))
+
+    def _restore_clusters(self, saved: Mapping[str, np.ndarray], begin: int) -> None:
+        """Hands over the clusters of the blocks from this one on."""
+        n_bytes = self.block_bytes
+        table = saved[CLUSTERS].tolist() if n_bytes and CLUSTERS in saved else ()
+        for i, (own, end, is_far, *_) in enumerate(table):
+            first = max(own, begin)
+            if first < end:
+                n_left_out = (first - own) // self.n_token
+                data = np.ascontiguousarray(saved[clusters_name(i)])[n_left_out * n_bytes :]
+                handle, pointer = self._owner.handle, data.ctypes.data
+                check(lib.llama_kvtool_set_clusters(handle, pointer, first, end, bool(is_far)))
+
+    def _fit_clusters(self, saved: Mapping[str, np.ndarray], end: int) -> bool:
+        """Whether the clusters that are listed may be of tokens before `end`."""
+        if CLUSTERS not in saved or not (n_bytes := self.block_bytes):
+            return True
+        table, n = saved[CLUSTERS], self.n_token
+        if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != N_CLUSTERS:
+            return False
+        return all(
+            first % n == last % n == 0
+            and 0 <= first < last <= end
+            and (data := saved.get(clusters_name(i))) is not None
+            and data.dtype == np.uint8
+            and data.nbytes == (last - first) // n * n_bytes
+            for i, (first, last, *_) in enumerate(table.tolist())
+        )
 
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
@@ -229,7 +315,7 @@ class Archive:
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
         # one at a time: together they may be gigabytes
-        return all(
+        return self._fit_clusters(saved, end) and all(
             (data := saved.get(layer_name(layer))) is not None
             and data.dtype == np.uint8
             and data.nbytes == (end - begin) * n_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,6 +14,12 @@ TABLE = "archive"
 
 SEGMENTS, DIGESTS = "archive.segments", "archive.sha256"
 """The arrays that list the segments: i64[n, 3] begin, end, offset in their file, and u8[n, 32]."""
+
+
+CLUSTERS, CLUSTER_DIGESTS = "archive.clusters", "archive.clusters.sha256"
+"""The arrays that list clusters: i64[n, 5] begin, end, 1 if far, bytes, offset, and u8[n, 32]."""
+
+N_CLUSTERS = 5
 
 
 class Segment(NamedTuple):
@@ -28,6 +36,45 @@ class Segment(NamedTuple):
     begin: int
     end: int
     sha256: bytes
+
+    def size(self, token_bytes: int) -> int:
+        """Bytes, given those of a token."""
+        return (self.end - self.begin) * token_bytes
+
+
+class Clusters(NamedTuple):
+    """Which clusters the tokens of some blocks are in, saved together.
+
+    Attributes
+    ----------
+    begin, end
+        Where the blocks begin and end in the stream.
+    is_far
+        Whether these are the clusters of far tokens: a block that becomes far gets others.
+    n_bytes
+        Bytes of them.
+    sha256
+        Of what `Archive.read_clusters` gives.
+    """
+
+    begin: int
+    end: int
+    is_far: bool
+    n_bytes: int
+    sha256: bytes
+
+    def size(self, _: int) -> int:
+        """Bytes, whatever those of a token are."""
+        return self.n_bytes
+
+
+Part: TypeAlias = "Segment | Clusters"
+"""What is written at once."""
+
+
+def clusters_name(i: int) -> str:
+    """The name of the array with the ith clusters that are listed."""
+    return f"{CLUSTERS}.{i}"
 
 
 def layer_name(layer: int) -> str:
@@ -50,3 +97,38 @@ def listed(saved: Mapping[str, np.ndarray]) -> dict[Segment, int]:
         Segment(begin, end, sha256): at
         for (begin, end, at), sha256 in zip(saved[SEGMENTS].tolist(), digests, strict=True)
     }
+
+
+def listed_clusters(saved: Mapping[str, np.ndarray]) -> dict[Clusters, int]:
+    """The same of clusters; sessions of earlier versions have none."""
+    if CLUSTER_DIGESTS not in saved:
+        return {}
+    digests = map(bytes, saved[CLUSTER_DIGESTS])
+    return {
+        Clusters(begin, end, bool(is_far), n_bytes, sha256): at
+        for (begin, end, is_far, n_bytes, at), sha256 in zip(saved[CLUSTERS].tolist(), digests, strict=True)
+    }
+
+
+def listed_parts(saved: Mapping[str, np.ndarray]) -> dict[Part, int]:
+    """Both together."""
+    return dict(chain(listed(saved).items(), listed_clusters(saved).items()))
+
+
+def listing(
+    segments: Sequence[Segment], clusters: Sequence[Clusters], at: Mapping[Part, int]
+) -> list[tuple[str, np.ndarray]]:
+    """The arrays that list these; none of clusters where there are none. at: their offsets."""
+    table = [(each.begin, each.end, at[each]) for each in segments]
+    found = [(SEGMENTS, np.array(table, np.int64).reshape(-1, 3)), (DIGESTS, _digests(segments))]
+    if clusters:
+        found += [
+            (CLUSTERS, np.array([(*each[:-1], at[each]) for each in clusters], np.int64)),
+            (CLUSTER_DIGESTS, _digests(clusters)),
+        ]
+    return found
+
+
+def _digests(parts: Sequence[Part]) -> np.ndarray:
+    n = hashlib.sha256().digest_size
+    return np.frombuffer(b"".join(each.sha256 for each in parts), np.uint8).reshape(-1, n)

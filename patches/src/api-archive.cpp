@@ -26,6 +26,18 @@ static llama_kvtool * with_archive(llama_context * ctx) {
     return kvtool;
 }
 
+// whether the archives of all layers have the same tokens; sets the error where they do not
+static bool same_tokens(const llama_kvtool & kvtool) {
+    const auto & all = kvtool.archive->tokens;
+    for (size_t i = 1; i < all.n_layer(); ++i) {
+        if (all[i].begin() != all[0].begin() || all[i].end() != all[0].end()) {
+            fail("the archives of the layers have different tokens");
+            return false;
+        }
+    }
+    return true;
+}
+
 int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
@@ -135,10 +147,8 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
         return fail(format("base and next must be in 0..%lld, got %lld and %lld",
                 (long long) archive::most - 1, (long long) base, (long long) next));
     }
-    for (size_t i = 1; i < all.n_layer(); ++i) {
-        if (all[i].begin() != all[0].begin() || all[i].end() != all[0].end()) {
-            return fail("the archives of the layers have different tokens");
-        }
+    if (!same_tokens(*kvtool)) {
+        return -1;
     }
     return guarded([&]() -> int32_t {
         kvtool->archive->go_back(*ctx, kvtool->layers, cell, n_cell, end, base, next);
@@ -148,6 +158,10 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
         kvtool->fill_recalled(*ctx);
         return 0;
     });
+}
+
+static int n_thread(const llama_context * ctx) {
+    return std::max(ctx->n_threads(), 1u);
 }
 
 static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
@@ -170,7 +184,7 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
     return guarded([&]() -> int64_t {
         if (in) {
             tokens.expect(begin, end);
-            tokens.fill(layer, in, begin, end);
+            tokens.fill(layer, in, begin, end, n_thread(ctx));
         } else if (out) {
             tokens.get(layer, out, begin, end);
         }
@@ -217,6 +231,68 @@ int32_t llama_kvtool_set_archive_table(llama_context * ctx, const int64_t * tabl
         llama_kvtool::forget_graphs(*ctx, true);
         return n;
     });
+}
+
+int64_t llama_kvtool_clusters(llama_context * ctx, int64_t * span) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const auto & tokens = kvtool->archive->tokens;
+    if (span) {
+        const auto own = tokens.clustered();
+        std::copy(own.begin(), own.end(), span);
+    }
+    return tokens.cluster_bytes();
+}
+
+static int64_t copy_clusters(llama_context * ctx, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end, bool is_far) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!same_tokens(*kvtool)) {
+        return -1;
+    }
+    auto & tokens = kvtool->archive->tokens;
+
+    const int64_t n     = store::n_block;
+    const int64_t least = tokens.begin()/n*n;
+    const int64_t most  = tokens.end()  /n*n;
+    if (begin % n != 0 || end % n != 0 || begin < least || begin > end || end > most) {
+        return fail(format("begin and end must be multiples of %lld in %lld..%lld, got %lld and %lld",
+                (long long) n, (long long) least, (long long) most, (long long) begin, (long long) end));
+    }
+    return guarded([&]() -> int64_t {
+        if (in) {
+            tokens.set_clusters(in, begin, end, is_far);
+        } else if (out && !tokens.get_clusters(out, begin, end, is_far)) {
+            return fail("not all of these blocks have such clusters");
+        }
+        return (end - begin)/n*tokens.cluster_bytes();
+    });
+}
+
+int64_t llama_kvtool_get_clusters(llama_context * ctx, uint8_t * out, int64_t begin, int64_t end, bool is_far) {
+    return copy_clusters(ctx, out, nullptr, begin, end, is_far);
+}
+
+int64_t llama_kvtool_set_clusters(llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end, bool is_far) {
+    return copy_clusters(ctx, nullptr, in, begin, end, is_far);
+}
+
+int32_t llama_kvtool_seal(llama_context * ctx, int64_t n_max) {
+    auto * kvtool = with_archive(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!same_tokens(*kvtool)) {
+        return -1;
+    }
+    if (n_max < 1) {
+        return fail(format("n_max must be 1 or more, got %lld", (long long) n_max));
+    }
+    return guarded([&]() -> int32_t { return kvtool->archive->tokens.seal_some(n_max, n_thread(ctx)); });
 }
 
 int64_t llama_kvtool_archive_slab(const llama_context * ctx, int32_t * n_token) {

@@ -1,6 +1,7 @@
 #include "archive.h"
 
 #include "convert.h"
+#include "together.h"
 
 #include <algorithm>
 #include <cstring>
@@ -77,7 +78,7 @@ void archive::make(const archive_params & params, const std::vector<archive_shap
     }
 }
 
-void archive::start(const leaving & some) {
+int64_t archive::start(const leaving & some) {
     frames.reserve(frames.size() + 1);
     n_most = some.n_max;
 
@@ -92,6 +93,8 @@ void archive::start(const leaving & some) {
         clear_clusters();
     }
     forget(first);
+
+    return first;
 }
 
 void archive::put(size_t layer, int64_t pos, const gathered & cells) {
@@ -112,9 +115,7 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
     }
 }
 
-void archive::finish(const leaving & some) {
-    const int64_t first = first_of(some);
-
+void archive::finish(const leaving & some, int64_t first) {
     for (auto & l : layers) {
         l.set_span(first, some.end());
     }
@@ -212,17 +213,23 @@ void archive::expect(int64_t begin, int64_t end) {
         }
     }
     clear_clusters();
+    n_unsealed = n_row();
 }
 
-void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end) {
+void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread) {
     auto & l = layers[layer];
     l.set_span(begin, end);
-    for (int64_t t = begin; t < end; ++t) {
-        for (int head = 0; head < l.n_head; ++head) {
-            memcpy(l.raw_key(head, t), in, l.size);
-            in += l.size;
+
+    // slabs: memory that is touched for the first time takes time
+    const int64_t first = begin/store::n_block;
+    together(n_thread, store::n_slab(begin, end), [&](int i) {
+        const int64_t from = std::max(begin, (first + i)*store::n_block);
+        for (int64_t t = from; t < std::min(end, archived_layer::block_end(from)); ++t) {
+            for (int head = 0; head < l.n_head; ++head) {
+                memcpy(l.raw_key(head, t), in + ((t - begin)*l.n_head + head)*l.size, l.size);
+            }
         }
-    }
+    });
 }
 
 std::vector<int64_t> archive::table() const {
@@ -260,7 +267,7 @@ std::string archive::set_table(const std::vector<int64_t> & table) {
 
     far = begin;
     move_far(table[2]);
-    seal();
+    n_unsealed = n_row();
 
     return {};
 }

@@ -11,8 +11,11 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace kvtool {
@@ -155,12 +158,12 @@ public:
 
     bool has_file() const { return memory.has_file(); }
 
-    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old; `put` stores
-    // a layer's tokens from pos on, none of which is; `finish` ends it.
+    // Archives cells of all rows: `reserve` takes the memory, and throws no_room; `start` forgets what is too old, and returns the
+    // oldest token that stays; `put` stores a layer's tokens from pos on, none of which is too old; `finish` ends it.
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
-    void start  (const leaving & some);
+    int64_t start(const leaving & some);
     void put    (size_t layer, int64_t pos, const gathered & cells);
-    void finish (const leaving & some);
+    void finish (const leaving & some, int64_t first);
 
     // the oldest token that there is with these
     int64_t first_of(const leaving & some) const {
@@ -191,7 +194,18 @@ public:
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
     // a layer's tokens are begin .. end - 1, as `get` gave them
-    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end);
+    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread);
+
+    // The clusters of blocks, for a saved archive: see llama_kvtool_clusters. They are given after the layers and before the table.
+    // `get_clusters` says whether all rows have them so.
+    std::array<int64_t, 4> clustered() const;
+    size_t                 cluster_bytes() const { return n_row()*sizeof(membership); }
+
+    bool get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const;
+    void set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far);
+
+    // Makes clusters that rows lack behind `set_table`, of a few rows; returns how many rows are left. n_max: tokens that there may be
+    int seal_some(int64_t n_max, int n_thread);
 
     // see llama_kvtool_get_archive_table; set_table says why it cannot be, or nothing, and makes the clusters anew
     std::vector<int64_t> table() const;
@@ -251,12 +265,28 @@ private:
 
     std::vector<std::vector<row_clusters>> clusters; // [layer][head]
 
+    // so many of the last rows lack clusters of an archive that has been set
+    int n_unsealed = 0;
+
+    // of blocks, near or far: what `set_clusters` has given; [row]
+    std::map<std::pair<int64_t, bool>, std::vector<membership>> known;
+
+    int n_row() const;
+
+    // what clusters a row has: of the blocks from the archive's first to `to`, as far before `far`
+    struct row_span {
+        int64_t far;
+        int64_t to;
+    };
+    row_span span_of(int row) const;
+
     void move_far(int64_t end);
 
     // Makes the clusters of blocks that are complete by now, and anew of those that have become far; forgets those of blocks that
     // are not there any more.
     void seal();
-    void seal(size_t layer, int head, int64_t block, bool is_far);
+    void seal_row(int row);
+    void seal(size_t layer, int head, int row, int64_t block, bool is_far);
     void clear_clusters();
 
     // forgets the tokens before this one, which have lost their memory

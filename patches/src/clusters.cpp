@@ -34,7 +34,18 @@ void means::erase(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
     values.erase(values.begin(), values.begin() + n*n_embd_v);
 }
 
-void row_clusters::set(int64_t block, int from, const bearing & to, const float * keys, const float * vs) {
+membership sealed_block::members() const {
+    membership res {};
+    for (int c = 0; c < n_cluster; ++c) {
+        for (int at = start[c]; at < start[c + 1]; ++at) {
+            res[order[at]/2] |= c << 4*(order[at] % 2);
+        }
+    }
+    return res;
+}
+
+void row_clusters::set(
+        int64_t block, int from, const bearing & to, const float * keys, const float * vs, const membership * known) {
     if (blocks.empty()) {
         first = block;
     }
@@ -51,8 +62,16 @@ void row_clusters::set(int64_t block, int from, const bearing & to, const float 
     }
     ungroup(block);
 
-    const int  n  = store::n_block - from;
-    const auto of = kmeans(keys, n, n_embd_k, n_cluster);
+    const int n = store::n_block - from;
+
+    std::vector<int> of;
+    if (known) {
+        for (int i = from; i < store::n_block; ++i) {
+            of.push_back((*known)[i/2] >> 4*(i % 2) & 0x0F);
+        }
+    } else {
+        of = kmeans(keys, n, n_embd_k, n_cluster);
+    }
 
     auto & own = blocks[block - first];
     own.to    = to;

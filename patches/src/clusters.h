@@ -27,6 +27,9 @@ struct bearing {
     bool operator==(const bearing & other) const { return is_far == other.is_far && (is_far || base == other.base); }
 };
 
+// which cluster each token of a block is in, two tokens a byte; 0 where there is none. All else follows from it.
+using membership = std::array<uint8_t, store::n_block/2>;
+
 // a block's tokens by their clusters
 struct sealed_block {
     bearing to;
@@ -34,6 +37,8 @@ struct sealed_block {
 
     std::array<uint8_t,  store::n_block> order; // the token that lies in each place
     std::array<uint16_t, n_cluster + 1> start; // where a cluster's begin
+
+    membership members() const;
 };
 
 // what is known of some clusters, or of sets of them: mean keys in 8 bits by sides, numbers of tokens, and mean values
@@ -59,8 +64,9 @@ public:
     const sealed_block & operator[](int64_t block) const { return blocks[block - first]; }
 
     // Clusters for a block that there is, or for the one that follows. keys: [256 - first][n_embd_k], rotated as said; values:
-    // [256 - first][n_embd_v]. What the store has to be put in order of afterwards is in the block.
-    void set(int64_t block, int first, const bearing & to, const float * keys, const float * values);
+    // [256 - first][n_embd_v]; known: which cluster each token is in, or null. What the store has to be put in order of afterwards
+    // is in the block.
+    void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
 
     // forgets the blocks before this one
     void forget(int64_t block);

@@ -239,9 +239,23 @@ LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t l
 
 // What else there is to an archive: table[3 + 2*n_frame] is where it begins, where it ends, where its far tokens end, and of
 // each stretch of the stream whose keys have one base where that begins, and the base. Both return the table's length;
-// a null table is not written. It is set after the layers.
+// a null table is not written. It is set after the layers, and then `llama_kvtool_seal` is called until it returns 0.
 LLAMA_API int32_t llama_kvtool_get_archive_table(struct llama_context * ctx, int64_t * table, int32_t n);
 LLAMA_API int32_t llama_kvtool_set_archive_table(struct llama_context * ctx, const int64_t * table, int32_t n);
+
+// Where the archive is clustered: span[0] .. span[1] - 1 are the tokens of blocks that have the clusters of far tokens in all rows,
+// and span[2] .. span[3] - 1 of those that have those of near ones. Returns the bytes of a block's; 0: the archive has no clusters.
+LLAMA_API int64_t llama_kvtool_clusters(struct llama_context * ctx, int64_t * span);
+
+// Copy the clusters of blocks, as far or near tokens have them, from position begin to end: block by block and row by row which
+// cluster each token is in, two tokens a byte. They are set between the layers and the table; those that are not set, or were set
+// as the blocks do not need them, are made anew. Both return how many bytes these are; with a null buffer they do nothing else.
+LLAMA_API int64_t llama_kvtool_get_clusters(struct llama_context * ctx, uint8_t * out, int64_t begin, int64_t end, bool is_far);
+LLAMA_API int64_t llama_kvtool_set_clusters(struct llama_context * ctx, const uint8_t * in, int64_t begin, int64_t end, bool is_far);
+
+// Makes the clusters that rows lack behind `llama_kvtool_set_archive_table`, of a few rows; returns how many rows are left. What is
+// left when tokens are archived is made then. n_max: the most tokens that there may be, as for `llama_kvtool_archive`
+LLAMA_API int32_t llama_kvtool_seal(struct llama_context * ctx, int64_t n_max);
 
 // The archive takes its memory in slabs. Slab i has room for the tokens i*n_token .. (i + 1)*n_token - 1 of the stream in all
 // layers; one whose tokens are all forgotten is used again. Returns the bytes of a slab.

@@ -297,15 +297,15 @@ void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<lay
     static constexpr int32_t n_most = 128;
 
     tokens.reserve(some);
-    tokens.start(some);
+    const int64_t first = tokens.start(some);
     // what is to be forgotten at once is not stored
-    for (int32_t c = std::max<int64_t>(0, tokens.first_of(some) - some.pos_0); c < some.n_cell; c += n_most) {
+    for (int32_t c = std::max<int64_t>(0, first - some.pos_0); c < some.n_cell; c += n_most) {
         const auto put = [&](size_t i, const gathered & cells) { tokens.put(i, some.pos_0 + c, cells); };
         if (!gather(graphs, lctx, layers, some.cells + c, std::min(n_most, some.n_cell - c), put)) {
             throw std::runtime_error("a device failed to give its cells");
         }
     }
-    tokens.finish(some);
+    tokens.finish(some, first);
 }
 
 void recaller::clear() {

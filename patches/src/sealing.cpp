@@ -2,6 +2,8 @@
 
 #include "archive.h"
 
+#include "together.h"
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -39,6 +41,8 @@ void archive::clear_clusters() {
             own.clear();
         }
     }
+    known.clear();
+    n_unsealed = 0;
 }
 
 int64_t archive::whole(int64_t begin, int64_t to, int64_t end) const {
@@ -76,7 +80,7 @@ int64_t archive::place_of(size_t layer, int head, int64_t i) const {
     return block*n_block + (std::find(order.begin(), order.end(), i % n_block) - order.begin());
 }
 
-void archive::seal(size_t layer, int head, int64_t block, bool is_far) {
+void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far) {
     auto & l   = layers[layer];
     auto & own = clusters[layer][head];
 
@@ -98,40 +102,120 @@ void archive::seal(size_t layer, int head, int64_t block, bool is_far) {
         rope[layer].turn(keys.data() + i*l.n_embd_k, turn_to(to, block*n_block + first + i));
     }
 
-    own.set(block, first, to, keys.data(), values.data());
+    const auto found = known.find({ block, is_far });
+    own.set(block, first, to, keys.data(), values.data(), found == known.end() ? nullptr : &found->second[row]);
     l.sort(head, block, first, own[block].order.data());
 }
 
-void archive::seal() {
-    int n_row = 0;
+int archive::n_row() const {
+    int res = 0;
     for (const auto & rows : clusters) {
-        n_row += rows.size();
+        res += rows.size();
+    }
+    return res;
+}
+
+archive::row_span archive::span_of(int row) const {
+    // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
+    const int64_t late = (int64_t) row*(n_block/4)/n_row();
+
+    return { (far - late)/n_block, n_most < n_few ? 0 : (end() - late)/n_block };
+}
+
+void archive::seal_row(int row) {
+    size_t i = 0;
+    int head = row;
+    for (; head >= layers[i].n_head; ++i) {
+        head -= layers[i].n_head;
     }
 
-    int row = 0;
-    for (size_t i = 0; i < clusters.size(); ++i) {
-        for (int head = 0; head < layers[i].n_head; ++head, ++row) {
-            auto & own = clusters[i][head];
+    auto & own = clusters[i][head];
 
-            // rows take turns, so that no step waits for all of them; but soon, as tokens without clusters are all looked into
-            const int64_t late = (int64_t) row*(n_block/4)/n_row;
-            const int64_t to   = n_most < n_few ? 0 : (end() - late)/n_block;
-            const int64_t near = (far   - late)/n_block;
+    const auto [near, to] = span_of(row);
 
-            own.forget(begin()/n_block);
-            // where the stream has gone back, what is left of a block lies as it came
-            for (int64_t block = std::max(to, own.begin()); block < own.end() && block*n_block < end(); ++block) {
-                layers[i].sort(head, block, own[block].first, places_of(own[block]).data());
-            }
-            own.cut(to);
-            for (int64_t block = own.begin(); block < own.end(); ++block) {
-                if (own[block].to.is_far != (block < near)) {
-                    seal(i, head, block, block < near);
+    own.forget(begin()/n_block);
+    // where the stream has gone back, what is left of a block lies as it came
+    for (int64_t block = std::max(to, own.begin()); block < own.end() && block*n_block < end(); ++block) {
+        layers[i].sort(head, block, own[block].first, places_of(own[block]).data());
+    }
+    own.cut(to);
+    for (int64_t block = own.begin(); block < own.end(); ++block) {
+        if (own[block].to.is_far != (block < near)) {
+            seal(i, head, row, block, block < near);
+        }
+    }
+    for (int64_t block = own.begin() < own.end() ? own.end() : begin()/n_block; block < to; ++block) {
+        seal(i, head, row, block, block < near);
+    }
+}
+
+void archive::seal() {
+    for (int row = 0; row < n_row(); ++row) {
+        seal_row(row);
+    }
+    known.clear();
+    n_unsealed = 0;
+}
+
+int archive::seal_some(int64_t n_max, int n_thread) {
+    if (n_unsealed == 0) {
+        return 0;
+    }
+    n_most = n_max;
+
+    const int end   = n_row();
+    const int begin = end - n_unsealed;
+    const int stop  = std::min(end, begin + 2*n_thread);
+
+    together(n_thread, stop - begin, [&](int i) { seal_row(begin + i); });
+
+    n_unsealed = end - stop;
+    if (n_unsealed == 0) {
+        known.clear();
+    }
+    return n_unsealed;
+}
+
+std::array<int64_t, 4> archive::clustered() const {
+    if (clusters.empty() || size() == 0 || n_unsealed > 0 || n_most < n_few) {
+        return {};
+    }
+    // the last row's come last
+    const row_span one  = span_of(0);
+    const row_span last = span_of(n_row() - 1);
+
+    const int64_t begin = this->begin()/n_block;
+    const int64_t end   = std::max(begin, last.to);
+    return {
+        begin*n_block,
+        std::max(begin, last.far)*n_block,
+        std::clamp(one.far, begin, end)*n_block,
+        end*n_block,
+    };
+}
+
+bool archive::get_clusters(uint8_t * out, int64_t begin, int64_t end, bool is_far) const {
+    for (int64_t block = begin/n_block; block < end/n_block; ++block) {
+        for (const auto & rows : clusters) {
+            for (const auto & own : rows) {
+                if (block < own.begin() || block >= own.end() || own[block].to.is_far != is_far) {
+                    return false;
                 }
+                const auto of = own[block].members();
+                out = std::copy(of.begin(), of.end(), out);
             }
-            for (int64_t block = own.begin() < own.end() ? own.end() : begin()/n_block; block < to; ++block) {
-                seal(i, head, block, block < near);
-            }
+        }
+    }
+    return true;
+}
+
+void archive::set_clusters(const uint8_t * in, int64_t begin, int64_t end, bool is_far) {
+    for (int64_t block = begin/n_block; block < end/n_block; ++block) {
+        auto & rows = known[{ block, is_far }];
+        rows.resize(n_row());
+        for (auto & of : rows) {
+            std::copy_n(in, of.size(), of.begin());
+            in += of.size();
         }
     }
 }

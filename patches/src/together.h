@@ -1,0 +1,48 @@
+// Work in parts that do not depend on each other, by several threads.
+
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace kvtool {
+
+// work(i) for 0 <= i < n. What one throws comes out when the others have ended.
+template <typename F>
+void together(int n_thread, int n, F && work) {
+    std::atomic<int> next(0);
+    std::vector<std::exception_ptr> wrong(n_thread);
+
+    const auto run = [&](int thread) {
+        try {
+            for (int i; (i = next++) < n;) {
+                work(i);
+            }
+        } catch (...) {
+            wrong[thread] = std::current_exception();
+        }
+    };
+    std::vector<std::thread> others;
+    others.reserve(n_thread);
+    try {
+        for (int thread = 1; thread < n_thread && thread < n; ++thread) {
+            others.emplace_back(run, thread);
+        }
+    } catch (const std::system_error &) {
+        // there are no more threads: those that there are do the work
+    }
+    run(0);
+    for (auto & other : others) {
+        other.join();
+    }
+    for (const auto & each : wrong) {
+        if (each) {
+            std::rethrow_exception(each);
+        }
+    }
+}
+
+} // namespace kvtool
