@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument(
         "--policies",
-        default="streamingllm recall recall:recalled=64",
-        help="each with its options, such as recall:index=q4:recalled=64",
+        default="streamingllm recall recall:exact=512",
+        help="each with its options, such as recall:exact=512",
     )
     args = parser.parse_args()
     model = load_model(args.model)

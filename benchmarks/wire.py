@@ -6,7 +6,7 @@ A worker on loopback holds all layers, and a proxy in front of it counts. Stock 
 nothing of kvtool enabled; its cache is full but for the counted tokens. A policy's cache is at its budget
 before counting starts, so it plans every --evict-every tokens. The bytes beyond stock are shown per plan and
 by kind: `signals` come back, `edits` are the cells that move, `graphs` are what llama.cpp sends of its
-graphs: that of an edit, and the decode's again after it. A policy may have options (recall:search=clusters).
+graphs: that of an edit, and the decode's again after it. A policy may have options (recall:exact=512).
 The bound is four bytes times rows times cells, for each signal that the policy reads.
 """
 
