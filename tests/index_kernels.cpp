@@ -29,32 +29,24 @@ void powers(int kernel, float * x, int n, float scale, float * e, float * most, 
 }
 
 // keys [n*n_side][n_embd] and a query [n_embd] -> out[n*n_side]; kernel -1: the one that a program runs
-void products(int kernel, const float * keys, int n, const float * query, int n_embd, int n_bit, float * out) {
-    std::vector<uint8_t> sides(n*side_bytes(n_embd, n_bit));
+void products(int kernel, const float * keys, int n, const float * query, int n_embd, float * out) {
+    std::vector<uint8_t> sides(n*side_bytes(n_embd));
     for (int i = 0; i < n*n_side; ++i) {
-        set_key(sides.data() + i/n_side*side_bytes(n_embd, n_bit), i % n_side, keys + (size_t) i*n_embd, n_embd, n_bit);
+        set_key(sides.data() + i/n_side*side_bytes(n_embd), i % n_side, keys + (size_t) i*n_embd, n_embd);
     }
 
     small_query q;
     q.set(query, n_embd);
 
-    const auto run = [&](auto plain, auto avx2, auto vnni) {
-        (kernel == 0 ? plain : kernel == 1 ? avx2 : vnni)(sides.data(), n, q, n_embd, out);
-    };
-
     if (kernel < 0) {
-        multiply(sides.data(), n, q, n_embd, n_bit, out);
+        multiply(sides.data(), n, q, n_embd, out);
     } else if (kernel == 0) {
-        (n_bit == 8 ? multiply_plain<8> : multiply_plain<4>)(sides.data(), n, q, n_embd, out);
+        multiply_plain(sides.data(), n, q, n_embd, out);
     }
 #ifdef KVTOOL_X86
-    else if (n_bit == 8) {
-        run(multiply_plain<8>, multiply_avx2<8>, multiply_vnni<8>);
-    } else {
-        run(multiply_plain<4>, multiply_avx2<4>, multiply_vnni<4>);
+    else {
+        (kernel == 1 ? multiply_avx2 : multiply_vnni)(sides.data(), n, q, n_embd, out);
     }
-#else
-    (void) run;
 #endif
 }
 

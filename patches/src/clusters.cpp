@@ -23,13 +23,13 @@ static void grow(std::vector<T> & list, size_t n, size_t n_each) {
 }
 
 void means::resize(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
-    grow(sides,  n/n_side, side_bytes(n_embd_k, 8));
+    grow(sides,  n/n_side, side_bytes(n_embd_k));
     grow(sizes,  n, 1);
     grow(values, n, n_embd_v);
 }
 
 void means::erase(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
-    sides .erase(sides .begin(), sides .begin() + n/n_side*side_bytes(n_embd_k, 8));
+    sides .erase(sides .begin(), sides .begin() + n/n_side*side_bytes(n_embd_k));
     sizes .erase(sizes .begin(), sizes .begin() + n);
     values.erase(values.begin(), values.begin() + n*n_embd_v);
 }
@@ -106,7 +106,7 @@ void row_clusters::set(
         const size_t to_place = place(block) + c;
         member[to_place] = c;
         clusters.sizes[to_place] = size;
-        set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k, 8);
+        set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k);
         to_half(value.data(), clusters.values.data() + to_place*n_embd_v, n_embd_v);
     }
     own.start[n_cluster] = at;
@@ -151,7 +151,7 @@ void row_clusters::group(int64_t block) {
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;
         size[i] = clusters.sizes[at + i];
-        get_key(clusters.sides.data() + (at + i)/n_side*side_size(), (at + i) % n_side, keys.data() + i*n_embd_k, n_embd_k, 8);
+        get_key(clusters.sides.data() + (at + i)/n_side*side_size(), (at + i) % n_side, keys.data() + i*n_embd_k, n_embd_k);
     }
     const auto order = halved(keys.data(), size.data(), n, n_embd_k, n_set);
     permute(at, { order.begin(), order.end() });
@@ -173,7 +173,7 @@ void row_clusters::group(int64_t block) {
             add(value.data(), one.data(), n_embd_v, size[order[i]]/all);
         }
         sets.sizes[to + s] = all;
-        set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k, 8);
+        set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k);
         to_half(value.data(), sets.values.data() + (to + s)*n_embd_v, n_embd_v);
     }
     grouped[block/n_grouped - first/n_grouped] = 1;
@@ -234,7 +234,7 @@ void row_clusters::cut(int64_t block) {
 }
 
 size_t row_clusters::block_bytes() const {
-    const size_t one = side_bytes(n_embd_k, 8)/n_side + sizeof(uint16_t) + n_embd_v*sizeof(ggml_fp16_t);
+    const size_t one = side_bytes(n_embd_k)/n_side + sizeof(uint16_t) + n_embd_v*sizeof(ggml_fp16_t);
     return sizeof(sealed_block) + n_cluster*(one + 1) + n_set*one/n_grouped;
 }
 

@@ -101,7 +101,7 @@ public:
     means clusters;
     means sets;
 
-    size_t side_size() const { return side_bytes(n_embd_k, 8); }
+    size_t side_size() const { return side_bytes(n_embd_k); }
 
     // bytes of a block's clusters
     size_t block_bytes() const;

@@ -30,13 +30,14 @@ void small_query::set(const float * query, int64_t n_embd) {
     }
 }
 
-size_t side_bytes(int64_t n_embd, int n_bit) {
-    return n_embd*n_side*n_bit/8 + n_side*sizeof(float);
+// of the numbers, which are stored without their sign
+static constexpr int zero = 128;
+
+size_t side_bytes(int64_t n_embd) {
+    return n_embd*n_side + n_side*sizeof(float);
 }
 
-void set_key(uint8_t * side, int i, const float * key, int64_t n_embd, int n_bit) {
-    const int zero = 1 << (n_bit - 1);
-
+void set_key(uint8_t * side, int i, const float * key, int64_t n_embd) {
     // the value that is farthest from 0 becomes the lowest number, which has no counterpart
     float most = 0.0f;
     for (int64_t j = 0; j < n_embd; ++j) {
@@ -45,27 +46,17 @@ void set_key(uint8_t * side, int i, const float * key, int64_t n_embd, int n_bit
     const float scale = -most/zero;
 
     for (int64_t j = 0; j < n_embd; ++j) {
-        const int x = most == 0.0f ? zero : std::min(2*zero - 1, std::max(0, (int) std::lround(key[j]/scale) + zero));
-
-        const int64_t group = j/4;
-        if (n_bit == 8) {
-            side[(group*n_side + i)*4 + j % 4] = x;
-        } else {
-            uint8_t & at = side[((group/2)*n_side + i)*4 + j % 4];
-            at = group % 2 == 0 ? (at & 0xF0) | x : (at & 0x0F) | (x << 4);
-        }
+        side[(j/4*n_side + i)*4 + j % 4] = most == 0.0f ? zero : std::min(2*zero - 1, std::max(0, (int) std::lround(key[j]/scale) + zero));
     }
-    memcpy(side + n_embd*n_side*n_bit/8 + i*sizeof(float), &scale, sizeof(float));
+    memcpy(side + n_embd*n_side + i*sizeof(float), &scale, sizeof(float));
 }
 
-void get_key(const uint8_t * side, int i, float * key, int64_t n_embd, int n_bit) {
+void get_key(const uint8_t * side, int i, float * key, int64_t n_embd) {
     float scale;
-    memcpy(&scale, side + n_embd*n_side*n_bit/8 + i*sizeof(float), sizeof(float));
+    memcpy(&scale, side + n_embd*n_side + i*sizeof(float), sizeof(float));
 
     for (int64_t j = 0; j < n_embd; ++j) {
-        const int64_t group = j/4;
-        const int x = n_bit == 8 ? side[(group*n_side + i)*4 + j % 4] : side[((group/2)*n_side + i)*4 + j % 4] >> (group % 2 == 0 ? 0 : 4) & 0x0F;
-        key[j] = scale*(x - (1 << (n_bit - 1)));
+        key[j] = scale*(side[(j/4*n_side + i)*4 + j % 4] - zero);
     }
 }
 
@@ -76,97 +67,71 @@ void copy_key(uint8_t * side, int i, const uint8_t * from, int j, int64_t n_embd
     memcpy(side + n_embd*n_side + i*sizeof(float), from + n_embd*n_side + j*sizeof(float), sizeof(float));
 }
 
-// sums[n_side] = the products of a side's numbers, which are not negative, with the query's
-template <int N_BIT>
-static void side_sums(const uint8_t * side, const int8_t * q, int64_t n_embd, int32_t * sums) {
-    std::fill_n(sums, n_side, 0);
-    for (int64_t group = 0; group < n_embd/4; ++group) {
-        const uint8_t * from = side + (N_BIT == 8 ? group : group/2)*n_side*4;
-        const int shift = N_BIT == 8 || group % 2 == 0 ? 0 : 4;
-        const int mask  = N_BIT == 8 ? 0xFF : 0x0F;
-        for (int i = 0; i < n_side; ++i) {
-            for (int j = 0; j < 4; ++j) {
-                sums[i] += ((from[i*4 + j] >> shift) & mask)*q[group*4 + j];
+static void multiply_plain(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
+    const size_t size = side_bytes(n_embd);
+    const auto * q    = (const int8_t *) query.fours.data();
+
+    for (int s = 0; s < n; ++s, sides += size) {
+        const auto * scale = (const float *) (sides + size) - n_side;
+
+        int32_t sums[n_side] = {};
+        for (int64_t group = 0; group < n_embd/4; ++group) {
+            for (int i = 0; i < n_side; ++i) {
+                for (int j = 0; j < 4; ++j) {
+                    sums[i] += sides[(group*n_side + i)*4 + j]*q[group*4 + j];
+                }
             }
         }
-    }
-}
-
-template <int N_BIT>
-static void multiply_plain(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
-    const size_t size = side_bytes(n_embd, N_BIT);
-
-    int32_t sums[n_side];
-    for (int s = 0; s < n; ++s, sides += size) {
-        side_sums<N_BIT>(sides, (const int8_t *) query.fours.data(), n_embd, sums);
-        const auto * scale = (const float *) (sides + size) - n_side;
         for (int i = 0; i < n_side; ++i) {
-            out[s*n_side + i] = query.scale*scale[i]*(sums[i] - (1 << (N_BIT - 1))*query.sum);
+            out[s*n_side + i] = query.scale*scale[i]*(sums[i] - zero*query.sum);
         }
     }
 }
 
 #ifdef KVTOOL_X86
 
-template <int N_BIT>
 KVTOOL_AVX512
 static void multiply_vnni(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
-    const size_t size = side_bytes(n_embd, N_BIT);
+    const size_t size = side_bytes(n_embd);
 
-    const __m512i low  = _mm512_set1_epi8(0x0F);
-    const __m512i zero = _mm512_set1_epi32((1 << (N_BIT - 1))*query.sum);
-    const __m512  one  = _mm512_set1_ps(query.scale);
+    const __m512i off = _mm512_set1_epi32(zero*query.sum);
+    const __m512  one = _mm512_set1_ps(query.scale);
 
     for (int s = 0; s < n; ++s, sides += size) {
         __m512i a = _mm512_setzero_si512();
         __m512i b = _mm512_setzero_si512();
         for (int64_t group = 0; group < n_embd/4; group += 2) {
-            if (N_BIT == 8) {
-                a = _mm512_dpbusd_epi32(a, _mm512_loadu_si512(sides + (group + 0)*64), _mm512_set1_epi32(query.fours[group]));
-                b = _mm512_dpbusd_epi32(b, _mm512_loadu_si512(sides + (group + 1)*64), _mm512_set1_epi32(query.fours[group + 1]));
-            } else {
-                const __m512i x = _mm512_loadu_si512(sides + group*32);
-                a = _mm512_dpbusd_epi32(a, _mm512_and_si512(x, low), _mm512_set1_epi32(query.fours[group]));
-                b = _mm512_dpbusd_epi32(b, _mm512_and_si512(_mm512_srli_epi16(x, 4), low), _mm512_set1_epi32(query.fours[group + 1]));
-            }
+            a = _mm512_dpbusd_epi32(a, _mm512_loadu_si512(sides + (group + 0)*64), _mm512_set1_epi32(query.fours[group]));
+            b = _mm512_dpbusd_epi32(b, _mm512_loadu_si512(sides + (group + 1)*64), _mm512_set1_epi32(query.fours[group + 1]));
         }
-        const __m512 sum   = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(a, b), zero));
+        const __m512 sum   = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(a, b), off));
         const __m512 scale = _mm512_loadu_ps(sides + size - n_side*sizeof(float));
         _mm512_storeu_ps(out + s*n_side, _mm512_mul_ps(sum, _mm512_mul_ps(scale, one)));
     }
 }
 
-template <int N_BIT>
 KVTOOL_AVX2
 static void multiply_avx2(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
-    const size_t size = side_bytes(n_embd, N_BIT);
+    const size_t size = side_bytes(n_embd);
 
-    const __m256i low  = _mm256_set1_epi8(0x0F);
-    const __m256i ones = _mm256_set1_epi16(1);
-    const __m256i zero = _mm256_set1_epi32((1 << (N_BIT - 1))*query.sum);
-    const __m256  one  = _mm256_set1_ps(query.scale);
+    const __m256i off = _mm256_set1_epi32(zero*query.sum);
+    const __m256  one = _mm256_set1_ps(query.scale);
 
     for (int s = 0; s < n; ++s, sides += size) {
         for (int half = 0; half < 2; ++half) {
             __m256i sum = _mm256_setzero_si256();
             for (int64_t group = 0; group < n_embd/4; ++group) {
-                const __m256i q  = _mm256_set1_epi32(query.fours[group]);
-                const int64_t at = N_BIT == 8 ? group : group/2;
-                __m256i x = _mm256_loadu_si256((const __m256i *) (sides + at*64 + half*32));
-                if (N_BIT == 4) {
-                    x = _mm256_and_si256(group % 2 == 0 ? x : _mm256_srli_epi16(x, 4), low);
-                    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, q), ones));
-                } else {
-                    // a sum of two products of 8 bits does not fit into 16: the even bytes and the odd ones
-                    const __m256i xe = _mm256_and_si256(x, _mm256_set1_epi16(0xFF));
-                    const __m256i xo = _mm256_srli_epi16(x, 8);
-                    const __m256i qe = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8);
-                    const __m256i qo = _mm256_srai_epi16(q, 8);
-                    sum = _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(xe, qe), _mm256_madd_epi16(xo, qo)));
-                }
+                const __m256i q = _mm256_set1_epi32(query.fours[group]);
+                const __m256i x = _mm256_loadu_si256((const __m256i *) (sides + group*64 + half*32));
+                // a sum of two products of 8 bits does not fit into 16: the even bytes and the odd ones
+                const __m256i xe = _mm256_and_si256(x, _mm256_set1_epi16(0xFF));
+                const __m256i xo = _mm256_srli_epi16(x, 8);
+                const __m256i qe = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8);
+                const __m256i qo = _mm256_srai_epi16(q, 8);
+                sum = _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(xe, qe), _mm256_madd_epi16(xo, qo)));
             }
             const __m256 scale = _mm256_loadu_ps((const float *) (sides + size) - n_side + half*8);
-            const __m256 f     = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, zero));
+            const __m256 f     = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, off));
             _mm256_storeu_ps(out + s*n_side + half*8, _mm256_mul_ps(f, _mm256_mul_ps(scale, one)));
         }
     }
@@ -174,24 +139,15 @@ static void multiply_avx2(const uint8_t * sides, int n, const small_query & quer
 
 #endif
 
-template <int N_BIT>
-static void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
+void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out) {
 #ifdef KVTOOL_X86
     switch (vectors()) {
-        case AVX512: return multiply_vnni<N_BIT>(sides, n, query, n_embd, out);
-        case AVX2:   return multiply_avx2<N_BIT>(sides, n, query, n_embd, out);
+        case AVX512: return multiply_vnni(sides, n, query, n_embd, out);
+        case AVX2:   return multiply_avx2(sides, n, query, n_embd, out);
         case PLAIN:  break;
     }
 #endif
-    multiply_plain<N_BIT>(sides, n, query, n_embd, out);
-}
-
-void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, int n_bit, float * out) {
-    if (n_bit == 8) {
-        multiply<8>(sides, n, query, n_embd, out);
-    } else {
-        multiply<4>(sides, n, query, n_embd, out);
-    }
+    multiply_plain(sides, n, query, n_embd, out);
 }
 
 } // namespace kvtool

@@ -1,4 +1,4 @@
-// Keys in 8 or 4 bits, to be multiplied with queries fast: sixteen keys lie side by side.
+// Keys in 8 bits, to be multiplied with queries fast: sixteen keys lie side by side.
 
 #pragma once
 
@@ -21,19 +21,19 @@ struct small_query {
     void set(const float * query, int64_t n_embd);
 };
 
-// the bytes of n_side keys: [n_embd/4][n_side][4] bytes, with 4 bits two of these in one, then n_side scales
-size_t side_bytes(int64_t n_embd, int n_bit);
+// the bytes of n_side keys: [n_embd/4][n_side][4] bytes, then n_side scales. n_embd: a multiple of 8
+size_t side_bytes(int64_t n_embd);
 
 // key i of a side
-void set_key(uint8_t * side, int i, const float * key, int64_t n_embd, int n_bit);
+void set_key(uint8_t * side, int i, const float * key, int64_t n_embd);
 
 // key i of a side, as the side has it
-void get_key(const uint8_t * side, int i, float * key, int64_t n_embd, int n_bit);
+void get_key(const uint8_t * side, int i, float * key, int64_t n_embd);
 
-// the same of 8 bits, from one side to another
+// the same from one side to another
 void copy_key(uint8_t * side, int i, const uint8_t * from, int j, int64_t n_embd);
 
 // out[n*n_side]: the products of n sides with a query
-void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, int n_bit, float * out);
+void multiply(const uint8_t * sides, int n, const small_query & query, int64_t n_embd, float * out);
 
 } // namespace kvtool

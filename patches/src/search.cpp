@@ -42,7 +42,7 @@ int search::way_of(int64_t delta) {
 }
 
 void search::add_run(const means & some, size_t place, int n, int way, bool is_set) {
-    const size_t side = side_bytes(l.n_embd_k, 8);
+    const size_t side = side_bytes(l.n_embd_k);
     if (!runs.empty() && runs.back().is_set == is_set && runs.back().way == way && runs.back().place + runs.back().n == place) {
         runs.back().n += n;
     } else {
@@ -80,7 +80,7 @@ void search::multiply_runs(size_t first, size_t item) {
         }
         for (int q = 0; q < n_query; ++q) {
             float * to = x.data() + q*n_room + item;
-            multiply(run.sides, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, 8, to);
+            multiply(run.sides, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, to);
             for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
                 to[i] = logits.cap*std::tanh(to[i]/logits.cap);
             }
