@@ -1,11 +1,8 @@
-// Sums of exponentials over many logits, for choosing among archived tokens.
+// Sums of exponentials over many logits.
 
 #pragma once
 
 namespace kvtool {
-
-// logits that are looked at together, at most
-constexpr int n_tile = 256;
 
 // part of a softmax
 struct softmax_part {
