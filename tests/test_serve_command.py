@@ -97,7 +97,8 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path):
     assert file.exists()
     refused = kvtool("serve", *options, "--sessions", other)
     assert refused.stderr == f"kvtool: {other} is not a folder; name another one\n"
-    long = kvtool("serve", *options, "--port", "0", "--system", "It is long. " * 30)
+    # what recall cannot pin is archived
+    long = kvtool("serve", *options, "--policy", "h2o", "--port", "0", "--system", "It is long. " * 30)
     assert (long.returncode, long.stderr.count("\n")) == (2, 1)
     assert "the pinned text takes" in long.stderr
 

@@ -223,7 +223,7 @@ def test_a_chat_with_a_model_of_a_repository_goes_on_without_a_network(parts, tm
 
     with server.serving() as site:
         server.add_repository(site, "o/r", {path.name: path.read_bytes() for path in parts})
-        first = chat("-m", "o/r:f32", "--budget", "64", HF_ENDPOINT=site.url)
+        first = chat("-m", "o/r:f32", "--policy", "h2o", "--budget", "64", HF_ENDPOINT=site.url)
         assert (first.returncode, first.stderr) == (
             0,
             "downloading o/r:f32\no/r:f32: chat-F32-00001-of-00003.gguf\n",

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -28,7 +29,6 @@ from kvtool.system.texts import json_text
 if TYPE_CHECKING:
     from kvtool.llama.model import Model
     from kvtool.measure.records import Record
-    from kvtool.models.layers import Layers
     from kvtool.policies import Wanted
     from kvtool.policy import Policy
     from kvtool.runs.opening import Resolved
@@ -208,11 +208,11 @@ def _check_drawing(drawn: _Drawn, chosen: Task, task: str) -> None:
 
 
 def _policy_for(
-    wanted: Wanted, run: Run, n_ctx: int, n_ctx_train: int, layers: Layers | None = None, n_held: int = 0
+    wanted: Wanted, run: Run, n_ctx: int, n_ctx_train: int, model: Model | None = None, n_held: int = 0
 ) -> tuple[PolicyFor, int]:
     """A function that gives the policy for a prompt and an answer of so many tokens, and the batch size.
 
-    layers: of the loaded model; None before that. n_held: tokens that no eviction removes. Raises UsageError.
+    model: None before it is loaded. n_held: tokens that no eviction removes. Raises UsageError.
     """
     from kvtool.models import budget
     from kvtool.runs.opening import fitted
@@ -222,11 +222,17 @@ def _policy_for(
         return _full_for(wanted, n_ctx), n_batch
     share = (run.budget or "").strip()
     if not share.endswith("%"):
-        found = fitted(wanted, run, share, n_ctx_train, layers)
-        if layers:
+        found = fitted(wanted, run, share, n_ctx_train, model.layers if model else None)
+        if model:
             say([found.note])
         return lambda n, n_answer: found.policy, found.n_batch
-    percent, least = budget.percent(share), wanted.smallest_budget(n_held)
+    percent = budget.percent(share)
+    if model:
+        from kvtool.engine.stream import on_model
+
+        least = wanted.smallest_budget(n_held, partial(on_model, model=model))
+    else:
+        least = wanted.smallest_budget(n_held)
     return lambda n, n_answer: wanted.fit(max(min(budget.share(percent, n), n_ctx), least)), n_batch
 
 
@@ -244,7 +250,7 @@ def _reader(
 
     wanted, template = asked.wanted, template_of(model) if as_chat else None
     held = n_held(model, template)
-    policy_for, n_batch = _policy_for(wanted, run, n_ctx, model.n_ctx_train, model.layers, held)
+    policy_for, n_batch = _policy_for(wanted, run, n_ctx, model.n_ctx_train, model, held)
     settings = settings_of(run, asked.limit, n_ctx, n_batch, N_OUTPUT)
     full_for = _full_for(policies.wanted("full"), n_ctx) if wanted.kind.evicts else None
     return Reader(model, policy_for, settings, template, max_prompt, full_for, drawn.sampling(), drawn.seed)

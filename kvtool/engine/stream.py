@@ -30,7 +30,7 @@ def pad(n: int) -> int:
     return -(-n // PAD) * PAD
 
 
-def _on(policy: Policy, model: Model) -> Policy:
+def on_model(policy: Policy, model: Model) -> Policy:
     """The policy for the model. Raises UsageError where they do not go together."""
     try:
         return policy.on(max(n for _, n in model.groups), model.layers.has_values)
@@ -72,7 +72,7 @@ class Stream:
         self.settings = settings = settings or Settings()
         self.model = model
         if policy.recall:
-            policy = _on(policy, model)
+            policy = on_model(policy, model)
         self.policy = policy
         self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)

@@ -279,22 +279,6 @@ class Archive:
                 handle, pointer = self._owner.handle, data.ctypes.data
                 check(lib.llama_kvtool_set_clusters(handle, pointer, first, end, bool(is_far)))
 
-    def _fit_clusters(self, saved: Mapping[str, np.ndarray], end: int) -> bool:
-        """Whether the clusters that are listed may be of tokens before `end`."""
-        if CLUSTERS not in saved or not (n_bytes := self.block_bytes):
-            return True
-        table, n = saved[CLUSTERS], self.n_token
-        if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != N_CLUSTERS:
-            return False
-        return all(
-            first % n == last % n == 0
-            and 0 <= first < last <= end
-            and (data := saved.get(clusters_name(i))) is not None
-            and data.dtype == np.uint8
-            and data.nbytes == (last - first) // n * n_bytes
-            for i, (first, last, *_) in enumerate(table.tolist())
-        )
-
     @staticmethod
     def n_saved(saved: Mapping[str, np.ndarray]) -> int:
         """Tokens in the arrays of `save`; 0 for arrays that are not from there."""
@@ -315,7 +299,7 @@ class Archive:
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
         # one at a time: together they may be gigabytes
-        return self._fit_clusters(saved, end) and all(
+        return _fit_clusters(saved, end, self.n_token, self.block_bytes) and all(
             (data := saved.get(layer_name(layer))) is not None
             and data.dtype == np.uint8
             and data.nbytes == (end - begin) * n_bytes
@@ -333,6 +317,26 @@ class Archive:
         n_bytes: int = lib.llama_kvtool_set_archive(self._owner.handle, layer, None, begin, end)
         check(n_bytes)
         return n_bytes
+
+
+def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_bytes: int) -> bool:
+    """Whether the clusters that are listed may be of tokens before `end`.
+
+    n_token, n_bytes: of a block; no bytes where there are no clusters.
+    """
+    if CLUSTERS not in saved or not n_bytes:
+        return True
+    table = saved[CLUSTERS]
+    if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != N_CLUSTERS:
+        return False
+    return all(
+        first % n_token == last % n_token == 0
+        and 0 <= first < last <= end
+        and (data := saved.get(clusters_name(i))) is not None
+        and data.dtype == np.uint8
+        and data.nbytes == (last - first) // n_token * n_bytes
+        for i, (first, last, *_) in enumerate(table.tolist())
+    )
 
 
 def _table_of(saved: Mapping[str, np.ndarray]) -> np.ndarray | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
@@ -187,13 +187,13 @@ class Wanted(NamedTuple):
         except Exception as error:
             raise UsageError(f"{self.name}: {where(error)}") from error
 
-    def smallest_budget(self, n_held: int = 0) -> int:
+    def smallest_budget(self, n_held: int = 0, on: Callable[[Policy], Policy] = lambda policy: policy) -> int:
         """The fewest cells that it works with if n_held of them are never evicted.
 
-        Raises UsageError if no budget works.
+        on: gives the policy for a model. Raises UsageError if no budget works.
         """
         # if there is none, fit says why
-        return self._smallest_budget(0, n_held) or self.fit(1).budget
+        return self._smallest_budget(0, n_held, on) or self.fit(1).budget
 
     def _fitted(self, budget: int) -> Policy:
         fitted = self.kind.fit(budget, self.slack(budget), **self.params)
@@ -202,10 +202,12 @@ class Wanted(NamedTuple):
             raise TypeError(f"fit must return an instance of {kind}, got {got}")
         return fitted
 
-    def _smallest_budget(self, above: int, n_held: int = 0) -> int | None:
+    def _smallest_budget(
+        self, above: int, n_held: int = 0, on: Callable[[Policy], Policy] = lambda policy: policy
+    ) -> int | None:
         def works(budget: int) -> bool:
             try:
-                return self._fitted(budget).n_keep > n_held
+                return on(self._fitted(budget)).n_keep > n_held
             except Exception:  # noqa: BLE001  (somebody's policy; `fit` says what is wrong)
                 return False
 
