@@ -14,7 +14,10 @@ class System(Options):
     """The system prompt, as a text or in a file. Raises UsageError for both."""
 
     system: str | None = option(
-        "--system", None, "System prompt; it is never evicted.", read=lambda raw, flag: utf8(flag, raw)
+        "--system",
+        None,
+        "System prompt; never evicted, but recall archives what is long.",
+        read=lambda raw, flag: utf8(flag, raw),
     )
     system_file: str | None = option("--system-file FILE", None, "Read the system prompt from this file.")
 
