@@ -167,7 +167,7 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
 def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     path = tmp_path / "chat.kv"
     chat = terminal("--session", path, *policy)
-    assert "there is no turn to take back" in chat.say("/retry")
+    assert chat.say("/retry") == chat.say("/edit-last") == "nothing was said yet"
     for turn in ("one", "two", "three"):
         chat.say(turn)
     assert "tokens/s" in chat.say("/retry")
@@ -176,11 +176,23 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     assert 'took back 2 changes, the first of them the turn "two"; the chat has 1 turn' in chat.say("/undo 2")
     assert said(path) == ["one"]
     assert "/undo takes a number" in chat.say("/undo x")
-    # the last turn is at the prompt again, to be changed
+    # the last turn is at the prompt again, to be changed, and stays until another is sent
+    kept = "\nthe last turn stays as it was\n"
+    for leaving, left in (
+        ("\x03", f"> one{kept}\n> "),
+        ("\x15\r", f"\n>{kept}\n> "),
+        ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> "),
+    ):
+        chat.type("/edit-last\r")
+        chat.wait_for("Ctrl-C keeps that\n\n> one")
+        chat.type(leaving)
+        chat.until(left)
+        assert said(path) == ["one"]
     chat.type("/edit-last\r")
     chat.wait_for("\n> one")
     chat.say(" more")
     assert said(path) == ["one more"]
+    assert not path.with_name("chat.kv.1").exists()
     assert "there is nothing to take back" in chat.say("/undo 9") + chat.say("/undo")
 
 

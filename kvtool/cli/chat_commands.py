@@ -27,7 +27,7 @@ HELP = """\
                the thought of the last reply, or the last turn
 /set NAME X    change how tokens are drawn, or n, the limit of a reply
 /retry         take back the last reply, and answer once more
-/edit-last     take back the last turn, and put it at the prompt
+/edit-last     put the last turn at the prompt; what you send takes its place
 /edit          write the next turn in $EDITOR
 /undo [N]      take back the last change, or N of them: turns, /reset, /system
                and /load
@@ -128,20 +128,20 @@ class Commands:
         self.terminal.saved()
 
     def _retry(self) -> None:
-        if (text := self._last_turn()) is not None:
-            self.terminal.say(text)
+        self.terminal.say(self._last_turn(), again=True)
 
     def _edit_last(self) -> None:
-        if (text := self._last_turn()) is not None:
-            self.keeper.keep_session(undone=True)
-            self.terminal.saved()
-            self.terminal.typed = self.terminal.last_typed.get(text, text)
+        self.terminal.offer(self._last_turn())
+        self.terminal.edits = True
+        self.terminal.note("what you send takes the place of the last turn; Ctrl-C keeps that")
 
-    def _last_turn(self) -> str | None:
-        """Takes the last turn back and returns it; says so if there is no copy from before it."""
-        text = self.conversation.take_back()
+    def _last_turn(self) -> str:
+        """What was said last. Raises UsageError where that cannot be taken back."""
+        text = self.conversation.copies.newest_turn
         if text is None:
-            self.terminal.note("there is no turn to take back")
+            raise UsageError(
+                "the last turn cannot be taken back" if self.conversation.n_turn else "nothing was said yet"
+            )
         return text
 
     def _edit(self, text: str) -> None:

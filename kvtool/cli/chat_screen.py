@@ -15,7 +15,7 @@ from kvtool.chats.conversation import Conversation
 from kvtool.cli.chat_input import confirmed, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper
-from kvtool.errors import InputError, ModelError, StreamEnd, UsageError
+from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
 from kvtool.system import interrupt
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Terminal:
         Speed of the last reply; 0 if it has no more than one token.
     typed
         What the next prompt begins with.
+    edits
+        Whether the next turn takes the place of the last one.
     last_typed
         The last turn, and how it was typed: with the names of files.
     keys
@@ -58,6 +60,7 @@ class Terminal:
     hide_thinking: bool = False
     thought: str = ""
     typed: str = ""
+    edits: bool = False
     tokens_per_s: float = 0.0
     last_typed: dict[str, str] = field(default_factory=dict)
     console: Console = field(default_factory=plain_console)
@@ -121,13 +124,19 @@ class Terminal:
         with ReplyView(self.console, self.conversation.splitter(), plain=self.plain, hide=True) as out:
             out.write(reply)
 
-    def say(self, text: str) -> None:
-        """Takes a turn: reads it, and shows the reply while it is written."""
+    def say(self, text: str, *, again: bool = False) -> None:
+        """Takes a turn: reads it, and shows the reply while it is written.
+
+        again: it takes the place of the last one.
+        """
         try:
             said = with_files(text)
-        except InputError as error:
+            if again:
+                self.conversation.take_back()
+        except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was said")
-            self.typed = "" if "\n" in text else text
+            self.typed = text if again or "\n" not in text else ""
+            self.edits = again and isinstance(error, InputError)
             return
         self.last_typed, text = {said: text}, said
         writer = self.conversation.writer
@@ -136,7 +145,7 @@ class Terminal:
         self.console.print()
         try:
             if not self._hear(text):
-                return self._cancel()
+                return self._cancel(text if again else None)
             self._answer()
         except (ModelError, StreamEnd, UsageError) as error:
             self.error(f"{error}; or start over with /reset")
@@ -144,7 +153,7 @@ class Terminal:
             self.note("stopped")
         elif writer.is_cut:
             self.note(f"cut at {writer.n_written:,} tokens by -n; /set n changes it")
-        self.keeper.keep()
+        self.keeper.keep(undone=again)
         self.saved()
         self.note(self.status())
 
@@ -177,12 +186,21 @@ class Terminal:
             self.tokens_per_s = n / seconds if n > 0 and seconds > 0 else 0.0
             self.thought = view.thought
 
-    def _cancel(self) -> None:
-        """Takes back a turn that was stopped while it was read."""
+    def offer(self, said: str) -> None:
+        """Puts a turn at the next prompt, as it was typed."""
+        text = self.last_typed.get(said, said)
+        # one that starts with a slash is typed with two
+        self.typed = f"/{text}" if text.startswith("/") else text
+
+    def _cancel(self, instead: str | None) -> None:
+        """Takes back a turn that was stopped while it was read. instead: the turn, if it replaced another."""
         if self.conversation.take_back() is None:
             self.note("stopped; there is no copy to go back to: the rest is read with the next turn")
-        else:
+        elif instead is None:
             self.note("cancelled; the chat is as it was before")
+        else:
+            self.note("cancelled; the turn is at the prompt again, and the one that it replaced is gone")
+            self.offer(instead)
 
 
 def share(part: float) -> str:

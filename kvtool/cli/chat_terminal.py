@@ -9,6 +9,8 @@ from kvtool.cli.keeper import turns
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
 
+_KEPT = "the last turn stays as it was"
+
 
 def run(terminal: Terminal) -> None:
     """Each text is a command or a turn."""
@@ -25,13 +27,17 @@ def run(terminal: Terminal) -> None:
     while (typed := _ask(terminal, prompt)) is not None:
         with terminal.keys.waiting():
             text = unquoted(typed)
-            if text.startswith("/") and not text.startswith("//"):
+            is_command = text.startswith("/") and not text.startswith("//")
+            again, terminal.edits = terminal.edits, False
+            if again and (is_command or not text):
+                terminal.note(_KEPT)
+            if is_command:
                 if not commands.run(text):
                     break
             elif text:
                 # of two slashes at the start of a turn the first is no part of it
                 # what a terminal without UTF-8 sends must not end the chat
-                terminal.say(shown(text[1:] if text.startswith("//") else text))
+                terminal.say(shown(text[1:] if text.startswith("//") else text), again=again)
 
 
 def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
@@ -45,4 +51,5 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
             return None
         except KeyboardInterrupt:
             default = ""
-            terminal.note("Ctrl-D or /exit leaves")
+            terminal.note(_KEPT if terminal.edits else "Ctrl-D or /exit leaves")
+            terminal.edits = False

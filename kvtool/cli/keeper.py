@@ -126,11 +126,11 @@ class Keeper:
             self._write(path)
         return True
 
-    def keep(self) -> None:
-        """Saves a finished turn. What goes wrong is in `unsaved`."""
+    def keep(self, *, undone: bool = False) -> None:
+        """Saves a finished turn, as `keep_session` does. What goes wrong is in `unsaved`."""
         if not self.chat.n_turn:
             return
-        self.keep_session()
+        self.keep_session(undone=undone)
         if self.transcript:
             from kvtool.chats.conversation import transcript
 
