@@ -252,7 +252,7 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     # all of it is in the session again
     assert not chat_kv.with_name("chat.kv.1").exists()
     assert 'took back the turn "turn 4"; the chat has 4 turns' in chat.say("/undo")
-    assert chat.say("/undo") == "there is nothing to take back"
+    assert chat.say("/undo") == "/undo goes back no further: 4 turns stay"
     chat.kill()
     assert turns(chat_kv) == FOUR
 

@@ -266,6 +266,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
     assert f"> what was said\n\n{reply.rstrip()}" in again.text
+    assert 'took back the turn "what was said"; the chat has 0 turns' in again.say("/undo")
 
 
 @pytest.mark.engine

@@ -379,6 +379,14 @@ def test_what_was_archived_in_turns_taken_back_leaves_no_trace(keep, tmp_path, h
         for each in (again, again_keeper), (plain, plain_keeper):
             say(*each, "Why?")
         assert again.messages == plain.messages
+        # turns of the run before, too
+        assert again.undo() == 'the turn "Why?"'
+        assert again.undo() == 'the turn "Of whom?"'
+        again_keeper.keep_session(undone=True)
+        for text in ("Of whom?", "Why?"):
+            say(again, again_keeper, text)
+        assert again.messages == plain.messages
+        check_alike(again, plain)
         assert sorted(path.name for path in tmp_path.glob("chat*")) == ["chat.kvs", "chat.kvs.archive"]
 
 

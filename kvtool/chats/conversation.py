@@ -12,7 +12,7 @@ import numpy as np
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import Splitter, control_tokens, without_thought
-from kvtool.chats.undo import Before
+from kvtool.chats.undo import Before, of_turn
 from kvtool.chats.undoable import Undoable
 from kvtool.chats.writer import Writer
 from kvtool.errors import UsageError
@@ -102,7 +102,7 @@ class Conversation(Undoable):
         """Reads a turn of the user; returns False if stopped before its end. Raises as `reply` does."""
         self.writer.stop = False
         tokens = self._tokens_of_turn(text)
-        self.remember(f'the turn "{_brief(text)}"', text)
+        self.remember(of_turn(text), text)
         self.version += 1
         self.messages.append({"role": "user", "content": text})
         is_read = False
@@ -204,9 +204,3 @@ class Conversation(Undoable):
         prefix = (system_prefix(self.template, self.system) if self.system else "") or ""
         self.is_pinned = not self.system or (bool(prefix) and whole.startswith(prefix))
         return prefix_tokens(self.writer.engine.model, whole, len(prefix) if self.is_pinned else 0)
-
-
-def _brief(text: str) -> str:
-    """The first words of a text, on one line."""
-    words = " ".join(text.split())
-    return words if len(words) <= 40 else words[:39] + "\u2026"

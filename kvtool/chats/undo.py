@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from io import FileIO
+from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 MOST = 10
@@ -11,6 +13,13 @@ MOST = 10
 
 MOST_BYTES = 512 * 2**20
 """Bytes that the copies may take together; the newest one is kept whatever it takes, and what it shares."""
+
+
+def of_turn(text: str) -> str:
+    """What a turn is called as a change: by its first words, on one line."""
+    words = " ".join(text.split())
+    brief = words if len(words) <= 40 else words[:39] + "\u2026"
+    return f'the turn "{brief}"'
 
 
 class Copy(NamedTuple):
@@ -64,6 +73,17 @@ class Mark(NamedTuple):
     def close(self) -> None:
         """Nothing: there is no file."""
 
+    def saved(self) -> tuple[Any, ...]:
+        """As JSON can hold it beside the chat's messages."""
+        return self[1:-1]
+
+    @classmethod
+    def restored(cls, saved: Sequence[Any], messages: Sequence[dict[str, Any]]) -> Mark:
+        """What `saved` returned, in a chat of these messages."""
+        n_past, n_message, n_reply, writer = saved
+        turn = messages[n_message]["content"]
+        return cls(of_turn(turn), n_past, n_message, n_reply, writer, turn)
+
 
 Before: TypeAlias = "Copy | Mark"
 """A chat as it was before a change."""
@@ -107,6 +127,12 @@ class Copies:
     def newest_turn(self) -> str | None:
         """What the user said in the change that the newest copy was made before; None if that is no turn."""
         return self._copies[-1].turn if self._copies else None
+
+    @property
+    def marks(self) -> list[Mark]:
+        """Those that are newer than all copies: the chat can go back through them, from the newest on."""
+        newest = takewhile(lambda each: isinstance(each, Mark), reversed(self._copies))
+        return [each for each in newest if isinstance(each, Mark)][::-1]
 
     def push(self, copy: Before) -> None:
         self._copies.append(copy)

@@ -75,6 +75,7 @@ class Undoable:
             "messages": self.messages,
             "n_reply": self.n_reply,
             "writer": self.writer.save(),
+            "marks": [mark.saved() for mark in self.copies.marks],
         }, arrays
 
     def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
@@ -89,6 +90,13 @@ class Undoable:
         # sessions of earlier versions have none
         self.id = meta.get("id") or secrets.token_hex(8)
         self.is_pinned = True
+
+    def resume(self, meta: session.Meta, arrays: session.Arrays) -> None:
+        """Continues as `restore` does, and can go back from there as the saved chat could, but for copies."""
+        self.restore(meta, arrays)
+        # sessions of earlier versions have none
+        for saved in meta.get("marks", ()):
+            self.copies.push(Mark.restored(saved, self.messages))
 
     @property
     def goes_back(self) -> bool:
@@ -118,11 +126,13 @@ class Undoable:
         That is a copy of the chat, or a mark where the cache can go back itself. Returns False where there is
         no room for a copy, even without the older ones.
         """
-        if not self.undoable:
-            return False
         if turn is not None and self.goes_back:
+            # a session keeps it for a chat that is undoable
             self.copies.push(self._mark(change, turn))
             return True
+        if not self.undoable:
+            self.copies.close()
+            return False
         while True:
             try:
                 self.copies.push(Copy(change, *(self.kept() or self._copy()), turn))

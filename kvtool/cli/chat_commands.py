@@ -45,7 +45,8 @@ Ctrl-R searches what was typed. Ctrl-C stops a reply and keeps it; while a turn
 is read, it takes the turn back.
 /undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without
 the archive of --policy recall, and are deleted when you leave. With that policy
-turns need no copies, and /undo goes back any number of them.
+turns need no copies, and /undo goes back any number of them, also of those of a
+session's earlier runs.
 With --session FILE, the file is written after every reply and every /undo.
 /reset, /system and /load do not touch it: the next reply first moves the chat
 that is in it to FILE.1 (FILE.2, ...)."""
@@ -118,7 +119,9 @@ class Commands:
         while len(changes) < int(n or 1) and (change := self.conversation.undo()) is not None:
             changes.append(change)
         if not changes:
-            self.terminal.note("there is nothing to take back")
+            n_turn = self.conversation.n_turn
+            stay = f"/undo goes back no further: {turns(n_turn)} stay{'s' * (n_turn == 1)}"
+            self.terminal.note(stay if n_turn else "there is nothing to take back")
             return
         n_more = len(self.conversation.copies)
         more = f"; /undo can go back {n_more} more" if n_more else ""

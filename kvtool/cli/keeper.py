@@ -67,7 +67,7 @@ class Keeper:
         system, seed = self.chat.system, self.drawing.seed
         meta, arrays = self.read(path)
         with restoring_progress(self.chat.archive):
-            self.chat.restore(meta, arrays)
+            self.chat.resume(meta, arrays)
         self._store.adopt(arrays)
         self._version_there = self.chat.version if seed is None else None
         self._there = self._said()
