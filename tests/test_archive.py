@@ -128,26 +128,14 @@ def test_what_is_no_table_of_an_archive_has_no_tokens(table):
 
 @pytest.mark.engine
 def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
-    own = [
-        "-m",
-        chat_model,
-        "-t",
-        1,
-        "--policy",
-        "recall",
-        "--budget",
-        32,
-        "--evict-every",
-        8,
-        "--archive",
-        20,
-    ]
+    # the policy is that of a chat
+    own = ["-m", chat_model, "-t", 1, "--budget", 32, "--evict-every", 8, "--archive", 20]
     result = json.loads(kvtool("inspect", *own, "--json", stdin="word " * 20).stdout)
     assert (result["tokens"], result["archived"], result["share"].count(0)) == (100, 20, 72)
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
     shown = kvtool("inspect", *own, stdin="word " * 20).stdout
-    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten" in shown
+    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, 30/32 cells per row, " in shown
 
 
 @pytest.mark.engine

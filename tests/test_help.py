@@ -347,7 +347,7 @@ def completed(line, **env):
         ("kvtool chat --policy st", ["streamingllm"]),
         ("kvtool chat --policy buzz -o thr", ["threshold="]),
         ("kvtool chat -o sin", ["sinks="]),
-        ("kvtool inspect -o dec", ["decay=", "decay_beyond="]),
+        ("kvtool perplexity -o dec", ["decay=", "decay_beyond="]),
         ("kvtool chat --policy none -o x", []),
         ("kvtool policies stre", ["streamingllm"]),
         ("kvtool compare x --policies h2o,st", ["h2o,streamingllm"]),

@@ -20,7 +20,7 @@ from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, UsageError
 from kvtool.options.field import Options, again, option, repeated
-from kvtool.options.run import Run, TextRun
+from kvtool.options.run import AnswerRun, Run, TextRun
 from kvtool.system.texts import json_text, read_text
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def _numbers(usage: str, help: str, words: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Run(TextRun):
+class _Run(AnswerRun, TextRun):
+    budget: str | None = again(TextRun, "budget")
     prefill: str | None = again(
         TextRun,
         "prefill",
@@ -120,7 +121,7 @@ def inspect(
     from kvtool.cli.inspect_terminal import attended_record, show, show_attended
     from kvtool.llama.model import Model
     from kvtool.measure import holdings
-    from kvtool.runs.report import report
+    from kvtool.runs.report import line, report
 
     tokens: np.ndarray
 
@@ -161,6 +162,7 @@ def inspect(
             typer.echo(json_text(result | of_tokens))
         else:
             show(plain_console(), texts, share, archived, own.last or LAST)
+            typer.echo(f"policy {run.policy}, {line(result)}")
             show_attended(table_console(), found, texts)
 
 
