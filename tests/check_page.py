@@ -201,9 +201,8 @@ def archived(visit: Visitor) -> None:
         piece(page, "yes", first=True)
         own = counts | {"archive_bytes": 9, "share": share}
         piece(page, "", end=True, kvtool=own, timings={"predicted_per_second": 9.87})
-        said = (
-            "2,000 tokens, 60.0 % held, 700 of them archived, 40.0 % forgotten · cache 1.0 MiB · 9.9 tokens/s"
-        )
+        shares = "25.0 % held, 35.0 % archived, 40.0 % forgotten"
+        said = f"2,000 tokens, {shares} · cache 1.0 MiB · 9.9 tokens/s"
         expect(page.locator(".foot").last).to_have_text(said)
         expect(page.locator("#tokens .archived")).to_have_text("b\u23ce", use_inner_text=True)
         expect(page.locator("#counts")).to_have_text(

@@ -135,7 +135,10 @@ def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
     shown = kvtool("inspect", *own, stdin="word " * 20).stdout
-    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, 30/32 cells per row, " in shown
+    assert (
+        "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, 30/32 cells per row, "
+        in shown
+    )
 
 
 @pytest.mark.engine

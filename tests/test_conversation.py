@@ -702,6 +702,21 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
 
 
 @pytest.mark.engine
+def test_what_is_held_and_archived_is_all_that_was_said(chat):
+    talk = chat("recall", 48)
+    "".join(talk.reply("Tell me a long story about the sea.", 60))
+    engine, terminal = talk.writer.engine, Terminal(talk, None, "recall")
+    terminal.console = Console(file=(out := io.StringIO()), width=100)
+    held, archived = (100 * n / engine.n_past for n in (engine.n_kv, engine.n_archived))
+    assert held + archived == 100
+    said = f"{engine.n_past} tokens, {held:.1f} % held, {archived:.1f} % archived, 0 % forgotten · cache "
+    assert said in terminal.status()
+    Commands(terminal).run("/stats")
+    made = engine.policy.recall.n_cell
+    assert f"{engine.n_kv + made} of 48 per row, {made} of them for what is recalled" in out.getvalue()
+
+
+@pytest.mark.engine
 def test_a_system_prompt_is_pinned_before_the_first_turn_as_by_it(chat):
     talk = chat(system="You count waves.")
     talk.pin_system()

@@ -38,6 +38,7 @@ def talked(url, **more):
         messages.append(reply)
         n_all.append(n)
     assert own["archived"] > 100
+    assert own["held"] + own["archived"] + own["forgotten"] == own["tokens"]
     return messages, n_all
 
 

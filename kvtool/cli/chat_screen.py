@@ -92,14 +92,12 @@ class Terminal:
         from kvtool.units import format_bytes
 
         engine, n = self.engine, max(self.engine.n_past, 1)
-        lost = n_forgotten(engine) / n
-        if engine.context.archive:
-            # what is archived comes back: it is held
-            held = f"{share(1 - lost)} held, {engine.n_archived:,} of them archived"
-        else:
-            held = f"{share(min(engine.mean_kv / n, 1.0))} held"
+        shares = {"held": engine.mean_live, "archived": engine.n_archived, "forgotten": n_forgotten(engine)}
+        if not engine.n_archived:
+            del shares["archived"]
+        said = [f"{share(part / n)} {name}" for name, part in shares.items()]
         parts = [
-            f"{engine.n_past:,} tokens, {held}, {share(lost)} forgotten",
+            ", ".join([f"{engine.n_past:,} tokens", *said]),
             f"cache {format_bytes(engine.cache_bytes)}",
             f"{self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "",
         ]

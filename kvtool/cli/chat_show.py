@@ -41,11 +41,13 @@ def stats(terminal: Terminal) -> None:
 
     engine, copies = terminal.engine, terminal.conversation.copies
     resident = rss_bytes()
+    n_made = engine.mean_kv - engine.mean_live
+    made = f", {n_made:.0f} of them for what is recalled" if n_made else ""
     rows = {
         "model": engine.model.path.name,
         "policy": policy_line(engine, terminal.policy),
         "tokens so far": f"{engine.n_past:,}",
-        "cells": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} per row",
+        "cells": f"{engine.mean_kv:,.0f} of {engine.policy.budget:,} per row" + made,
         "rows": str(engine.context.n_row),
         "pinned": f"{engine.n_pinned:,} tokens",
         "evicted": f"{engine.n_evicted:,} per row",

@@ -176,10 +176,15 @@ class Stream:
         return self.context.archive.n if self.context.archive else 0
 
     @property
+    def mean_live(self) -> float:
+        """Tokens that a row holds: the mean of all rows."""
+        return float(self.rows.live.mean())
+
+    @property
     def mean_kv(self) -> float:
         """Cells per row that a query sees, live or recalled: the mean of all rows."""
         n_recalled = min(self.policy.recall.n_cell, self.n_archived) if self.policy.recall else 0
-        return float(self.rows.live.mean()) + n_recalled
+        return self.mean_live + n_recalled
 
     @property
     def state(self) -> State:

@@ -262,7 +262,7 @@ def _held(writer: Writer, n_share: int) -> dict[str, Any]:
     engine = writer.engine
     held: dict[str, Any] = {
         "tokens": engine.n_past,
-        "held": round(engine.mean_kv, 1),
+        "held": round(engine.mean_live, 1),
         "archived": engine.n_archived,
         "forgotten": n_forgotten(engine),
         "cache_bytes": engine.cache_bytes,

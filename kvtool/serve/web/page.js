@@ -268,10 +268,10 @@ function bytes(n) {
 }
 
 // as kvtool chat says it
-function statusOf({ tokens, held, archived, forgotten, cache_bytes, archive_bytes, unsaved }, timings) {
-  const n = Math.max(tokens, 1), lost = forgotten / n, speed = timings?.predicted_per_second;
-  const kept = archive_bytes ? `${percent(1 - lost)} held, ${number(archived)} of them archived` : `${percent(Math.min(held / n, 1))} held`;
-  return [`${number(tokens)} tokens, ${kept}, ${percent(lost)} forgotten`, `cache ${bytes(cache_bytes)}`, speed && `${speed.toFixed(1)} tokens/s`, unsaved].filter(Boolean).join(" \u00b7 ");
+function statusOf({ tokens, held, archived, forgotten, cache_bytes, unsaved }, timings) {
+  const n = Math.max(tokens, 1), speed = timings?.predicted_per_second;
+  const shares = [`${percent(held / n)} held`, archived && `${percent(archived / n)} archived`, `${percent(forgotten / n)} forgotten`];
+  return [`${number(tokens)} tokens, ${shares.filter(Boolean).join(", ")}`, `cache ${bytes(cache_bytes)}`, speed && `${speed.toFixed(1)} tokens/s`, unsaved].filter(Boolean).join(" \u00b7 ");
 }
 
 // the history as the server takes it: what got no reply is said with the next message
