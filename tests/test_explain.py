@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool import policies
-from kvtool.cli.explain import Notice, _budget, explain_run, long_text
+from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
 from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.measure import perplexity
 from tests.running import open_engine, text
@@ -149,7 +149,7 @@ def test_generate_explains_itself_on_stderr_and_goes_on(tiny_model):
     lines = dict(line.split(maxsplit=1) for line in done.stderr.splitlines())
     assert lines["policy"] == "streamingllm sinks=4"
     assert lines["rows"] == "4: 2 layers of 2 KV heads"
-    assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 0 window + 49 rest + 8 slack"
+    assert lines["budget"] == "64 cells per row = 4 sinks + 3 pinned + 49 window + 8 slack"
     # batches of 24: the third passes 64
     assert lines["eviction"] == "first after 72 tokens"
     assert lines["prefill"].startswith("the prompt has ")
@@ -190,11 +190,22 @@ def test_what_is_longer_than_the_budget_is_said_once(smol, tmp_path, command):
 
 
 @pytest.mark.engine
+def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_model):
+    with open_engine(tiny_model(), policies.fit("recall", 64, 8)) as engine:
+        n_made = engine.policy.recall.n_cell
+        assert (
+            _budget(engine)
+            == f"64 cells per row = 4 sinks + {52 - n_made} window + 8 slack + {n_made} recalled"
+        )
+        assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=clusters exact=256"
+
+
+@pytest.mark.engine
 def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_model):
     policy = policies.fit("buzz", 32, None, ["kept=true"])
     with open_engine(tiny_model(), policy, prefill="whole") as engine:
         line = _budget(engine)
-        assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 0 pinned + 14 window + ")
+        assert line.startswith(f"{policy.budget} cells per row = 4 sinks + 14 window + ")
         assert line.endswith("; at most 32 after an eviction")
         assert long_text(engine, "prompt", 32) is None
         # it fits in the cache, but not in what was asked for

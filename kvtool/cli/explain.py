@@ -131,7 +131,11 @@ def policy_line(engine: Engine, name: str) -> str:
     """A policy's name and parameters."""
     from kvtool.policies import chosen
 
-    return " ".join([name, *(f"{key}={value}" for key, value in chosen(engine.policy).items())])
+    own = chosen(engine.policy)
+    if engine.model.layers.has_values:
+        # the model's, and not to be set
+        own.pop("recalled", None)
+    return " ".join([name, *(f"{key}={value}" for key, value in own.items())])
 
 
 def _rows(engine: Engine) -> str:
@@ -149,7 +153,7 @@ def _budget(engine: Engine) -> str:
     cells = f"{policy.budget:,} cells per row"
     if not policy.slack:
         return f"{cells}, none evicted"
-    parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items())
+    parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items() if n)
     cap = ", an upper limit: the policy chooses how many each row keeps" if policy.ragged else ""
     if policy.n_asked != policy.budget:
         cap = f"; at most {policy.n_asked:,} after an eviction"

@@ -4,6 +4,7 @@ The baseline that forgets everything outside its window, even the first tokens.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ class Local(Ranked):
 
     budget: int
     slack: int
+
+    has_rest: ClassVar[bool] = False
 
     def scores(self, view: View, state: State) -> np.ndarray:
         # among equal scores the newer token stays

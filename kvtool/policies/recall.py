@@ -22,9 +22,8 @@ class Recall(Ranked):
     Attributes
     ----------
     recalled
-        Cells of the budget for what is recalled. The model says how many; but where values are a part of the
-        keys (MLA) no cell can be made, and so many archived tokens come back in a step: unless given, half of
-        what the slack leaves of the budget, or fewer where sinks and the newest token need the room.
+        Only for models whose values are a part of their keys (MLA): how many archived tokens come back in a
+        step. Unless given, half of what the slack leaves of the budget, or what room there is.
     sinks
         First tokens, never evicted.
     chunk
@@ -37,6 +36,7 @@ class Recall(Ranked):
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")
+    has_rest: ClassVar[bool] = False
 
     budget: int
     slack: int

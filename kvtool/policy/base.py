@@ -54,6 +54,8 @@ class Policy:
     ragged
         Whether rows may keep different numbers of cells. The engine then asks for a plan every `slack`
         tokens, and the budget is only a cap.
+    has_rest
+        Whether it chooses among what is neither sink nor window. Otherwise all of that is window.
     most_window
         The largest window that `fit` chooses.
     evicts
@@ -72,6 +74,7 @@ class Policy:
     prefill: ClassVar[str] = "stream"
     sums: ClassVar[tuple[str, ...]] = ()
     ragged: ClassVar[bool] = False
+    has_rest: ClassVar[bool] = True
     most_window: ClassVar[int] = sys.maxsize
     evicts: ClassVar[bool] = True
     adjustable: ClassVar[tuple[str, ...]] = ()
@@ -175,7 +178,9 @@ class Policy:
 
         pinned: number of first tokens that are never evicted. Only those beyond the sinks are counted.
         """
-        parts = split_budget(self.n_live, self.slack, *self.exempt, pinned)
+        sinks, window = self.exempt
+        window = window if self.has_rest else self.n_keep
+        parts = split_budget(self.n_live, self.slack, sinks, window, pinned)
         return parts | ({"recalled": self.recall.n_cell} if self.recall else {})
 
     def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
