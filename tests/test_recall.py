@@ -365,7 +365,7 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
         ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
         (
             {"archive_bytes": 100},
-            "an archive of 100 B is too small; give at least [0-9]+B: memory is taken for 256 tokens at once",
+            "^--archive must be at least [0-9]+KiB: memory is taken for 256 tokens at once$",
         ),
     ],
     ids=str,

@@ -24,7 +24,6 @@ from kvtool.llama.segment import (
 )
 from kvtool.system.files import free_disk_bytes
 from kvtool.system.memory import free_bytes
-from kvtool.units import format_bytes
 
 _N_FIXED = 3
 _LARGEST = 2**31 - 1
@@ -86,10 +85,10 @@ class Archive:
         check(self.slab_bytes)
         self.n_token = n_token.value
         if max_bytes is not None and max_bytes < self.slab_bytes:
+            # rounded up: typed again, it must be enough
+            least = f"{-(-self.slab_bytes // 1024)}KiB"
             raise UsageError(
-                f"an archive of {format_bytes(max_bytes)} is too small; "
-                # exact: typed again, a rounded number may be too small
-                f"give at least {self.slab_bytes}B: memory is taken for {self.n_token} tokens at once"
+                f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at once"
             )
         self.segments: list[Segment] = []
         self.clusters: list[Clusters] = []
