@@ -10,7 +10,10 @@ from typer.testing import CliRunner
 
 from kvtool import cli
 
-KEEPS = r"recall keeps the newest [0-9,]+ tokens in up to [0-9.]+ .iB of host memory\n"
+KEEPS = (
+    r"recall archives what leaves the cache; that can take up to [0-9.]+ .iB of host memory "
+    r"\(the newest [0-9,]+ tokens\)\n"
+)
 """What a chat or a server that recalls says at its start."""
 
 

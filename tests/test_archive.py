@@ -135,10 +135,7 @@ def test_inspect_says_what_is_archived_apart_from_what_is_forgotten(chat_model):
     assert result["forgotten"] == 52
     assert result["archive_bytes"] > 0
     shown = kvtool("inspect", *own, stdin="word " * 20).stdout
-    assert (
-        "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, 30/32 cells per row, "
-        in shown
-    )
+    assert "100 tokens: 28 held by every row, 0 by some, 20 archived, 52 forgotten\npolicy recall, " in shown
 
 
 @pytest.mark.engine
@@ -227,10 +224,12 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
 def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, monkeypatch):
     file = tmp_path / "file"
     said = talk(TURNS[:1], "--archive-file", file).stderr
-    assert re.fullmatch(KEEPS.replace("of host memory", rf"on disk \({file}\)"), said)
+    assert re.fullmatch(
+        KEEPS.replace("of host memory", rf"on disk \({file}\) and, for clusters, in host memory"), said
+    )
     (tmp_path / "chat.kvs").unlink()
     # in another line
-    assert "keeps the newest" not in talk(TURNS[:1], "--explain").stderr
+    assert "archives what leaves" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
     (tmp_path / "chat.kvs").unlink()
@@ -272,9 +271,7 @@ def test_a_chat_says_what_is_archived(chat_model):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
     try:
         said = chat.wait_for("\n> ")
-        assert re.search(
-            r"^recall keeps the newest 30 tokens in up to [0-9.]+ KiB of host memory\n", said, re.M
-        )
+        assert re.search(r"that can take up to [0-9.]+ KiB of host memory \(the newest 30 tokens\)\n", said)
         assert "chat with policy recall, 96 cells, /help for help\n" in said
         chat.say("word " * 60)
         stats = chat.say("/stats")
@@ -390,7 +387,10 @@ def test_what_is_said_of_an_archive_names_its_file(chat_model, tmp_path):
     (limit,) = re.findall(rf" tokens \((\S+ .iB)\) in {path}\n", said)
     assert parse_bytes(limit.replace(" ", "")) == pytest.approx(free / 2, rel=0.5)
     assert f"and the others go to {path}." in said
-    assert re.search(rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\)\n", said)
+    assert re.search(
+        rf", archive [0-9]+ of at most [0-9,]+ tokens, [0-9.]+ .iB on disk \({path}\) and, for clusters, in",
+        said,
+    )
     for command in ("perplexity", "inspect"):
         done = kvtool(command, "-", *own, *RECALL[:-2], "--json", **words)
         assert json.loads(done.stdout)["archive_file"] == str(path)

@@ -46,11 +46,8 @@ def line(said: Mapping[str, Any]) -> str:
 
 def archive_line(said: Mapping[str, Any]) -> str:
     """The archive of a report for people."""
-    file = said["archive_file"]
-    return (
-        f"{said['archived']:,} of at most {said['archive_limit']:,} tokens, "
-        f"{format_bytes(said['archive_bytes'])} {'of host memory' if file is None else f'on disk ({file})'}"
-    )
+    size = f"{format_bytes(said['archive_bytes'])} {_where(said['archive_file'])}"
+    return f"{said['archived']:,} of at most {said['archive_limit']:,} tokens, {size}"
 
 
 def archive_limit(engine: Engine, policy: str) -> str | None:
@@ -58,6 +55,10 @@ def archive_limit(engine: Engine, policy: str) -> str | None:
     archive = engine.context.archive
     if not archive:
         return None
-    size = format_bytes(archive.max_bytes)
-    where = "of host memory" if archive.file is None else f"on disk ({archive.file})"
-    return f"{policy} keeps the newest {archive.n_max:,} tokens in up to {size} {where}"
+    size = f"{format_bytes(archive.max_bytes)} {_where(archive.file)}"
+    newest = f"the newest {archive.n_max:,} tokens"
+    return f"{policy} archives what leaves the cache; that can take up to {size} ({newest})"
+
+
+def _where(file: str | None) -> str:
+    return "of host memory" if file is None else f"on disk ({file}) and, for clusters, in host memory"
