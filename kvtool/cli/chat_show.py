@@ -62,8 +62,9 @@ def stats(terminal: Terminal) -> None:
     rows |= {
         "process memory": format_bytes(resident) if resident else "unknown",
         "copies for /undo": f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk",
-        "speed": f"{terminal.tokens_per_s:.1f} tokens/s",
     }
+    if terminal.tokens_per_s:
+        rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
     _table(terminal, rows)
 
 
