@@ -68,6 +68,8 @@ class Recall(Ranked):
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
+        if params.get("search") == "all" and "exact" in params:
+            raise ValueError("exact goes with search=clusters; search=all attends to all: leave out one")
         # 0: what `on` says
         return cls(budget, slack, **{"recalled": 0, **params})
 
