@@ -272,6 +272,8 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
 @pytest.mark.engine
 def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
     chat = terminal(columns=60, rows=20)
+    # lines at the start are wrapped between words
+    assert "that can take up to\n" in chat.text
     chat.say("hello there")
     chat.resize(50, 16)
     chat.say("and again")

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.cli.opening import say
 from kvtool.options.run import Run
 from kvtool.units import format_bytes
 
@@ -28,7 +29,7 @@ def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None
         "positions": _positions(engine, what, n_text),
         "prefill": long_text(engine, what, n_text) or _prefill(engine),
     }
-    sys.stderr.writelines(f"{name:<11} {text}\n" for name, text in lines.items())
+    say((f"{name:<11} {text}" for name, text in lines.items()), indent=12)
 
 
 def before_text(engine: Engine, run: Run, what: str, n: int = 0) -> None:
@@ -55,8 +56,7 @@ class Notice:
         """Call it before a text of n tokens is read."""
         if not self.was_said and (text := long_text(self.engine, self.what, n)):
             self.was_said = True
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            say([text])
 
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
@@ -114,7 +114,7 @@ def say_spare(engine: Engine) -> None:
     if not sys.stderr.isatty():
         return
     if engine.policy.slack and engine.policy.budget < PAD and (spare := spare_line(engine)):
-        sys.stderr.write(f"a budget of {engine.policy.budget} takes {spare}\n")
+        say([f"a budget of {engine.policy.budget} takes {spare}"])
 
 
 def may_lose_system(conversation: Conversation) -> bool:
