@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import plain_console, table, table_console
 from kvtool.cli.markdown import ReplyStream
 from kvtool.cli.progress import _bytes_bar
 
@@ -28,6 +28,12 @@ def test_a_console_prints_what_it_is_given():
         out = io.StringIO()
         plain_console(file=out, width=200).print(what)
         assert set(map(str.strip, out.getvalue().splitlines())) == {TEXT}
+
+
+def test_a_table_in_a_pipe_has_no_blanks_at_the_ends_of_lines():
+    out = io.StringIO()
+    table_console(file=out).print(table(["a", "b"], [["1", "2"], ["long", "longer"]]))
+    assert out.getvalue() == "a     b\n1     2\nlong  longer\n"
 
 
 def test_a_bar_shows_what_it_is_given():

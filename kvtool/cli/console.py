@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,11 +24,25 @@ def plain_console(**how: Any) -> Console:
 
 
 def table_console(**how: Any) -> Console:
-    """The same for a table. In a pipe or a file no cell is cut or wrapped: another program reads it."""
+    """The same for a table. A pipe or a file gets no cell cut, wrapped or padded: programs read it."""
     console = plain_console(**how)
     if not console.is_terminal:
         console.width = 10_000
+        console.file = cast("IO[str]", _Unpadded(console.file))
     return console
+
+
+class _Unpadded:
+    """A file whose lines end where their text does."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def table(
