@@ -365,7 +365,7 @@ def test_a_full_disk_keeps_what_was_saved_and_its_archive(talk, tmp_path):
     done = talk(TURNS[6:8], preexec_fn=full)
     assert done.returncode == 9
     assert re.fullmatch(KEEPS + r"kvtool: cannot write [^\n]+\n", done.stderr)
-    assert f"cannot write {archive} (File too large); the last saved version is still there" in done.stderr
+    assert f"cannot write {archive}: File too large; the last saved version is still there" in done.stderr
     assert (path.read_bytes(), archive.read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
     assert talk(TURNS[6:8]).returncode == 0

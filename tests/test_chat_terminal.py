@@ -75,9 +75,9 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
     assert chat.say("/system") == "[/]"
     for line, said in (
         ("/[/]x", "there is no command /[/]x; /help lists them"),
-        ("/load x[/].kv", "cannot read x[/].kv (No such file or directory)"),
-        ("/save [/]/x.kv", "cannot write [/]/x.kv (No such file or directory)"),
-        ("/load [bold]x:smile:", "cannot read [bold]x:smile: (No such file or directory)"),
+        ("/load x[/].kv", "cannot read x[/].kv: No such file or directory"),
+        ("/save [/]/x.kv", "cannot write [/]/x.kv: No such file or directory"),
+        ("/load [bold]x:smile:", "cannot read [bold]x:smile:: No such file or directory"),
         ("/cells [/]", "/cells takes a number of tokens, like /cells 2048"),
         ("/system [/bold] :smile:", "started over under the new system prompt; /undo takes this back"),
         ("/system", "[/bold] :smile:"),

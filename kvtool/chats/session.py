@@ -211,4 +211,4 @@ def cannot(what: str, path: Path, error: OSError | ValueError, session: Path | N
     why = (error.strerror if isinstance(error, OSError) else None) or error
     is_there = what == "write" and os.path.isfile(session or path)
     kept = "; the last saved version is still there" if is_there else ""
-    return SessionError(f"cannot {what} {path} ({why}){kept}")
+    return SessionError(f"cannot {what} {path}: {why}{kept}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections import UserDict
 from collections.abc import Iterator
@@ -21,6 +22,13 @@ from kvtool.system import interrupt
 
 # what a shell shows for a program that the signal has killed
 _HANGUP, _PIPE = 128 + 1, 128 + 13
+
+_OURS = (
+    (r"a ((?:whole )?number)", r"\1 must be a \3, got \2"),
+    (r"in the range x>=(\S+)", r"\1 must be at least \3, got \2"),
+    (r"in the range (\S+)<=x<=(\S+)", r"\1 must be in \3..\4, got \2"),
+)
+"""How click says that a value is wrong, and how kvtool does."""
 
 
 class _Commands(UserDict[str, Any]):
@@ -95,6 +103,9 @@ def _one_line() -> Iterator[None]:
 def _of_usage(error: Any) -> tuple[int, str]:
     """The exit code and the line for what does not parse."""
     said = plain(error.format_message()).rstrip(".")
+    for theirs, ours in _OURS:
+        said = re.sub(f"^Invalid value for '(?:.* / ')?(.*?)': (.*) is not {theirs}$", ours, said)
+    said = said if said.startswith("-") else said[:1].lower() + said[1:]
     where = f"; `{error.ctx.command_path} -h` says what it takes" if getattr(error, "ctx", None) else ""
     return error.exit_code, " ".join(f"{said}{where}".split())
 

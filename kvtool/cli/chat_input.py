@@ -95,7 +95,7 @@ def with_files(text: str) -> str:
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not a text in UTF-8 (byte {error.start})") from None
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot read {path} ({getattr(error, 'strerror', error)})") from None
+            raise InputError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
 
     return _INSERTED.sub(inserted, text)
 

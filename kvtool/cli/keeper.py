@@ -180,9 +180,7 @@ class Keeper:
                 self._store.settle()
                 aside = session.aside(path)
             except OSError as error:
-                raise SessionError(
-                    f"cannot set {path} aside ({error.strerror}); it was not written"
-                ) from None
+                raise SessionError(f"cannot set {path} aside: {error.strerror}; it was not written") from None
         try:
             self._write(path)
         except SessionError:
