@@ -19,20 +19,42 @@
 namespace kvtool {
 
 //
-// in a file
+// maps
 //
 
 #if defined(_WIN32)
 
-slab_file::slab_file(const std::string &, size_t) : fd(-1), size(0) {
+slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(1) {}
+
+slab_maps::slab_maps(const std::string &, size_t) : fd(-1), size(0), n_region(1) {
     throw std::runtime_error("an archive in a file is not there on Windows yet");
 }
 
-slab_file::~slab_file() {}
+slab_maps::~slab_maps() {
+    clear();
+}
 
-uint8_t * slab_file::take() { return nullptr; }
+uint8_t * slab_maps::take() {
+    regions.reserve(regions.size() + 1);
+    regions.push_back((uint8_t *) ::operator new(size, std::nothrow));
+    if (!regions.back()) {
+        regions.pop_back();
+        throw no_room(format("no memory for %zu KiB more of the archive", size/1024));
+    }
+    return regions.back();
+}
 
-void slab_file::clear() {}
+void slab_maps::give_back(uint8_t * slab) {
+    regions.erase(std::find(regions.begin(), regions.end(), slab));
+    ::operator delete(slab);
+}
+
+void slab_maps::clear() {
+    for (uint8_t * region : regions) {
+        ::operator delete(region);
+    }
+    regions.clear();
+}
 
 static size_t page_bytes() { return 4096; }
 
@@ -70,7 +92,15 @@ static int grow(int fd, off_t n_old, off_t n) {
     return error;
 }
 
-slab_file::slab_file(const std::string & path, size_t n_bytes) : fd(create(path)), size(n_bytes) {
+// of a file many slabs: a process has few maps (65,530 on Linux)
+static constexpr int64_t n_region_of_file = 64;
+
+// of memory a few: what no slab has of a region is not touched
+static constexpr size_t region_bytes = 64u << 20;
+
+slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(std::max<size_t>(1, region_bytes/std::max<size_t>(1, n_bytes))) {}
+
+slab_maps::slab_maps(const std::string & path, size_t n_bytes) : fd(create(path)), size(n_bytes), n_region(n_region_of_file) {
     if (unlink(path.c_str()) < 0) {
         const std::string why = strerror(errno);
         close(fd);
@@ -78,37 +108,64 @@ slab_file::slab_file(const std::string & path, size_t n_bytes) : fd(create(path)
     }
 }
 
-slab_file::~slab_file() {
+slab_maps::~slab_maps() {
     clear();
-    close(fd);
+    if (has_file()) {
+        close(fd);
+    }
 }
 
-uint8_t * slab_file::take() {
+uint8_t * slab_maps::take() {
+    if (!empty.empty()) {
+        uint8_t * slab = empty.back();
+        empty.pop_back();
+        return slab;
+    }
     if (n_slab/n_region == (int64_t) regions.size()) {
         regions.reserve(regions.size() + 1);
 
-        // the file ends before it, and may grow into it
-        void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, n_slab*size);
+        // a file ends before it, and may grow into it
+        void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, has_file() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd,
+                has_file() ? n_slab*size : 0);
         if (p == MAP_FAILED) {
-            throw no_room(format("no room for the archive in the address space: %s", strerror(errno)));
+            throw no_room(has_file() ? format("no room for the archive in the address space: %s", strerror(errno)) :
+                    format("no memory for %zu KiB more of the archive", size/1024));
         }
+#if defined(MADV_HUGEPAGE)
+        if (!has_file()) {
+            // clusters lie far apart: to find small pages takes longer than to read them
+            madvise(p, n_region*size, MADV_HUGEPAGE);
+        }
+#endif
         regions.push_back((uint8_t *) p);
     }
-    if (const int error = grow(fd, n_slab*size, size)) {
-        throw no_room(format("no room for the archive on the disk: %s", strerror(error)));
+    if (has_file()) {
+        if (const int error = grow(fd, n_slab*size, size)) {
+            throw no_room(format("no room for the archive on the disk: %s", strerror(error)));
+        }
     }
 
     return regions.back() + (n_slab++ % n_region)*size;
 }
 
-void slab_file::clear() {
+void slab_maps::give_back(uint8_t * slab) {
+#if defined(__linux__)
+    madvise(slab, size, MADV_DONTNEED);
+#else
+    madvise(slab, size, MADV_FREE);
+#endif
+    empty.push_back(slab);
+}
+
+void slab_maps::clear() {
     for (uint8_t * region : regions) {
         munmap(region, n_region*size);
     }
     regions.clear();
+    empty.clear();
     n_slab = 0;
 
-    if (ftruncate(fd, 0) < 0) {
+    if (has_file() && ftruncate(fd, 0) < 0) {
         LLAMA_LOG_WARN("cannot empty the archive's file: %s\n", strerror(errno));
     }
 }
@@ -128,10 +185,11 @@ void store::make(size_t n_bytes) {
     const size_t n_page = page_bytes();
 
     size = (n_bytes + n_page - 1)/n_page*n_page;
+    maps = std::make_unique<slab_maps>(size);
 }
 
 void store::open(const std::string & path) {
-    file = std::make_unique<slab_file>(path, size);
+    maps = std::make_unique<slab_maps>(path, size);
 }
 
 void store::reserve(int64_t begin, int64_t end) {
@@ -139,7 +197,7 @@ void store::reserve(int64_t begin, int64_t end) {
 
     spares.reserve(std::max<int64_t>(spares.size() + slabs.size(), n));
     while ((int64_t) (slabs.size() + spares.size()) < n) {
-        spares.push_back(take());
+        spares.push_back(maps->take());
     }
 }
 
@@ -176,37 +234,21 @@ void store::fit(int64_t begin, int64_t end) {
 }
 
 void store::trim() {
-    if (file) {
+    if (has_file()) {
         return;
     }
     for (uint8_t * slab : spares) {
-        ::operator delete(slab);
+        maps->give_back(slab);
     }
     spares.clear();
 }
 
 void store::clear() {
-    if (file) {
-        file->clear();
+    if (maps) {
+        maps->clear();
     }
-    for (auto * list : { &slabs, &spares }) {
-        for (uint8_t * slab : *list) {
-            if (!file) {
-                ::operator delete(slab);
-            }
-        }
-        list->clear();
-    }
-}
-
-uint8_t * store::take() {
-    if (file) {
-        return file->take();
-    }
-    if (void * slab = ::operator new(size, std::nothrow)) {
-        return (uint8_t *) slab;
-    }
-    throw no_room(format("no memory for %zu KiB more of the archive", size/1024));
+    slabs .clear();
+    spares.clear();
 }
 
 } // namespace kvtool

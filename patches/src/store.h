@@ -10,32 +10,38 @@
 
 namespace kvtool {
 
-// Slabs in a file that is mapped into memory: what is seldom read leaves the memory for the disk.
-class slab_file {
+// Slabs in maps of memory, or of a file: what is seldom read leaves the memory for the disk.
+class slab_maps {
 public:
+    explicit slab_maps(size_t n_bytes);
+
     // A new file at that path, which has lost its name when this returns: nothing is left of it, however the process ends.
     // Throws where that cannot be.
-    slab_file(const std::string & path, size_t n_bytes);
-    ~slab_file();
+    slab_maps(const std::string & path, size_t n_bytes);
+    ~slab_maps();
 
-    slab_file(const slab_file &) = delete;
+    slab_maps(const slab_maps &) = delete;
+
+    bool has_file() const { return fd >= 0; }
 
     // one slab more; throws no_room
     uint8_t * take();
 
-    // makes the file empty
+    // a slab's memory; not in a file
+    void give_back(uint8_t * slab);
+
+    // gives back all, and makes the file empty
     void clear();
 
 private:
-    // slabs that are mapped together: a process has few maps (65,530 on Linux)
-    static constexpr int64_t n_region = 64;
-
-    const int    fd;
-    const size_t size; // of a slab
+    const int     fd; // -1: no file
+    const size_t  size; // of a slab
+    const int64_t n_region; // slabs that are mapped together
 
     int64_t n_slab = 0;
 
     std::vector<uint8_t *> regions;
+    std::vector<uint8_t *> empty; // given back
 };
 
 class store {
@@ -72,7 +78,7 @@ public:
     // the slab with token i
     uint8_t * at(int64_t i) const { return slabs[i/n_block - first]; }
 
-    bool has_file() const { return file != nullptr; }
+    bool has_file() const { return maps && maps->has_file(); }
 
     size_t  slab_bytes() const { return size; }
     int64_t bytes()      const { return (slabs.size() + spares.size())*size; }
@@ -85,9 +91,7 @@ private:
     std::vector<uint8_t *> slabs;
     std::vector<uint8_t *> spares;
 
-    std::unique_ptr<slab_file> file;
-
-    uint8_t * take();
+    std::unique_ptr<slab_maps> maps;
 };
 
 } // namespace kvtool
