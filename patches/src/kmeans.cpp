@@ -16,17 +16,44 @@ static constexpr int n_round = 4;
 // how often the longest direction is
 static constexpr int n_turn = 3;
 
+// Where clusters begin: the point that is farthest from the mean, then each time the one that is farthest from all before. What is
+// like nothing else, such as a number in a text, gets a cluster of its own, and is found.
+static std::vector<float> far_apart(const float * x, int n, int64_t d, int n_some) {
+    std::vector<float> res(n_some*d);
+    std::vector<float> from(d, 0.0f);
+    std::vector<float> square(n), product(n), least(n, INFINITY);
+    for (int i = 0; i < n; ++i) {
+        add(from.data(), x + i*d, d, 1.0f/n);
+        for (int64_t e = 0; e < d; ++e) {
+            square[i] += x[i*d + e]*x[i*d + e];
+        }
+    }
+    for (int c = 0; c < n_some; ++c) {
+        // of distances to one point, what differs: x x - 2 x p
+        float own = 0.0f;
+        for (const float e : from) {
+            own += e*e;
+        }
+        multiply_rows(GGML_TYPE_F32, (const uint8_t *) x, d*sizeof(float), n, d, from.data(), 1, product.data(), n);
+        int farthest = 0;
+        for (int i = 0; i < n; ++i) {
+            const float distance = square[i] - 2.0f*product[i] + own;
+            least[i] = c > 1 ? std::min(least[i], distance) : distance;
+            farthest = least[i] > least[farthest] ? i : farthest;
+        }
+        std::copy_n(x + farthest*d, d, from.begin());
+        std::copy_n(x + farthest*d, d, res.begin() + c*d);
+    }
+    return res;
+}
+
 std::vector<int> kmeans(const float * x, int n, int64_t d, int n_cluster) {
-    std::vector<float> mean(n_cluster*d);
+    std::vector<float> mean = far_apart(x, n, d, n_cluster);
     std::vector<float> columns(d*n_cluster);
     std::vector<float> near(n*n_cluster);
     std::vector<int>   of(n);
     std::vector<int>   size(n_cluster);
 
-    // it begins with points that lie far apart in their order
-    for (int c = 0; c < n_cluster; ++c) {
-        std::copy_n(x + (2*c + 1)*n/(2*n_cluster)*d, d, mean.begin() + c*d);
-    }
     for (int round = 0; round <= n_round; ++round) {
         // the nearest mean m of x: that with the highest x m - m m/2
         for (int c = 0; c < n_cluster; ++c) {
