@@ -79,6 +79,17 @@ def test_made_cells_are_the_full_cache_in_any_budget(
     assert np.abs(got - full).max() < tolerance < np.abs(kept - full).max()
 
 
+@pytest.mark.parametrize("n_head_kv", [1, 2])
+@pytest.mark.parametrize("kind", ["q5_0", "q4_1", "q4_0"])
+def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind):
+    # in one layer nothing that attention finds changes a key; CPUs round queries to eight bits, which is left
+    path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), text(200)
+    settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
+    full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
+    got = scores(path, fit(search="all"), tokens, archive_type="f32", **settings)
+    assert np.abs(got - full).max() < 0.09
+
+
 @pytest.mark.parametrize("n_head_kv", [2, 4])
 def test_made_cells_are_the_full_cache_where_logits_are_capped(tiny_model, n_head_kv):
     path, tokens = tiny_model("gemma2", n_head_kv=n_head_kv), text(200)

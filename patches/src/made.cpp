@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace kvtool {
 
@@ -42,6 +43,10 @@ static constexpr double ridge = 1e-4;
 
 // how often that is done: each time leaves a ridge's part of the difference
 static constexpr int n_mend = 3;
+
+// where a quantized key is nudged: how often each number may be, and what the products with other heads than the cell's count
+static constexpr int    n_nudge          = 3;
+static constexpr double weight_elsewhere = 0.25;
 
 // a head's share of its sum in each cell of another head: less would make longer keys, whose logits are rounded more
 static double share_elsewhere(int n_head) {
@@ -85,9 +90,52 @@ void made_cells::round(float * x, int64_t n, ggml_type type) {
         to_half (x, halves.data(), n);
         to_float(type, halves.data(), x, n);
     } else if (type != GGML_TYPE_F32) {
-        std::vector<uint8_t> bytes(ggml_row_size(type, n));
+        bytes.resize(ggml_row_size(type, n));
         from_float(type, x, bytes.data(), n);
         to_float  (type, bytes.data(), x, n);
+    }
+}
+
+void made_cells::nudge(float * k, const std::vector<double> & key, int c) const {
+    // how far each head's product is from that with key
+    std::vector<double> off(n_head), by(n_head);
+    for (int j = 0; j < n_head; ++j) {
+        for (int64_t e = 0; e < n_embd_k; ++e) {
+            off[j] += (k[e] - key[e])*rounded[j*n_embd_k + e];
+        }
+    }
+
+    const int64_t n_block = ggml_blck_size(type_k);
+    for (int64_t first = 0; first < n_nudge*n_embd_k; first += n_block) {
+        const int64_t begin = first % n_embd_k;
+
+        // blocks of all types of caches begin with it
+        ggml_fp16_t scale;
+        memcpy(&scale, bytes.data() + ggml_row_size(type_k, begin), sizeof(scale));
+        const float step = std::fabs(ggml_fp16_to_fp32(scale));
+
+        // the cache finds the scale by these, so they stay
+        const auto  ends  = std::minmax_element(k + begin, k + begin + n_block);
+        const float least = *ends.first;
+        const float most  = *ends.second;
+
+        for (int64_t e = begin; e < begin + n_block; ++e) {
+            const float x = k[e] < key[e] ? k[e] + step : k[e] - step;
+            if (std::min(k[e], x) <= least || std::max(k[e], x) >= most) {
+                continue;
+            }
+            double change = 0.0;
+            for (int j = 0; j < n_head; ++j) {
+                by[j] = (double) (x - k[e])*rounded[j*n_embd_k + e];
+                change += (j == c ? 1.0 : weight_elsewhere)*by[j]*(2.0*off[j] + by[j]);
+            }
+            if (change < 0.0) {
+                k[e] = x;
+                for (int j = 0; j < n_head; ++j) {
+                    off[j] += by[j];
+                }
+            }
+        }
     }
 }
 
@@ -111,8 +159,12 @@ void made_cells::set_keys() {
                 key[e] += w*x[e];
             }
         }
-        std::copy(key.begin(), key.end(), keys.begin() + c*n_embd_k);
-        round(keys.data() + c*n_embd_k, n_embd_k, type_k);
+        float * k = keys.data() + c*n_embd_k;
+        std::copy(key.begin(), key.end(), k);
+        round(k, n_embd_k, type_k);
+        if (ggml_is_quantized(type_k)) {
+            nudge(k, key, c);
+        }
     }
 }
 

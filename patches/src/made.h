@@ -36,6 +36,7 @@ private:
 
     std::vector<float>       rounded; // the queries, as the cache's keys are multiplied with them
     std::vector<ggml_fp16_t> halves;
+    std::vector<uint8_t>     bytes;   // of what was quantized last
     std::vector<double>      gram;    // of the queries [n_head][n_head]
     std::vector<double>      root;    // of that with a ridge
     std::vector<double>      weights; // [cell][n_head]: of the queries, whose sum a key is
@@ -51,6 +52,10 @@ private:
 
     void set_keys();
     void round(float * x, int64_t n, ggml_type type);
+
+    // Numbers of k, which is key as round has left it, go to the next ones on key's other side where that brings the heads'
+    // products nearer to those with key. The cache's rounding leaves them as they are. c: the cell
+    void nudge(float * k, const std::vector<double> & key, int c) const;
 
     // elsewhere, own: a head's share of its sum in the cells of other heads and in its own, as it was wanted
     void set_values(const float * found, double elsewhere, double own);
