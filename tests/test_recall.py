@@ -11,6 +11,7 @@ import pytest
 from kvtool import policies
 from kvtool.engine.outlook import first_plan
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
+from kvtool.llama.devices import has_gpu
 from kvtool.llama.library import check, lib
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
@@ -80,14 +81,16 @@ def test_made_cells_are_the_full_cache_in_any_budget(
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 2])
-@pytest.mark.parametrize("kind", ["q5_0", "q4_1", "q4_0"])
-def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind):
-    # in one layer nothing that attention finds changes a key; CPUs round queries to eight bits, which is left
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("q8_0", 0.01), ("q5_0", 0.03), ("q4_1", 0.05), ("q4_0", 0.04)]
+)
+def test_a_made_key_of_few_bits_gives_each_head_its_logit(tiny_model, n_head_kv, kind, tolerance):
+    # in one layer nothing that attention finds changes a key; GPUs may round queries
     path, tokens = tiny_model(n_head_kv=n_head_kv, n_layer=1), text(200)
     settings = {"type_k": kind, "type_v": "f16", "flash": "on", "n_batch": 16}
     full = scores(path, policies.fit("full", 256, 0), tokens, **settings)
     got = scores(path, fit(search="all"), tokens, archive_type="f32", **settings)
-    assert np.abs(got - full).max() < 0.09
+    assert np.abs(got - full).max() < (0.09 if has_gpu() else tolerance)
 
 
 @pytest.mark.parametrize("n_head_kv", [2, 4])

@@ -74,14 +74,19 @@ struct gathering {
 // so many tokens of a step look each into tokens of their own, and more tokens into no more
 static constexpr int n_apart = 8;
 
-// of each row's queries, token by token
-static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa) {
+// of each row's queries, token by token, as attention to the live cells has them
+static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa, ggml_type type_q) {
     std::vector<float> res;
     for (int64_t t = 0; t < q->ne[2]; ++t) {
         for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
             const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
             res.insert(res.end(), from, from + q->ne[0]);
         }
+    }
+    if (type_q != GGML_TYPE_F32) {
+        std::vector<uint8_t> bytes(ggml_row_size(type_q, res.size()));
+        from_float(type_q, res.data(), bytes.data(), res.size());
+        to_float  (type_q, bytes.data(), res.data(), res.size());
     }
     return res;
 }
@@ -120,7 +125,7 @@ static void attend(attention & one, const ggml_tensor * dst, recalled_layer & la
 
     std::vector<float> queries;
     for (int head = ith; head < n_head; head += nth) {
-        queries = queries_of(q, head, q->ne[1]/n_head);
+        queries = queries_of(q, head, q->ne[1]/n_head, layer.type_q);
         one.find(head, queries.data());
     }
     all.meet(nth);
@@ -234,13 +239,14 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
         const int head = i/n_tokens;
         const int t    = i % n_tokens;
 
-        queries.clear();
+        // the first of this thread's tokens there
+        if (t < nth) {
+            queries = queries_of(q, head, n_gqa, layer.type_q);
+        }
         for (int g = 0; g < n_gqa; ++g) {
-            const auto * from = (const float *) ((const char *) q->data + (head*n_gqa + g)*q->nb[1] + t*q->nb[2]);
-            queries.insert(queries.end(), from, from + l.n_embd_k);
             sums[g] = one.result(head, t*n_gqa + g, found.data() + g*l.n_embd_v);
         }
-        cells.make(queries.data(), sums.data(), found.data());
+        cells.make(queries.data() + t*n_gqa*l.n_embd_k, sums.data(), found.data());
 
         for (int g = 0; g < p.n_made; ++g) {
             const size_t cell = t*p.n_made + g;
@@ -280,7 +286,7 @@ recaller::recaller(const archive_params & params, const std::vector<archive_shap
     tokens.make(params, shapes);
 
     for (size_t i = 0; i < shapes.size(); ++i) {
-        recalled.push_back({ this, i, {}, GGML_TYPE_F32, {} });
+        recalled.push_back({ this, i, {}, GGML_TYPE_F32, GGML_TYPE_F32, {} });
     }
     trace(params.n_made > 0 ? 0 : params.n_recall);
 }
@@ -318,6 +324,8 @@ ggml_tensor * recaller::build(
         const logit_params & logits) {
     recalled[i].logits = logits;
     recalled[i].type_k = k->type;
+    // CPUs multiply quantized keys with bytes
+    recalled[i].type_q = ggml_is_quantized(k->type) && ggml_backend_buffer_is_host(k->buffer) ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
 
     const bool made = params.n_made > 0;
 

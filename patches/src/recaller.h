@@ -23,6 +23,7 @@ struct recalled_layer {
 
     logit_params logits; // in the graph that was made last
     ggml_type    type_k; // of the cache there
+    ggml_type    type_q; // to which attention to it rounds queries, F32: to none
 
     std::vector<attended_token> attended; // [n_head][n_traced]: those that its rows attended to most in the last step, then -1
 };
