@@ -203,7 +203,8 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
     with open_engine(path, policy, archive_type="f32") as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.n_restart > 1
-    assert np.abs(got - want.nll).max() < TOLERANCE
+    # keys are turned more than once, and rounded each time
+    assert np.abs(got - want.nll).max() < 2 * TOLERANCE
 
 
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On

@@ -147,13 +147,14 @@ void row_clusters::group(int64_t block) {
     constexpr int n  = n_grouped*n_cluster;
     const size_t  at = place(begin);
 
-    std::vector<float> keys(n*n_embd_k), size(n);
+    // a cluster of one token counts as much as any: it is to lie beside what is like it
+    std::vector<float> keys(n*n_embd_k), weight(n);
     for (int i = 0; i < n; ++i) {
         member[at + i] = i;
-        size[i] = clusters.sizes[at + i];
+        weight[i] = clusters.sizes[at + i] > 0 ? 1.0f : 0.0f;
         get_key(clusters.sides.data() + (at + i)/n_side*side_size(), (at + i) % n_side, keys.data() + i*n_embd_k, n_embd_k);
     }
-    const auto order = halved(keys.data(), size.data(), n, n_embd_k, n_set);
+    const auto order = halved(keys.data(), weight.data(), n, n_embd_k, n_set);
     permute(at, { order.begin(), order.end() });
 
     const size_t to = set_place(block);
@@ -165,12 +166,12 @@ void row_clusters::group(int64_t block) {
 
         float all = 0.0f;
         for (int i = s*n_side; i < (s + 1)*n_side; ++i) {
-            all += size[order[i]];
+            all += clusters.sizes[at + i];
         }
         for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
             to_float(GGML_TYPE_F16, clusters.values.data() + (at + i)*n_embd_v, one.data(), n_embd_v);
-            add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, size[order[i]]/all);
-            add(value.data(), one.data(), n_embd_v, size[order[i]]/all);
+            add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, clusters.sizes[at + i]/all);
+            add(value.data(), one.data(), n_embd_v, clusters.sizes[at + i]/all);
         }
         sets.sizes[to + s] = all;
         set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k);

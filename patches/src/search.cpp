@@ -14,7 +14,7 @@ namespace kvtool {
 static constexpr float least_part = 1e-4f;
 
 // tokens whose clusters are ranked by themselves, for each that is looked into: those of the best sets
-static constexpr int n_ranked = 8;
+static constexpr int n_ranked = 16;
 
 // the logarithms of numbers of tokens
 static float log_of(int n) {
