@@ -197,7 +197,7 @@ def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_
             _budget(engine)
             == f"64 cells per row = 4 sinks + {52 - n_made} window + 8 slack + {n_made} recalled"
         )
-        assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=clusters exact=256"
+        assert policy_line(engine, "recall") == "recall exact=256 sinks=4 chunk=16 search=clusters"
 
 
 @pytest.mark.engine

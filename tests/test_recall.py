@@ -467,7 +467,7 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
         def scores(self, view, state):
             return np.random.default_rng(1).random(view.pos.shape, np.float32)
 
-    policy = Uneven(48, 16, 0)
+    policy = Uneven(48, 16, 0, 0)
     with open_engine(tiny_model(n_head_kv=2), policy) as engine, pytest.raises(PlanError, match="archived"):
         engine.read(text(100))
 

@@ -88,7 +88,7 @@ def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
         console.print(about)
     columns = "parameter (-o)", f"at budget {budget}" if budget else "default", "what it does"
     rows = [
-        (key, "by budget" if value is None else str(value), policy["explained"].get(key, ""))
+        (key, "automatic" if value is None else str(value), policy["explained"].get(key, ""))
         for key, value in policy["params"].items()
     ]
     console.print()
@@ -100,7 +100,7 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
 
     rows = []
     for policy in listed:
-        params = (f"{key}={'(by budget)' if x is None else x}" for key, x in policy["params"].items())
+        params = (f"{key}={'(automatic)' if x is None else x}" for key, x in policy["params"].items())
         rows.append(
             [policy["name"], " ".join(params), policy["paper"], policy["what"], policy["package"] or ""]
         )

@@ -32,7 +32,7 @@ class Recall(Ranked):
         "clusters": a step looks into the clusters that matter most. "all": it attends to each archived token.
     exact
         With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
-        to eight times as many.
+        to five times as many. Unless given, 128 for each query head of a row, 256 to 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")
@@ -41,18 +41,19 @@ class Recall(Ranked):
     budget: int
     slack: int
     recalled: int
+    exact: int
     sinks: int = 4
     chunk: int = 16
     search: str = "clusters"
-    exact: int = 256
 
     def __post_init__(self) -> None:
         for name in ("budget", "slack", "recalled", "sinks", "chunk", "exact"):
             check_whole(name, getattr(self, name), ValueError)
         check_choice("search", self.search, ("clusters", "all"))
-        for name in ("chunk", "exact"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        if self.exact < 0:
+            raise ValueError(f"exact must be at least 1, got {self.exact}")
         most = self._most_recalled
         if most < 1:
             raise ValueError(
@@ -70,23 +71,28 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; search=all attends to all: leave out one")
+        if params.get("exact") == 0:
+            raise ValueError("exact must be at least 1, got 0")
         # 0: what `on` says
-        return cls(budget, slack, **{"recalled": 0, **params})
+        return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
+        # each head of a row has tokens of its own to find
+        exact = self.exact or min(max(128 * n_group, 256), 1024)
         if not has_values:
             half = max(min((self.budget - self.slack) // 2, self._most_recalled), 1)
-            return replace(self, recalled=self.recalled or half)
+            return replace(self, recalled=self.recalled or half, exact=exact)
         if self.recalled not in (0, n_group):
             raise ValueError(
                 "recalled is for models whose values are a part of their keys (MLA); in this one each step "
                 f"makes {n_group} cells of what it recalls: leave out -o recalled"
             )
-        return replace(self, recalled=n_group)
+        return replace(self, recalled=n_group, exact=exact)
 
     @property
     def recall(self) -> Recalls:
-        return Recalls(self.recalled or 1, self.chunk, self.exact if self.search == "clusters" else 0)
+        n_exact = 0 if self.search == "all" else self.exact or 256
+        return Recalls(self.recalled or 1, self.chunk, n_exact)
 
     @property
     def _most_recalled(self) -> int:

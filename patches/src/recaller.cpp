@@ -72,7 +72,7 @@ struct gathering {
 };
 
 // so many tokens of a step look each into tokens of their own, and more tokens into no more
-static constexpr int n_apart = 8;
+static constexpr int n_apart = 5;
 
 // of each row's queries, token by token, as attention to the live cells has them
 static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa, ggml_type type_q) {
