@@ -324,8 +324,8 @@ ggml_tensor * recaller::build(
         const logit_params & logits) {
     recalled[i].logits = logits;
     recalled[i].type_k = k->type;
-    // CPUs multiply quantized keys with bytes
-    recalled[i].type_q = ggml_is_quantized(k->type) && ggml_backend_buffer_is_host(k->buffer) ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
+    // quantized keys are multiplied with bytes
+    recalled[i].type_q = ggml_is_quantized(k->type) ? GGML_TYPE_Q8_0 : GGML_TYPE_F32;
 
     const bool made = params.n_made > 0;
 
