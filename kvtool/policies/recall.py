@@ -29,7 +29,8 @@ class Recall(Ranked):
     chunk
         The most tokens of a step: a prompt is read in steps of so many. They share what is looked into.
     search
-        "clusters": a step looks into the clusters that matter most. "all": it attends to each archived token.
+        "clusters": a step looks into the clusters that matter most, and takes the others by their means.
+        "all": it attends to each archived token.
     exact
         With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
         to five times as many. Unless given, 128 for each query head of a row, 256 to 1,024 in all.
