@@ -17,7 +17,7 @@ static constexpr int n_parts = 16;
 static constexpr int n_together = 64;
 
 // ranges whose memory is asked for before they are attended to
-static constexpr size_t n_ahead = 1;
+static constexpr size_t n_ahead = 4;
 
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
@@ -45,17 +45,6 @@ void attention::find(int head, const float * queries) {
     work.attn[head].resize(work.rows[head].n_looked);
 }
 
-// asks for the memory of n rows
-static void prefetch(const uint8_t * rows, size_t n_bytes) {
-#ifdef __GNUC__
-    for (const uint8_t * end = rows + n_bytes; rows < end; rows += 64) {
-        __builtin_prefetch(rows);
-    }
-#else
-    (void) rows, (void) n_bytes;
-#endif
-}
-
 // products of n tokens from `begin` on, which become those from `at` on
 void attention::read(int head, const token_range & range, int64_t begin, int n, int at) {
     const int64_t d = l.n_embd_k;
@@ -73,6 +62,10 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const bool    is_one = !range.sealed || base(range.sealed->first) == base(l.n_block - 1);
     const bool    turns  = range.is_far || !is_one;
 
+    if (is_few && !turns && !row.bytes.x.empty()) {
+        multiply_byte_rows(l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
+        return;
+    }
     if (is_few && !turns) {
         multiply_rows(l.type_k, l.raw_key(head, begin), l.size, n, d, queries, n_query, to, n_together);
         return;
@@ -112,7 +105,7 @@ void attention::add_values(int head, float * to) {
     }
     for (const auto & p : pieces) {
         if (is_few) {
-            add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, powers.data() + p.at, 1, n_together, n_query, to, 2 + n_value);
+            add_rows(l.type_v, l.raw_value(head, p.begin), l.size, p.n, l.n_embd_v, powers.data() + p.at, n_together, n_query, to, 2 + n_value);
             continue;
         }
         float * own = powers.data() + p.at*n_column;

@@ -35,8 +35,28 @@ struct attended_token {
     float attn; // the sum over the row's queries
 };
 
+struct attention_memory {
+    // what is attended to at once: some tokens that lie side by side
+    struct piece {
+        int64_t begin;
+        int     n;
+        int     at; // of them all
+    };
+
+    std::vector<piece> pieces;
+
+    // the queries, turned to the end of a block
+    std::vector<float> turned;
+
+    std::vector<float> keys;   // [token][n_embd_k]
+    std::vector<float> values; // [token][n_value]
+    std::vector<float> powers; // [token][n_column]; of few queries [query][n_together]
+
+    std::vector<float> most, factor, sum; // of each query
+};
+
 // a thread's share in one layer's attention
-class attention {
+class attention : used_again<attention_memory> {
 public:
     // rot: what the first query is rotated to; n_query: queries of each row; n_exact: see search
     attention(
@@ -85,25 +105,9 @@ private:
 
     search looking;
 
-    // what is attended to at once: some tokens that lie side by side
-    struct piece {
-        int64_t begin;
-        int     n;
-        int     at; // of them all
-    };
-
-    std::vector<piece> pieces;
-
-    // the queries, turned to the end of a block
-    std::vector<float> turned;
-    int64_t            turned_block = -1;
-    int                turned_way   = -1;
-
-    std::vector<float> keys;   // [token][n_embd_k]
-    std::vector<float> values; // [token][n_value]
-    std::vector<float> powers; // [token][n_column]; of few queries [query][n_together]
-
-    std::vector<float> most, factor, sum; // of each query
+    // what `turned` is for
+    int64_t turned_block = -1;
+    int     turned_way   = -1;
 
     // of a row those of the parts, then of what the search has estimated
     float * part_of(int head, int span, int query) const {

@@ -22,16 +22,20 @@ static void grow(std::vector<T> & list, size_t n, size_t n_each) {
     list.resize(n*n_each);
 }
 
-void means::resize(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
-    grow(sides,  n/n_side, side_bytes(n_embd_k));
+means::means(int64_t n_embd_k, int64_t n_embd_v)
+    : n_embd_v(n_embd_v), type_v(n_embd_v % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16)
+    , size_k(side_bytes(n_embd_k)), size_v(ggml_row_size(type_v, n_embd_v)) {}
+
+void means::resize(size_t n) {
+    grow(sides,  n/n_side, size_k);
     grow(sizes,  n, 1);
-    grow(values, n, n_embd_v);
+    grow(values, n, size_v);
 }
 
-void means::erase(size_t n, int64_t n_embd_k, int64_t n_embd_v) {
-    sides .erase(sides .begin(), sides .begin() + n/n_side*side_bytes(n_embd_k));
+void means::erase(size_t n) {
+    sides .erase(sides .begin(), sides .begin() + n/n_side*size_k);
     sizes .erase(sizes .begin(), sizes .begin() + n);
-    values.erase(values.begin(), values.begin() + n*n_embd_v);
+    values.erase(values.begin(), values.begin() + n*size_v);
 }
 
 membership sealed_block::members() const {
@@ -52,12 +56,12 @@ void row_clusters::set(
     if (block == end()) {
         blocks.emplace_back();
         const size_t n = blocks.size()*n_cluster;
-        clusters.resize(n, n_embd_k, n_embd_v);
+        clusters.resize(n);
         grow(member, n, 1);
         const size_t n_group = block/n_grouped - first/n_grouped + 1;
         if (n_group > grouped.size()) {
             grouped.push_back(0);
-            sets.resize(n_group*n_set, n_embd_k, n_embd_v);
+            sets.resize(n_group*n_set);
         }
     }
     ungroup(block);
@@ -107,7 +111,7 @@ void row_clusters::set(
         member[to_place] = c;
         clusters.sizes[to_place] = size;
         set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k);
-        to_half(value.data(), clusters.values.data() + to_place*n_embd_v, n_embd_v);
+        clusters.set_value(to_place, value.data());
     }
     own.start[n_cluster] = at;
 
@@ -119,7 +123,7 @@ void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
 
     const auto old_member = std::vector<uint8_t>(member.begin() + at, member.begin() + at + n);
     const auto old_sizes  = std::vector<uint16_t>(clusters.sizes.begin() + at, clusters.sizes.begin() + at + n);
-    const auto old_values = std::vector<ggml_fp16_t>(clusters.values.begin() + at*n_embd_v, clusters.values.begin() + (at + n)*n_embd_v);
+    const auto old_values = std::vector<uint8_t>(clusters.value(at), clusters.value(at + n));
 
     uint8_t * sides = clusters.sides.data() + at/n_side*side_size();
     const auto old_sides = std::vector<uint8_t>(sides, sides + n/n_side*side_size());
@@ -127,7 +131,7 @@ void row_clusters::permute(size_t at, const std::vector<uint8_t> & from) {
     for (size_t i = 0; i < n; ++i) {
         member        [at + i] = old_member[from[i]];
         clusters.sizes[at + i] = old_sizes [from[i]];
-        std::copy_n(old_values.begin() + from[i]*n_embd_v, n_embd_v, clusters.values.begin() + (at + i)*n_embd_v);
+        std::copy_n(old_values.begin() + from[i]*clusters.size_v, clusters.size_v, clusters.values.begin() + (at + i)*clusters.size_v);
         copy_key(sides + i/n_side*side_size(), i % n_side, old_sides.data() + from[i]/n_side*side_size(), from[i] % n_side, n_embd_k);
     }
 }
@@ -169,13 +173,13 @@ void row_clusters::group(int64_t block) {
             all += clusters.sizes[at + i];
         }
         for (int i = s*n_side; i < (s + 1)*n_side && all > 0.0f; ++i) {
-            to_float(GGML_TYPE_F16, clusters.values.data() + (at + i)*n_embd_v, one.data(), n_embd_v);
+            clusters.get_value(at + i, one.data());
             add(key  .data(), keys.data() + order[i]*n_embd_k, n_embd_k, clusters.sizes[at + i]/all);
             add(value.data(), one.data(), n_embd_v, clusters.sizes[at + i]/all);
         }
         sets.sizes[to + s] = all;
         set_key(sets.sides.data() + to/n_side*side_size(), s, key.data(), n_embd_k);
-        to_half(value.data(), sets.values.data() + (to + s)*n_embd_v, n_embd_v);
+        sets.set_value(to + s, value.data());
     }
     grouped[block/n_grouped - first/n_grouped] = 1;
 }
@@ -211,8 +215,8 @@ void row_clusters::forget(int64_t block) {
     blocks .erase(blocks .begin(), blocks .begin() + n);
     member .erase(member .begin(), member .begin() + n*n_cluster);
     grouped.erase(grouped.begin(), grouped.begin() + n_group);
-    clusters.erase(n*n_cluster, n_embd_k, n_embd_v);
-    sets.erase(n_group*n_set, n_embd_k, n_embd_v);
+    clusters.erase(n*n_cluster);
+    sets.erase(n_group*n_set);
 
     first = blocks.empty() ? 0 : first + n;
 }
@@ -228,14 +232,14 @@ void row_clusters::cut(int64_t block) {
     blocks .resize(n);
     member .resize(n*n_cluster);
     grouped.resize(n_group);
-    clusters.resize(n*n_cluster, n_embd_k, n_embd_v);
-    sets.resize(n_group*n_set, n_embd_k, n_embd_v);
+    clusters.resize(n*n_cluster);
+    sets.resize(n_group*n_set);
 
     first = blocks.empty() ? 0 : first;
 }
 
 size_t row_clusters::block_bytes() const {
-    const size_t one = side_bytes(n_embd_k)/n_side + sizeof(uint16_t) + n_embd_v*sizeof(ggml_fp16_t);
+    const size_t one = side_bytes(n_embd_k)/n_side + sizeof(uint16_t) + clusters.size_v;
     return sizeof(sealed_block) + n_cluster*(one + 1) + n_set*one/n_grouped;
 }
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "convert.h"
 #include "index.h"
 #include "store.h"
 
@@ -41,21 +42,35 @@ struct sealed_block {
     membership members() const;
 };
 
-// what is known of some clusters, or of sets of them: mean keys in 8 bits by sides, numbers of tokens, and mean values
+// What is known of some clusters, or of sets of them: mean keys in 8 bits by sides, numbers of tokens, and mean values, which are
+// in 8 bits as well where they can be.
 struct means {
-    std::vector<uint8_t>     sides;
-    std::vector<uint16_t>    sizes;
-    std::vector<ggml_fp16_t> values;
+    means(int64_t n_embd_k, int64_t n_embd_v);
 
-    void resize(size_t n, int64_t n_embd_k, int64_t n_embd_v);
-    void erase (size_t n, int64_t n_embd_k, int64_t n_embd_v); // the first n
+    std::vector<uint8_t>  sides;
+    std::vector<uint16_t> sizes;
+    std::vector<uint8_t>  values;
+
+    void resize(size_t n);
+    void erase (size_t n); // the first n
+
+    const uint8_t * value(size_t i) const { return values.data() + i*size_v; }
+
+    void set_value(size_t i, const float * value) { from_float(type_v, value, values.data() + i*size_v, n_embd_v); }
+    void get_value(size_t i, float * value) const { to_float  (type_v, values.data() + i*size_v, value, n_embd_v); }
+
+    int64_t   n_embd_v;
+    ggml_type type_v;
+    size_t    size_k; // bytes of a side
+    size_t    size_v; // of a value
 };
 
 // The clusters of a row's complete blocks, which follow each other. Clusters lie in places, n_cluster of them a block; those of
 // a group are put in order of their sets once they are rotated alike.
 class row_clusters {
 public:
-    row_clusters(int64_t n_embd_k, int64_t n_embd_v) : n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
+    row_clusters(int64_t n_embd_k, int64_t n_embd_v)
+        : clusters(n_embd_k, n_embd_v), sets(n_embd_k, n_embd_v), n_embd_k(n_embd_k), n_embd_v(n_embd_v) {}
 
     // both 0 where there is none
     int64_t begin() const { return first; }

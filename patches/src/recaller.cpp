@@ -74,6 +74,18 @@ struct gathering {
 // so many tokens of a step look each into tokens of their own, and more tokens into no more
 static constexpr int n_apart = 5;
 
+// In a long archive more tokens look like what is asked for: for 16 times as many, twice as many are looked into.
+static constexpr double n_short = 8192.0;
+
+static int64_t exact_of(const recaller & all, int n_tokens) {
+    const double longer = std::max(1.0, all.tokens.size()/n_short);
+
+    const int64_t n = (int64_t) (all.params.n_exact*std::sqrt(std::sqrt(longer)))*std::min(n_tokens, n_apart);
+
+    // as many as are chosen are looked into
+    return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
+}
+
 // of each row's queries, token by token, as attention to the live cells has them
 static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa, ggml_type type_q) {
     std::vector<float> res;
@@ -93,8 +105,6 @@ static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa,
 
 // the attention of a layer in a graph; all threads make one
 static attention attention_of(const ggml_tensor * dst, recalled_layer & layer) {
-    const auto & p = layer.all->params;
-
     const ggml_tensor * q = dst->src[0];
 
     const int64_t rot = *(const int32_t *) dst->src[1]->data;
@@ -102,12 +112,8 @@ static attention attention_of(const ggml_tensor * dst, recalled_layer & layer) {
     const int n_gqa    = q->ne[1]/layer.all->tokens[layer.i].n_head;
     const int n_tokens = q->ne[2];
 
-    // tokens of a step share what is looked into; as many as are chosen are looked into
-    int64_t n_exact = (int64_t) p.n_exact*std::min(n_tokens, n_apart);
-    if (n_exact > 0 && p.n_made == 0) {
-        n_exact = std::max<int64_t>(n_exact, p.n_recall);
-    }
-    return attention(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, n_exact, layer.all->attending);
+    // tokens of a step share what is looked into
+    return attention(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, exact_of(*layer.all, n_tokens), layer.all->attending);
 }
 
 // all threads call it

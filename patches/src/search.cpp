@@ -11,7 +11,7 @@
 namespace kvtool {
 
 // what a cluster's part of a sum has to be to count
-static constexpr float least_part = 1e-4f;
+static constexpr float least_part = 3e-4f;
 
 // tokens whose clusters are ranked by themselves, for each that is looked into: those of the best sets
 static constexpr int n_ranked = 16;
@@ -42,12 +42,10 @@ int search::way_of(int64_t delta) {
 }
 
 void search::add_run(const means & some, size_t place, int n, int way, bool is_set) {
-    const size_t side = side_bytes(l.n_embd_k);
     if (!runs.empty() && runs.back().is_set == is_set && runs.back().way == way && runs.back().place + runs.back().n == place) {
         runs.back().n += n;
     } else {
-        runs.push_back({ some.sides.data() + place/n_side*side, some.values.data() + place*l.n_embd_v, some.sizes.data() + place,
-                place, n, way, is_set });
+        runs.push_back({ &some, place, n, way, is_set });
     }
     n_item += n;
 }
@@ -74,13 +72,14 @@ void search::multiply_runs(size_t first, size_t item) {
     for (size_t r = first; r < runs.size(); item += runs[r++].n) {
         const auto & run = runs[r];
         for (int i = 0; i < run.n; ++i) {
+            const int n = run.all->sizes[run.place + i];
             // a set that is picked has so many clusters
-            size[item + i] = run.is_set && run.sizes[i] > 0 ? std::max<int>(run.sizes[i], n_side) : run.sizes[i];
-            logs[item + i] = log_of(run.sizes[i]);
+            size[item + i] = run.is_set && n > 0 ? std::max(n, n_side) : n;
+            logs[item + i] = log_of(n);
         }
         for (int q = 0; q < n_query; ++q) {
             float * to = x.data() + q*n_room + item;
-            multiply(run.sides, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, to);
+            multiply(run.all->sides.data() + run.place/n_side*run.all->size_k, run.n/n_side, small[run.way*n_query + q], l.n_embd_k, to);
             for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
                 to[i] = logits.cap*std::tanh(to[i]/logits.cap);
             }
@@ -89,13 +88,17 @@ void search::multiply_runs(size_t first, size_t item) {
     }
 }
 
-// of each item the parts of all queries' sums
+// Of each item the parts of all queries' sums, for each of its tokens: where a limit on tokens is to hold the most of the sums, the
+// densest come first.
 void search::set_scores(const std::vector<float> & powers, const std::vector<softmax_part> & parts) {
     std::fill_n(score.begin(), n_item, 0.0f);
     for (int q = 0; q < n_query; ++q) {
         if (parts[q].sum > 0.0f && std::isfinite(parts[q].sum)) {
             add(score.data(), powers.data() + q*n_room, n_item, 1.0f/parts[q].sum);
         }
+    }
+    for (size_t i = 0; i < n_item; ++i) {
+        score[i] /= std::max(size[i], 1);
     }
 }
 
@@ -181,7 +184,9 @@ void search::pick_sets(const row_clusters & own, size_t n_sets) {
             for (int q = 0; q < n_query; ++q) {
                 x[q*n_room + item] = -INFINITY;
             }
-            add_run(own.clusters, own.place_of_set(run.place + i), n_side, run.way, false);
+            const size_t place = own.place_of_set(run.place + i);
+            prefetch(own.clusters.sides.data() + place/n_side*own.clusters.size_k, own.clusters.size_k);
+            add_run(own.clusters, place, n_side, run.way, false);
         }
     }
     multiply_runs(first, first_item);
@@ -206,6 +211,7 @@ void search::look_into_clusters(const row_clusters & own, searched_row & row) {
 void search::estimate_rest(const std::vector<softmax_part> & parts, float * estimate, int64_t stride) {
     // where any query's power counts
     std::fill_n(score.begin(), n_item, 0.0f);
+    std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {
         float * own    = estimate + q*stride;
         float * powers = x.data() + q*n_room;
@@ -214,13 +220,17 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
             std::fill_n(powers, n_item, 0.0f);
             continue;
         }
+        float sum = parts[q].sum;
         for (const int i : looked) {
+            sum -= powers[i];
             powers[i] = 0.0f;
         }
-        const float sum = keep_above(powers, n_item, least_part*parts[q].sum);
-        if (sum > 0.0f) {
+        const float kept = keep_above(powers, n_item, least_part*parts[q].sum);
+        if (kept > 0.0f) {
             own[0] = parts[q].most;
-            own[1] = sum;
+            own[1] = std::max(sum, kept);
+            // whose values do not count is taken to have those of the others
+            by[q] = own[1]/kept;
             add(score.data(), powers, n_item, 1.0f);
         }
     }
@@ -229,36 +239,36 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         return;
     }
 
-    // few do: their values beside each other
-    std::vector<int> some;
-    std::vector<ggml_fp16_t> rows;
+    some.clear();
     size_t item = 0;
     for (const auto & run : runs) {
         for (int i = 0; i < run.n; ++i, ++item) {
             if (score[item] > 0.0f) {
-                some.push_back(item);
-                rows.insert(rows.end(), run.values + i*l.n_embd_v, run.values + (i + 1)*l.n_embd_v);
+                for (int q = 0; q < n_query; ++q) {
+                    x[q*n_room + item] *= by[q];
+                }
+                some.push_back({ run.all->value(run.place + i), x.data() + item });
+                prefetch(some.back().row, run.all->size_v);
             }
         }
     }
-    const int n = some.size();
+    const ggml_type type = all.clusters_of(i_layer, 0).clusters.type_v;
 
-    std::vector<float> powers((size_t) n*n_query);
-    for (int q = 0; q < n_query; ++q) {
-        for (int i = 0; i < n; ++i) {
-            powers[q*n + i] = x[q*n_room + some[i]];
-        }
-    }
+    const int n = some.size();
     if (n_query <= n_few_columns) {
-        add_rows(GGML_TYPE_F16, (const uint8_t *) rows.data(), l.n_embd_v*sizeof(ggml_fp16_t), n, l.n_embd_v, powers.data(), 1, n, n_query, estimate + 2, stride);
-    } else {
-        const int n_value = columns(l.n_embd_v);
-        std::vector<float> values((size_t) n*n_value, 0.0f);
-        for (int i = 0; i < n; ++i) {
-            to_float(GGML_TYPE_F16, rows.data() + i*l.n_embd_v, values.data() + i*n_value, l.n_embd_v);
-        }
-        multiply_add(estimate + 2, stride, powers.data(), n, 1, values.data(), n_value, n_query, n, n_value);
+        add_rows(type, some.data(), n, l.n_embd_v, n_room, n_query, estimate + 2, stride);
+        return;
     }
+    const int n_value = columns(l.n_embd_v);
+    std::vector<float> values((size_t) n*n_value, 0.0f);
+    std::vector<float> powers((size_t) n*n_query);
+    for (int i = 0; i < n; ++i) {
+        to_float(type, some[i].row, values.data() + i*n_value, l.n_embd_v);
+        for (int q = 0; q < n_query; ++q) {
+            powers[q*n + i] = some[i].w[q*n_room];
+        }
+    }
+    multiply_add(estimate + 2, stride, powers.data(), n, 1, values.data(), n_value, n_query, n, n_value);
 }
 
 void search::turn(const float * queries, searched_row & row) {
@@ -271,6 +281,9 @@ void search::turn(const float * queries, searched_row & row) {
             std::copy_n(queries + q*d, d, to);
             rope.turn_query(to, ways[way]);
         }
+    }
+    if (n_query <= n_few_columns && n_exact > 0 && can_multiply_bytes(l.type_k, d)) {
+        row.bytes.set(row.turned.data(), ways.size()*n_query, d);
     }
     if (n_query > n_few_columns) {
         const int n_column = columns(n_query);

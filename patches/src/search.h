@@ -5,8 +5,10 @@
 #include "archive.h"
 #include "meeting.h"
 #include "softmax.h"
+#include "stored.h"
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace kvtool {
@@ -32,12 +34,57 @@ struct searched_row {
     std::vector<float> turned;  // the queries: [way][query][n_embd_k]
     std::vector<float> columns; // the same [way][n_embd_k][query], where many are multiplied at once
 
+    byte_columns       bytes;   // the same in 8 bits, where few are multiplied with keys in 8 bits
+
     std::vector<token_range> looked; // what is looked into
     int64_t                  n_looked = 0;
 };
 
+// What a thread's searches and attention use one after the other: memory that is taken anew in each layer takes time.
+template <typename T>
+class used_again : public T {
+public:
+    used_again() : T(std::move(last())) {}
+    ~used_again() { last() = std::move(*static_cast<T *>(this)); }
+
+    used_again(const used_again &) = delete;
+
+private:
+    static T & last() {
+        static thread_local T res;
+        return res;
+    }
+};
+
+struct search_memory {
+    std::vector<int64_t> ways; // how far queries turn
+
+    // clusters or sets of them that lie side by side, whose keys are rotated alike
+    struct run {
+        const means * all;
+
+        size_t place; // of the first
+        int    n;
+        int    way;
+        bool   is_set;
+    };
+
+    std::vector<run> runs;
+
+    // of what the runs have, one after the other: x has logits or powers of a query every n_room numbers
+    std::vector<float>   x;
+    std::vector<float>   logs;
+    std::vector<float>   score;
+    std::vector<int32_t> size;
+    std::vector<uint8_t> chosen;
+
+    std::vector<int>          looked; // the items that are looked into
+    std::vector<weighted_row> some;   // values that count
+    std::vector<small_query>  small;  // [way][query]
+};
+
 // a thread's search in a layer, for queries of one step
-class search {
+class search : used_again<search_memory> {
 public:
     // rot: what the first query is rotated to; n_exact: tokens that are looked into beside those without clusters; 0: all
     search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact);
@@ -76,34 +123,10 @@ private:
     const logit_params logits;
     const int64_t      n_exact;
 
-    std::vector<int64_t> ways;     // how far queries turn
-    int64_t              far_turn; // for keys as before RoPE
+    int64_t far_turn; // for keys as before RoPE
 
-    // clusters or sets of them that lie side by side, whose keys are rotated alike
-    struct run {
-        const uint8_t     * sides;
-        const ggml_fp16_t * values;
-        const uint16_t    * sizes;
-
-        size_t place;
-        int    n;
-        int    way;
-        bool   is_set;
-    };
-
-    std::vector<run> runs;
-
-    // of what the runs have, one after the other: from x on, logits or powers of a query every n_room numbers
     size_t n_item = 0;
     size_t n_room = 0;
-
-    std::vector<float>       x;
-    std::vector<float>       logs;
-    std::vector<float>       score;
-    std::vector<int32_t>     size;
-    std::vector<uint8_t>     chosen;
-    std::vector<int>         looked; // the items that are looked into
-    std::vector<small_query> small; // [way][query]
 
     int  way_of(int64_t delta);
     void add_run(const means & some, size_t place, int n, int way, bool is_set);

@@ -4,6 +4,7 @@
 #include "cpu.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -19,7 +20,7 @@ static constexpr int n_group = 32;
 // rows that are added at once
 static constexpr int n_listed = 64;
 
-static bool any(const float * w, int wx, int n) {
+static bool any(const float * w, int64_t wx, int n) {
     for (int q = 0; q < n; ++q) {
         if (w[q*wx] != 0.0f) {
             return true;
@@ -44,19 +45,26 @@ static void multiply_converted(ggml_type type, const uint8_t * rows, size_t size
 }
 
 static void add_converted(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
+        ggml_type type, const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
     std::vector<float> row(d);
     for (int i = 0; i < n; ++i) {
-        if (!any(w + i*ws, wx, n_y)) {
-            continue;
-        }
-        to_float(type, rows + i*size, row.data(), d);
+        to_float(type, rows[i].row, row.data(), d);
         for (int q = 0; q < n_y; ++q) {
             for (int64_t e = 0; e < d; ++e) {
-                y[q*ys + e] += w[i*ws + q*wx]*row[e];
+                y[q*ys + e] += rows[i].w[q*wx]*row[e];
             }
         }
     }
+}
+
+void prefetch(const uint8_t * rows, size_t n_bytes) {
+#ifdef __GNUC__
+    for (const uint8_t * end = rows + n_bytes; rows < end; rows += 64) {
+        __builtin_prefetch(rows);
+    }
+#else
+    (void) rows, (void) n_bytes;
+#endif
 }
 
 #ifdef KVTOOL_X86
@@ -133,6 +141,38 @@ KVTOOL_AVX2 static void multiply_avx2(const uint8_t * rows, size_t size, int n, 
     }
 }
 
+// sums of products of 8 bits, of two groups beside each other
+template <int N>
+KVTOOL_AVX512 static void multiply_bytes_avx512(
+        const uint8_t * rows, size_t size, int n, int64_t d, const int8_t * x, const float * scales, float * out, int os) {
+    constexpr int64_t n_bytes = sizeof(ggml_fp16_t) + n_group;
+
+    const int64_t n_scale = d/n_group;
+
+    // of the numbers' sign, which is a bit here
+    const __m256i sign = _mm256_set1_epi8((char) 0x80);
+
+    for (int i = 0; i < n; ++i, rows += size) {
+        __m256 sum[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+        for (int64_t g = 0; g < n_scale; ++g) {
+            const uint8_t * from = rows + g*n_bytes;
+            uint16_t half;
+            memcpy(&half, from, sizeof(half));
+            const __m128  scale = _mm_cvtph_ps(_mm_cvtsi32_si128(half));
+            const __m256i k     = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *) (from + sizeof(half))), sign);
+#pragma GCC unroll 4
+            for (int q = 0; q < N; ++q) {
+                const __m256i own = _mm256_loadu_si256((const __m256i *) (x + q*d + g*n_group));
+                const __m256i off = _mm256_dpbusd_epi32(_mm256_setzero_si256(), sign, own);
+                const __m256i dot = _mm256_sub_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), k, own), off);
+                const __m256  by  = _mm256_broadcastss_ps(_mm_mul_ss(scale, _mm_load_ss(scales + q*n_scale + g)));
+                sum[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), by, sum[q]);
+            }
+        }
+        put_sums<N>(sum, out + i, os);
+    }
+}
+
 // pairs lie side by side, or half of the numbers apart
 template <typename S, int N, bool HALVES>
 KVTOOL_AVX2 static void multiply_turned_avx2(
@@ -174,7 +214,7 @@ KVTOOL_AVX2 static void multiply_turned_avx2(
 // a group of each row at a time, so that its sums stay in registers
 template <typename S, int N>
 KVTOOL_AVX2 static void add_avx2(
-        const uint8_t * rows, size_t size, const int * some, int n, int64_t d, const float * w, int ws, int wx, float * y, int64_t ys) {
+        const weighted_row * rows, int n, int64_t d, int first, int64_t wx, float * y, int64_t ys) {
     for (int64_t g = 0; g < d/n_group; ++g) {
         __m256 sum[N][4];
 #pragma GCC unroll 4
@@ -185,10 +225,10 @@ KVTOOL_AVX2 static void add_avx2(
             }
         }
         for (int i = 0; i < n; ++i) {
-            const group x = S::load(rows + some[i]*size, g);
+            const group x = S::load(rows[i].row, g);
 #pragma GCC unroll 4
             for (int q = 0; q < N; ++q) {
-                const __m256 by = _mm256_broadcast_ss(w + some[i]*ws + q*wx);
+                const __m256 by = _mm256_broadcast_ss(rows[i].w + (first + q)*wx);
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; ++j) {
                     sum[q][j] = _mm256_fmadd_ps(by, x.x[j], sum[q][j]);
@@ -231,13 +271,12 @@ static void multiply_turned_some(
 }
 
 template <typename S>
-static void add_some(
-        const uint8_t * rows, size_t size, const int * some, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
-    for (; n_y > 0; n_y -= 3, w += 3*wx, y += 3*ys) {
-        switch (n_y) {
-            case 1:  add_avx2<S, 1>(rows, size, some, n, d, w, ws, wx, y, ys); break;
-            case 2:  add_avx2<S, 2>(rows, size, some, n, d, w, ws, wx, y, ys); break;
-            default: add_avx2<S, 3>(rows, size, some, n, d, w, ws, wx, y, ys); break;
+static void add_some(const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
+    for (int q = 0; q < n_y; q += 3) {
+        switch (n_y - q) {
+            case 1:  add_avx2<S, 1>(rows, n, d, q, wx, y + q*ys, ys); break;
+            case 2:  add_avx2<S, 2>(rows, n, d, q, wx, y + q*ys, ys); break;
+            default: add_avx2<S, 3>(rows, n, d, q, wx, y + q*ys, ys); break;
         }
     }
 }
@@ -289,34 +328,72 @@ void multiply_turned_rows(
 #endif
 }
 
-void add_rows(
-        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int ws, int wx, int n_y, float * y, int64_t ys) {
+void byte_columns::set(const float * from, int n_x, int64_t d) {
+    x     .resize(n_x*d);
+    scales.resize(n_x*d/n_group);
+    for (size_t g = 0; g < scales.size(); ++g) {
+        const float * own = from + g*n_group;
+        float most = 0.0f;
+        for (int j = 0; j < n_group; ++j) {
+            most = std::max(most, std::fabs(own[j]));
+        }
+        scales[g] = most/127.0f;
+        const float by = most > 0.0f ? 127.0f/most : 0.0f;
+        for (int j = 0; j < n_group; ++j) {
+            const float y = own[j]*by + 128.5f;
+            x[g*n_group + j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
+        }
+    }
+}
+
+bool can_multiply_bytes(ggml_type type, int64_t d) {
+    return vectors() == AVX512 && type == GGML_TYPE_Q8_0 && d % n_group == 0;
+}
+
+void multiply_byte_rows(const uint8_t * rows, size_t size, int n, int64_t d, const byte_columns & x, int first_x, int n_x, float * out, int os) {
+#ifdef KVTOOL_X86
+    for (; n_x > 0; n_x -= 4, first_x += 4, out += 4*os) {
+        const auto * own    = x.x.data() + first_x*d;
+        const auto * scales = x.scales.data() + first_x*d/n_group;
+        switch (n_x) {
+            case 1:  multiply_bytes_avx512<1>(rows, size, n, d, own, scales, out, os); break;
+            case 2:  multiply_bytes_avx512<2>(rows, size, n, d, own, scales, out, os); break;
+            case 3:  multiply_bytes_avx512<3>(rows, size, n, d, own, scales, out, os); break;
+            default: multiply_bytes_avx512<4>(rows, size, n, d, own, scales, out, os); break;
+        }
+    }
+#else
+    (void) rows, (void) size, (void) n, (void) d, (void) x, (void) first_x, (void) n_x, (void) out, (void) os;
+#endif
+}
+
+void add_rows(ggml_type type, const weighted_row * rows, int n, int64_t d, int64_t wx, int n_y, float * y, int64_t ys) {
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN && d % n_group == 0) {
-        int some[n_listed];
-        int n_some = 0;
-        const auto add_listed = [&]() {
-            switch (type) {
-                case GGML_TYPE_F32: add_some<of_floats>(rows, size, some, n_some, d, w, ws, wx, n_y, y, ys); break;
-                case GGML_TYPE_F16: add_some<of_halves>(rows, size, some, n_some, d, w, ws, wx, n_y, y, ys); break;
-                default:            add_some<of_q8_0>  (rows, size, some, n_some, d, w, ws, wx, n_y, y, ys); break;
-            }
-            n_some = 0;
-        };
-        if (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0) {
-            for (int i = 0; i < n; ++i) {
-                if (any(w + i*ws, wx, n_y)) {
-                    some[n_some++] = i;
-                    if (n_some == n_listed) {
-                        add_listed();
-                    }
-                }
-            }
-            return add_listed();
+        switch (type) {
+            case GGML_TYPE_F32:  return add_some<of_floats>(rows, n, d, wx, n_y, y, ys);
+            case GGML_TYPE_F16:  return add_some<of_halves>(rows, n, d, wx, n_y, y, ys);
+            case GGML_TYPE_Q8_0: return add_some<of_q8_0>  (rows, n, d, wx, n_y, y, ys);
+            default:             break;
         }
     }
 #endif
-    add_converted(type, rows, size, n, d, w, ws, wx, n_y, y, ys);
+    add_converted(type, rows, n, d, wx, n_y, y, ys);
+}
+
+void add_rows(
+        ggml_type type, const uint8_t * rows, size_t size, int n, int64_t d, const float * w, int64_t wx, int n_y, float * y, int64_t ys) {
+    weighted_row some[n_listed];
+    int n_some = 0;
+    for (int i = 0; i < n; ++i) {
+        if (any(w + i, wx, n_y)) {
+            some[n_some++] = { rows + i*size, w + i };
+        }
+        if (n_some == n_listed || i == n - 1) {
+            add_rows(type, some, n_some, d, wx, n_y, y, ys);
+            n_some = 0;
+        }
+    }
 }
 
 } // namespace kvtool
