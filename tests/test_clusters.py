@@ -6,27 +6,12 @@ import numpy as np
 import pytest
 
 from kvtool import policies
+from tests.reference.clusters import kmeans
 from tests.running import open_engine, text
 
 pytestmark = pytest.mark.engine
 
-N_CLUSTER, N_ROUND, HEAD_DIM, N_HEAD = 16, 5, 32, 2
-
-
-def kmeans(x):
-    """i64[n]: which cluster each of x [n, d] is in: k-means that begins with points far apart.
-
-    The first is the farthest from the mean, each next one the farthest from those before.
-    """
-    begin = [np.argmax(((x - x.mean(0)) ** 2).sum(1))]
-    while len(begin) < N_CLUSTER:
-        begin.append(((x[:, None] - x[begin]) ** 2).sum(2).min(1).argmax())
-    means = x[begin]
-    for _ in range(N_ROUND):
-        of = ((x[:, None] - means) ** 2).sum(2).argmin(1)
-        for c in np.unique(of):
-            means[c] = x[of == c].mean(0)
-    return of
+HEAD_DIM, N_HEAD = 32, 2
 
 
 def test_clusters_begin_with_keys_that_are_far_apart(tiny_model):

@@ -32,7 +32,7 @@ def twin(name, params, n_ctx):
     return partial(module.keep, **params), observe and partial(observe, **params)
 
 
-def reference(path, tokens, policy, name, made=True, **kwargs):
+def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
     model = path if isinstance(path, transformer.Llama) else transformer.Llama(path)
     policy = policy.on(model.n_head // model.n_head_kv, made)
     n_filled = policy.budget - policy.n_live
@@ -47,6 +47,7 @@ def reference(path, tokens, policy, name, made=True, **kwargs):
         n_batch=policy.slack if policy.ragged else policy.recall.chunk if policy.recall else policy.budget,
         recalled=math.inf if policy.recall and made else n_filled,
         n_made=n_filled,
+        exact=exact,
         keep=keep,
         observe=observe,
         t=policy.t,
@@ -205,6 +206,20 @@ def test_clusters_that_are_all_looked_into_are_the_archive_of_the_definition(
         assert engine.n_restart > 1
     # keys are turned more than once, and rounded each time
     assert np.abs(got - want.nll).max() < 2 * TOLERANCE
+
+
+@pytest.mark.parametrize(("chunk", "exact"), [(1, 64), (16, 16), (3, 40)])
+def test_clusters_count_as_the_definition_says(tiny_model, chunk, exact):
+    # blocks of one frame and of two, near and far; in one layer what is rounded does not grow
+    path, tokens = tiny_model(n_head_kv=2, head_dim=64, n_ctx_train=600, n_layer=1), text(1300)
+    policy = policies.fit("recall", 48, 16, [f"exact={exact}", f"chunk={chunk}"])
+    with open_engine(path, policy, archive_type="f32") as engine:
+        got = perplexity.stream(engine, tokens)
+    given = {"positions": "auto", "n_block": 256}
+    off = np.abs(got - reference(path, tokens, policy, "recall", exact=exact, **given).nll)[300:]
+    # means are kept in 8 bits, so that near ties another cluster is looked into
+    assert np.median(off) < 2e-3
+    assert np.quantile(off, 0.8) < 1e-2
 
 
 ENGLISH = """The lighthouse keeper wrote down the weather every evening, even when nothing had happened. On

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .clusters import Clusters
 from .models import Llama
 
 __all__ = ["Llama", "Row", "Stream", "run"]
@@ -45,6 +46,7 @@ class Row:
         self.old = []
         self.notes = []
         self.archive = Archive(head_dim, value_dim or head_dim)
+        self.clusters = None
 
     def __len__(self):
         return len(self.pos)
@@ -132,7 +134,8 @@ class Stream:
     multiplied by log_512(t). observe: a twin's, or None. recalled: how many evicted entries a step attends to
     beside each row's own; math.inf: all of them. far: those that at the last eviction were farther than
     n_near from the next token are taken to be n_near away from the step's first; of these whole blocks of
-    n_block tokens where that is given, the later a row the later, within a quarter of a block.
+    n_block tokens where that is given, the later a row the later, within a quarter of a block. exact: tokens
+    of the archive's clusters that a step of one token looks into; None: all.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class Stream:
         recalled=0,
         n_near=None,
         n_block=None,
+        exact=None,
     ):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
@@ -162,6 +166,7 @@ class Stream:
         self.recalled = recalled
         self.n_near = n_near or self.n_ctx_train // 2
         self.n_block = n_block
+        self.exact = exact
         self.far = 0
         self.next = 0
         self._batch = None
@@ -252,10 +257,9 @@ class Stream:
                 scores[:, row.pos <= pos[:, None] - model.window] = -np.inf
             values = row.value
             if len(row.archive.pos) and not slides:
-                recalled, chosen = self._recall(layer, row, asked, scores, own_sinks)
+                recalled, own = self._recall(layer, row, asked, scores, own_sinks)
                 scores = np.concatenate((scores, recalled), axis=-1)
-                values = np.concatenate((values, row.archive.value[chosen]))
-                row.recalled = row.archive.pos[chosen]
+                values = np.concatenate((values, own))
             attn = _softmax(scores, own_sinks)
             out[mine] = attn @ values
             self._note(row, attn[..., : len(row)], is_first=key is not None)
@@ -280,15 +284,17 @@ class Stream:
                 elif at <= step:
                     seen[step - int(pos[-1]) - 1][1].extend(own)
 
+    def _late(self, row):
+        return row.number * (self.n_block // 4) // sum(map(len, self.rows))
+
     def _first_near(self, row):
         """The first archived position of a row that keeps its distance."""
         if not self.n_block:
             return self.far
-        late = row.number * (self.n_block // 4) // sum(map(len, self.rows))
-        return (min(self.far, row.archive.pos[-1] + 1) - late) // self.n_block * self.n_block
+        return (min(self.far, row.archive.pos[-1] + 1) - self._late(row)) // self.n_block * self.n_block
 
     def _recall(self, layer, row, asked, live, sinks):
-        """Logits of all queries with the entries that they attend to most, and which these are.
+        """Logits of all queries with what they attend to in the archive, and its values.
 
         live: logits of what the row has itself.
         """
@@ -297,10 +303,16 @@ class Stream:
         keys = (archive.key * np.exp(1j * np.outer(at, self.model.freq[layer]))).view(np.float64)
         keys = self.model.scaled(keys, layer)
         logits = asked @ keys.T * self.model.scale
+        if self.exact:
+            row.clusters = row.clusters or Clusters(self.n_block, self.exact)
+            end = archive.pos[-1] + 1 - self._late(row)
+            of = row.clusters.members(archive.pos, keys, end, self._first_near(row))
+            return row.clusters.attend(of, logits, archive.value, asked.shape[1])
         attention = _softmax(np.concatenate((logits, live), axis=-1), sinks)
         k = min(self.recalled, len(archive.pos))
         chosen = archive.choose(attention[..., : len(archive.pos)].sum(axis=(0, 1)), k)
-        return logits[..., chosen], chosen
+        row.recalled = archive.pos[chosen]
+        return logits[..., chosen], archive.value[chosen]
 
     def _make_room(self, m):
         """Closes all gaps and starts over where m more tokens would go past the trained context."""
@@ -349,6 +361,7 @@ def run(
     ragged=False,
     recalled=0,
     n_block=None,
+    exact=None,
     n_made=0,
     **params,
 ):
@@ -369,6 +382,7 @@ def run(
         observe=observe,
         recalled=recalled,
         n_block=n_block,
+        exact=exact,
     )
     n_live = None if budget is None else budget - (n_made or recalled)
     nll, kept_logits, at = [], [], 0

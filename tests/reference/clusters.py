@@ -1,0 +1,75 @@
+"""Clusters of archived keys by their definition, and attention to an archive of which only some are looked into."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["N_CLUSTER", "Clusters", "kmeans"]
+
+N_CLUSTER, N_ROUND, N_APART = 16, 5, 5
+
+
+def kmeans(x):
+    """i64[n]: which cluster each of x [n, d] is in: k-means that begins with points far apart.
+
+    The first is the farthest from the mean, each next one the farthest from those before.
+    """
+    begin = [np.argmax(((x - x.mean(0)) ** 2).sum(1))]
+    while len(begin) < N_CLUSTER:
+        begin.append(((x[:, None] - x[begin]) ** 2).sum(2).min(1).argmax())
+    means = x[begin]
+    for _ in range(N_ROUND):
+        of = ((x[:, None] - means) ** 2).sum(2).argmin(1)
+        for c in np.unique(of):
+            means[c] = x[of == c].mean(0)
+    return of
+
+
+class Clusters:
+    """Those of one row's archive. n_block: tokens of a block; exact: tokens that a step of one looks into."""
+
+    def __init__(self, n_block, exact):
+        self.n_block = n_block
+        self.exact = exact
+        self.known = {}
+
+    def members(self, pos, keys, end, first_near):
+        """i64[n]: the cluster of each entry; -1 where its block is not complete by position `end`.
+
+        pos i64[n]: in the stream. keys f64[n, d]: rotated alike within a block. first_near: where blocks
+        are made anew.
+        """
+        res = np.full(len(pos), -1)
+        for block in range(pos[0] // self.n_block, end // self.n_block):
+            own = pos // self.n_block == block
+            name = (block, block * self.n_block < first_near)
+            if name not in self.known:
+                self.known[name] = kmeans(keys[own])
+            res[own] = block * N_CLUSTER + self.known[name]
+        return res
+
+    def attend(self, of, logits, values, n_tokens):
+        """Logits f64[..., m] and values f64[m, d] of what a step of n_tokens attends to.
+
+        of: what `members` says. logits f64[..., n]: of all entries, which are linear in the keys. The clusters
+        with most attention a token are looked into, until they have enough tokens; of each other cluster the
+        mean key and value count as often as it has tokens.
+        """
+        if (of < 0).all():
+            return logits, values
+        names, inverse, size = np.unique(of[of >= 0], return_inverse=True, return_counts=True)
+        share = np.zeros((len(of), len(names)))
+        share[np.flatnonzero(of >= 0), inverse] = 1 / size[inverse]
+        rough = logits @ share + np.log(size)
+        weight = np.exp(rough - rough.max(-1, keepdims=True))
+        attention = (weight / weight.sum(-1, keepdims=True)).reshape(-1, len(names)).sum(0)
+
+        best = np.argsort(-attention / size)
+        before = np.cumsum(size[best]) - size[best]
+        looked = best[before < self.exact * min(n_tokens, N_APART)]
+        exact = (of < 0) | np.isin(of, names[looked])
+        rest = np.setdiff1d(np.arange(len(names)), looked)
+        return (
+            np.concatenate((logits[..., exact], rough[..., rest]), axis=-1),
+            np.concatenate((values[exact], share.T[rest] @ values)),
+        )
