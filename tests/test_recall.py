@@ -162,6 +162,33 @@ def test_what_is_not_looked_into_is_known_by_its_cluster(tiny_model):
     assert error["many"] < 0.9 * error["few"] < 0.8 * error["window"]
 
 
+def test_keys_in_8_bits_are_multiplied_as_they_are(tiny_model):
+    # queries in 8 bits where a step has few, and the CPU can; with search=all never
+    path, tokens = tiny_model(n_head_kv=2, n_layer=1, head_dim=64, n_ctx_train=4096), text(900)
+    found = [
+        scores(path, fit(chunk=1, **params), tokens, archive_type="q8_0")
+        for params in ({"exact": 10**6}, {"search": "all"}, {"exact": 1})
+    ]
+    off, least = (np.abs(own - found[1])[400:].mean() for own in (found[0], found[2]))
+    assert off < 0.02 < 0.2 < least
+
+
+def test_more_tokens_of_a_longer_archive_are_looked_into(tiny_model):
+    path = tiny_model(n_head_kv=4, n_layer=1, n_ctx_train=1024)
+    most = []
+    with open_engine(path, fit(exact=256, chunk=64)) as engine:
+        archive = engine.context.archive
+        archive.trace(2048)
+        for _ in range(2):
+            engine.read(text(8100))
+            engine.read(text(1))
+            pos = archive.attended(engine.context.n_row, 2048)[0]
+            sealed = (pos >= 0) & (pos < archive.clustered[-1][0] + archive.n_token)
+            most.append(sealed.sum(axis=1).min())
+    # the fourth root of what it has over 8,192; whole clusters
+    assert 256 <= most[0] < 302 <= most[1] < 350
+
+
 @pytest.mark.parametrize("search", [{"search": "all"}, {"exact": 64}])
 def test_a_saved_archive_of_made_cells_goes_on_bit_by_bit(tiny_model, search):
     path, tokens = tiny_model(**CLUSTERED), text(1700)

@@ -1,4 +1,4 @@
-"""Clusters of archived keys by their definition, and attention to an archive of which only some are looked into."""
+"""Clusters of archived keys by their definition, and attention to an archive that is looked into in part."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Clusters:
     def attend(self, of, logits, values, n_tokens):
         """Logits f64[..., m] and values f64[m, d] of what a step of n_tokens attends to.
 
-        of: what `members` says. logits f64[..., n]: of all entries, which are linear in the keys. The clusters
-        with most attention a token are looked into, until they have enough tokens; of each other cluster the
-        mean key and value count as often as it has tokens.
+        of: what `members` says. logits f64[..., n]: of all entries, linear in their keys. The clusters with
+        most attention a token are looked into, until they have enough tokens; of each other cluster the mean
+        key and value count as often as it has tokens.
         """
         if (of < 0).all():
             return logits, values
