@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np  # noqa: E402
 
 from kvtool.errors import LibraryError  # noqa: E402
+from kvtool.llama.archive import set_layer  # noqa: E402
 from kvtool.llama.context import Context  # noqa: E402
 from kvtool.llama.library import Edit, EnableParams, check, error_text, lib  # noqa: E402
 from kvtool.llama.model import Model  # noqa: E402
@@ -489,10 +490,10 @@ class Fuzz:
             shift = int(self.rng.integers(0, 2000))
             begin, end = begin + shift, end + shift
         ok = may and begin >= 0 and end <= MOST
-        status = lib.llama_kvtool_set_archive(self.pointer, layer, None, begin, end)
+        status = lib.llama_kvtool_set_archive(self.pointer, layer, None, None, 0, begin, end)
         self.expect("set_archive", status, ok)
         if end - begin <= 20_000 and self.maybe(0.3):
-            status = lib.llama_kvtool_set_archive(self.pointer, layer, data.ctypes.data, begin, end)
+            status = set_layer(self.pointer, layer, [(begin, data)], begin, end)
             self.expect("set_archive", status, ok)
             if ok:
                 self.spans = [span if span == (begin, end) else (0, 0) for span in self.spans]
@@ -502,7 +503,7 @@ class Fuzz:
                 assert (found[:-1] == data[:-1]).all()
                 if self.maybe(0.7):
                     other = 1 - layer
-                    check(lib.llama_kvtool_set_archive(self.pointer, other, data.ctypes.data, begin, end))
+                    check(set_layer(self.pointer, other, [(begin, data)], begin, end))
                     self.spans[other] = begin, end
         self.check_archive()
 

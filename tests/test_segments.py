@@ -15,7 +15,7 @@ import pytest
 from kvtool.chats import segments, session
 from kvtool.chats.segments import Store, beside
 from kvtool.errors import SessionError
-from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name
+from kvtool.llama.segment import CLUSTERS, TABLE, clusters_name, pieces
 from kvtool.system import files
 from tests.test_files import full_after
 
@@ -202,6 +202,21 @@ def test_a_full_archive_can_be_saved_after_every_turn(path, store, n_kept):
         archive.begin = max(archive.begin, archive.end - n_kept)
         save(path, archive, store)
         assert holds(path, archive)
+
+
+def test_segments_are_read_where_they_lie(path, store):
+    for end in (40, 90):
+        save(path, Archive(0, end), store)
+    saved = load(path)
+    save(path, archive := Archive(0, 100, 17).restore(saved), store)
+    saved = load(path)
+    for layer in range(len(LAYERS)):
+        begins, parts = zip(*pieces(saved, layer), strict=True)
+        assert begins[0] == 17
+        assert len(begins) > 2
+        assert not any(part.flags.owndata for part in parts)
+        assert (np.concatenate(parts) == archive.layer(layer, 17, 100)).all()
+        assert [len(part) // LAYERS[layer] for part in parts] == np.diff((*begins, 100)).tolist()
 
 
 def test_what_is_of_no_use_takes_no_more_than_half_of_the_file(path, store):

@@ -364,14 +364,18 @@ class Joined(Mapping[str, np.ndarray]):
             return self._arrays[name]
         if name in self._clusters:
             return self._bytes_of(self._clusters[name])
-        layer = self._names[name]
-        n_bytes, before = self._layers[layer], sum(self._layers[:layer])
-        parts = [np.empty(0, np.uint8)]
-        for segment, at in self._segments.items():
-            n = segment.end - segment.begin
-            n_dropped = max(self._begin - segment.begin, 0)
-            parts.append(self._data[at + before * n + n_dropped * n_bytes : at + (before + n_bytes) * n])
+        parts = [np.empty(0, np.uint8), *(data for _, data in self.pieces(self._names[name]))]
         return np.concatenate(parts)
+
+    def pieces(self, layer: int) -> list[tuple[int, np.ndarray]]:
+        """As `llama.segment.pieces` gives them."""
+        n_bytes, before = self._layers[layer], sum(self._layers[:layer])
+        found = []
+        for segment, at in self._segments.items():
+            n, first = segment.end - segment.begin, max(self._begin, segment.begin)
+            start = at + before * n + (first - segment.begin) * n_bytes
+            found.append((first, self._data[start : at + (before + n_bytes) * n]))
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._arrays, *self._names, *self._clusters])

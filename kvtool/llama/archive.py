@@ -21,6 +21,7 @@ from kvtool.llama.segment import (
     layer_name,
     listed,
     listed_clusters,
+    pieces,
 )
 from kvtool.system.files import free_disk_bytes
 from kvtool.system.memory import free_bytes
@@ -66,7 +67,7 @@ class Archive:
     Raises
     ------
     UsageError
-        For bytes that hold no slab, and for a file that cannot be made.
+        For bytes that hold less than two slabs, and for a file that cannot be made.
     """
 
     def __init__(
@@ -84,11 +85,12 @@ class Archive:
         self.slab_bytes: int = lib.llama_kvtool_archive_slab(owner.handle, ctypes.byref(n_token))
         check(self.slab_bytes)
         self.n_token = n_token.value
-        if max_bytes is not None and max_bytes < self.slab_bytes:
+        if max_bytes is not None and max_bytes < 2 * self.slab_bytes:
             # rounded up: typed again, it must be enough
-            least = f"{-(-self.slab_bytes // 1024)}KiB"
+            least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
             raise UsageError(
-                f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at once"
+                f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at once, "
+                "and two such parts are needed"
             )
         self.segments: list[Segment] = []
         self.clusters: list[Clusters] = []
@@ -255,8 +257,11 @@ class Archive:
         begin, end = table[:2].tolist()
         table[0] = first = max(begin, end - self.n_max)
         for layer, n_bytes in enumerate(self.layer_bytes):
-            data = np.ascontiguousarray(saved[layer_name(layer)])[(first - begin) * n_bytes :]
-            check(lib.llama_kvtool_set_archive(self._owner.handle, layer, data.ctypes.data, first, end))
+            there = [
+                (max(at, first), np.ascontiguousarray(data[max(first - at, 0) * n_bytes :]))
+                for at, data in pieces(saved, layer)
+            ]
+            check(set_layer(self._owner.handle, layer, there, first, end))
         self._restore_clusters(saved, first // self.n_token * self.n_token)
         check(lib.llama_kvtool_set_archive_table(self._owner.handle, table.ctypes.data, len(table)))
         while (n_left := lib.llama_kvtool_seal(self._owner.handle, max(self.n_max, 1))) > 0:
@@ -297,12 +302,10 @@ class Archive:
             return False
         if any(((values < 0) | (values > n_past)).any() for values in (first, base)) or (first > end).any():
             return False
-        # one at a time: together they may be gigabytes
         return _fit_clusters(saved, end, self.n_token, self.block_bytes) and all(
-            (data := saved.get(layer_name(layer))) is not None
-            and data.dtype == np.uint8
-            and data.nbytes == (end - begin) * n_bytes
-            for layer, n_bytes in enumerate(self.layer_bytes)
+            all(data.dtype == np.uint8 for _, data in parts)
+            and sum(data.nbytes for _, data in parts) == (end - begin) * n_bytes
+            for n_bytes, parts in ((n, pieces(saved, layer)) for layer, n in enumerate(self.layer_bytes))
         )
 
     def _table(self) -> np.ndarray:
@@ -313,9 +316,23 @@ class Archive:
         return table
 
     def _layer_bytes(self, layer: int, begin: int, end: int) -> int:
-        n_bytes: int = lib.llama_kvtool_set_archive(self._owner.handle, layer, None, begin, end)
+        n_bytes: int = lib.llama_kvtool_set_archive(self._owner.handle, layer, None, None, 0, begin, end)
         check(n_bytes)
         return n_bytes
+
+
+def set_layer(handle: object, layer: int, parts: list[tuple[int, np.ndarray]], begin: int, end: int) -> int:
+    """Makes tokens begin .. end - 1 all that a layer of an archive has, from `segment.pieces` of them.
+
+    Returns their bytes, or a number below 0 for `check`.
+    """
+    # of several that begin at one token all but the last are empty; without any, one is
+    at = np.array([at for at, _ in parts] or [begin], np.int64)
+    data = np.array([data.ctypes.data for _, data in parts] or [at.ctypes.data], np.uintp)
+    n_bytes: int = lib.llama_kvtool_set_archive(
+        handle, layer, data.ctypes.data, at.ctypes.data, len(at), begin, end
+    )
+    return n_bytes
 
 
 def _fit_clusters(saved: Mapping[str, np.ndarray], end: int, n_token: int, n_bytes: int) -> bool:

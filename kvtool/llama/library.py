@@ -101,7 +101,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_forget", i32, pointer, i64)
     bind("llama_kvtool_go_back", i32, pointer, i32, i32, i64, i64, i64)
     bind("llama_kvtool_get_archive", i64, pointer, i32, pointer, i64, i64)
-    bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, i64, i64)
+    bind("llama_kvtool_set_archive", i64, pointer, i32, pointer, pointer, i32, i64, i64)
     bind("llama_kvtool_get_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_set_archive_table", i32, pointer, pointer, i32)
     bind("llama_kvtool_clusters", i64, pointer, pointer)

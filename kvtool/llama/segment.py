@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -80,6 +80,16 @@ def clusters_name(i: int) -> str:
 def layer_name(layer: int) -> str:
     """The name of the array with a layer's tokens."""
     return f"{TABLE}.{layer}"
+
+
+def pieces(saved: Mapping[str, np.ndarray], layer: int) -> list[tuple[int, np.ndarray]]:
+    """A layer's tokens as they lie in memory or in a file: where each piece begins, and its bytes.
+
+    To join them takes as long as all else that an archive is restored by. Raises KeyError where there are
+    none.
+    """
+    own: Callable[[int], list[tuple[int, np.ndarray]]] | None = getattr(saved, "pieces", None)
+    return own(layer) if own else [(span(saved)[0], saved[layer_name(layer)])]
 
 
 def span(saved: Mapping[str, np.ndarray]) -> tuple[int, int]:

@@ -164,7 +164,7 @@ static int n_thread(const llama_context * ctx) {
     return std::max(ctx->n_threads(), 1u);
 }
 
-static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const uint8_t * in, int64_t begin, int64_t end) {
+static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const std::vector<archive_part> & in, int64_t begin, int64_t end) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
         return -1;
@@ -182,7 +182,7 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
                 (long long) least, (long long) most, (long long) begin, (long long) end));
     }
     return guarded([&]() -> int64_t {
-        if (in) {
+        if (!in.empty()) {
             tokens.expect(begin, end);
             tokens.fill(layer, in, begin, end, n_thread(ctx));
         } else if (out) {
@@ -193,11 +193,25 @@ static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, c
 }
 
 int64_t llama_kvtool_get_archive(llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end) {
-    return copy_archive(ctx, layer, out, nullptr, begin, end);
+    return copy_archive(ctx, layer, out, {}, begin, end);
 }
 
-int64_t llama_kvtool_set_archive(llama_context * ctx, int32_t layer, const uint8_t * in, int64_t begin, int64_t end) {
-    return copy_archive(ctx, layer, nullptr, in, begin, end);
+int64_t llama_kvtool_set_archive(
+        llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end) {
+    if (in && (!first || n < 1)) {
+        return fail("first must not be null, and n at least 1");
+    }
+    std::vector<archive_part> parts;
+    for (int32_t i = 0; in && i < n; ++i) {
+        const int64_t least = i == 0 ? begin : first[i - 1];
+        const int64_t most  = i == 0 ? begin : end;
+        if (!in[i] || first[i] < least || first[i] > most) {
+            return fail(format("in[%d] must not be null, and first[%d] in %lld..%lld, got %lld",
+                    i, i, (long long) least, (long long) most, (long long) first[i]));
+        }
+        parts.push_back({ in[i], first[i] });
+    }
+    return copy_archive(ctx, layer, nullptr, parts, begin, end);
 }
 
 int32_t llama_kvtool_get_archive_table(llama_context * ctx, int64_t * table, int32_t n) {

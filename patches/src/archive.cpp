@@ -158,11 +158,8 @@ int64_t archive::base_of(int64_t i) const {
     if (frames.empty()) {
         return 0;
     }
-    auto f = frames.end() - 1;
-    while (f != frames.begin() && f->first > i) {
-        --f;
-    }
-    return f->base;
+    const auto f = std::upper_bound(frames.begin() + 1, frames.end(), i, [](int64_t t, const frame & f) { return t < f.first; });
+    return f[-1].base;
 }
 
 void archive::move_far(int64_t to) {
@@ -216,7 +213,7 @@ void archive::expect(int64_t begin, int64_t end) {
     n_unsealed = n_row();
 }
 
-void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread) {
+void archive::fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread) {
     auto & l = layers[layer];
     l.set_span(begin, end);
 
@@ -224,9 +221,12 @@ void archive::fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end,
     const int64_t first = begin/store::n_block;
     together(n_thread, store::n_slab(begin, end), [&](int i) {
         const int64_t from = std::max(begin, (first + i)*store::n_block);
-        for (int64_t t = from; t < std::min(end, archived_layer::block_end(from)); ++t) {
-            for (int head = 0; head < l.n_head; ++head) {
-                memcpy(l.raw_key(head, t), in + ((t - begin)*l.n_head + head)*l.size, l.size);
+        const int64_t to   = std::min(end, archived_layer::block_end(from));
+        for (int head = 0; head < l.n_head; ++head) {
+            auto part = std::upper_bound(in.begin(), in.end(), from, [](int64_t t, const archive_part & p) { return t < p.first; });
+            for (int64_t t = from; t < to; ++t) {
+                for (; part != in.end() && part->first <= t; ++part) {}
+                memcpy(l.raw_key(head, t), part[-1].data + ((t - part[-1].first)*l.n_head + head)*l.size, l.size);
             }
         }
     });

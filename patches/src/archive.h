@@ -140,6 +140,12 @@ private:
     uint8_t * value_at(int head, int64_t i) const { return key_at(head, i) + size_k; }
 };
 
+// tokens of a layer as `get` gives them, from this one on
+struct archive_part {
+    const uint8_t * data;
+    int64_t         first;
+};
+
 // archived tokens whose keys are rotated alike
 struct stretch {
     int64_t begin;
@@ -193,8 +199,8 @@ public:
     void   get(size_t layer, uint8_t * out, int64_t begin, int64_t end) const;
     size_t token_bytes(size_t layer) const { return layers[layer].token_bytes(); }
 
-    // a layer's tokens are begin .. end - 1, as `get` gave them
-    void fill(size_t layer, const uint8_t * in, int64_t begin, int64_t end, int n_thread);
+    // a layer's tokens are begin .. end - 1, in parts that follow each other
+    void fill(size_t layer, const std::vector<archive_part> & in, int64_t begin, int64_t end, int n_thread);
 
     // The clusters of blocks, for a saved archive: see llama_kvtool_clusters. They are given after the layers and before the table.
     // `get_clusters` says whether all rows have them so.
@@ -286,7 +292,8 @@ private:
     // are not there any more.
     void seal();
     void seal_row(int row);
-    void seal(size_t layer, int head, int row, int64_t block, bool is_far);
+    // keys, values: room for a block's
+    void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);
     void clear_clusters();
 
     // forgets the tokens before this one, which have lost their memory

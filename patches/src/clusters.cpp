@@ -32,6 +32,12 @@ void means::resize(size_t n) {
     grow(values, n, size_v);
 }
 
+void means::reserve(size_t n) {
+    sides .reserve(n/n_side*size_k);
+    sizes .reserve(n);
+    values.reserve(n*size_v);
+}
+
 void means::erase(size_t n) {
     sides .erase(sides .begin(), sides .begin() + n/n_side*size_k);
     sizes .erase(sizes .begin(), sizes .begin() + n);
@@ -46,6 +52,17 @@ membership sealed_block::members() const {
         }
     }
     return res;
+}
+
+void row_clusters::reserve(int64_t block, int64_t end) {
+    const size_t n       = end - block;
+    const size_t n_group = (end - 1)/n_grouped - block/n_grouped + 1;
+
+    blocks  .reserve(n);
+    member  .reserve(n*n_cluster);
+    grouped .reserve(n_group);
+    clusters.reserve(n*n_cluster);
+    sets    .reserve(n_group*n_set);
 }
 
 void row_clusters::set(
@@ -68,10 +85,10 @@ void row_clusters::set(
 
     const int n = store::n_block - from;
 
-    std::vector<int> of;
+    std::vector<int> of(n);
     if (known) {
-        for (int i = from; i < store::n_block; ++i) {
-            of.push_back((*known)[i/2] >> 4*(i % 2) & 0x0F);
+        for (int i = 0; i < n; ++i) {
+            of[i] = (*known)[(from + i)/2] >> 4*((from + i) % 2) & 0x0F;
         }
     } else {
         of = kmeans(keys, n, n_embd_k, n_cluster);
@@ -84,22 +101,29 @@ void row_clusters::set(
 
     uint8_t * sides = clusters.sides.data() + (block - first)*(n_cluster/n_side)*side_size();
 
+    own.start.fill(0);
+    for (const int c : of) {
+        own.start[c + 1]++;
+    }
+    own.start[0] = from;
+    std::partial_sum(own.start.begin(), own.start.end(), own.start.begin());
+    auto next = own.start;
+    for (int i = 0; i < n; ++i) {
+        own.order[next[of[i]]++] = from + i;
+    }
+
     std::vector<float> key(n_embd_k), value(n_embd_v);
 
-    int at = from;
     for (int c = 0; c < n_cluster; ++c) {
         std::fill(key  .begin(), key  .end(), 0.0f);
         std::fill(value.begin(), value.end(), 0.0f);
 
-        own.start[c] = at;
-        for (int i = 0; i < n; ++i) {
-            if (of[i] == c) {
-                own.order[at++] = from + i;
-                add(key  .data(), keys + i*n_embd_k, n_embd_k, 1.0f);
-                add(value.data(), vs   + i*n_embd_v, n_embd_v, 1.0f);
-            }
+        for (int at = own.start[c]; at < own.start[c + 1]; ++at) {
+            const int i = own.order[at] - from;
+            add(key  .data(), keys + i*n_embd_k, n_embd_k, 1.0f);
+            add(value.data(), vs   + i*n_embd_v, n_embd_v, 1.0f);
         }
-        const int size = at - own.start[c];
+        const int size = own.start[c + 1] - own.start[c];
         for (float & x : key) {
             x /= std::max(size, 1);
         }
@@ -113,7 +137,6 @@ void row_clusters::set(
         set_key(sides + c/n_side*side_size(), c % n_side, key.data(), n_embd_k);
         clusters.set_value(to_place, value.data());
     }
-    own.start[n_cluster] = at;
 
     group(block);
 }

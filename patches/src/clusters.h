@@ -51,8 +51,9 @@ struct means {
     std::vector<uint16_t> sizes;
     std::vector<uint8_t>  values;
 
-    void resize(size_t n);
-    void erase (size_t n); // the first n
+    void resize (size_t n);
+    void reserve(size_t n);
+    void erase  (size_t n); // the first n
 
     const uint8_t * value(size_t i) const { return values.data() + i*size_v; }
 
@@ -82,6 +83,9 @@ public:
     // [256 - first][n_embd_v]; known: which cluster each token is in, or null. What the store has to be put in order of afterwards
     // is in the block.
     void set(int64_t block, int first, const bearing & to, const float * keys, const float * values, const membership * known);
+
+    // takes the memory for clusters of these blocks at once: to grow by a few at a time takes longer than to make them
+    void reserve(int64_t block, int64_t end);
 
     // forgets the blocks before this one
     void forget(int64_t block);

@@ -45,8 +45,17 @@ void set_key(uint8_t * side, int i, const float * key, int64_t n_embd) {
     }
     const float scale = -most/zero;
 
-    for (int64_t j = 0; j < n_embd; ++j) {
-        side[(j/4*n_side + i)*4 + j % 4] = most == 0.0f ? zero : std::min(2*zero - 1, std::max(0, (int) std::lround(key[j]/scale) + zero));
+    for (int64_t j = 0; j < n_embd; j += 4) {
+        uint8_t four[4];
+        for (int e = 0; e < 4; ++e) {
+            // as lround does it, which takes longer than all else here; what is no number becomes 0
+            const float x     = key[j + e]/scale;
+            const float y     = std::fabs(x) < 1e6f ? x : 0.0f;
+            const int   whole = (int) y;
+            const int   near  = whole + (y - whole >= 0.5f) - (y - whole <= -0.5f);
+            four[e] = std::min(2*zero - 1, std::max(0, near + zero));
+        }
+        memcpy(side + (j/4*n_side + i)*4, four, 4);
     }
     memcpy(side + n_embd*n_side + i*sizeof(float), &scale, sizeof(float));
 }

@@ -102,8 +102,20 @@ static std::vector<float> along(const float * x, const float * weight, const int
     for (int i = 0; i < n; ++i) {
         for (int64_t e = 0; e < d; ++e) {
             rest[i*d + e] = x[some[i]*d + e] - mean[e];
-            far[i] += rest[i*d + e]*rest[i*d + e]*weight[some[i]];
         }
+    }
+    // several at a time: no sum waits for the one before
+    constexpr int n_sum = 8;
+    for (int begin = 0; begin < n; begin += n_sum) {
+        const int n_own = std::min(n - begin, n_sum);
+        float sums[n_sum] = {};
+        for (int64_t e = 0; e < d; ++e) {
+            for (int i = 0; i < n_own; ++i) {
+                const float r = rest[(begin + i)*d + e];
+                sums[i] += r*r*weight[some[begin + i]];
+            }
+        }
+        std::copy_n(sums, n_own, far.begin() + begin);
     }
 
     // what the farthest point lies along, then what a step of the power method makes of it

@@ -232,10 +232,10 @@ LLAMA_API int32_t llama_kvtool_go_back(
         struct llama_context * ctx, int32_t cell, int32_t n_cell, int64_t end, int64_t base, int64_t next);
 
 // Copy what a layer's archive holds, as it is stored, token by token, from position begin to end: to a buffer that has
-// room for it, or from one, which is then all that the layer holds; layers with other tokens forget them. Both return how
-// many bytes these are; with a null buffer they do nothing else.
+// room for it, or from n buffers, of which in[i] has the tokens from first[i] on; first[0] is begin. That is then all that the
+// layer holds; layers with other tokens forget them. Both return how many bytes these are; with null they do nothing else.
 LLAMA_API int64_t llama_kvtool_get_archive(struct llama_context * ctx, int32_t layer, uint8_t * out, int64_t begin, int64_t end);
-LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * in, int64_t begin, int64_t end);
+LLAMA_API int64_t llama_kvtool_set_archive(struct llama_context * ctx, int32_t layer, const uint8_t * const * in, const int64_t * first, int32_t n, int64_t begin, int64_t end);
 
 // What else there is to an archive: table[3 + 2*n_frame] is where it begins, where it ends, where its far tokens end, and of
 // each stretch of the stream whose keys have one base where that begins, and the base. Both return the table's length;

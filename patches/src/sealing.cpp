@@ -80,7 +80,7 @@ int64_t archive::place_of(size_t layer, int head, int64_t i) const {
     return block*n_block + (std::find(order.begin(), order.end(), i % n_block) - order.begin());
 }
 
-void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far) {
+void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values) {
     auto & l   = layers[layer];
     auto & own = clusters[layer][head];
 
@@ -95,7 +95,8 @@ void archive::seal(size_t layer, int head, int row, int64_t block, bool is_far) 
         l.sort(head, block, first, places_of(own[block]).data());
     }
 
-    std::vector<float> keys(n*l.n_embd_k), values(n*l.n_embd_v);
+    keys  .resize(n*l.n_embd_k);
+    values.resize(n*l.n_embd_v);
     l.keys  (head, block*n_block + first, n, keys  .data());
     l.values(head, block*n_block + first, n, values.data());
     for (int i = 0; i < n; ++i) {
@@ -131,6 +132,8 @@ void archive::seal_row(int row) {
 
     auto & own = clusters[i][head];
 
+    std::vector<float> keys, values;
+
     const auto [near, to] = span_of(row);
 
     own.forget(begin()/n_block);
@@ -141,11 +144,14 @@ void archive::seal_row(int row) {
     own.cut(to);
     for (int64_t block = own.begin(); block < own.end(); ++block) {
         if (own[block].to.is_far != (block < near)) {
-            seal(i, head, row, block, block < near);
+            seal(i, head, row, block, block < near, keys, values);
         }
     }
+    if (own.begin() == own.end() && begin()/n_block < to) {
+        own.reserve(begin()/n_block, to);
+    }
     for (int64_t block = own.begin() < own.end() ? own.end() : begin()/n_block; block < to; ++block) {
-        seal(i, head, row, block, block < near);
+        seal(i, head, row, block, block < near, keys, values);
     }
 }
 

@@ -22,6 +22,10 @@ namespace kvtool {
 // maps
 //
 
+static no_room no_memory(size_t n_bytes) {
+    return no_room(format("no memory for %zu KiB more of the archive", n_bytes/1024));
+}
+
 #if defined(_WIN32)
 
 slab_maps::slab_maps(size_t n_bytes) : fd(-1), size(n_bytes), n_region(1) {}
@@ -39,7 +43,7 @@ uint8_t * slab_maps::take() {
     regions.push_back((uint8_t *) ::operator new(size, std::nothrow));
     if (!regions.back()) {
         regions.pop_back();
-        throw no_room(format("no memory for %zu KiB more of the archive", size/1024));
+        throw no_memory(size);
     }
     return regions.back();
 }
@@ -128,8 +132,7 @@ uint8_t * slab_maps::take() {
         void * p = mmap(nullptr, n_region*size, PROT_READ | PROT_WRITE, has_file() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd,
                 has_file() ? n_slab*size : 0);
         if (p == MAP_FAILED) {
-            throw no_room(has_file() ? format("no room for the archive in the address space: %s", strerror(errno)) :
-                    format("no memory for %zu KiB more of the archive", size/1024));
+            throw has_file() ? no_room(format("no room for the archive in the address space: %s", strerror(errno))) : no_memory(size);
         }
 #if defined(MADV_HUGEPAGE)
         if (!has_file()) {
