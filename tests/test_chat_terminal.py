@@ -137,6 +137,8 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
 def test_the_help_says_what_undo_keeps(terminal):
     chat = terminal()
     assert chat.say("/help") == HELP
+    # a terminal of 80 columns wraps none of its lines
+    assert max(map(len, HELP.split("\n"))) < 80
     assert f"up to {MOST} steps" in HELP
     assert f"{MOST_BYTES >> 20} MiB" in HELP
     leave(chat)
@@ -255,6 +257,18 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     assert chat.say("/undo") == "/undo goes back no further: 4 turns stay"
     chat.kill()
     assert turns(chat_kv) == FOUR
+
+
+def test_a_session_without_turns_is_told(terminal, tmp_path):
+    path = tmp_path / "talk.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    assert "the chat has 0 turns" in chat.say("/undo")
+    assert chat.say("/retry") == "the chat has no turns"
+    leave(chat)
+    again = terminal("--session", path)
+    for each in (chat, again):
+        assert f"\na new chat, to be kept in {path}\n" in each.all
 
 
 def test_an_older_copy_of_the_same_chat_replaces_no_turns(terminal, chat_kv, tmp_path):

@@ -686,7 +686,7 @@ def test_the_terminal_shows_the_cells_and_counts_what_is_forgotten(chat, monkeyp
     terminal.console = Console(file=out, width=100)
     commands = Commands(terminal)
     commands.run("/cells")
-    assert out.getvalue() == "nothing has been read yet\n"
+    assert out.getvalue() == "the cache is empty\n"
     "".join(talk.reply("Tell me a long story about the sea.", 60))
     engine = talk.writer.engine
     n_forgotten = engine.n_past - engine.n_kv

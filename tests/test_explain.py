@@ -198,6 +198,8 @@ def test_the_window_of_recall_is_told_and_no_parameter_that_the_model_sets(tiny_
             == f"64 cells per row = 4 sinks + {52 - n_made} window + 8 slack + {n_made} recalled"
         )
         assert policy_line(engine, "recall") == "recall exact=256 sinks=4 chunk=16 search=clusters"
+    with open_engine(tiny_model(), policies.fit("recall", 48, 16, ["search=all"])) as engine:
+        assert policy_line(engine, "recall") == "recall sinks=4 chunk=16 search=all"
 
 
 @pytest.mark.engine

@@ -162,7 +162,10 @@ def test_what_is_suggested_exists():
         (["--budget", "0"], "a budget of 0 is too small"),
         (["--budget", "0.001%"], "is less than 1 token"),
         (["--budget", "64Mi"], "a budget is a number of tokens (512)"),
-        (["--system", "a", "--system-file", "b"], "--system and --system-file are both given; leave out one"),
+        (
+            ["--system", "a", "--system-file", "b"],
+            "--system and --system-file are both given; leave out one of them",
+        ),
     ],
 )
 @pytest.mark.engine
@@ -177,8 +180,8 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "x", "-p", "y"], "'x' and -p 'y' stand for the same; leave out one"),
-        (["chat", "x", "-m", "y"], "'x' and -m 'y' stand for the same; leave out one"),
+        (["generate", "x", "-p", "y"], "'x' and -p 'y' stand for the same; leave out one of them"),
+        (["chat", "x", "-m", "y"], "'x' and -m 'y' stand for the same; leave out one of them"),
     ],
 )
 def test_what_is_typed_in_two_places_is_one_line(words, said):
@@ -323,6 +326,24 @@ def test_a_person_is_told_what_a_small_budget_costs(smollm2, budget, is_said):
     os.close(own)
     assert said.startswith("a budget of 100 takes 2.2 MiB for the budget's cells, 3.4 MiB more ") == is_said
     assert said.count("\n") == is_said
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+def test_an_error_is_wrapped_between_words():
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    own, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    forked.run([*KVTOOL, "chat", "--evict-every", "x"], stdin=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    lines = os.read(own, 4096).decode().splitlines()
+    os.close(own)
+    assert " ".join(lines) == kvtool("chat", "--evict-every", "x").stderr.strip()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 40
 
 
 # completion

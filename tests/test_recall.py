@@ -11,8 +11,9 @@ import pytest
 from kvtool import policies
 from kvtool.engine.outlook import first_plan
 from kvtool.errors import KvtoolError, LibraryError, PlanError, SessionError, StreamEnd, UsageError
+from kvtool.llama.archive import set_layer
 from kvtool.llama.devices import has_gpu
-from kvtool.llama.library import check, lib
+from kvtool.llama.library import check
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
 from kvtool.policies.recall import Recall
@@ -340,7 +341,9 @@ WRONG = [
     ({"sinks": -1}, "sinks must not be negative, got -1"),
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"exact": -1}, "exact must be at least 1, got -1"),
-    ({"search": "all", "exact": 5}, "recall: exact goes with search=clusters; .*: leave out one$"),
+    ({"exact": 0}, "exact must be at least 1, got 0"),
+    ({"recalled": 0}, "recalled must be at least 1, got 0"),
+    ({"search": "all", "exact": 5}, "exact goes with search=clusters; leave out -o exact or -o search=all$"),
     ({"search": "tokens"}, "search must be one of clusters, all, got tokens"),
 ]
 
@@ -407,7 +410,7 @@ def test_a_prompt_is_read_in_steps_of_the_chunk_once_something_is_archived(tiny_
         ({"archive_type": "q8_0"}, "heads of 8 and 8 numbers are not archived as q8_0; choose f16"),
         (
             {"archive_bytes": 100},
-            "^--archive must be at least [0-9]+KiB: memory is taken for 256 tokens at once$",
+            "^--archive must be at least [0-9]+KiB: memory is taken for 256 tokens at once, and two such",
         ),
     ],
     ids=str,
@@ -500,7 +503,7 @@ def test_rows_that_evict_different_tokens_are_refused(tiny_model):
 
 
 # few that are all looked into, and more that have clusters
-@pytest.mark.parametrize("slabs", [1, 2, 3.5, 6])
+@pytest.mark.parametrize("slabs", [2, 3.5, 6])
 def test_an_archive_takes_the_bytes_it_may_and_never_more(tiny_model, slabs):
     path = tiny_model(n_ctx_train=512)
     with open_engine(path, fit()) as engine:
@@ -634,12 +637,19 @@ def test_an_archive_whose_table_is_missing_is_read_without_one(tiny_model):
         handle = engine.context.handle
         for i in range(2):
             data = layers[f"archive.{i}"]
-            check(lib.llama_kvtool_set_archive(handle, i, data.ctypes.data, 0, n))
+            check(set_layer(handle, i, [(0, data)], 0, n))
         engine.step(tokens[:16])
         # of which nothing is left where a layer gets other tokens
-        check(lib.llama_kvtool_set_archive(handle, 1, data.ctypes.data, 5, 9))
+        check(set_layer(handle, 1, [(5, data)], 5, 9))
         assert engine.n_archived == 0
         engine.step(tokens[16:32])
+        for parts, what in (
+            ([1], r"first\[0\] in 0..0, got 1"),
+            ([0, 5, 4], r"\[2\] in 5..9, got 4"),
+            ([0, 10], "got 10"),
+        ):
+            with pytest.raises(LibraryError, match=what):
+                check(set_layer(handle, 1, [(at, data) for at in parts], 0, 9))
 
 
 @pytest.fixture

@@ -133,8 +133,11 @@ def _end(exit_code: int, line: str) -> typer.Exit:
             # a name in a damaged file may hold any character
             shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.split("\n")))
             after_echo = exit_code == interrupt.EXIT_CODE and sys.stderr.isatty()
-            sys.stderr.write("\n" * after_echo + f"kvtool: {shown}\n")
-            sys.stderr.flush()
+            sys.stderr.write("\n" * after_echo)
+            # a terminal would wrap it within words
+            from kvtool.cli.console import say
+
+            say([f"kvtool: {shown}"])
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

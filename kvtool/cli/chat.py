@@ -11,10 +11,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
 from kvtool.cli.keeper import Keeper, open_transcript, resumed
-from kvtool.cli.opening import of_model, open_run, sampling_of, say
+from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.options.field import SHOWS, Options, option
 from kvtool.options.run import AnswerRun
 from kvtool.options.sampling import Drawing

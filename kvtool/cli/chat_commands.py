@@ -38,15 +38,15 @@ HELP = """\
 /system        show the system prompt
 /system TEXT   start over under another system prompt
 /exit, /bye    leave; so does Ctrl-D
-A pasted text is one turn. A line that ends with a backslash goes on; so does one
-that ends with Alt-Enter, and \"\"\" opens and closes a text of several lines.
-@FILE puts a file in its place. // starts a turn with a slash. Tab completes, and
-Ctrl-R searches what was typed. Ctrl-C stops a reply and keeps it; while a turn
-is read, it takes the turn back.
-/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without
-the archive of --policy recall, and are deleted when you leave. With that policy
-turns need no copies, and /undo goes back any number of them, also of those of a
-session's earlier runs.
+A pasted text is one turn. A line that ends with a backslash goes on; so does
+one that ends with Alt-Enter, and \"\"\" opens and closes a text of several lines.
+@FILE puts a file in its place. // starts a turn with a slash. Tab completes,
+and Ctrl-R searches what was typed. Ctrl-C stops a reply and keeps it; while a
+turn is read, it takes the turn back.
+/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk,
+without the archive of --policy recall, and are deleted when you leave. With
+that policy turns need no copies, and /undo goes back any number of them, also
+of those of a session's earlier runs.
 With --session FILE, the file is written after every reply and every /undo.
 /reset, /system and /load do not touch it: the next reply first moves the chat
 that is in it to FILE.1 (FILE.2, ...)."""
@@ -143,7 +143,7 @@ class Commands:
         text = self.conversation.copies.newest_turn
         if text is None:
             raise UsageError(
-                "the last turn cannot be taken back" if self.conversation.n_turn else "nothing was said yet"
+                "the last turn cannot be taken back" if self.conversation.n_turn else "the chat has no turns"
             )
         return text
 

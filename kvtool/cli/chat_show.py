@@ -26,7 +26,7 @@ def cells(terminal: Terminal, last: str) -> None:
     if last and not (last.isdecimal() and int(last)):
         raise UsageError(f"/cells takes a number of tokens, like /cells {LAST}")
     if not engine.n_past:
-        terminal.note("nothing has been read yet")
+        terminal.note("the cache is empty")
         return
     texts = holdings.texts(engine.model, terminal.conversation.writer.tokens)
     share, archived = engine.cells().share(), holdings.is_archived(engine)
@@ -59,10 +59,9 @@ def stats(terminal: Terminal) -> None:
     }
     if engine.context.archive:
         rows["archive"] = archive_line(report(engine, terminal.policy))
-    rows |= {
-        "process memory": format_bytes(resident) if resident else "unknown",
-        "copies for /undo": f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk",
-    }
+    rows["process memory"] = format_bytes(resident) if resident else "unknown"
+    if copies.on_disk or not terminal.conversation.goes_back:
+        rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
     _table(terminal, rows)
@@ -92,7 +91,7 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
     "template": lambda on: on.console.print(on.conversation.template.source),
     "policy": lambda on: on.console.print(policy_line(on.engine, on.policy)),
     "thought": lambda on: on.note(on.thought.strip() or "the last reply has no thought"),
-    "last": lambda on: on.show_last() if on.conversation.n_turn else on.note("nothing was said yet"),
+    "last": lambda on: on.show_last() if on.conversation.n_turn else on.note("the chat has no turns"),
 }
 """What /show shows."""
 

@@ -23,6 +23,8 @@ def run(terminal: Terminal) -> None:
     if n := terminal.conversation.n_turn:
         terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
         terminal.show_last()
+    elif terminal.keeper.path:
+        terminal.note(f"a new chat, to be kept in {terminal.keeper.path}")
     prompt = Prompt(commands.words())
     while (typed := _ask(terminal, prompt)) is not None:
         with terminal.keys.waiting():

@@ -12,10 +12,9 @@ import typer
 
 from kvtool import policies
 from kvtool.cli import output
-from kvtool.cli.console import plain_console
+from kvtool.cli.console import plain_console, say
 from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
-from kvtool.cli.opening import say
 from kvtool.cli.progress import bytes_progress, runs_progress
 from kvtool.cli.texts import check_positions, too_short
 from kvtool.errors import KvtoolError, UsageError

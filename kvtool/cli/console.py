@@ -1,8 +1,11 @@
-"""The one place where rich's consoles are made."""
+"""The one place where rich's consoles are made, and what is said without one."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from textwrap import fill
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -68,3 +71,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
     folding = [Column(name, overflow="fold") for name in columns or ("what", "value")]
     table_console().print(table(folding, rows, show_header=bool(columns)))
+
+
+def say(notes: Iterable[str | None], indent: int = 0) -> None:
+    """Writes notes to stderr, a line each; a terminal gets them wrapped between words.
+
+    indent: blanks before the lines that wrapping adds.
+    """
+    lines = [note for note in notes if note]
+    # a terminal that does not know its width says 0
+    width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
+    if width > 2 * indent:
+        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines = [fill(line, width, subsequent_indent=" " * indent, **how) for line in lines]
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    sys.stderr.flush()

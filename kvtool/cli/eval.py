@@ -14,10 +14,9 @@ import typer
 
 from kvtool import parameters, policies
 from kvtool.cli import completion, output
-from kvtool.cli.console import table, table_console
+from kvtool.cli.console import say, table, table_console
 from kvtool.cli.declared import options
 from kvtool.cli.locate import locate
-from kvtool.cli.opening import say
 from kvtool.cli.progress import tokens_progress
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options.field import Options, again, option, repeated

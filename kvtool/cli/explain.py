@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtool.cli.opening import say
+from kvtool.cli.console import say
 from kvtool.options.run import Run
 from kvtool.units import format_bytes
 
@@ -135,6 +135,8 @@ def policy_line(engine: Engine, name: str) -> str:
     if engine.model.layers.has_values:
         # the model's, and not to be set
         own.pop("recalled", None)
+    if own.get("search") == "all":
+        own.pop("exact", None)
     return " ".join([name, *(f"{key}={value}" for key, value in own.items())])
 
 

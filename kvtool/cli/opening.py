@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvtool.cli.console import say
 from kvtool.cli.locate import locate
 from kvtool.errors import UsageError
 from kvtool.options.run import Run
@@ -30,27 +28,12 @@ def open_run(run: Run, *, length: Callable[[Model], int] | None = None) -> Itera
         yield opened
 
 
-def say(notes: Iterable[str | None], indent: int = 0) -> None:
-    """Writes notes to stderr, a line each; a terminal gets them wrapped between words.
-
-    indent: blanks before the lines that wrapping adds.
-    """
-    lines = [note for note in notes if note]
-    # a terminal that does not know its width says 0
-    width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
-    if width > 2 * indent:
-        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-        lines = [fill(line, width, subsequent_indent=" " * indent, **how) for line in lines]
-    sys.stderr.writelines(f"{line}\n" for line in lines)
-    sys.stderr.flush()
-
-
 def of_model(run: Run, name: str | None) -> Run:
     """The options with a model that may come as an argument. Raises UsageError for both."""
     if name is None:
         return run
     if "model" in run.typed:
-        raise UsageError(f"{name!r} and -m {run.model!r} stand for the same; leave out one")
+        raise UsageError(f"{name!r} and -m {run.model!r} stand for the same; leave out one of them")
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})
 
 

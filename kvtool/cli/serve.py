@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import explain_run
 from kvtool.cli.keeper import fixed_of, meta_of
 from kvtool.cli.locate import locate
-from kvtool.cli.opening import of_model, open_run, sampling_of, say
+from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option

@@ -24,7 +24,7 @@ class System(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.system is not None and self.system_file is not None:
-            raise UsageError("--system and --system-file are both given; leave out one")
+            raise UsageError("--system and --system-file are both given; leave out one of them")
 
     def text(self) -> str | None:
         """The prompt. Raises InputError for a file that cannot be read."""

@@ -72,8 +72,11 @@ class Recall(Ranked):
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
-            raise ValueError("exact goes with search=clusters; search=all attends to all: leave out one")
-        # 0: what `on` says
+            raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
+        # 0: what `on` says, and not to be typed
+        for name in ("recalled", "exact"):
+            if params.get(name) == 0:
+                raise ValueError(f"{name} must be at least 1, got 0")
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:

@@ -171,7 +171,7 @@ def workers_of(rpc: str | None, gpu_layers: int | None) -> tuple[str, ...]:
     if rpc is None:
         return ()
     if gpu_layers == 0:
-        raise UsageError("-ngl 0 leaves no layer for the workers of --rpc; leave out one of the two")
+        raise UsageError("-ngl 0 leaves no layer for the workers of --rpc; leave out -ngl 0 or --rpc")
     return tuple(endpoints.parse(rpc))
 
 

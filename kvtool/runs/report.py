@@ -56,7 +56,7 @@ def archive_limit(engine: Engine, policy: str) -> str | None:
     if not archive:
         return None
     size = f"{format_bytes(archive.max_bytes)} {_where(archive.file)}"
-    newest = f"the newest {archive.n_max:,} tokens"
+    newest = f"the newest {archive.n_max:,} token{'s' * (archive.n_max != 1)}"
     return f"{policy} archives what leaves the cache; that can take up to {size} ({newest})"
 
 

@@ -249,7 +249,7 @@ def _shape(fields: Fields) -> tuple[str | None, str | None]:
     if schema is not None and not isinstance(schema, dict):
         raise wrong("json_schema", "an object", schema)
     if schema is not None and grammar:
-        raise ApiError("grammar and a JSON schema say the same; leave out one", param="grammar")
+        raise ApiError("grammar and a JSON schema say the same; leave out one of them", param="grammar")
     return (None if schema is None else json.dumps(schema)), grammar or None
 
 
