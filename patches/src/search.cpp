@@ -165,7 +165,7 @@ void search::pick_sets(const row_clusters & own, size_t n_sets) {
         return;
     }
 
-    std::vector<float>        powers(x.size());
+    powers.resize(x.size());
     std::vector<softmax_part> parts(n_query);
     for (int q = 0; q < n_query; ++q) {
         parts[q] = exponentials(x.data() + q*n_room, n_item, 1.0f, powers.data() + q*n_room);
@@ -213,25 +213,25 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
     std::fill_n(score.begin(), n_item, 0.0f);
     std::vector<float> by(n_query, 0.0f);
     for (int q = 0; q < n_query; ++q) {
-        float * own    = estimate + q*stride;
-        float * powers = x.data() + q*n_room;
+        float * own   = estimate + q*stride;
+        float * own_x = x.data() + q*n_room;
 
         if (!(parts[q].sum > 0.0f) || !std::isfinite(parts[q].most) || !std::isfinite(parts[q].sum)) {
-            std::fill_n(powers, n_item, 0.0f);
+            std::fill_n(own_x, n_item, 0.0f);
             continue;
         }
         float sum = parts[q].sum;
         for (const int i : looked) {
-            sum -= powers[i];
-            powers[i] = 0.0f;
+            sum -= own_x[i];
+            own_x[i] = 0.0f;
         }
-        const float kept = keep_above(powers, n_item, least_part*parts[q].sum);
+        const float kept = keep_above(own_x, n_item, least_part*parts[q].sum);
         if (kept > 0.0f) {
             own[0] = parts[q].most;
             own[1] = std::max(sum, kept);
             // whose values do not count is taken to have those of the others
             by[q] = own[1]/kept;
-            add(score.data(), powers, n_item, 1.0f);
+            add(score.data(), own_x, n_item, 1.0f);
         }
     }
 
@@ -239,12 +239,14 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         return;
     }
 
+    const bool is_few = n_query <= n_few_columns;
+
     some.clear();
     size_t item = 0;
     for (const auto & run : runs) {
         for (int i = 0; i < run.n; ++i, ++item) {
             if (score[item] > 0.0f) {
-                for (int q = 0; q < n_query; ++q) {
+                for (int q = 0; q < n_query && is_few; ++q) {
                     x[q*n_room + item] *= by[q];
                 }
                 some.push_back({ run.all->value(run.place + i), x.data() + item });
@@ -255,17 +257,17 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
     const ggml_type type = all.clusters_of(i_layer, 0).clusters.type_v;
 
     const int n = some.size();
-    if (n_query <= n_few_columns) {
+    if (is_few) {
         add_rows(type, some.data(), n, l.n_embd_v, n_room, n_query, estimate + 2, stride);
         return;
     }
     const int n_value = columns(l.n_embd_v);
-    std::vector<float> values((size_t) n*n_value, 0.0f);
-    std::vector<float> powers((size_t) n*n_query);
+    values.resize((size_t) n*n_value);
+    powers.resize((size_t) n*n_query);
     for (int i = 0; i < n; ++i) {
         to_float(type, some[i].row, values.data() + i*n_value, l.n_embd_v);
         for (int q = 0; q < n_query; ++q) {
-            powers[q*n + i] = some[i].w[q*n_room];
+            powers[q*n + i] = some[i].w[q*n_room]*by[q];
         }
     }
     multiply_add(estimate + 2, stride, powers.data(), n, 1, values.data(), n_value, n_query, n, n_value);

@@ -80,6 +80,10 @@ struct search_memory {
 
     std::vector<int>          looked; // the items that are looked into
     std::vector<weighted_row> some;   // values that count
+
+    // of many queries: [value][columns(n_embd_v)], [query][value]; powers are those of sets before
+    std::vector<float> values;
+    std::vector<float> powers;
     std::vector<small_query>  small;  // [way][query]
 };
 
