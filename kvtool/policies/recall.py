@@ -33,8 +33,8 @@ class Recall(Ranked):
         "all": it attends to each archived token.
     exact
         With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
-        to five times as many, and one of an archive of 16 times 8,192 tokens into twice as many. Unless
-        given, 128 for each query head of a row, 256 to 1,024 in all.
+        to five times as many, and twice that in an archive of 131,072 tokens. Unless given, 128 for each
+        query head of a row, 256 to 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")

@@ -74,11 +74,12 @@ struct gathering {
 // so many tokens of a step look each into tokens of their own, and more tokens into no more
 static constexpr int n_apart = 5;
 
-// In a long archive more tokens look like what is asked for: of 16 times as many, twice as many are looked into.
+// In a long archive more tokens look like what is asked for: of 16 times as many, such a step looks into twice as many. A step of
+// one token does not, as it takes long for what it finds.
 static constexpr double n_short = 8192.0;
 
 static int64_t exact_of(const recaller & all, int n_tokens) {
-    const double longer = std::max(1.0, std::sqrt(std::sqrt(all.tokens.size()/n_short)));
+    const double longer = n_tokens > 1 ? std::max(1.0, std::sqrt(std::sqrt(all.tokens.size()/n_short))) : 1.0;
 
     const int64_t n = (int64_t) (all.params.n_exact*longer)*std::min(n_tokens, n_apart);
 

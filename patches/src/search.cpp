@@ -16,16 +16,22 @@ static constexpr float least_part = 3e-4f;
 // tokens whose clusters are ranked by themselves, for each that is looked into: those of the best sets
 static constexpr int n_ranked = 16;
 
-// the logarithms of numbers of tokens
-static float log_of(int n) {
-    static const auto table = [] {
-        std::vector<float> res(n_set*store::n_block + 1);
-        for (size_t i = 0; i < res.size(); ++i) {
-            res[i] = i > 0 ? std::log((float) i) : -INFINITY;
+// of numbers of tokens
+struct number_tables {
+    std::vector<float> logs;
+    std::vector<float> inverses;
+};
+
+static const number_tables & numbers() {
+    static const auto tables = [] {
+        number_tables res { { -INFINITY }, { 0.0f } };
+        for (int n = 1; n <= n_set*store::n_block; ++n) {
+            res.logs    .push_back(std::log((float) n));
+            res.inverses.push_back(1.0f/n);
         }
         return res;
     }();
-    return table[n];
+    return tables;
 }
 
 search::search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact)
@@ -69,13 +75,19 @@ void search::look_into_unsealed(int head, searched_row & row) {
 
 // logits of the runs from `first` on, whose numbers begin with `item`
 void search::multiply_runs(size_t first, size_t item) {
+    const auto * own_logs = numbers().logs.data();
+    const auto * inverses = numbers().inverses.data();
+
+    const size_t begin = item;
     for (size_t r = first; r < runs.size(); item += runs[r++].n) {
         const auto & run = runs[r];
+        const auto * sizes = run.all->sizes.data() + run.place;
         for (int i = 0; i < run.n; ++i) {
-            const int n = run.all->sizes[run.place + i];
             // a set that is picked has so many clusters
-            size[item + i] = run.is_set && n > 0 ? std::max(n, n_side) : n;
-            logs[item + i] = log_of(n);
+            const int n = run.is_set && sizes[i] > 0 ? std::max<int>(sizes[i], n_side) : sizes[i];
+            size   [item + i] = n;
+            inverse[item + i] = inverses[n];
+            logs   [item + i] = own_logs[sizes[i]];
         }
         for (int q = 0; q < n_query; ++q) {
             float * to = x.data() + q*n_room + item;
@@ -83,8 +95,10 @@ void search::multiply_runs(size_t first, size_t item) {
             for (int i = 0; i < run.n && logits.cap > 0.0f; ++i) {
                 to[i] = logits.cap*std::tanh(to[i]/logits.cap);
             }
-            add(to, logs.data() + item, run.n, 1.0f);
         }
+    }
+    for (int q = 0; q < n_query; ++q) {
+        add(x.data() + q*n_room + begin, logs.data() + begin, item - begin, 1.0f);
     }
 }
 
@@ -98,7 +112,7 @@ void search::set_scores(const std::vector<float> & powers, const std::vector<sof
         }
     }
     for (size_t i = 0; i < n_item; ++i) {
-        score[i] /= std::max(size[i], 1);
+        score[i] *= inverse[i];
     }
 }
 
@@ -123,40 +137,39 @@ static inline KVTOOL_INLINE int32_t cut_of(const int32_t * score, const int32_t 
     return cut;
 }
 
+static inline KVTOOL_INLINE void choose_of(const int32_t * score, const int32_t * size, int n, int64_t wanted, uint8_t * chosen) {
+    const int32_t cut  = cut_of(score, size, n, wanted);
+    const int32_t next = cut + (1 << 12);
+
+    int64_t n_left = wanted - size_above(score, size, n, next);
+    for (int i = 0; i < n; ++i) {
+        chosen[i] = (score[i] >= next) & (size[i] > 0);
+    }
+    for (int i = n - 1; i >= 0 && n_left > 0; --i) {
+        if (score[i] >= cut && score[i] < next && size[i] > 0) {
+            chosen[i] = 1;
+            n_left -= size[i];
+        }
+    }
+}
+
 #ifdef KVTOOL_X86
-KVTOOL_AVX2 static int32_t cut_avx2(const int32_t * score, const int32_t * size, int n, int64_t wanted) {
-    return cut_of(score, size, n, wanted);
+KVTOOL_AVX2 static void choose_avx2(const int32_t * score, const int32_t * size, int n, int64_t wanted, uint8_t * chosen) {
+    choose_of(score, size, n, wanted, chosen);
 }
 #endif
 
 // Of the items begin .. end - 1 those with the highest scores, until they have as many tokens; of nearly equal ones the last
 // first.
 void search::choose(size_t begin, size_t end, int64_t wanted) {
-    const int n = end - begin;
-
+    // of numbers that are not negative, bits are in the same order
     const auto * bits = (const int32_t *) score.data() + begin;
-    const auto * own  = size.data() + begin;
-
-    int32_t cut;
 #ifdef KVTOOL_X86
     if (vectors() != PLAIN) {
-        cut = cut_avx2(bits, own, n, wanted);
-    } else
+        return choose_avx2(bits, size.data() + begin, end - begin, wanted, chosen.data() + begin);
+    }
 #endif
-    cut = cut_of(bits, own, n, wanted);
-
-    const int32_t next = cut + (1 << 12);
-    int64_t n_left = wanted;
-    for (int i = 0; i < n; ++i) {
-        chosen[begin + i] = bits[i] >= next && own[i] > 0;
-        n_left -= chosen[begin + i] ? own[i] : 0;
-    }
-    for (int i = n - 1; i >= 0 && n_left > 0; --i) {
-        if (bits[i] >= cut && bits[i] < next && own[i] > 0) {
-            chosen[begin + i] = 1;
-            n_left -= own[i];
-        }
-    }
+    choose_of(bits, size.data() + begin, end - begin, wanted, chosen.data() + begin);
 }
 
 // the best sets give way to their clusters
@@ -343,6 +356,7 @@ void search::find(int head, const float * queries, searched_row & row, float * e
     n_room = (n_room + n_side - 1)/n_side*n_side;
     x     .resize(n_room*n_query);
     logs  .resize(n_room);
+    inverse.resize(n_room);
     score .resize(n_room);
     size  .resize(n_room);
     chosen.assign(n_room, 0);

@@ -74,6 +74,7 @@ struct search_memory {
     // of what the runs have, one after the other: x has logits or powers of a query every n_room numbers
     std::vector<float>   x;
     std::vector<float>   logs;
+    std::vector<float>   inverse; // of their numbers of tokens
     std::vector<float>   score;
     std::vector<int32_t> size;
     std::vector<uint8_t> chosen;
