@@ -33,8 +33,8 @@ class Recall(Ranked):
         "all": it attends to each archived token.
     exact
         With search=clusters: tokens that a step looks into. A step of more than one token looks into more, up
-        to five times as many, and twice that in an archive of 131,072 tokens. Unless given, 128 for each
-        query head of a row, 256 to 1,024 in all.
+        to five times as many, and twice that in an archive of 131,072 tokens. Unless given, or where it is 0,
+        128 for each query head of a row, 256 to 1,024 in all.
     """
 
     adjustable: ClassVar[tuple[str, ...]] = ("recalled", "chunk", "search", "exact")
@@ -55,7 +55,7 @@ class Recall(Ranked):
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         if self.exact < 0:
-            raise ValueError(f"exact must be at least 1, got {self.exact}")
+            raise ValueError(f"exact must not be negative, got {self.exact}")
         most = self._most_recalled
         if most < 1:
             raise ValueError(
@@ -73,10 +73,7 @@ class Recall(Ranked):
     def fit(cls, budget: int, slack: int, **params: Any) -> Recall:
         if params.get("search") == "all" and "exact" in params:
             raise ValueError("exact goes with search=clusters; leave out -o exact or -o search=all")
-        # 0: what `on` says, and not to be typed
-        for name in ("recalled", "exact"):
-            if params.get(name) == 0:
-                raise ValueError(f"{name} must be at least 1, got 0")
+        # 0: what `on` says
         return cls(budget, slack, **{"recalled": 0, "exact": 0, **params})
 
     def on(self, n_group: int, has_values: bool) -> Recall:
