@@ -102,7 +102,8 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             while not is_over.is_set():
                 asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
                 reply, n_cached, n, _ = ask(url, asked)
-                assert is_all(policy, n_cached, tokens[i])
+                # a reply may have been stored and lost on its way: then its question can be gone back to
+                assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*asked, said("assistant", reply)], n
                 # this one is never finished
                 request(url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_lines=3)
