@@ -17,7 +17,7 @@ static constexpr int n_parts = 16;
 static constexpr int n_together = 64;
 
 // ranges whose memory is asked for before they are attended to
-static constexpr size_t n_ahead = 4;
+static constexpr size_t n_ahead = 1;
 
 attention::attention(
         const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact, attention_work & work)
@@ -62,7 +62,7 @@ void attention::read(int head, const token_range & range, int64_t begin, int n, 
     const bool    is_one = !range.sealed || base(range.sealed->first) == base(l.n_block - 1);
     const bool    turns  = range.is_far || !is_one;
 
-    if (is_few && !turns && !row.bytes.x.empty()) {
+    if (is_few && !turns && looking.has_bytes()) {
         multiply_byte_rows(l.raw_key(head, begin), l.size, n, d, row.bytes, range.way*n_query, n_query, to, n_together);
         return;
     }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #ifdef KVTOOL_X86
 #include <immintrin.h>
@@ -12,22 +13,26 @@
 
 namespace kvtool {
 
-void small_query::set(const float * query, int64_t n_embd) {
+float to_bytes(const float * x, int64_t n, int8_t * out) {
     float most = 0.0f;
-    for (int64_t j = 0; j < n_embd; ++j) {
-        most = std::max(most, std::fabs(query[j]));
+    for (int64_t j = 0; j < n; ++j) {
+        most = std::max(most, std::fabs(x[j]));
     }
-    scale = most/127.0f;
-    sum   = 0;
+    const float scale = most/127.0f;
+    const float by    = most > 0.0f ? 1.0f/scale : 0.0f;
+    for (int64_t j = 0; j < n; ++j) {
+        // rounded, as the numbers become positive
+        const float y = x[j]*by + 128.5f;
+        out[j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
+    }
+    return scale;
+}
+
+void small_query::set(const float * query, int64_t n_embd) {
     fours.resize(n_embd/4);
     auto * x = (int8_t *) fours.data();
-    const float by = most > 0.0f ? 1.0f/scale : 0.0f;
-    for (int64_t j = 0; j < n_embd; ++j) {
-        // rounded, as the numbers become positive; what is no number becomes 0
-        const float y = query[j]*by + 128.5f;
-        x[j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
-        sum += x[j];
-    }
+    scale = to_bytes(query, n_embd, x);
+    sum   = std::accumulate(x, x + n_embd, 0);
 }
 
 // of the numbers, which are stored without their sign

@@ -11,6 +11,9 @@ namespace kvtool {
 // keys that are compared at once
 constexpr int n_side = 16;
 
+// Numbers in 8 bits; returns their scale. What is no number becomes 0.
+float to_bytes(const float * x, int64_t n, int8_t * out);
+
 // a query in 8 bits
 struct small_query {
     std::vector<int32_t> fours; // four numbers in each

@@ -35,7 +35,7 @@ static const number_tables & numbers() {
 }
 
 search::search(const archive & all, size_t i, int64_t rot, int n_query, const logit_params & logits, int64_t n_exact)
-    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), logits(logits), n_exact(n_exact)
+    : all(all), i_layer(i), l(all[i]), rope(all.turns_of(i)), n_query(n_query), is_few(n_query <= n_few_columns), logits(logits), n_exact(n_exact)
     , far_turn(all.n_near - rot) {}
 
 int search::way_of(int64_t delta) {
@@ -252,8 +252,6 @@ void search::estimate_rest(const std::vector<softmax_part> & parts, float * esti
         return;
     }
 
-    const bool is_few = n_query <= n_few_columns;
-
     some.clear();
     size_t item = 0;
     for (const auto & run : runs) {
@@ -297,10 +295,10 @@ void search::turn(const float * queries, searched_row & row) {
             rope.turn_query(to, ways[way]);
         }
     }
-    if (n_query <= n_few_columns && n_exact > 0 && can_multiply_bytes(l.type_k, d)) {
+    if (has_bytes()) {
         row.bytes.set(row.turned.data(), ways.size()*n_query, d);
     }
-    if (n_query > n_few_columns) {
+    if (!is_few) {
         const int n_column = columns(n_query);
         row.columns.assign(ways.size()*d*n_column, 0.0f);
         for (size_t way = 0; way < ways.size(); ++way) {

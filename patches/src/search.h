@@ -33,8 +33,7 @@ struct token_range {
 struct searched_row {
     std::vector<float> turned;  // the queries: [way][query][n_embd_k]
     std::vector<float> columns; // the same [way][n_embd_k][query], where many are multiplied at once
-
-    byte_columns       bytes;   // the same in 8 bits, where few are multiplied with keys in 8 bits
+    byte_columns       bytes;   // the same in 8 bits, if the search has them
 
     std::vector<token_range> looked; // what is looked into
     int64_t                  n_looked = 0;
@@ -85,7 +84,8 @@ struct search_memory {
     // of many queries: [value][columns(n_embd_v)], [query][value]; powers are those of sets before
     std::vector<float> values;
     std::vector<float> powers;
-    std::vector<small_query>  small;  // [way][query]
+
+    std::vector<small_query> small; // [way][query]
 };
 
 // a thread's search in a layer, for queries of one step
@@ -98,6 +98,9 @@ public:
     // they have: of each query the highest logit, the sum of the exponentials beside it, and the values by them, in estimate +
     // query*stride, where nothing is yet
     void find(int head, const float * queries, searched_row & row, float * estimate, int64_t stride);
+
+    // whether a row's queries are given in 8 bits as well
+    bool has_bytes() const { return is_few && n_exact > 0 && can_multiply_bytes(l.type_k, l.n_embd_k); }
 
     // how far the key of a token in a range has to be turned
     int64_t turn_of(const token_range & range, int64_t place) const {
@@ -125,6 +128,7 @@ private:
     const turns          & rope;
 
     const int          n_query;
+    const bool         is_few; // queries: keys and values are multiplied where they lie
     const logit_params logits;
     const int64_t      n_exact;
 

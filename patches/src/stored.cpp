@@ -2,9 +2,9 @@
 
 #include "convert.h"
 #include "cpu.h"
+#include "index.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -332,17 +332,7 @@ void byte_columns::set(const float * from, int n_x, int64_t d) {
     x     .resize(n_x*d);
     scales.resize(n_x*d/n_group);
     for (size_t g = 0; g < scales.size(); ++g) {
-        const float * own = from + g*n_group;
-        float most = 0.0f;
-        for (int j = 0; j < n_group; ++j) {
-            most = std::max(most, std::fabs(own[j]));
-        }
-        scales[g] = most/127.0f;
-        const float by = most > 0.0f ? 127.0f/most : 0.0f;
-        for (int j = 0; j < n_group; ++j) {
-            const float y = own[j]*by + 128.5f;
-            x[g*n_group + j] = (int8_t) ((int32_t) (y > 0.0f && y < 256.0f ? y : 128.5f) - 128);
-        }
+        scales[g] = to_bytes(from + g*n_group, n_group, x.data() + g*n_group);
     }
 }
 
