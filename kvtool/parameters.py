@@ -39,11 +39,12 @@ def explained(kind: type) -> dict[str, str]:
     return found
 
 
-def parse(kind: type, given: Iterable[str], flag: str, but: Iterable[str] = ()) -> dict[str, Any]:
+def parse(kind: type, given: Iterable[str], flag: str, of: str, but: Iterable[str] = ()) -> dict[str, Any]:
     """The values that ["window=64", ...] gives to the fields of a dataclass, in the fields' types.
 
     The values of a tuple are separated by commas. given: what the user typed. flag: the option that took it.
-    but: fields that cannot be set. Raises UsageError with what would be right.
+    of: whose parameters they are, as the user calls it. but: fields that cannot be set. Raises UsageError
+    with what would be right.
     """
     kinds, known = get_type_hints(kind), defaults(kind, but)
     parsed: dict[str, Any] = {}
@@ -53,8 +54,11 @@ def parse(kind: type, given: Iterable[str], flag: str, but: Iterable[str] = ()) 
             raise UsageError(f"{flag} takes name=value, got {option!r}")
         if name not in known:
             right = ", ".join(known) or "none"
-            raise UsageError(f"{kind.__name__} has no parameter {name!r}; its parameters: {right}")
-        parsed[name] = _value(kinds[name], name, text)
+            raise UsageError(f"{of}: there is no parameter {name!r}; its parameters: {right}")
+        try:
+            parsed[name] = _value(kinds[name], name, text)
+        except ValueError as error:
+            raise UsageError(f"{of}: {error}") from None
     return parsed
 
 
@@ -64,8 +68,8 @@ def _value(kind: type, name: str, text: str) -> Any:
     if kind is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise UsageError(f"{name} must be true or false, got {text!r}")
+        raise ValueError(f"{name} must be true or false, got {text!r}")
     try:
         return kind(text)
     except ValueError:
-        raise UsageError(f"{name} must be {_KINDS.get(kind, kind.__name__)}, got {text!r}") from None
+        raise ValueError(f"{name} must be {_KINDS.get(kind, kind.__name__)}, got {text!r}") from None

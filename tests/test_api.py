@@ -84,7 +84,7 @@ def test_the_documents_blocks_run_and_say_what_is_so(run, capsys):
     assert sorted(mass[0].tolist(), reverse=True)[:3] == [raw[pos] for pos in tokens.tolist()]
     capsys.readouterr()
     run(code[3])
-    assert "H2O has no parameter 'windw'; its parameters: window" in capsys.readouterr().out
+    assert "h2o: there is no parameter 'windw'; its parameters: window" in capsys.readouterr().out
     run(code[4])
     opened = left["opened"]
     assert (opened.run.budget, opened.engine.policy.budget, opened.notes) == ("10%", 819, [])
@@ -173,7 +173,7 @@ def test_a_policys_parameters_are_those_of_the_command_line():
     ("wrong", "said"),
     [
         (lambda: load_policy("h3o", 64), "unknown policy 'h3o'. Did you mean h2o"),
-        (lambda: load_policy("h2o", 64, window="many"), "window must be a whole number, got 'many'"),
+        (lambda: load_policy("h2o", 64, window="many"), "h2o: window must be a whole number, got 'many'"),
         (lambda: load_policy("h2o", 2, evict_every=8), "--evict-every must be less than the budget"),
         (lambda: load_policy("roco", 3), "a budget of 3 is too small for roco; use at least 6"),
         (lambda: Settings(type_k="q9_0"), "type_k must be one of f32, f16, .*, got 'q9_0'"),

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.chats.undo import MOST, MOST_BYTES
-from kvtool.cli.chat_commands import HELP
+from kvtool.cli.chat_show import HELP, NOTES
 from tests import tiny
 from tests.terminal import Terminal
 
@@ -84,7 +84,7 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
     ):
         assert chat.say(line) == said
     assert chat.say("say [/] :smile:").endswith("tokens/s")
-    assert chat.say("/undo").startswith('took back the turn "say [/] :smile:"; the chat has 0 turns')
+    assert chat.say("/undo").startswith('took back the turn "say [/] :smile:"; the chat has no turns')
     leave(chat)
 
 
@@ -136,11 +136,12 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
 
 def test_the_help_says_what_undo_keeps(terminal):
     chat = terminal()
-    assert chat.say("/help") == HELP
-    # a terminal of 80 columns wraps none of its lines
-    assert max(map(len, HELP.split("\n"))) < 80
-    assert f"up to {MOST} steps" in HELP
-    assert f"{MOST_BYTES >> 20} MiB" in HELP
+    lines = chat.say("/help").split("\n")
+    text = " ".join(" ".join(lines).split())
+    for each in (*(f"{command} {what}" for command, what in HELP.items()), *NOTES):
+        assert each in text
+    assert f"up to {MOST} steps" in text
+    assert f"{MOST_BYTES >> 20} MiB" in text
     leave(chat)
 
 
@@ -246,7 +247,9 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     name = change.format(other=other_kv)
     chat.say(name)
     chat.say("five")
-    assert 'took back the turn "five"; the chat has ' + str(own) + " turn" in chat.say("/undo")
+    assert 'took back the turn "five"; the chat has ' + (str(own) if own else "no") + " turn" in chat.say(
+        "/undo"
+    )
     assert turns(chat_kv) == ["other"][:own]
     command = name if own else name.split()[0]
     assert f"took back {command}; the chat has 5 turns; /undo can go back 1 more" in chat.say("/undo")
@@ -263,7 +266,7 @@ def test_a_session_without_turns_is_told(terminal, tmp_path):
     path = tmp_path / "talk.kv"
     chat = terminal("--session", path)
     chat.say("one")
-    assert "the chat has 0 turns" in chat.say("/undo")
+    assert "the chat has no turns" in chat.say("/undo")
     assert chat.say("/retry") == "the chat has no turns"
     leave(chat)
     again = terminal("--session", path)
@@ -293,8 +296,11 @@ def test_undo_without_a_session_takes_changes_back_too(terminal):
     chat.say("one")
     chat.say("/reset")
     chat.say("/system Be a pirate.")
-    for change, n in (("/system", 0), ("/reset", 1), ('the turn "one"', 0)):
+    for change, n in (("/system", "no"), ("/reset", "1")):
         assert f"took back {change}; the chat has {n} turn" in chat.say("/undo")
+    # asked for more than there is
+    undone = chat.say("/undo 2")
+    assert undone == 'took back the turn "one"; the chat has no turns; /undo goes back no further'
     leave(chat)
 
 

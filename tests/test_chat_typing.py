@@ -250,6 +250,8 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     chat.say("hello")
     assert "started over" in chat.say("/clear")
     assert chat.say("/rety") == "there is no command /rety; did you mean /retry?"
+    assert chat.say("/last") == "there is no command /last; did you mean /show last?"
+    assert chat.say("/temp 1") == "there is no command /temp; did you mean /set temp?"
     # completed by Tab
     chat.type("/sta\t")
     chat.wait_for("/stats")
@@ -268,7 +270,7 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
     reply = session.read(path)[0]["messages"][-1]["content"]
     again = terminal("--session", path)
     assert f"> what was said\n\n{reply.rstrip()}" in again.text
-    assert 'took back the turn "what was said"; the chat has 0 turns' in again.say("/undo")
+    assert 'took back the turn "what was said"; the chat has no turns' in again.say("/undo")
 
 
 @pytest.mark.engine

@@ -127,7 +127,11 @@ def test_commands_are_shown_in_their_order_and_suggested():
         (["perplexity", "TEXT", "--budget", "12x"], 2, "64MiB"),
         (["perplexity", "TEXT", "--policy", "buzz", "--budget", "3"], 2, "use at least 8"),
         (["perplexity", "TEXT", "--policy", "h2o", "-o", "sinkz=1"], 2, "window, sinks"),
-        (["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"], 2, "window must be a whole number"),
+        (
+            ["perplexity", "TEXT", "--policy", "h2o", "-o", "window=many"],
+            2,
+            "h2o: window must be a whole number",
+        ),
         (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m "),
         (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
         (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
@@ -266,7 +270,7 @@ def test_policies_explains_every_parameter():
         (["h2o", "--evict-every", "3"], "need a --budget"),
         (["--budget", "512", "-o", "window=3"], "needs the name of a policy, one of: bumblebee, buzz, "),
         (["buzz", "--budget", "3"], "a budget of 3 is too small for buzz; use at least 8"),
-        (["buzz", "--budget", "512", "-o", "stride=x"], "stride must be a whole number"),
+        (["buzz", "--budget", "512", "-o", "stride=x"], "buzz: stride must be a whole number"),
         (["buzz", "--budget", "512", "-o", "swap=1"], "swap must be true or false"),
     ],
 )

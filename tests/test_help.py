@@ -180,8 +180,8 @@ def test_a_value_out_of_range_is_one_line(smollm2, words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "x", "-p", "y"], "'x' and -p 'y' stand for the same; leave out one of them"),
-        (["chat", "x", "-m", "y"], "'x' and -m 'y' stand for the same; leave out one of them"),
+        (["generate", "x", "-p", "y"], "'x' and -p 'y' are two prompts; leave out one of them"),
+        (["chat", "x", "-m", "y"], "'x' and -m 'y' are two models; leave out one of them"),
     ],
 )
 def test_what_is_typed_in_two_places_is_one_line(words, said):

@@ -179,7 +179,7 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
     ("wrong", "words"),
     [
         ({"policy": "nope"}, "unknown policy 'nope'"),
-        ({"options": ("sinkz=1",)}, "H2O has no parameter 'sinkz'"),
+        ({"options": ("sinkz=1",)}, "h2o: there is no parameter 'sinkz'"),
         ({"archive": "many"}, "--archive is a number of tokens"),
         ({"archive": "9", "typed": frozenset({"archive"})}, "`h2o` has no archive; leave out --archive"),
         ({"rpc": "there:50052", "gpu_layers": 0}, "-ngl 0 leaves no layer for the workers"),

@@ -20,37 +20,6 @@ from kvtool.system.texts import shown
 if TYPE_CHECKING:
     from kvtool.cli.chat_screen import Terminal
 
-HELP = """\
-/help, /?      show this help
-/stats         show what the cache holds, its size in bytes, and the speed
-/show NAME     show the system prompt, the settings, the template, the policy,
-               the thought of the last reply, or the last turn
-/set NAME X    change how tokens are drawn, or n, the limit of a reply
-/retry         take back the last reply, and answer once more
-/edit-last     put the last turn at the prompt; what you send takes its place
-/edit          write the next turn in $EDITOR
-/undo [N]      take back the last change, or N of them: turns, /reset, /system
-               and /load
-/save FILE     write the chat to a session file; asks before replacing a chat
-/load FILE     continue the chat in a session file
-/cells [N]     show the last N tokens; the darker, the more rows still hold it
-/reset, /clear forget everything and start over; the system prompt stays
-/system        show the system prompt
-/system TEXT   start over under another system prompt
-/exit, /bye    leave; so does Ctrl-D
-A pasted text is one turn. A line that ends with a backslash goes on; so does
-one that ends with Alt-Enter, and \"\"\" opens and closes a text of several lines.
-@FILE puts a file in its place. // starts a turn with a slash. Tab completes,
-and Ctrl-R searches what was typed. Ctrl-C stops a reply and keeps it; while a
-turn is read, it takes the turn back.
-/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk,
-without the archive of --policy recall, and are deleted when you leave. With
-that policy turns need no copies, and /undo goes back any number of them, also
-of those of a session's earlier runs.
-With --session FILE, the file is written after every reply and every /undo.
-/reset, /system and /load do not touch it: the next reply first moves the chat
-that is in it to FILE.1 (FILE.2, ...)."""
-
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 
@@ -62,7 +31,7 @@ class Commands:
         self.conversation = terminal.conversation
         self.keeper = terminal.keeper
         self._plain: dict[str, Callable[[], None]] = {
-            "/help": lambda: terminal.console.print(HELP),
+            "/help": lambda: chat_show.help(terminal),
             "/stats": lambda: chat_show.stats(terminal),
             "/retry": self._retry,
             "/edit-last": self._edit_last,
@@ -96,8 +65,8 @@ class Commands:
             if name in self._with_text:
                 self._with_text[name](rest)
             elif name not in self._plain and name != "/exit":
-                close = get_close_matches(name, self.words(), 1)
-                instead = f"did you mean {close[0]}?" if close else "/help lists them"
+                meant = self._meant(name)
+                instead = f"did you mean {meant}?" if meant else "/help lists them"
                 self.terminal.error(f"there is no command {name}; {instead}")
             elif rest:
                 self.terminal.error(f"{typed} takes nothing after it")
@@ -112,6 +81,13 @@ class Commands:
             self.terminal.note("stopped")
         return True
 
+    def _meant(self, name: str) -> str | None:
+        """The command that a word may stand for: one that takes it, or the one most like it."""
+        for command, taken in self.words().items():
+            if taken is not None and name[1:] in taken():
+                return f"{command} {name[1:]}"
+        return next(iter(get_close_matches(name, self.words(), 1)), None)
+
     def _undo(self, n: str) -> None:
         if n and not (n.isdecimal() and int(n)):
             raise UsageError("/undo takes a number of changes, like /undo 2")
@@ -125,6 +101,8 @@ class Commands:
             return
         n_more = len(self.conversation.copies)
         more = f"; /undo can go back {n_more} more" if n_more else ""
+        if len(changes) < int(n or 1):
+            more = "; /undo goes back no further"
         what = changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
         self.terminal.note(f"took back {what}; the chat has {turns(self.conversation.n_turn)}{more}")
         self.keeper.keep_session(undone=True)

@@ -67,6 +67,13 @@ def stats(terminal: Terminal) -> None:
     _table(terminal, rows)
 
 
+def help(terminal: Terminal) -> None:
+    """The commands, and how a turn is typed."""
+    _table(terminal, HELP, dim=False)
+    for text in NOTES:
+        terminal.console.print(text)
+
+
 def show(terminal: Terminal, what: str) -> None:
     """One of `SHOWN`. Raises UsageError for anything else."""
     if what not in SHOWN:
@@ -96,8 +103,39 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
 """What /show shows."""
 
 
-def _table(terminal: Terminal, rows: dict[str, str]) -> None:
+HELP = {
+    "/help, /?": "show this help",
+    "/stats": "show what the cache holds, its size in bytes, and the speed",
+    "/show NAME": "show the system prompt, the settings, the template, the policy, the thought of the "
+    "last reply, or the last turn",
+    "/set NAME X": "change how tokens are drawn, or n, the limit of a reply",
+    "/retry": "take back the last reply, and answer once more",
+    "/edit-last": "put the last turn at the prompt; what you send takes its place",
+    "/edit": "write the next turn in $EDITOR",
+    "/undo [N]": "take back the last change, or N of them: turns, /reset, /system and /load",
+    "/save FILE": "write the chat to a session file; asks before replacing a chat",
+    "/load FILE": "continue the chat in a session file",
+    "/cells [N]": "show the last N tokens; the darker, the more rows still hold it",
+    "/reset, /clear": "forget everything and start over; the system prompt stays",
+    "/system": "show the system prompt",
+    "/system TEXT": "start over under another system prompt",
+    "/exit, /bye": "leave; so does Ctrl-D",
+}
+NOTES = (
+    "A pasted text is one turn. A line that ends with a backslash goes on; so does one that ends with "
+    'Alt-Enter, and """ opens and closes a text of several lines. @FILE puts a file in its place. // '
+    "starts a turn with a slash. Tab completes, and Ctrl-R searches what was typed. Ctrl-C stops a reply "
+    "and keeps it; while a turn is read, it takes the turn back.",
+    "/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without the archive of "
+    "--policy recall, and are deleted when you leave. With that policy turns need no copies, and /undo "
+    "goes back any number of them, also of those of a session's earlier runs.",
+    "With --session FILE, the file is written after every reply and every /undo. /reset, /system and "
+    "/load do not touch it: the next reply first moves the chat that is in it to FILE.1 (FILE.2, ...).",
+)
+
+
+def _table(terminal: Terminal, rows: dict[str, str], dim: bool = True) -> None:
     from rich.table import Column
 
-    columns = Column(style="dim"), Column(overflow="fold")
+    columns = Column(style="dim" if dim else "", no_wrap=True), Column(overflow="fold")
     terminal.console.print(table(columns, rows.items(), show_header=False))

@@ -72,7 +72,7 @@ def generate(
 ) -> None:
     """Answer a prompt, a text on stdin, or both. If both are given, the prompt is never evicted."""
     if given is not None and "prompt" in asked.typed:
-        raise UsageError(f"{given!r} and -p {asked.prompt!r} stand for the same; leave out one of them")
+        raise UsageError(f"{given!r} and -p {asked.prompt!r} are two prompts; leave out one of them")
     prompt, file = utf8("-p", asked.prompt if given is None else given), asked.file
     system_prompt = system.text()
     text = "" if file == "-" else read_stdin()

@@ -339,7 +339,7 @@ def open_transcript(path: Path) -> Log:
 
 def turns(n: int) -> str:
     """A number of turns, in words."""
-    return f"{n} turn{'s' * (n != 1)}"
+    return f"{n or 'no'} turn{'s' * (n != 1)}"
 
 
 _FLAGS = {

@@ -33,7 +33,7 @@ def of_model(run: Run, name: str | None) -> Run:
     if name is None:
         return run
     if "model" in run.typed:
-        raise UsageError(f"{name!r} and -m {run.model!r} stand for the same; leave out one of them")
+        raise UsageError(f"{name!r} and -m {run.model!r} are two models; leave out one of them")
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})
 
 

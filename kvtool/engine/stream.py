@@ -35,7 +35,7 @@ def on_model(policy: Policy, model: Model) -> Policy:
     try:
         return policy.on(max(n for _, n in model.groups), model.layers.has_values)
     except ValueError as error:
-        raise UsageError(f"{type(policy).__name__}: {error}") from error
+        raise UsageError(str(error)) from error
 
 
 class Stream:

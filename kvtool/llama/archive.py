@@ -89,8 +89,8 @@ class Archive:
             # rounded up: typed again, it must be enough
             least = f"{-(-2 * self.slab_bytes // 1024)}KiB"
             raise UsageError(
-                f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at once, "
-                "and two such parts are needed"
+                f"--archive must be at least {least}: memory is taken for {self.n_token} tokens at a time, "
+                "and that twice at least"
             )
         self.segments: list[Segment] = []
         self.clusters: list[Clusters] = []

@@ -134,13 +134,13 @@ def chosen(policy: Policy) -> dict[str, object]:
     return {name: getattr(policy, name) for name in params(type(policy))}
 
 
-def parse_options(policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
+def parse_options(name: str, policy: type[Policy], options: Iterable[str]) -> dict[str, object]:
     """["window=64", ...] to values of the fields' types. Raises UsageError that names what would be right."""
     try:
-        return parameters.parse(policy, options, "-o", but=_COMMON)
+        return parameters.parse(policy, options, "-o", name, but=_COMMON)
     except NameError as error:
         # an annotation of somebody's policy
-        raise UsageError(f"{policy.__name__}: {where(error)}") from error
+        raise UsageError(f"{name}: {where(error)}") from error
 
 
 class Wanted(NamedTuple):
@@ -220,7 +220,7 @@ class Wanted(NamedTuple):
 def wanted(name: str, evict_every: int | None = None, options: Iterable[str] = ()) -> Wanted:
     """A policy by name or file, with options as typed. Raises UsageError for what there is not."""
     kind = load(name)
-    return Wanted(name, kind, parse_options(kind, options), evict_every)
+    return Wanted(name, kind, parse_options(name, kind, options), evict_every)
 
 
 def fit(name: str, budget: int, evict_every: int | None = None, options: Iterable[str] = ()) -> Policy:

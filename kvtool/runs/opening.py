@@ -153,7 +153,7 @@ def resolved(run: Run) -> Resolved:
     kind = policies.load(run.policy)
     if not kind.evicts and "budget" in run.typed:
         raise UsageError(f"`{run.policy}` keeps every token and takes no --budget; -c sets its cache size")
-    params = policies.parse_options(kind, run.options)
+    params = policies.parse_options(run.policy, kind, run.options)
     wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
     return Resolved(wanted, archive.checked(run, {run.policy: kind}), workers_of(run.rpc, run.gpu_layers))
 

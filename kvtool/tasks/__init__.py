@@ -35,6 +35,6 @@ def make(name: str, given: Iterable[str]) -> Task:
     """The task with the parameters ["name=value", ...]. Raises UsageError."""
     kind = load(name)
     try:
-        return kind(**parameters.parse(kind, given, "--set"))
+        return kind(**parameters.parse(kind, given, "--set", name))
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from None
