@@ -704,6 +704,16 @@ def test_an_archive_in_a_file_is_of_any_length(tiny_model, path_of_file):
         assert all((each == pushed[0]).all() for each in pushed)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="maps as Linux lists them")
+def test_of_an_archives_file_the_pages_are_read_that_a_step_needs(tiny_model, path_of_file):
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:
+        engine.read(text(200))
+        _, _, own = Path("/proc/self/smaps").read_text().partition(f"{path_of_file} (deleted)\n")
+        flags = next(line for line in own.splitlines() if line.startswith("VmFlags:"))
+        # none that follow them: "random read advise"
+        assert "rr" in flags.split()
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files as Linux lists them")
 def test_the_space_of_an_archives_file_is_free_when_it_is_closed(tiny_model, path_of_file):
     with open_engine(tiny_model(n_head_kv=2), fit(), archive_file=path_of_file) as engine:

@@ -140,6 +140,10 @@ uint8_t * slab_maps::take() {
             madvise(p, n_region*size, MADV_HUGEPAGE);
         }
 #endif
+        if (has_file()) {
+            // a step reads a few pages here and there: what lies behind them would push others out of memory
+            posix_madvise(p, n_region*size, POSIX_MADV_RANDOM);
+        }
         regions.push_back((uint8_t *) p);
     }
     if (has_file()) {
