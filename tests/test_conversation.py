@@ -620,7 +620,7 @@ def test_a_system_prompt_like_the_templates_own_words_is_pinned_whole(real_chat,
     talk = real_chat(system=system)
     talk.pin_system()
     model = talk.writer.engine.model
-    wanted = model.tokenize(f"<|im_start|>system\n{system}", special=True)
+    wanted = [*model.tokenize("<|im_start|>", special=True), *model.tokenize(f"system\n{system}")]
     assert talk.writer.engine.n_pinned == len(wanted)
 
 

@@ -68,6 +68,15 @@ def write_llama(
     _add_tensors(writer, *sizes, tied, seed, n_silent=N_SPECIAL + 256 if letters else N_SPECIAL)
 
 
+def write_vocab(path, *, control=(), words=(), space_prefix=False, add_bos=False):
+    """Writes the same tokenizer alone, with more control tokens and user-defined ones."""
+    n_vocab = N_SPECIAL + 257 + 52 * 52 + len(control) + len(words)
+    writer = _sized(path, "llama", 1024, 1, 1, 1, 32, 64, n_vocab)
+    writer.add_layer_norm_rms_eps(1e-5)
+    _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control, words)
+    Tensors(writer, 32, 0).write()
+
+
 def write_gemma3(
     path,
     *,
@@ -256,17 +265,20 @@ def _add_tensors(
     tensors.write()
 
 
-def _add_tokenizer(writer, n_vocab, space_prefix, add_bos):
-    """SentencePiece: special tokens, the bytes, a space, and as many pairs of letters as fit."""
+def _add_tokenizer(writer, n_vocab, space_prefix, add_bos, control=(), words=()):
+    """SentencePiece: special tokens, the bytes, a space, as many pairs of letters as fit, and more tokens."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     if n_vocab < len(tokens):
         raise ValueError(f"n_vocab must be at least {len(tokens)}, got {n_vocab}")
     kinds = [gguf.TokenType.UNKNOWN] + 2 * [gguf.TokenType.CONTROL] + 256 * [gguf.TokenType.BYTE]
     pairs = map("".join, itertools.product(string.ascii_lowercase + string.ascii_uppercase, repeat=2))
-    tokens += itertools.islice(pairs, n_vocab - len(tokens))
+    more = [*control, *words]
+    tokens += itertools.islice(pairs, n_vocab - len(more) - len(tokens))
+    tokens += more
     if len(tokens) < n_vocab:
         raise ValueError(f"n_vocab must be at most {len(tokens)}, got {n_vocab}")
-    kinds += [gguf.TokenType.NORMAL] * (n_vocab - len(kinds))
+    kinds += [gguf.TokenType.NORMAL] * (n_vocab - len(more) - len(kinds))
+    kinds += [gguf.TokenType.CONTROL] * len(control) + [gguf.TokenType.USER_DEFINED] * len(words)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores([0.0 if kind != gguf.TokenType.NORMAL else -1.0 for kind in kinds])

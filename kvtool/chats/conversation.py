@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.chats.marks import tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import Splitter, control_tokens, without_thought
@@ -185,7 +186,7 @@ class Conversation(Undoable):
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:
             return self._start(text)
-        return self.writer.engine.model.tokenize(self.template.turn(self.messages[:-1], text), special=True)
+        return tokens_of(self.writer.engine.model, self.template.turn(self.messages[:-1], text))
 
     def _start(self, text: str) -> np.ndarray:
         """The tokens of a first turn; pins the system prompt and holds the reply header."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.chats.marks import tokens_of
 from kvtool.chats.template import GEMMA, RAW, Message, Template
 from kvtool.engine.loop import Engine
 from kvtool.errors import ModelError
@@ -28,7 +29,7 @@ def template_of(model: Model) -> Template:
         source = GEMMA
     if source is None:
         raise ModelError(f"{model.path.name} has no chat template; {RAW}")
-    return Template(source, model.marker(model.bos), model.marker(model.eos))
+    return Template(source, model.marker(model.bos), model.marker(model.eos), model.markers)
 
 
 def wants_bos(model: Model, text: str) -> bool:
@@ -101,7 +102,7 @@ def prefix_tokens(model: Model, text: str, n_prefix: int) -> tuple[np.ndarray, i
     The text is tokenized once, as a whole; a token that crosses the border counts.
     """
     start = wants_bos(model, text)
-    tokens = model.tokenize(text, special=True, start=start)
+    tokens = tokens_of(model, text, start=start)
     return tokens, _n_covering(model, tokens, text[:n_prefix], start) if n_prefix else 0
 
 
@@ -115,6 +116,6 @@ def _n_covering(model: Model, tokens: np.ndarray, prefix: str, start: bool) -> i
     def size(token: int) -> int:
         return len(model.piece(token, special=True))
 
-    wanted = sum(map(size, model.tokenize(prefix, special=True, start=start).tolist()))
+    wanted = sum(map(size, tokens_of(model, prefix, start=start).tolist()))
     before = accumulate(map(size, tokens.tolist()), initial=0)
     return min(sum(1 for _ in takewhile(lambda covered: covered < wanted, before)), len(tokens))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -15,9 +17,11 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
 from kvtool.chats.thinking import tags_in
 from kvtool.errors import ModelError
+from kvtool.llama.markers import Markers
 
 Message = dict[str, str]
 
@@ -46,6 +50,9 @@ _STAND_IN = "kvtool stands in for the reply"
 _THOUGHT = "kvtool stands in for the thought"
 """Texts that mark places in a rendered chat."""
 
+_NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
+"""What JSON in ASCII escapes: all but marks."""
+
 
 class _Generation(jinja2.ext.Extension):
     """{% generation %} marks what a model wrote, for its training. Here it has no effect."""
@@ -61,17 +68,24 @@ class _Generation(jinja2.ext.Extension):
 class Template:
     """Renders messages ({"role", "content"}) as the text that the model was trained on. Raises ModelError.
 
+    What messages and tools say is marked, so that it stays text: see `chats.marks`.
+
     Attributes
     ----------
     source
         The Jinja text.
     tags
         What thoughts stand between.
+    markers
+        Those of the model.
     """
 
-    def __init__(self, source: str, bos: str, eos: str) -> None:
+    def __init__(self, source: str, bos: str, eos: str, markers: Markers | None = None) -> None:
         self.source = source
         self.tags = tags_in(source)
+        self.markers = markers
+        self._and_tags = markers and markers.and_tags(source)
+        self._marks = True
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
@@ -103,7 +117,38 @@ class Template:
         tools: what the model may call, as {"type": "function", "function": {"name", "description",
         "parameters"}}; a template may leave them out.
         """
-        return self._as_it_is(self._roles.fitted(messages), reply, list(tools) if tools else None)
+        shown = list(tools) if tools else None
+        if self._marks:
+            messages, shown = [*map(self.marked, messages)], marked(self.markers, shown)
+        return self._as_it_is(self._roles.fitted(messages), reply, shown)
+
+    @cached_property
+    def of_marked(self) -> Template:
+        """The same for messages and tools that are marked already."""
+        other = copy(self)
+        other._marks = False
+        return other
+
+    def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with marks in what it says."""
+        # results are strangers' words: not even the words that a model may use
+        markers = self._and_tags if message["role"] == "tool" else self.markers
+        found: dict[str, Any] = marked(markers, dict(message))
+        if message["role"] == "assistant" and isinstance(content := message.get("content"), str):
+            found["content"] = self._marked_reply(content)
+        return found
+
+    def _marked_reply(self, content: str) -> str:
+        """What a reply says: the tags of a thought that it begins with stay, for the template."""
+        opening, end, _ = self.tags
+        blanks, found, text = content.partition(opening)
+        if not found or blanks.strip():
+            if end not in content or not self.opens_thought:
+                return str(marked(self.markers, content))
+            blanks = opening = ""
+            text = content
+        thought, end, said = text.partition(end)
+        return f"{blanks}{opening}{marked(self.markers, thought)}{end}{marked(self.markers, said)}"
 
     def _as_it_is(
         self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None
@@ -217,7 +262,8 @@ def _made_up_tool() -> dict[str, Any]:
 
 def _to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
     """The filter "tojson" that templates are written for."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+    text = json.dumps(value, ensure_ascii=False, **how)
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0][0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise(message: str) -> None:

@@ -94,6 +94,7 @@ def generate(
         raise UsageError("--logprobs goes into the JSON; add --json")
     sampling = sampling_of(drawing)
     with open_run(run) as opened:
+        from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
         from kvtool.llama.sampler import Sampler
@@ -104,7 +105,10 @@ def generate(
         likely = None if printed.logprobs is None else _record_logprobs(writer, printed.logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
-        whole, prefix = (request, first) if raw else _rendered(writer, system_prompt, request, first)
+        if raw:
+            whole, prefix = escaped(request), escaped(first)
+        else:
+            whole, prefix = _rendered(writer, system_prompt, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         before_text(engine, opened.run, "prompt", len(tokens))

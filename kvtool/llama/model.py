@@ -23,6 +23,7 @@ from kvtool.llama.library import (
     lib,
 )
 from kvtool.llama.log import because, log_tail, no_memory, quiet, start_backends
+from kvtool.llama.markers import Markers
 from kvtool.models.gguf import MAX_LAYERS
 from kvtool.models.header import read
 from kvtool.models.layers import Kind, Layer, Layers
@@ -144,6 +145,11 @@ class Model:
     @property
     def _rope(self) -> str:
         return _ROPES.get(api.llama_model_rope_type(self._model), "")
+
+    @cached_property
+    def markers(self) -> Markers:
+        """The texts that `tokenize` finds with `special`."""
+        return Markers.of(self.vocab, self.n_vocab)
 
     @property
     def n_swa(self) -> int:

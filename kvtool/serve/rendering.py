@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
 from kvtool.chats.template import RAW, Template
 from kvtool.errors import ModelError
@@ -32,6 +33,7 @@ class Rendering:
     def __init__(self, model: Model, template: Template) -> None:
         self._model = model
         self._template = template
+        self._bare = template.of_marked
         self.format = Format.of(template)
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
@@ -41,7 +43,7 @@ class Rendering:
         """
         found, shown = self._shown(messages, tools)
         try:
-            whole = self._template.render(found, tools=shown)
+            whole = self._bare.render(found, tools=shown)
         except ModelError:
             raise self._refused(messages, tools) from None
         return prefix_tokens(self._model, whole, len(self._prefix(whole, found, shown)))
@@ -52,7 +54,7 @@ class Rendering:
         # a template may show the tools later on: then the system prompt alone
         for listed in (shown, None) if shown else (None,):
             if system or listed:
-                prefix = system_prefix(self._template, system, listed)
+                prefix = system_prefix(self._bare, system, listed)
                 if prefix and whole.startswith(prefix):
                     return prefix
         return ""
@@ -65,7 +67,7 @@ class Rendering:
             nonlocal why
             found, shown = self._shown(messages[:n], tools)
             try:
-                self._template.render(found, tools=shown)
+                self._bare.render(found, tools=shown)
             except ModelError as error:
                 why = str(error).removesuffix(f"; {RAW}")
                 return True
@@ -84,8 +86,8 @@ class Rendering:
             text = self._after_calls(messages, i, tools)
         else:
             before, shown = self._shown(messages[: i - 1], tools)
-            text = self._template.following(before, for_template(messages[i:], self._template), shown)
-        return self._model.tokenize(text, special=True)
+            text = self._bare.following(before, for_template(messages[i:], self._template), shown)
+        return tokens_of(self._model, text)
 
     def _after_calls(self, messages: list[Message], i: int, tools: list[Any]) -> str:
         """The text behind the calls of a reply, which also has their results."""
@@ -93,7 +95,7 @@ class Rendering:
         call = {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
         reply = {**messages[i - 1], "content": "", "tool_calls": [*messages[i - 1]["tool_calls"], call]}
         found, shown = self._shown([*messages[: i - 1], reply, *messages[i:]], tools)
-        whole = self._template.render(found, tools=shown)
+        whole = self._bare.render(found, tools=shown)
         _, last, text = whole.rpartition(self.format.written([(name, {})]))
         if not last:
             raise ModelError("the model's chat template leaves calls out")
@@ -108,11 +110,11 @@ class Rendering:
         return grammar
 
     def _shown(self, messages: list[Message], tools: list[Any]) -> tuple[list[Message], list[Any] | None]:
-        """Messages and tools as the template takes them: tools that it does not show come in a text."""
+        """Messages and tools as the template takes them, marked; tools that it does not show are a text."""
+        found, shown = for_template(messages, self._template), marked(self._template.markers, tools)
         if tools and not Format.native(self._template):
-            is_system = bool(messages) and messages[0]["role"] == "system"
-            system = messages[0]["content"] if is_system else ""
-            said = f"{tools_text(tools)}\n\n{system}".rstrip()
-            messages = [{"role": "system", "content": said}, *messages[1 if is_system else 0 :]]
-            tools = []
-        return for_template(messages, self._template), tools or None
+            is_system = bool(found) and found[0]["role"] == "system"
+            system = found[0]["content"] if is_system else ""
+            said = f"{tools_text(shown)}\n\n{system}".rstrip()
+            return [{"role": "system", "content": said}, *found[1 if is_system else 0 :]], None
+        return found, shown or None

@@ -12,6 +12,7 @@ import numpy as np
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
 from kvtool.chats.logprobs import logprobs
+from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
@@ -236,7 +237,7 @@ class Talk:
 def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:
     """The tokens i32[n] of a prompt. Raises ApiError for tokens that there are not."""
     if isinstance(prompt, str):
-        return model.tokenize(prompt, start=True)
+        return model.tokenize(prompt, special=True, start=wants_bos(model, prompt))
     if not prompt or min(prompt) < 0 or max(prompt) >= model.n_vocab:
         raise ApiError(f"prompt must have tokens in 0..{model.n_vocab - 1}", param="prompt")
     return np.array(prompt, np.int32)

@@ -158,12 +158,15 @@ def for_template(
 
     Contents are texts, or None for "". The arguments of calls become objects where their text is the JSON of
     one. Ids of calls become nine letters and digits, since Mistral's templates take no other; equal ids stay
-    equal. With a template, calls and results that it does not show are written out, the results as messages
-    of the user; and Llama's template, which takes one call a reply, gets a reply for each.
+    equal. With a template, messages are marked, for its `of_marked`; calls and results that it does not show
+    are written out, the results as messages of the user; and Llama's template, which takes one call a reply,
+    gets a reply for each.
     """
     found = [_for_template(message) for message in messages]
     if template is None:
         return found
+    # what is written below has markers of its own
+    found = [template.marked(message) for message in found]
     native = Format.native(template)
     if native is LLAMA:
         found = _one_call_each(found)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvtool.chats.marks import tokens_of
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import Message, Template
 from kvtool.chats.writer import Writer
@@ -142,7 +143,7 @@ class Reader:
         elif is_first:
             tokens = self._whole(text, self.template)
         else:
-            tokens = self.model.tokenize(self.template.turn(self._turns, text), special=True)
+            tokens = tokens_of(self.model, self.template.turn(self._turns, text))
         self._turns = [{"role": "user", "content": text}]
         self.is_cut = False
         self._read(tokens)
@@ -260,7 +261,7 @@ class Reader:
         if template is None:
             return self.model.tokenize(prompt, start=True)
         text = template.render([{"role": "user", "content": prompt}])
-        return self.model.tokenize(text, special=True, start=wants_bos(self.model, text))
+        return tokens_of(self.model, text, start=wants_bos(self.model, text))
 
     def _text(self, tokens: np.ndarray) -> str:
         return b"".join(map(self.model.piece, tokens.tolist())).decode("utf-8", "ignore")
