@@ -35,7 +35,7 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library kernels chat dist check-dist test test-long $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library kernels chat dist check-dist test test-long $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-claude check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -52,6 +52,7 @@ help:
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
+	@echo 'make check-claude use kvtool serve from Claude Code, which npm installs to build/claude'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
 	@echo 'make fuzz-serve   send kvtool serve 10,000 random requests, and a crowd of clients'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
@@ -176,6 +177,11 @@ check-vulkan: setup
 check-page: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check 'playwright>=1.50,<2' >&2
 	@$(ONE_THREAD) $(PY) -m tests.check_page $(ARGS)
+
+# its models are dictated what they answer: nothing leaves the machine but the download
+check-claude: setup
+	@npm install --silent --no-fund --no-audit --prefix build/claude @anthropic-ai/claude-code@2 >&2
+	@$(ONE_THREAD) $(PY) -m tests.check_claude build/claude/node_modules/.bin/claude $(ARGS)
 
 # the faults of the C++ need a build each
 check-tests: setup

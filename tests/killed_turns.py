@@ -58,7 +58,7 @@ class Server:
         body = {"messages": messages, "max_tokens": 8, "temperature": 0}
         self.talk.answer(
             SimpleNamespace(
-                request=requests.chat(body, Defaults(), "tiny", None),
+                request=requests.chat(body, Defaults()),
                 is_cancelled=False,
                 emit=lambda kind, **what: events.append(what),
             )

@@ -76,6 +76,13 @@ PLANTED = {
         "for name, arguments in calls[:-1] or calls:\n            yield Call(",
         ("test_serve_calls.py",),
     ),
+    "serve, Anthropic's usage": Fault(
+        "tokens that are stored are counted twice",
+        "kvtool/serve/anthropic_bodies.py",
+        '"input_tokens": n_read - n_created,',
+        '"input_tokens": n_read,',
+        ("test_serve_anthropic.py",),
+    ),
     "serve, names": Fault(
         "chats of all names are the same",
         "kvtool/serve/messages.py",
@@ -149,8 +156,8 @@ PLANTED = {
     "serve, stop strings": Fault(
         "an answer has the stop string that ended it",
         "kvtool/chats/stops.py",
-        "return text[: min(ends)[1]]",
-        "return text[: min(ends)[0]]",
+        "return text[:at]",
+        "return text[:end]",
         ("test_serve_chats.py",),
     ),
     "serve, forced calls": Fault(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, COUNT, "/tokenize", "/detokenize", "/v1/embeddings")
 PATHS = (
-    *(CHAT, TEXT, RESPONSES, "/tokenize", "/detokenize"),
-    *("/v1/models", "/props", "/health", "/metrics", "/nowhere"),
+    *POSTS,
+    *("/v1/models", "/v1/messages/batches", "/props", "/health", "/metrics", "/nowhere"),
 )
 
 N_VOCAB = 320
@@ -130,7 +132,9 @@ class Bodies:
     def any(self):
         """(path, body): a JSON value, or bytes."""
         ways = [self.chat] * 8 + [self.wrong_fields] * 12 + [self.drawn] * 6 + [self.messages] * 6
-        ways += [self.completion, self.response] * 4 + [self.tokens] * 3 + [self.shaped] * 2
+        ways += (
+            [self.completion, self.response] * 4 + [self.message] * 12 + [self.tokens] * 3 + [self.shaped] * 2
+        )
         ways += [self.value, self.raw, self.large]
         return self.rng.choice(ways)()
 
@@ -175,7 +179,7 @@ class Bodies:
 
     def value(self, depth=3):
         """Any JSON value, for any address."""
-        return self.rng.choice(PATHS[:5]), self._value(depth)
+        return self.rng.choice(POSTS), self._value(depth)
 
     def _value(self, depth):
         way = self.rng.randrange(8)
@@ -209,7 +213,8 @@ class Bodies:
 
     def wrong_fields(self):
         """A body in which some fields are of another type, or out of range."""
-        path, body = self.rng.choice([self.chat, self.completion, self.response, self.drawn, self.tokens])()
+        kinds = [self.chat, self.completion, self.response, self.message, self.drawn, self.tokens]
+        path, body = self.rng.choice(kinds)()
         for _ in range(self.rng.randint(1, 3)):
             body[self.rng.choice(FIELDS)] = self.rng.choice(STRANGE)
         return path, body
@@ -304,6 +309,49 @@ class Bodies:
             body[rng.choice(["text", "tools", "tool_choice", "instructions", "top_p"])] = rng.choice(STRANGE)
         return RESPONSES, body
 
+    def message(self):
+        rng = self.rng
+        blocks = [
+            *({"type": "text", "text": self.words()}, {"type": "text", "text": "", "cache_control": {}}) * 3,
+            {"type": "tool_result", "tool_use_id": "1", "content": rng.choice([self.words(), [], None])},
+            {"type": "tool_result", "tool_use_id": rng.choice(STRANGE), "content": rng.choice(STRANGE)},
+            {"type": "tool_use", "id": "1", "name": rng.choice(["f", "", 5]), "input": rng.choice(STRANGE)},
+            *(
+                {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+                {"type": "thinking", "thinking": "x"},
+            ),
+            *({"type": "image"}, {"type": rng.choice(STRANGE)}, rng.choice(STRANGE)),
+        ]
+
+        def content():
+            if rng.random() < 0.1:
+                return rng.choices(blocks)
+            return rng.choice([self.words(), rng.choices(blocks[:6], k=rng.randint(1, 4))])
+
+        roles = ["user", "assistant", "user", "assistant", "system", rng.choice(ROLES)]
+        talk = [{"role": rng.choice(roles), "content": content()} for _ in range(rng.randint(0, 3))]
+        tool = {"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+        more = {
+            "system": [self.words(), blocks[:2], rng.choice(STRANGE)],
+            "stream": [True, False],
+            "temperature": [0, 1, rng.choice(STRANGE)],
+            "tools": [[tool], [tool, {"type": "web_search_20250305", "name": "w"}], rng.choice(STRANGE)],
+            "tool_choice": [
+                {"type": "auto"},
+                {"type": "any"},
+                {"type": "tool", "name": "f"},
+                rng.choice(STRANGE),
+            ],
+            "stop_sequences": [["a"], ["e", "\n\n"], rng.choice(STRANGE)],
+            "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}, rng.choice(STRANGE)],
+            "output_config": [{"effort": "low"}, {"format": rng.choice(STRANGE)}, rng.choice(STRANGE)],
+            "metadata": [{"user_id": "x"}, rng.choice(STRANGE)],
+        }
+        body = {name: rng.choice(values) for name, values in more.items() if rng.random() < 0.15}
+        body["max_tokens"] = rng.choice([0, 1, 5, 5, 5, 5, 5, rng.choice([None, -1, "x"])])
+        body["messages"] = [*talk, {"role": "user", "content": content()}]
+        return rng.choice([MESSAGES] * 4 + [f"{MESSAGES}?beta=true", COUNT]), body
+
     def tokens(self):
         rng = self.rng
         if rng.random() < 0.5:
@@ -350,7 +398,7 @@ class Bodies:
             b"-",
             b"1" * 5000,
         )
-        return self.rng.choice(PATHS[:5]), self.rng.choice(texts)
+        return self.rng.choice(POSTS), self.rng.choice(texts)
 
     def large(self):
         """Much of something."""
@@ -405,6 +453,7 @@ _NAMES = """
 messages prompt input model max_tokens max_completion_tokens n_predict n best_of stream stop seed
 stream_options logprobs logit_bias response_format json_schema grammar tools tool_choice kvtool
 parallel_tool_calls prompt_cache_key echo user metadata content tokens add_special text
+system stop_sequences thinking output_config
 instructions max_output_tokens functions audio reasoning_effort cache_prompt suffix id_slot samplers
 """
 FIELDS = (*_NAMES.split(), *ENDS)

@@ -15,8 +15,8 @@ import httpx2 as httpx
 import pytest
 
 from tests import forked
-from tests import late_openai as openai
 from tests.held import PATIENCE_S, until
+from tests.late import openai
 from tests.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine
@@ -213,32 +213,29 @@ def test_texts_are_continued(real_client, smol):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "param"),
+    ("changes", "param"),
     [
-        ({"messages": []}, "BadRequestError", "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "BadRequestError", "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "BadRequestError", "messages[0].content"),
-        ({"n": 2}, "BadRequestError", "n"),
-        ({"temperature": "hot"}, "BadRequestError", "temperature"),
-        ({"top_p": 7}, "BadRequestError", None),
-        ({"audio": {"voice": "x", "format": "wav"}}, "BadRequestError", "audio"),
-        ({"response_format": {"type": "xml"}}, "BadRequestError", "response_format.type"),
-        ({"top_logprobs": 3}, "BadRequestError", "top_logprobs"),
-        ({"model": "gpt-9"}, "NotFoundError", "model"),
-        ({"model": "gpt\n9\x1b[2J\u202e"}, "NotFoundError", "model"),
-        ({"grammar": "root ::= ("}, "BadRequestError", None),
-        ({"logit_bias": {"999999999": 1}}, "BadRequestError", None),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"n": 2}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 7}, None),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"grammar": "root ::= ("}, None),
+        ({"logit_bias": {"999999999": 1}}, None),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "BadRequestError",
             "messages[0].content[0]",
         ),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_in_one_line(client, changes, error, param):
+def test_what_is_wrong_is_said_in_one_line(client, changes, param):
     body = {"model": MODEL, "messages": [said("user", "x")]} | changes
-    with pytest.raises(getattr(openai, error)) as raised:
+    with pytest.raises(openai.BadRequestError) as raised:
         client.post("/chat/completions", body=body, cast_to=object)
     own = raised.value.body
     assert own["message"]

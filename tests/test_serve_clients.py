@@ -3,7 +3,7 @@
 tests/data/clients.jsonl has what each program sent over a chat of its own, through a proxy that logged it.
 Then prompts and descriptions were shortened, and most tools and headers left out; fields and the shapes of
 messages and schemas are as they came. Where a model was to call a tool, `tool_choice` and the limit of
-tokens were added. REPLY, CALL and ARGUMENTS stand for what the server answered to the request of that
+tokens were added. REPLY, CALL, ARGUMENTS and INPUT stand for what the server answered to the request of that
 number, of the same program. follows: the request whose chat this one continues.
 """
 
@@ -19,6 +19,7 @@ import pytest
 
 from kvtool.serve import messages
 from tests.serving import serving
+from tests.test_serve_messages import events_of
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +40,7 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
         body = filled(line["body"], answers)
         sent = httpx.post(f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=120)
         assert sent.status_code == 200, sent.text
-        read = response if line["path"] == "/v1/responses" else chat
+        read = {"/v1/responses": response, "/v1/messages?beta=true": message}.get(line["path"], chat)
         answers.append(read(sent.text, body))
         if line["follows"] is not None:
             assert answers[-1].n_cached == answers[line["follows"]].n_all
@@ -89,8 +90,10 @@ def filled(value, answers):
     what, _, number = value.partition(" ") if isinstance(value, str) else ("", "", "")
     if what == "REPLY":
         return answers[int(number)].text
-    if what in ("CALL", "ARGUMENTS"):
+    if what in ("CALL", "ARGUMENTS", "INPUT"):
         id, arguments = answers[int(number)].call
+        if what == "INPUT":
+            return json.loads(arguments)
         # programs parse arguments, and write them anew
         return id if what == "CALL" else json.dumps(json.loads(arguments), separators=(",", ":"))
     return value
@@ -139,4 +142,21 @@ def response(sent, body):
         call=(calls[0]["call_id"], calls[0]["arguments"]) if calls else None,
         n_cached=usage["input_tokens_details"]["cached_tokens"],
         n_all=usage["total_tokens"],
+    )
+
+
+def message(sent, body):
+    """What /v1/messages has answered; sees that it is well formed."""
+    events = events_of(sent)
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    usage = events[-2]["usage"]
+    return SimpleNamespace(
+        text="".join(delta.get("text", "") for delta in deltas),
+        call=(calls[0], "".join(delta.get("partial_json", "") for delta in deltas)) if calls else None,
+        n_cached=usage["cache_read_input_tokens"],
+        n_all=sum(usage.values()),
     )

@@ -12,8 +12,8 @@ import httpx2 as httpx
 import pytest
 
 from tests import forked, tiny
-from tests import late_openai as openai
 from tests.crowd_serve import said
+from tests.late import openai
 from tests.serving import ONE_THREAD, serving
 
 pytestmark = pytest.mark.engine

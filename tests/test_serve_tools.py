@@ -75,11 +75,11 @@ def test_tools_come_out_with_what_templates_expect():
         (
             [tool("a"), tool("b c")],
             "tools[1].function.name",
-            "must be 1 to 64 letters, digits, '_' or '-', got 'b c'",
+            "must be 1 to 128 letters, digits, '_' or '-', got 'b c'",
         ),
-        ([tool("a" * 65)], "tools[0].function.name", "must be 1 to 64 letters"),
-        ([tool("a\n")], "tools[0].function.name", "must be 1 to 64 letters"),
-        ([tool(None)], "tools[0].function.name", "must be 1 to 64 letters, digits, '_' or '-'"),
+        ([tool("a" * 129)], "tools[0].function.name", "must be 1 to 128 letters"),
+        ([tool("a\n")], "tools[0].function.name", "must be 1 to 128 letters"),
+        ([tool(None)], "tools[0].function.name", "must be 1 to 128 letters, digits, '_' or '-'"),
         (
             [tool("a"), tool("b"), tool("a")],
             "tools[2].function.name",

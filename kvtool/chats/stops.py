@@ -11,11 +11,11 @@ class Stops:
     Attributes
     ----------
     found
-        Whether the text has come to a stop string. It has ended there.
+        The stop string that the text has come to. It has ended there. "": none so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.found = False
+        self.found = ""
         self._stops = stops
         self._kept = ""
 
@@ -24,8 +24,9 @@ class Stops:
         text = self._kept + piece
         # the first that is complete, however the text is cut; of those the longest
         if ends := [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]:
-            self.found, self._kept = True, ""
-            return text[: min(ends)[1]]
+            end, at = min(ends)
+            self.found, self._kept = text[at:end], ""
+            return text[:at]
         n = max((n_begun(text, stop) for stop in self._stops), default=0)
         self._kept = text[len(text) - n :]
         return text[: len(text) - n]

@@ -28,6 +28,8 @@ class Writer:
         Tokens that the last `write` has sampled.
     is_cut
         Whether the last `write` ended because it had written as many tokens as it may.
+    stopped_by
+        The stop string that the last `write` has come to; "" if to none.
     shown
         Control tokens whose text `write` yields all the same.
     before_reading
@@ -44,6 +46,7 @@ class Writer:
         self.stop = False
         self.n_written = 0
         self.is_cut = False
+        self.stopped_by = ""
         self.shown: frozenset[int] = frozenset()
         self.before_reading: Callable[[int], None] = lambda n: None
         self.after_sampling: Callable[[int], None] = lambda token: None
@@ -152,7 +155,7 @@ class Writer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         model = self.engine.model
         self.n_written = 0
-        self.is_cut = n_max == 0
+        self.is_cut, self.stopped_by = n_max == 0, ""
         if len(self._unread) and not self._decode_unread():
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
@@ -168,6 +171,7 @@ class Writer:
             if piece := stops.feed(decoder.decode(model.piece(token, special=token in self.shown))):
                 yield piece
             if stops.found:
+                self.stopped_by = stops.found
                 return
             try:
                 self._decode_unread()

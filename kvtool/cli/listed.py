@@ -5,7 +5,7 @@ from typing import Any
 COMMANDS = {
     "chat": "Start a chat of any length, in a cache of a fixed size.",
     "generate": "Answer a prompt, a text on stdin, or both.",
-    "serve": "Answer programs that speak the OpenAI API, from caches that never fill.",
+    "serve": "Answer programs that speak the OpenAI or the Anthropic API, from caches that never fill.",
     "perplexity": "Stream a text through the cache and print its perplexity; lower is better.",
     "compare": "Stream a text under each policy and budget, and compare the results.",
     "eval": "Ask a task's questions under a policy, and score the answers.",

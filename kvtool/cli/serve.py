@@ -1,4 +1,4 @@
-"""kvtool serve: the OpenAI API over caches that never fill."""
+"""kvtool serve: the OpenAI and Anthropic APIs over caches that never fill."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ class _Serving(Options):
     read_timeout: float = _serving(
         "--read-timeout SECONDS", 30.0, "Seconds that a request's body may take.", least=0.1
     )
+    strict_model: bool = _serving(
+        "--strict-model", False, "Refuse requests that name another model than the one that runs."
+    )
+    keep_headers: bool = _serving(
+        "--keep-headers", False, "Read the header line that Claude Code puts before its system prompt."
+    )
     metrics: bool = _serving("--metrics", False, "Tell Prometheus at /metrics what was done.")
 
 
@@ -71,7 +77,7 @@ class _Drawing(Drawing):
 def serve(
     *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: AnswerRun
 ) -> None:
-    """Answer programs that speak the OpenAI API, from caches that never fill."""
+    """Answer programs that speak the OpenAI or the Anthropic API, from caches that never fill."""
     run = of_model(asked, model_name)
     try:
         from kvtool.serve.app import Limits, Site
@@ -105,7 +111,14 @@ def serve(
         name,
         run.policy,
         Waiting(serving.queue),
-        Defaults(sampling, drawing.n, drawing.seed, prompt),
+        Defaults(
+            sampling,
+            drawing.n,
+            drawing.seed,
+            prompt,
+            model=name if serving.strict_model else None,
+            keep_headers=serving.keep_headers,
+        ),
         Limits(keys, local_only=local_only, read_timeout=serving.read_timeout),
         has_metrics=serving.metrics,
     )
@@ -175,6 +188,7 @@ def _tell(site: Site, talk: Talk) -> None:
 
     site.tokenize = lambda text, start, special: model.tokenize(text, special=special, start=start).tolist()
     site.detokenize = detokenize
+    site.count = talk.count
     site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)
     site.props = {
         "model_path": str(model.path),

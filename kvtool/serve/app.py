@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,7 +21,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvtool.serve import metrics, page, requests, responses
+from kvtool.serve import anthropic, metrics, page, requests, responses
+from kvtool.serve.anthropic_bodies import MessageBodies
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError, bug
 from kvtool.serve.fields import Fields, parsed
@@ -29,6 +32,8 @@ from kvtool.serve.requests import ChatRequest, Defaults, Request
 from kvtool.serve.responses import ResponseBodies
 
 _T = TypeVar("_T")
+
+AnyBodies = Bodies | ResponseBodies | MessageBodies
 
 Handler = Callable[["Site", HttpRequest], Awaitable[Response]]
 
@@ -75,6 +80,8 @@ class Site:
         What is known of the engine once it is ready; None before.
     has_metrics, counts
         Whether /metrics is there, and what it tells.
+    count
+        Gives the tokens of a chat's prompt.
     stored
         Gives the number of stored chats, and their bytes.
     """
@@ -87,6 +94,7 @@ class Site:
     props: dict[str, Any] | None = None
     tokenize: Callable[[str, bool, bool], list[int]] | None = None
     detokenize: Callable[[list[int]], str] | None = None
+    count: Callable[[ChatRequest], int] | None = None
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
     stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -97,16 +105,19 @@ def make(site: Site) -> Starlette:
 
     def route(path: str, handler: Handler, method: str = "GET", is_open: bool = False) -> Route:
         async def endpoint(request: HttpRequest) -> Response:
+            request.state.id = f"req_{secrets.token_hex(12)}"
             try:
                 _check_host(site, request)
                 if not is_open:
                     _check_key(site, request)
                 if method == "POST":
                     _check_ready(site)
-                return await handler(site, request)
+                answer = await handler(site, request)
+                answer.headers["request-id"] = request.state.id
+                return answer
             except ApiError as error:
                 site.counts.refused += 1
-                return _failed(error)
+                return _failed(request, error)
             except ClientDisconnect:
                 return Response(status_code=499)
 
@@ -118,6 +129,9 @@ def make(site: Site) -> Starlette:
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
         route("/v1/responses", _response, "POST"),
+        route("/v1/messages", _message, "POST"),
+        route("/v1/messages/count_tokens", _count, "POST"),
+        route("/v1/embeddings", _embeddings, "POST"),
         route("/v1/models", _models),
         route("/v1/models/{name:path}", _model),
         route("/props", _props),
@@ -146,7 +160,7 @@ async def _chat(site: Site, http: HttpRequest) -> Response:
 
 
 async def _text(site: Site, http: HttpRequest) -> Response:
-    request = requests.text(await _body(site, http), site.defaults, site.model)
+    request = requests.text(await _body(site, http), site.defaults)
     bodies = Bodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
@@ -157,13 +171,33 @@ async def _response(site: Site, http: HttpRequest) -> Response:
     return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
 
 
+async def _message(site: Site, http: HttpRequest) -> Response:
+    body = await _body(site, http)
+    request = _chat_request(site, http, anthropic.as_chat(body))
+    return await _answer(site, http, request, MessageBodies(site.model, site.policy, body, http.state.id))
+
+
+async def _count(site: Site, http: HttpRequest) -> Response:
+    chat = anthropic.as_chat(await _body(site, http), is_counted=True)
+    assert site.count
+    # it takes as long as a template does
+    n = await asyncio.to_thread(site.count, _chat_request(site, http, chat))
+    return JSONResponse({"input_tokens": n})
+
+
+async def _embeddings(site: Site, http: HttpRequest) -> Response:
+    raise ApiError(
+        "a model that writes, as kvtool runs, gives no useful embeddings; serve an embedding model elsewhere",
+        status=404,
+        code="unsupported_endpoint",
+    )
+
+
 def _chat_request(site: Site, http: HttpRequest, body: object) -> ChatRequest:
-    return requests.chat(body, site.defaults, site.model, http.headers.get("x-session-id"))
+    return requests.chat(body, site.defaults, http.headers.get("x-session-id"))
 
 
-async def _answer(
-    site: Site, http: HttpRequest, request: Request, bodies: Bodies | ResponseBodies
-) -> Response:
+async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBodies) -> Response:
     job = Job(request, _client(http))
     site.waiting.put(job)
     try:
@@ -202,7 +236,7 @@ class _Streamed(StreamingResponse):
             self._job.cancel()
 
 
-async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies) -> Response:
+async def _whole(site: Site, job: Job, request: Request, bodies: AnyBodies) -> Response:
     listed: list[Body] = []
     while True:
         event = await job.next_but("reading")
@@ -215,14 +249,15 @@ async def _whole(site: Site, job: Job, request: Request, bodies: Bodies | Respon
 
 
 async def _stream(
-    site: Site, job: Job, request: Request, bodies: Bodies | ResponseBodies, first: Body | None
+    site: Site, job: Job, request: Request, bodies: AnyBodies, first: Body | None
 ) -> AsyncIterator[str]:
     lines = bodies.first()
     # log-probabilities that came without a word of their own
     listed: list[Body] = []
-    event = first or {"kind": "reading"}
+    event, said_at = first or {"kind": "reading"}, time.monotonic()
     try:
         while True:
+            lines += bodies.begun(job.counts)
             listed += event.get("listed", [])
             shown = None if request.logprobs is None else listed
             for delta in event.get("deltas", []):
@@ -234,23 +269,27 @@ async def _stream(
             if event["kind"] == "end":
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
+            # what is not told yet, such as the beginning of a call, may be long
+            if not lines and time.monotonic() - said_at > PING_S:
+                lines.append(bodies.ping())
             for line in lines:
+                said_at = time.monotonic()
                 yield line
             if event["kind"] in ("end", "error"):
                 return
             lines = []
-            async for ping in _pings(job):
-                if isinstance(ping, str):
-                    yield ping
+            async for found in _pings(job):
+                if found is None:
+                    yield "".join([*bodies.begun(job.counts), bodies.ping()])
                 else:
-                    event = ping
+                    event = found
     finally:
         job.cancel()
 
 
-async def _pings(job: Job) -> AsyncIterator[str | Body]:
-    """The next event that a client gets, and a comment before it whenever it takes long."""
-    # one wait for all: events that a client does not get must not put the comment off
+async def _pings(job: Job) -> AsyncIterator[Body | None]:
+    """The next event that a client gets, and None before it whenever it takes long."""
+    # one wait for all: events that a client does not get must not put a ping off
     waited = asyncio.ensure_future(job.next_but("reading", "read"))
     try:
         while True:
@@ -258,7 +297,7 @@ async def _pings(job: Job) -> AsyncIterator[str | Body]:
             if done:
                 yield waited.result()
                 return
-            yield ": ping\n\n"
+            yield None
     finally:
         waited.cancel()
 
@@ -271,20 +310,20 @@ async def _page(site: Site, http: HttpRequest) -> Response:
 
 
 async def _models(site: Site, http: HttpRequest) -> Response:
-    return JSONResponse({"object": "list", "data": [_model_body(site)]})
+    listed = {"has_more": False, "first_id": site.model, "last_id": site.model}
+    return JSONResponse({"object": "list", "data": [_model_body(site)], **listed})
 
 
 async def _model(site: Site, http: HttpRequest) -> Response:
-    if http.path_params["name"] != site.model:
-        raise ApiError(
-            f"there is no model of that name; {site.model} runs", status=404, code="model_not_found"
-        )
+    requests.check_model(http.path_params["name"], site.defaults)
     return JSONResponse(_model_body(site))
 
 
 def _model_body(site: Site) -> Body:
     meta = {"meta": site.props["model_meta"]} if site.props else {}
-    return {"id": site.model, "object": "model", "created": 0, "owned_by": "kvtool", **meta}
+    openai = {"id": site.model, "object": "model", "created": 0, "owned_by": "kvtool"}
+    own = {"type": "model", "display_name": site.model, "created_at": "1970-01-01T00:00:00Z"}
+    return openai | own | meta
 
 
 async def _props(site: Site, http: HttpRequest) -> Response:
@@ -298,7 +337,7 @@ async def _metrics(site: Site, http: HttpRequest) -> Response:
 
 
 async def _health(site: Site, http: HttpRequest) -> Response:
-    return _failed(_loading()) if site.props is None else JSONResponse({"status": "ok"})
+    return _failed(http, _loading()) if site.props is None else JSONResponse({"status": "ok"})
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
@@ -370,7 +409,8 @@ def _check_host(site: Site, http: HttpRequest) -> None:
 
 def _client(http: HttpRequest) -> str:
     """Who asks, for a fair queue."""
-    own = http.headers.get("authorization") or http.headers.get("x-session-id")
+    names = ("authorization", "x-api-key", "x-session-id")
+    own = next(filter(None, map(http.headers.get, names)), None)
     return own or (http.client.host if http.client else "")
 
 
@@ -414,15 +454,20 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-def _failed(error: ApiError) -> Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body, error.status, headers)
+def _failed(http: HttpRequest, error: ApiError) -> Response:
+    """An error, in the words of the interface that the client speaks."""
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    if not (http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers):
+        return JSONResponse(error.body, error.status, headers)
+    id = getattr(http.state, "id", "") or f"req_{secrets.token_hex(12)}"
+    body, status = anthropic.error_body(error, id), anthropic.status_of(error)
+    return JSONResponse(body, status, headers | {"request-id": id})
 
 
 async def _bug(http: HttpRequest, error: Exception) -> Response:
-    return _failed(bug(error))
+    return _failed(http, bug(error))
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:
     what = "no such address" if error.status_code == 404 else f"{http.method} is not for this address"
-    return _failed(ApiError(f"{what}: {http.url.path}", status=error.status_code, code="not_found"))
+    return _failed(http, ApiError(f"{what}: {http.url.path}", status=error.status_code, code="not_found"))

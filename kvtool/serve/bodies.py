@@ -14,8 +14,24 @@ DONE = "data: [DONE]\n\n"
 Body = dict[str, Any]
 
 
-class Bodies:
-    """The bodies of one answer.
+class Answer:
+    """What the interfaces have in common: the bodies of one answer."""
+
+    def first(self) -> list[str]:
+        """What a stream begins with."""
+        return []
+
+    def begun(self, counts: Body | None) -> list[str]:
+        """What a stream says of its prompt's tokens once they are known. It may be asked again."""
+        return []
+
+    def ping(self) -> str:
+        """What a stream says while it says nothing."""
+        return ": ping\n\n"
+
+
+class Bodies(Answer):
+    """The bodies of one answer of OpenAI's interface.
 
     Parameters
     ----------

@@ -30,6 +30,9 @@ class Job:
 
     Attributes
     ----------
+    counts
+        How many tokens the prompt has ("n_prompt") and how many of them were stored before ("n_cached");
+        None until that is known.
     is_cancelled
         Whether nobody waits for the answer any more; the engine looks at it before each step.
     """
@@ -37,6 +40,7 @@ class Job:
     def __init__(self, request: Any, client: str) -> None:
         self.request = request
         self.client = client
+        self.counts: Event | None = None
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()

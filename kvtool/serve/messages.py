@@ -36,6 +36,13 @@ def check(value: object) -> list[Message]:
     return found
 
 
+def drop_header(found: list[Message]) -> None:
+    """Takes the line that Claude Code puts before its system prompt, and changes, from checked messages."""
+    if found[0]["role"] == "system" and found[0]["content"].startswith("x-anthropic-billing-header:"):
+        content = found[0]["content"].partition("\n")[2].lstrip("\n")
+        found[:1] = [found[0] | {"content": content}] if content or len(found) == 1 else []
+
+
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
         raise wrong(where, "an object", value)

@@ -51,12 +51,18 @@ class Defaults:
         What draws depend on; None draws another one for each answer.
     system
         The system prompt of chats that bring none.
+    model
+        The one name that a request may give the model; None: any.
+    keep_headers
+        Whether a system prompt keeps the header that an agent puts before it.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
     n_max: int = 2048
     seed: int | None = None
     system: str | None = None
+    model: str | None = None
+    keep_headers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +135,12 @@ class TextRequest(Request):
     echo: bool
 
 
-def chat(body: object, defaults: Defaults, model: str, name: str | None = None) -> ChatRequest:
-    """Checks the body of /v1/chat/completions. model: the one that runs. Raises ApiError."""
+def chat(body: object, defaults: Defaults, name: str | None = None) -> ChatRequest:
+    """Checks the body of /v1/chat/completions. Raises ApiError."""
     fields = Fields(body)
     found = messages.check(fields.any("messages"))
+    if not defaults.keep_headers:
+        messages.drop_header(found)
     if defaults.system and all(message["role"] != "system" for message in found):
         found.insert(0, {"role": "system", "content": defaults.system})
     tools = check_tools(fields.any("tools"))
@@ -148,18 +156,18 @@ def chat(body: object, defaults: Defaults, model: str, name: str | None = None) 
         tools=tools,
         choice=choice,
         logprobs=(top or 0) if listed else None,
-        **_common(fields, defaults, model),
+        **_common(fields, defaults),
     )
 
 
-def text(body: object, defaults: Defaults, model: str) -> TextRequest:
+def text(body: object, defaults: Defaults) -> TextRequest:
     """Checks the body of /v1/completions. Raises ApiError."""
     fields = Fields(body)
     return TextRequest(
         prompt=_prompt(fields.any("prompt")),
         echo=fields.flag("echo"),
         logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
-        **_common(fields, defaults, model),
+        **_common(fields, defaults),
     )
 
 
@@ -175,21 +183,13 @@ def _prompt(value: object) -> str | list[int]:
     raise wrong("prompt", "a string", value)
 
 
-def _common(fields: Fields, defaults: Defaults, model: str) -> dict[str, Any]:
+def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     """What `Request` has but log-probabilities, of the fields that are left. Raises ApiError."""
     fields.refuse(_REFUSED)
     for one in ("n", "best_of"):
         if (fields.whole(one, 1, 2**31 - 1) or 1) > 1:
             raise ApiError(f"{one} must be 1: kvtool writes one answer a request", param=one)
-    # other names than that of the file are common, as clients insist on one
-    asked = fields.text("model")
-    if asked and asked not in (model, "default", "kvtool"):
-        raise ApiError(
-            f"the model {shown(asked)} does not run here; {model} does",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
+    check_model(fields.text("model"), defaults)
     n_max = [fields.whole(name, 0, 2**31 - 1) for name in declared(Drawing)["n"].request]
     options = fields.any("stream_options")
     if options is not None and not isinstance(options, dict):
@@ -205,6 +205,17 @@ def _common(fields: Fields, defaults: Defaults, model: str) -> dict[str, Any]:
         "with_usage": stream and bool((options or {}).get("include_usage")),
         "n_share": _share(fields.any("kvtool")),
     }
+
+
+def check_model(asked: str | None, defaults: Defaults) -> None:
+    """Raises ApiError for a model that does not run. Agents send several names, so that any may be right."""
+    if asked and defaults.model and asked not in (defaults.model, "default", "kvtool"):
+        raise ApiError(
+            f"the model {shown(asked)} does not run here; {defaults.model} does",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
 
 
 def _share(own: object) -> int:

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kvtool.serve.bodies import Answer, Body
 from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields, shown, wrong
-
-Body = dict[str, Any]
 
 _REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max_tool_calls")
 """Fields that need what a server without a memory of responses does not have."""
@@ -130,7 +129,7 @@ def _shape(text: object) -> Body | None:
     return {"type": "json_schema", "json_schema": form}
 
 
-class ResponseBodies:
+class ResponseBodies(Answer):
     """The bodies of one response.
 
     Parameters

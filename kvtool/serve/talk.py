@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -80,11 +81,24 @@ class Talk:
 
     def answer(self, job: Job) -> None:
         """Answers a request by the job's events. Raises ApiError."""
-        try:
+        with self._told():
             if isinstance(job.request, ChatRequest):
                 self._chat(job, job.request)
             else:
                 self._text(job, job.request)
+
+    def count(self, request: ChatRequest) -> int:
+        """The tokens of a chat's prompt. For any thread: the engine is not asked. Raises ApiError."""
+        with self._told():
+            resumer = self._chats_resumer()
+            tokens, _ = resumer.rendering.whole(request.messages, _offered(request))
+            return len(tokens) - resumer.conversation.n_opening
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turns what is raised inside into ApiError."""
+        try:
+            yield
         except UsageError as error:
             raise of_usage(error) from None
         except StreamEnd as error:
@@ -101,16 +115,17 @@ class Talk:
 
     def _chat(self, job: Job, request: ChatRequest) -> None:
         """Answers a chat."""
-        if not (resumer := self._resumer):
-            raise ApiError("the model has no chat template; use /v1/completions", code="no_chat_template")
+        resumer = self._chats_resumer()
         talk, rendering = resumer.conversation, resumer.rendering
-        tools = request.tools if request.choice.kind != "none" else []
+        tools = _offered(request)
         history = History(request.name, tools, request.messages)
         marks = shown_tokens(self.model, rendering.format) if tools else frozenset()
         self._draw(job, request, talk.shown | marks, rendering.forced(request))
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
         self._check_length(resumer.n_cached + len(tokens))
+        n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - talk.n_opening
+        job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
         tokens = resumer.read_start(tokens, request.messages, history)
         if self.writer.stop or not talk.take(tokens):
             return
@@ -128,6 +143,11 @@ class Talk:
         history.add(said)
         resumer.keep(history)
         self._end(job, request, reply, finish, counts)
+
+    def _chats_resumer(self) -> Resumer:
+        if not self._resumer:
+            raise ApiError("the model has no chat template; use /v1/completions", code="no_chat_template")
+        return self._resumer
 
     def _text(self, job: Job, request: TextRequest) -> None:
         """Continues a text."""
@@ -231,7 +251,13 @@ class Talk:
             f"{n_prompt:,} tokens, {n_cached:,} of them stored before, read in {counts['read_s']:.1f} s; "
             f"{counts['n_written']:,} written in {counts['write_s']:.1f} s ({finish})"
         )
-        job.emit("end", message=reply.message, finish=finish, held=held, **counts)
+        stop = self.writer.stopped_by
+        job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
+
+
+def _offered(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the model is told of."""
+    return request.tools if request.choice.kind != "none" else []
 
 
 def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:

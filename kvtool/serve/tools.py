@@ -15,7 +15,7 @@ from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import HERMES, LLAMA, Format
 from kvtool.serve.messages import loaded
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _tool(value: object, where: str) -> dict[str, Any]:
         _wrong(where, "must be an object")
     name = given.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        _wrong(f"{where}.name", f"must be 1 to 64 letters, digits, '_' or '-'{_got(name)}")
+        _wrong(f"{where}.name", f"must be 1 to 128 letters, digits, '_' or '-'{_got(name)}")
     description, strict = given.get("description"), given.get("strict")
     if not isinstance(description, str | None):
         _wrong(f"{where}.description", "must be a text")

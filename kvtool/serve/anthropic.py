@@ -1,0 +1,215 @@
+"""Anthropic's /v1/messages: its requests as a chat's, and its errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import Fields, kind_of, shown, wrong
+from kvtool.serve.requests import MOST_STOPS
+
+Body = dict[str, Any]
+
+_REFUSED = ("mcp_servers", "container")
+"""Fields that need what only Anthropic's servers have."""
+
+_SAME = (
+    *("model", "temperature", "top_p", "top_k", "stream", "max_tokens", "kvtool"),
+    *("seed", "min_p", "grammar", "prompt_cache_key"),
+)
+"""Fields that mean the same in a chat."""
+
+_THINKING = ("enabled", "disabled", "adaptive")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+
+def as_chat(body: object, *, is_counted: bool = False) -> Body:
+    """The body of /v1/chat/completions that asks for the same. Raises ApiError.
+
+    is_counted: whether only the prompt's tokens are asked for.
+    """
+    fields = Fields(body)
+    fields.refuse(_REFUSED)
+    messages = [
+        {"role": "system", "content": _text(block, "text", where)}
+        for where, block in _blocks(fields.any("system") or "", "system", ("text",))
+    ]
+    asked = fields.any("messages")
+    if not isinstance(asked, list):
+        raise wrong("messages", "a list", asked)
+    if not asked:
+        raise ApiError("messages must have at least one message", param="messages")
+    for i, each in enumerate(asked):
+        messages += _messages(each, f"messages[{i}]")
+    chat: Body = {"messages": messages}
+    chat |= {name: value for name in _SAME if (value := fields.any(name)) is not None}
+    if not is_counted:
+        _check_answered(messages, chat)
+    if stops := fields.texts("stop_sequences", MOST_STOPS):
+        chat["stop"] = list(stops)
+    if (tools := fields.any("tools")) is not None:
+        chat["tools"] = _tools(tools)
+    if (choice := fields.any("tool_choice")) is not None:
+        chat["tool_choice"] = _choice(choice)
+    if schema := _schema(fields.any("output_config"), fields.any("output_format")):
+        chat["json_schema"] = schema
+    thinking = fields.any("thinking")
+    if thinking is not None and (not isinstance(thinking, dict) or thinking.get("type") not in _THINKING):
+        raise ApiError(f"thinking.type must be one of {', '.join(_THINKING)}", param="thinking.type")
+    return chat
+
+
+def _check_answered(messages: list[Body], chat: Body) -> None:
+    """Raises ApiError for what no answer can be written to."""
+    if "max_tokens" not in chat:
+        raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
+    if messages[-1]["role"] == "assistant":
+        raise ApiError("messages must end with one of the user: kvtool continues no reply", param="messages")
+
+
+def _messages(value: object, where: str) -> Iterator[Body]:
+    """A message as those of a chat, in which each result of a tool is a message of its own."""
+    if not isinstance(value, dict):
+        raise wrong(where, "an object", value)
+    role, content = value.get("role"), value.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(f"{where}.role must be user or assistant, got {shown(role)}", param=f"{where}.role")
+    own = {"user": ("tool_result",), "assistant": ("tool_use", "thinking", "redacted_thinking")}
+    texts, calls, n_result = [], [], 0
+    for at, block in _blocks(content, f"{where}.content", ("text", *own.get(role, ()))):
+        if block["type"] == "text":
+            texts.append(_text(block, "text", at))
+        elif block["type"] == "tool_use":
+            calls.append(_call(block, at))
+        elif block["type"] == "tool_result":
+            n_result += 1
+            yield _result(block, at)
+    if texts or calls or not n_result:
+        more = {"tool_calls": calls} if calls else {}
+        yield {"role": role, "content": "".join(texts), **more}
+
+
+def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
+    """The blocks of a content, which must be of these kinds, each with its place."""
+    if isinstance(value, str):
+        value = [{"type": "text", "text": value}] if value else []
+    if not isinstance(value, list):
+        raise wrong(where, "a string or a list of blocks", value)
+    for i, block in enumerate(value):
+        at = f"{where}[{i}]"
+        kind = block.get("type") if isinstance(block, dict) else kind_of(block)
+        if kind not in kinds:
+            raise ApiError(
+                f"{at} is of type {shown(kind)}; kvtool reads {', '.join(kinds)} there",
+                param=at,
+                code="unsupported_content",
+            )
+        yield at, block
+
+
+def _text(block: Body, name: str, where: str) -> str:
+    text = block.get(name)
+    if not isinstance(text, str):
+        raise wrong(f"{where}.{name}", "a string", text)
+    return text
+
+
+def _call(block: Body, where: str) -> Body:
+    given = block.get("input")
+    if not isinstance(given, dict):
+        raise wrong(f"{where}.input", "an object", given)
+    function = {"name": _text(block, "name", where), "arguments": json.dumps(given, ensure_ascii=False)}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _result(block: Body, where: str) -> Body:
+    content = block.get("content")
+    parts = _blocks("" if content is None else content, f"{where}.content", ("text",))
+    text = "".join(_text(part, "text", at) for at, part in parts)
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": text}
+
+
+def _tools(value: object) -> object:
+    """Tools that have a schema, or none and no type: the others are known to Anthropic's models alone."""
+    if not isinstance(value, list):
+        raise wrong("tools", "a list", value)
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": each.get("name"),
+                "description": each.get("description"),
+                "parameters": each.get("input_schema"),
+                "strict": each.get("strict"),
+            },
+        }
+        if isinstance(each, dict)
+        else each
+        for each in value
+        if not isinstance(each, dict) or each.get("type") in (None, "custom")
+    ]
+
+
+def _choice(value: object) -> object:
+    if not isinstance(value, dict):
+        raise wrong("tool_choice", "an object", value)
+    kind = value.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise ApiError(
+            f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", param="tool_choice.type"
+        )
+    return _CHOICES[kind]
+
+
+def _schema(config: object, form: object) -> object:
+    """The JSON schema that the answer must fit, if any."""
+    if config is not None and not isinstance(config, dict):
+        raise wrong("output_config", "an object", config)
+    where = "output_config.format" if form is None else "output_format"
+    form = (config or {}).get("format") if form is None else form
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise ApiError(f"{where}.type must be json_schema", param=f"{where}.type")
+    if not isinstance(schema := form.get("schema"), dict):
+        raise wrong(f"{where}.schema", "an object", schema)
+    return schema
+
+
+def has_cache_control(body: Body) -> bool:
+    """Whether a request that was checked marks what is to be cached."""
+    blocks = [body, *(body.get("tools") or [])]
+    for content in (body.get("system"), *(message["content"] for message in body["messages"])):
+        blocks += content if isinstance(content, list) else []
+    return any(isinstance(each, dict) and each.get("cache_control") for each in blocks)
+
+
+def status_of(error: ApiError) -> int:
+    """The HTTP status of an error."""
+    return 529 if error.status == 503 else error.status
+
+
+def error_body(error: ApiError, request_id: str) -> Body:
+    """What the client gets."""
+    status, message = status_of(error), error.message
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    if error.code == "context_length_exceeded":
+        # clients look for these words
+        message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**error.more)
+    if (error.param or "").startswith("tool"):
+        message = message.replace(".function.parameters", ".input_schema").replace(".function", "")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -1,0 +1,239 @@
+"""kvtool serve, by the official client of the Anthropic API over loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx2 as httpx
+import pytest
+
+from tests import tiny
+from tests.crowd_serve import said
+from tests.late import anthropic, openai
+from tests.serving import serving
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = [{"type": "text", "text": "You are helpful."}, {"type": "text", "text": "Be brief."}]
+HEADER = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.d2e; cch=0f1e2;"}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"name": "weather", "description": "Tells the weather.", "input_schema": WEATHER},
+    {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def server(smol):
+    with serving(smol, "--policy", "h2o", "--budget", "1024", "--temp", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return of(server)
+
+
+def of(server, key="none"):
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
+
+
+def ask(client, messages, **more):
+    asked = {"model": "claude-opus-4-8", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    return client.messages.create(**asked | more)
+
+
+def n_prompt(usage):
+    return usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_message_is_answered_with_its_usage(client):
+    answer = ask(client, [said("user", "Name a colour.")])
+    assert [block.type for block in answer.content] == ["text"]
+    assert (answer.role, answer.model, answer.stop_reason) == ("assistant", "smollm2-135m", "max_tokens")
+    usage = answer.usage
+    assert (usage.output_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (
+        6,
+        0,
+        0,
+    )
+    counted = client.messages.count_tokens(
+        model="any", system=SYSTEM, messages=[said("user", "Name a colour.")]
+    )
+    assert counted.input_tokens == usage.input_tokens > 10
+    own = answer.model_extra["kvtool"]
+    assert (own["tokens"], own["budget"]) == (usage.input_tokens + 6, 1024)
+    # who marks what is to be cached reads how much was
+    marked = [{**SYSTEM[0], "cache_control": {"type": "ephemeral"}}, SYSTEM[1]]
+    again = ask(client, [said("user", "Name a river.")], system=marked).usage
+    assert again.input_tokens == 0
+    assert again.cache_creation_input_tokens > 10
+
+
+def test_a_stream_says_the_same_in_events(server, client):
+    messages = [said("user", "Name an animal.")]
+    whole = ask(client, messages)
+    asked = {"model": "x", "max_tokens": 6, "system": SYSTEM, "messages": messages}
+    with client.messages.stream(**asked) as stream:
+        texts = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert len(texts) > 3
+    assert "".join(texts) == final.content[0].text == whole.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
+    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=60)
+    events = events_of(sent.text)
+    kinds = " ".join(event["type"] for event in events)
+    assert re.fullmatch(
+        r"message_start content_block_start( content_block_delta)+ content_block_stop message_delta "
+        "message_stop",
+        kinds,
+    )
+    start, end = events[0]["message"], events[-2]
+    assert start["usage"] == end["usage"] | {"output_tokens": 0}
+    assert sum(end["usage"].values()) == n_prompt(whole.usage) + 6
+    assert end["kvtool"]["tokens"] == sum(end["usage"].values())
+    assert (start["content"], start["stop_reason"]) == ([], None)
+
+
+def events_of(text):
+    """The data of events, each of which has its name."""
+    found = [event.split("\n") for event in text.split("\n\n")[:-1] if not event.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name for name, _ in found] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}], ids=str)
+def test_a_tool_is_called_and_its_result_read(client, choice):
+    messages = [said("user", "How is the weather in Oslo?")]
+    more = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "max_tokens": 80}
+    answer = ask(client, messages, **more)
+    (call,) = answer.content
+    assert (answer.stop_reason, call.type, call.name, list(call.input)) == (
+        "tool_use",
+        "tool_use",
+        "weather",
+        ["city"],
+    )
+    with client.messages.stream(model="x", system=SYSTEM, messages=messages, **more) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert streamed.input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True}
+    for content in ("Rain.", [{"type": "text", "text": "Rain."}]):
+        user = [result | {"content": content}, {"type": "text", "text": "So?"}]
+        asked = [*messages, said("assistant", answer.content), said("user", user)]
+        after = ask(client, asked, tools=TOOLS, tool_choice={"type": "auto"})
+        assert after.content[0].text
+        assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
+    counted = client.messages.count_tokens(model="x", system=SYSTEM, messages=messages, tools=TOOLS)
+    assert counted.input_tokens == n_prompt(answer.usage)
+    unseen = ask(client, messages, tools=TOOLS, tool_choice={"type": "none"})
+    assert n_prompt(unseen.usage) == n_prompt(ask(client, messages).usage)
+
+
+def test_a_chat_is_one_whichever_interface_it_comes_through(server, client):
+    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    system = said("system", "You are helpful.\n\nBe brief.")
+    first = other.chat.completions.create(
+        model="x",
+        messages=[system, said("user", "Is it wet?")],
+        tools=[tool],
+        tool_choice="required",
+        max_tokens=80,
+    )
+    (call,) = first.choices[0].message.tool_calls
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather"}
+    use["input"] = json.loads(call.function.arguments)
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Rain."}
+    messages = [said("user", "Is it wet?"), said("assistant", [thought, use]), said("user", [result])]
+    tools = [{"name": "weather", "input_schema": WEATHER}]
+    second = ask(client, messages, tools=tools)
+    assert second.usage.cache_read_input_tokens == first.usage.total_tokens
+    third = other.chat.completions.create(
+        model="x",
+        messages=[
+            system,
+            said("user", "Is it wet?"),
+            first.choices[0].message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+            said("assistant", second.content[0].text),
+            said("user", "Why?"),
+        ],
+        tools=[tool],
+        max_tokens=4,
+    )
+    n_cached = third.usage.prompt_tokens_details.cached_tokens
+    assert n_cached == n_prompt(second.usage) + second.usage.output_tokens
+
+
+def test_a_header_that_changes_is_not_read(client, smol):
+    messages = [said("user", "What is a header?")]
+    first = ask(client, messages, system=[HEADER, *SYSTEM])
+    messages += [said("assistant", first.content), said("user", "And?")]
+    other = HEADER | {"text": HEADER["text"].replace("0f1e2", "a3b4c")}
+    second = ask(client, messages, system=[other, *SYSTEM])
+    assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
+    plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
+    assert plain == n_prompt(second.usage)
+    with serving(smol, "--keep-headers", "--strict-model", "--temp", "0", "--budget", "256") as server:
+        keeps = of(server)
+        kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
+        assert kept.input_tokens > plain + 10
+        # here one name is right
+        for name in ("claude-opus-4-8", "gpt\n9\x1b[2J\u202e"):
+            with pytest.raises(anthropic.NotFoundError) as raised:
+                ask(keeps, messages, model=name)
+            error = raised.value.body["error"]
+            assert error["type"] == "not_found_error"
+            assert error["message"].isprintable()
+        with pytest.raises(anthropic.NotFoundError):
+            keeps.models.retrieve("claude-opus-4-8")
+        assert ask(keeps, messages, model="smollm2-135m").content
+
+
+def test_any_model_is_that_which_runs(client):
+    assert [model.id for model in client.models.list()] == ["smollm2-135m"]
+    assert client.models.retrieve("claude-opus-4-8").display_name == "smollm2-135m"
+
+
+def test_an_answer_ends_before_a_stop_sequence(client):
+    messages = [said("user", "Stop.")]
+    whole = ask(client, messages, max_tokens=24).content[0].text
+    stop = whole[8:12]
+    more = {"stop_sequences": ["@@@", stop], "extra_body": {"top_k": 1, "top_p": 1, "temperature": 1}}
+    answer = ask(client, messages, max_tokens=24, **more)
+    assert answer.content[0].text == whole[: whole.index(stop)]
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_a_thought_is_a_block_of_its_own(tmp_path):
+    path = tmp_path / "thinker.gguf"
+    template = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
+    tiny.write_llama(path, chat_template=template, n_ctx_train=2048)
+    with serving(path, "--policy", "h2o", "--budget", "256", "--temp", "0") as server:
+        client = of(server)
+        more = {"max_tokens": 40, "extra_body": {"grammar": 'root ::= "Hm, so.</think>Yes."'}}
+        messages = [said("user", "Is it?")]
+        answer = ask(client, messages, **more, thinking={"type": "enabled", "budget_tokens": 1024})
+        thought, text = answer.content
+        assert (thought.type, thought.thinking, thought.signature) == ("thinking", "Hm, so.", "")
+        assert (text.type, text.text, answer.stop_reason) == ("text", "Yes.", "end_turn")
+        with client.messages.stream(
+            model="x", system=SYSTEM, messages=messages, thinking={"type": "adaptive"}, **more
+        ) as stream:
+            deltas = [event.delta.type for event in stream if event.type == "content_block_delta"]
+            assert stream.get_final_message().content[0].thinking == "Hm, so."
+        assert re.fullmatch(r"(thinking_delta )+signature_delta (text_delta ?)+", " ".join(deltas))
+        hidden = ask(client, messages, **more, thinking={"type": "disabled"})
+        assert [block.type for block in hidden.content] == ["text"]
+        messages += [said("assistant", answer.content), said("user", "Sure?")]
+        after = ask(client, messages, **more)
+        assert after.usage.cache_read_input_tokens > n_prompt(answer.usage) - 10
