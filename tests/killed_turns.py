@@ -49,7 +49,12 @@ class Server:
         writer = Writer(engine, Sampler(model))
         # few bytes, so that some snapshots go
         self.talk = Talk(
-            writer, template_of(model), Chats(folder, 600_000, {}), "forget", lambda chat: {"fixed": {}}
+            writer,
+            template_of(model),
+            Chats(folder, 600_000, {}),
+            "forget",
+            lambda chat: {"fixed": {}},
+            pins=False,
         )
 
     def ask(self, messages):

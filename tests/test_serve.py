@@ -380,7 +380,8 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy):
         env=os.environ | ONE_THREAD,
     )
     messages, replies = [SYSTEM], []
-    with serving(talker, *options) as server:
+    # a chat always pins its system prompt
+    with serving(talker, *options, "--pin") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         for turn in turns:
             messages.append(said("user", turn))

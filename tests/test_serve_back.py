@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from types import SimpleNamespace
+
 import pytest
 
+from kvtool.llama.model import Model
+from kvtool.serve import requests
+from kvtool.serve.requests import Defaults
 from tests.crowd_serve import request, said
+from tests.killed_turns import Server
 from tests.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -78,39 +85,76 @@ def test_a_chat_goes_back_in_what_another_server_has_stored(talker, tmp_path):
         assert asked(server.url, [*messages, said("user", "And?")])[2] < 20
 
 
-def test_who_differs_from_the_start_starts_over(url):
-    _, n_all = talked(url)
-    # a name keeps a chat from others, however they begin
-    _, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
-    assert n_read == n - 12
-    assert n == n_all[0]
+def test_a_beginning_is_shared_whatever_a_chat_is_called(url):
+    messages, n_all = talked(url)
+    reply, n, n_read, _ = asked(url, [SYSTEM, said("user", ASKED[0])], prompt_cache_key="one")
+    assert (reply, n, n_read) == (messages[2], n_all[0], 1)
+    # it is a chat of its own
+    assert asked(url, [*messages, said("user", "And?")])[2] < 20
 
 
-def test_another_system_prompt_is_read_from_where_it_differs(url):
-    talked(url)
-    for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
-        first = [said("system", other)] if other else []
-        messages = [*first, said("user", ASKED[0])]
-        reply, n, n_read, _ = asked(url, messages)
-        assert len(ASKED[0]) < n_read < n - 12
-        # what is pinned is this one
-        _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
-        held = own["share"]["held"]
-        assert held.index(0) == max(4, len(f"[s]{other}") if other else 0)
-        talked(url)
+@pytest.mark.parametrize("pins", [False, True])
+def test_another_system_prompt_is_read_from_where_it_differs(talker, pins):
+    with serving(talker, *RECALL, *["--pin"] * pins) as server:
+        url = server.url
+        for other in ("Be kind. Be kind. Be brief.", "Be kind!", "Be kind. " * 3 + "Be long.", None):
+            talked(url)
+            first = [said("system", other)] if other else []
+            messages = [*first, said("user", ASKED[0])]
+            reply, n, n_read, _ = asked(url, messages)
+            assert len(ASKED[0]) < n_read < n - 12
+            _, _, _, own = asked(url, [*messages, reply, said("user", "x" * 200)], kvtool={"share": 10**6})
+            n_pinned = len(f"[s]{other}") if other and pins else 0
+            # sinks stay whatever is pinned
+            assert own["share"]["held"].index(0) == max(4, n_pinned)
 
 
-def test_a_system_prompt_that_is_stored_apart_is_taken_from_there(talker):
-    with serving(talker, *RECALL, "--budget", "640") as server:
-        # they differ in what is pinned, half of what the cache keeps
-        systems = [said("system", "Be kind. " * 31 + last + " Be kind." * 9) for last in "AB"]
-        # of each chat 256 tokens are stored, where the system prompt is read from its beginning
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "Counts waves. " * 5, "parameters": {}}}
+    for name in ("one", "two", "three")
+]
+
+
+def test_a_tool_more_is_read_from_where_it_begins(url):
+    messages = [SYSTEM, said("user", ASKED[0])]
+    _, n, _, _ = asked(url, messages, tools=TOOLS[:2])
+    _, n_more, n_read, _ = asked(url, messages, tools=TOOLS)
+    # that is the tool, the messages and the beginning of a reply
+    assert 0 < n_more - n < n_read < n_more - 12 - 300
+    # and the chat without it is still there
+    assert asked(url, messages, tools=TOOLS[:2])[2] == 1
+
+
+def test_a_long_beginning_is_taken_from_any_chat_that_is_stored(talker, tmp_path):
+    own = (*RECALL, "--budget", "640", "--sessions", str(tmp_path))
+    systems = [said("system", "Be kind. " * 9 + last + " Be kind." * 40) for last in "AB"]
+    with serving(talker, *own) as server:
         for i, system in enumerate(systems):
             asked(server.url, [system, said("user", "Why?")], prompt_cache_key=str(i))
-        for key in "23":
-            for system in systems:
-                _, n, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
-                assert n_read == n - 12 - 256, (key, system["content"])
+        server.stop()
+    for pin in ([], ["--pin"]):
+        with serving(talker, *own, *pin) as server:
+            for key in ("2", "3"):
+                for system in systems:
+                    _, _, n_read, _ = asked(server.url, [system, said("user", "Who?")], prompt_cache_key=key)
+                    # "o?" and what opens the reply
+                    assert n_read <= 8, (pin, key)
+
+
+def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_path):
+    body = {"messages": [said("user", "Waves come and go. " * 40)]}
+    gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)
+
+    def emit(kind, n_read, n_all):
+        # it goes in the middle of what is read
+        assert n_all > 512
+        gone.is_cancelled = n_read >= 256
+
+    gone.emit = emit
+    with closing(Model(talker)) as model:
+        server = Server(model, "recall", tmp_path)
+        server.talk.answer(gone)
+        assert 256 <= server.ask(body["messages"])[1] < 512
 
 
 def test_a_chat_starts_over_where_its_window_is_forgotten(talker):

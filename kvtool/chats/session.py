@@ -169,6 +169,23 @@ def _load(file: BinaryIO, name: str) -> tuple[Meta, dict[str, np.ndarray]]:
     return meta, arrays
 
 
+def read_tokens(path: Path) -> np.ndarray:
+    """The tokens i32[n] of a session's stream; what else is there may be damaged, and so may they.
+
+    Raises SessionError as `read` does.
+    """
+    with _telling("read", path), path.open("rb") as file:
+        file.seek(_head(file, str(path))[1])
+        try:
+            name, dtype, n = file.readline(_N_FIRST).decode().split()
+            tokens = np.frombuffer(file.read(int(n) * 4), np.int32)
+        except ValueError:
+            name = ""
+        if name != "tokens" or dtype != tokens.dtype.str or len(tokens) != int(n):
+            raise _damaged(str(path), False)
+        return tokens
+
+
 def _head(file: BinaryIO, name: str) -> tuple[Meta, int, str]:
     """The JSON, the offset of the arrays, and the arrays' hash."""
     file.seek(0)

@@ -25,6 +25,8 @@ from kvtool.system import interrupt
 from kvtool.system.texts import read_text
 
 if TYPE_CHECKING:
+    from kvtool.chats.conversation import Conversation
+    from kvtool.chats.session import Meta
     from kvtool.serve.app import Site
     from kvtool.serve.talk import Talk
 
@@ -56,6 +58,9 @@ class _Serving(Options):
     )
     keep_headers: bool = _serving(
         "--keep-headers", False, "Read the header line that Claude Code puts before its system prompt."
+    )
+    pin: bool = _serving(
+        "--pin", False, "Pin system prompts and tools under recall, too; other policies always do."
     )
     metrics: bool = _serving("--metrics", False, "Tell Prometheus at /metrics what was done.")
 
@@ -170,7 +175,11 @@ def _opened(
             # it must fit before anybody asks
             Conversation(writer, template).check(system)
         told = (lambda line: say([line])) if run.verbose else lambda line: None
-        yield Talk(writer, template, chats, serving.overflow, lambda chat: meta_of(chat, fixed, kept), told)
+
+        def meta(chat: Conversation) -> Meta:
+            return meta_of(chat, fixed, kept)
+
+        yield Talk(writer, template, chats, serving.overflow, meta, told, serving.pin)
 
 
 def _tell(site: Site, talk: Talk) -> None:

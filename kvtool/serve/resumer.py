@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,10 +14,33 @@ from kvtool.chats.segments import Listing
 from kvtool.errors import ModelError, SessionError
 from kvtool.serve.messages import History, Message
 from kvtool.serve.rendering import Rendering
-from kvtool.serve.store import Chats, Snapshot, Turn
+from kvtool.serve.store import Chats, Snapshot, Turn, n_equal
 
 _LEAST_START = 256
-"""Tokens of a system prompt that are worth a snapshot of their own."""
+"""Tokens of a beginning that are worth a snapshot of their own, or to load another chat's."""
+
+
+class _Way(NamedTuple):
+    """How the engine may come to a part of a chat.
+
+    Attributes
+    ----------
+    n
+        The chat's tokens that the stream begins with, as far as they count.
+    snapshot
+        The stream's; None: that of the engine, which is not stored.
+    tokens, first, n_pinned
+        As `_after` gives them.
+    turns
+        The chat's replies that the stream has.
+    """
+
+    n: int
+    snapshot: Snapshot | None
+    tokens: np.ndarray
+    first: int
+    n_pinned: int | None
+    turns: list[Turn]
 
 
 class Resumer:
@@ -28,6 +52,8 @@ class Resumer:
         What is stored.
     meta
         What a session says of a chat, besides what `Conversation.save` has.
+    pins
+        Whether a chat's system prompt and tools are pinned.
 
     Attributes
     ----------
@@ -43,11 +69,13 @@ class Resumer:
         rendering: Rendering,
         chats: Chats,
         meta: Callable[[Conversation], session.Meta],
+        pins: bool,
     ) -> None:
         self.conversation = conversation
         self.rendering = rendering
         self.chats = chats
         self._meta = meta
+        self._pins = pins
         self._engine = conversation.writer.engine
         # the snapshot that the chat goes on from, and the one that the engine is at
         self._before: Snapshot | None = None
@@ -65,8 +93,13 @@ class Resumer:
         """Brings the engine to the longest stored beginning. Returns the tokens i32[n] that follow."""
         at, self._at = self._at, None
         if self._engine.goes_back:
-            if (tokens := self._go_back(at, messages, tools, history)) is not None:
-                return tokens
+            for way in self._ways(at, messages, tools, history):
+                if (tokens := self._go(way, at, history)) is not None:
+                    # what is read now stays in the engine, even if nobody waits for the answer any more
+                    self._at = self._before
+                    return tokens
+                # it may have loaded another stream
+                at = None
             at = None
         digests = history.digests[:-1]
         while found := self.chats.find(digests):
@@ -82,50 +115,80 @@ class Resumer:
             except (SessionError, ModelError):
                 # damaged, or the template cannot say what follows
                 at, digests = None, digests[:i]
-        tokens, n_pinned = self.rendering.whole(messages, tools)
+        tokens, n_pinned = self._whole(messages, tools)
         self.conversation.open(n_pinned)
         self._before, self._turns, self.n_cached = None, [], 0
         return tokens
 
-    def _go_back(
+    def _ways(
         self, at: Snapshot | None, messages: list[Message], tools: list[Any], history: History
-    ) -> np.ndarray | None:
-        """Goes back in a stored chat to the first token that differs, and returns what follows there.
+    ) -> list[_Way]:
+        """Streams that begin as the chat does, the one with most of its tokens first.
 
-        Returns None where no stored chat begins alike, or the engine cannot go back in it.
+        A chat of the same messages has their replies as they were written, token by token. Any other stream
+        may have more: that of the engine, which nothing has to be loaded for, or a stored one.
         """
-        if not (shared := self.chats.share(history.beginnings, at)):
-            return None
-        i, snapshot = shared
+        ways: list[_Way] = []
+        if shared := self.chats.share(history.beginnings, at):
+            i, snapshot = shared
+            had = self._had if snapshot is at else self.chats.tokens(snapshot)
+            turns = [turn for turn in snapshot.line.turns if turn.n_message <= i and turn.n_token <= len(had)]
+            tokens, first, n_pinned = self._after(turns, messages, tools)
+            ways.append(_Way(first + n_equal(had[first:], tokens), snapshot, tokens, first, n_pinned, turns))
+            if ways[0].n == len(had):
+                return ways
+        whole, n_pinned = self._whole(messages, tools)
+        ways.append(_Way(n_equal(self._had, whole), at, whole, 0, n_pinned, []))
+        if alike := self.chats.alike(whole):
+            # to load it takes longer than to read a few tokens
+            ways.append(_Way(alike[0] - _LEAST_START, alike[1], whole, 0, n_pinned, []))
+        return sorted((way for way in ways if way.n > 0), key=attrgetter("n"), reverse=True)
+
+    @property
+    def _had(self) -> np.ndarray:
+        """The tokens i32[n] of the stream that is in the engine."""
         writer = self.conversation.writer
-        seed = writer.sampler.seed
-        if snapshot is not at:
+        return np.concatenate([writer.tokens, writer.unread])
+
+    def _go(self, way: _Way, at: Snapshot | None, history: History) -> np.ndarray | None:
+        """Goes back in a stream to the first token that differs, and returns what follows there.
+
+        at: the snapshot that the engine has gone on from. Returns None where the engine cannot go back there.
+        """
+        writer = self.conversation.writer
+        seed, snapshot = writer.sampler.seed, way.snapshot
+        if snapshot is not at and snapshot is not None:
             try:
                 self.conversation.restore(*self.chats.load(snapshot), seed=seed)
             except SessionError:
                 return None
-        had = np.concatenate([writer.tokens, writer.unread])
-        turns = [turn for turn in snapshot.line.turns if turn.n_message <= i and turn.n_token <= len(had)]
-        tokens, first, n_pinned = self._after(turns, messages, tools)
+        had, first, n_pinned = self._had, way.first, way.n_pinned
         # one token at least is read: its logits are needed
-        most = len(tokens) - max(self.conversation.n_opening, 1)
-        n = first + _n_equal(had[first:], tokens[:most])
+        most = len(way.tokens) - max(self.conversation.n_opening, 1)
+        n = first + n_equal(had[first:], way.tokens[:most])
         if n_pinned is not None:
             n_pinned = self._engine.eviction.pinnable(n_pinned)
         is_start = n_pinned is not None and (n_pinned != self._engine.n_pinned or n < max(n_pinned, 1))
         # another system prompt: all of it may be stored, and what is pinned cannot change behind an eviction
         if is_start and (n > self._engine.policy.n_live or self.chats.find(history.digests[:2])):
             return None
-        self._before = snapshot
+        # a stream that keeps all of the snapshot goes on from it
+        is_kept = snapshot is not None and bool(snapshot.line.turns) and n >= snapshot.line.turns[-1].n_token
+        self._before = snapshot if is_kept else None
         if n < len(had):
-            n, self._before = min(n, self._engine.n_past), None
-            recent = turns[-1].recent if turns else []
+            n = min(n, self._engine.n_past)
+            recent = way.turns[-1].recent if way.turns else []
             if not writer.go_back(n, {"recent": recent, "unread": [], "seed": seed}):
                 return None
         if is_start and n_pinned is not None:
             self._engine.pin(n_pinned)
-        self._turns, self.n_cached = turns, self._engine.n_past
-        return tokens[n - first :]
+        self._turns, self.n_cached = way.turns, self._engine.n_past
+        return way.tokens[n - first :]
+
+    def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
+        """The tokens i32[n] of the whole chat, and how many of them are pinned."""
+        tokens, n_pinned = self.rendering.whole(messages, tools)
+        return tokens, n_pinned if self._pins else 0
 
     def _after(
         self, turns: list[Turn], messages: list[Message], tools: list[Any]
@@ -141,7 +204,7 @@ class Resumer:
                 return self.rendering.following(messages, last.n_message, tools), last.n_token, None
             except ModelError:
                 turns.clear()
-        tokens, n_pinned = self.rendering.whole(messages, tools)
+        tokens, n_pinned = self._whole(messages, tools)
         return tokens, 0, n_pinned
 
     def _following(self, messages: list[Message], i: int, tools: list[Any]) -> np.ndarray:
@@ -149,7 +212,7 @@ class Resumer:
         if messages[i - 1]["role"] == "assistant":
             return self.rendering.following(messages, i, tools)
         # the beginning of a system prompt
-        whole, _ = self.rendering.whole(messages, tools)
+        whole, _ = self._whole(messages, tools)
         if not np.array_equal(whole[: self.n_cached], self.conversation.writer.tokens):
             raise ModelError("the template has changed the system prompt")
         return whole[self.n_cached :]
@@ -191,6 +254,7 @@ class Resumer:
             return self.chats.put(
                 before,
                 digest,
+                talk.writer.tokens,
                 talk.archive,
                 saved,
                 beginnings=beginnings,
@@ -201,10 +265,3 @@ class Resumer:
         except SessionError as error:
             self.unsaved = str(error)
             return None
-
-
-def _n_equal(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two texts i32[n] have in common at their start."""
-    n = min(len(one), len(other))
-    differ = np.flatnonzero(one[:n] != other[:n])
-    return int(differ[0]) if len(differ) else n

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,8 @@ class Snapshot:
         Of the file.
     used
         When it was last needed, by a clock that only goes forward.
+    tokens
+        Of its stream, i32[n], once they are known; see `Chats.tokens`.
     """
 
     line: Line
@@ -101,6 +104,7 @@ class Snapshot:
     path: Path
     n_bytes: int
     used: float = field(default_factory=time.monotonic)
+    tokens: np.ndarray | None = None
 
     @property
     def is_newest(self) -> bool:
@@ -177,6 +181,28 @@ class Chats:
                 return i, found
         return None
 
+    def alike(self, tokens: np.ndarray) -> tuple[int, Snapshot] | None:
+        """The newest snapshot whose stream begins like these tokens i32[n] for longest, and for how long.
+
+        Of equal ones the shortest, which is loaded soonest.
+        """
+        newest = [line.snapshots[-1] for line in self._lines]
+        found = [(n_equal(self.tokens(each), tokens), -len(self.tokens(each)), each) for each in newest]
+        n, _, snapshot = max(found, key=itemgetter(0, 1), default=(0, 0, None))
+        if snapshot is None:
+            return None
+        snapshot.used = time.monotonic()
+        return n, snapshot
+
+    def tokens(self, snapshot: Snapshot) -> np.ndarray:
+        """The tokens i32[n] of a snapshot's stream. Those of a damaged one may be wrong: `load` tells."""
+        if snapshot.tokens is None:
+            try:
+                snapshot.tokens = session.read_tokens(snapshot.path)
+            except SessionError:
+                return np.empty(0, np.int32)
+        return snapshot.tokens
+
     def load(self, snapshot: Snapshot) -> tuple[session.Meta, session.Arrays]:
         """Reads a snapshot. Raises SessionError where it cannot be; a damaged one is dropped."""
         try:
@@ -196,6 +222,7 @@ class Chats:
         self,
         before: Snapshot | None,
         digest: bytes,
+        tokens: np.ndarray,
         archive: Archive | None,
         saved: Saved,
         *,
@@ -209,6 +236,8 @@ class Chats:
         ----------
         before
             What it went on from, if that was stored.
+        tokens
+            Of its stream, i32[n].
         beginnings, turns
             As `Line` has them.
         is_enough
@@ -229,7 +258,7 @@ class Chats:
                 with line.store.put(archive) as listed:
                     meta, arrays = saved(listed)
                     session.write(line.path, meta | own, arrays)
-                found = Snapshot(line, digest, line.path, line.path.stat().st_size)
+                found = Snapshot(line, digest, line.path, line.path.stat().st_size, tokens=tokens)
             except OSError as error:
                 raise session.cannot("write", line.path, error) from None
             failed.pop_all()
@@ -384,6 +413,13 @@ def _delete(line: Line) -> None:
     with suppress(OSError):
         line.path.unlink(missing_ok=True)
     segments.delete(line.path)
+
+
+def n_equal(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two texts i32[n] have in common at their start."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(one[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
 
 
 @contextmanager

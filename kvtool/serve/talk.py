@@ -52,6 +52,8 @@ class Talk:
         What a session says of a chat, besides what `Conversation.save` has.
     say
         Called with a line about each answer.
+    pins
+        Whether a chat's system prompt and tools are pinned, also where an archive keeps them.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Talk:
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
         say: Callable[[str], None] = lambda line: None,
+        pins: bool = True,
     ) -> None:
         self.writer = writer
         self.engine = writer.engine
@@ -75,7 +78,7 @@ class Talk:
         self._resumer: Resumer | None = None
         if template:
             own = Conversation(writer, template), Rendering(self.model, template)
-            self._resumer = Resumer(*own, chats, meta)
+            self._resumer = Resumer(*own, chats, meta, pins or not self.engine.policy.recall)
         self._grammars = Grammars(self.model.path)
         self._listed: list[dict[str, Any]] = []
 
