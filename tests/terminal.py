@@ -28,7 +28,7 @@ class Terminal:
     """kvtool chat in a terminal of so many columns and rows.
 
     The screen has far more rows than a program is told of, so that nothing leaves it.
-    own: it is the process's own terminal, whose end is a SIGHUP.
+    model: None for the default. own: it is the process's own terminal, whose end is a SIGHUP.
     """
 
     def __init__(self, model, *options, own=True, env=None, columns=400, rows=50):
@@ -42,7 +42,8 @@ class Terminal:
         self._at = 0
 
         ends = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1", "-m", str(model)]
+        command = [sys.executable, "-c", RUN, "chat", "--temp", "0", "-t", "1"]
+        command += ["-m", str(model)] if model else []
         # no answer comes to a question for the cursor's place
         environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | (env or {})
         prepare = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0) if own else forked.deaf

@@ -28,6 +28,8 @@ class Writer:
         Tokens that the last `write` has sampled.
     is_cut
         Whether the last `write` ended because it had written as many tokens as it may.
+    ending
+        The token by which the model ended the last `write`; None where something else did.
     stopped_by
         The stop string that the last `write` has come to; "" if to none.
     shown
@@ -46,6 +48,7 @@ class Writer:
         self.stop = False
         self.n_written = 0
         self.is_cut = False
+        self.ending: int | None = None
         self.stopped_by = ""
         self.shown: frozenset[int] = frozenset()
         self.before_reading: Callable[[int], None] = lambda n: None
@@ -116,14 +119,18 @@ class Writer:
         self.restore(saved, self.tokens[:n], seed)
         return True
 
-    def read(self, tokens: np.ndarray) -> bool:
-        """Decodes i32[n] tokens in as many steps as it takes; returns False if stopped before the end."""
+    def read(self, tokens: np.ndarray, after_step: Callable[[slice], None] | None = None) -> bool:
+        """Decodes i32[n] tokens in as many steps as it takes; returns False if stopped before the end.
+
+        after_step: called after each step with which of the tokens it took. All of them then give logits, and
+        each plan comes when it is due, as when a text is measured.
+        """
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
-        return self._decode_unread()
+        return self._decode_unread(after_step)
 
-    def _decode_unread(self) -> bool:
+    def _decode_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decodes what was given or sampled; returns False if stopped before the end."""
         before, n_all = self.engine.n_past, len(self._unread)
 
@@ -132,7 +139,12 @@ class Writer:
             return self.stop
 
         try:
-            self.engine.read(self._unread, stopped)
+            if after_step is None:
+                self.engine.read(self._unread, stopped)
+            else:
+                steps = self.engine.steps(self._unread)
+                while self.engine.n_past - before < n_all and not stopped():
+                    after_step(next(steps))
         finally:
             # after an error, what was decoded before it counts as read
             n = self.engine.n_past - before
@@ -155,7 +167,7 @@ class Writer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         model = self.engine.model
         self.n_written = 0
-        self.is_cut, self.stopped_by = n_max == 0, ""
+        self.is_cut, self.stopped_by, self.ending = n_max == 0, "", None
         if len(self._unread) and not self._decode_unread():
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
@@ -163,6 +175,7 @@ class Writer:
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)
             if model.ends_turn(token):
+                self.ending = token
                 break
             self.n_written += 1
             self.after_sampling(token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtool.cli.chat_commands import Commands
 from kvtool.cli.chat_input import Prompt, unquoted
 from kvtool.cli.chat_screen import Terminal
+from kvtool.cli.first_chat import better_model
 from kvtool.cli.keeper import turns
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
@@ -25,6 +26,8 @@ def run(terminal: Terminal) -> None:
         terminal.show_last()
     elif terminal.keeper.path:
         terminal.note(f"a new chat, to be kept in {terminal.keeper.path}")
+    if terminal.keeper.run.model is None and (better := better_model()):
+        terminal.note(better)
     prompt = Prompt(commands.words())
     while (typed := _ask(terminal, prompt)) is not None:
         with terminal.keys.waiting():

@@ -42,16 +42,20 @@ _OF_ENTRY = ("sha256", "size", "licence", "note")
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List known and downloaded models, the default first."""
+    """List known and downloaded models, the default first, and which fit into this machine's memory."""
     from kvtool.models import stored
     from kvtool.models.catalogue import models_dir, registry
     from kvtool.models.hub import cache_folder
+    from kvtool.runs import fits
 
     known = [(entry, stored.of_entry(entry)) for entry in registry().values()]
     others, default = stored.downloads(), known[0][0]
+    room = fits.room()
+    best = fits.best((entry for entry, _ in known), room)
     if as_json:
         rows = [
             {"name": entry.name, "default": entry is default}
+            | {"fits": fits.fits(entry, room), "best": entry is best}
             | {name: getattr(entry, name) for name in ("source", "file", *_OF_ENTRY)}
             | _json_stored(found)
             # a file in a folder of the user's is in no cache
@@ -60,15 +64,23 @@ def list_(as_json: Json = False) -> None:
         ]
         for each in others:
             named = {"name": each.name, "default": False, "source": each.name, "file": each.files[0].name}
-            rows.append(named | dict.fromkeys(_OF_ENTRY) | _json_stored(each))
+            rows.append(named | dict.fromkeys(("fits", *_OF_ENTRY)) | {"best": False} | _json_stored(each))
         typer.echo(json_text(rows, indent=2))
         return
     table = []
     for entry, found in known:
-        size = found.size if found and found.is_whole else entry.size
+        size = found.size if found and found.is_whole else entry.about_bytes
         name = entry.name + (" (default)" if entry is default else "")
-        table.append([name, format_bytes(size) if size else "-", _state(found), entry.licence, entry.note])
-    print_table(["name", "size", "downloaded", "licence", "note"], table)
+        fit = "best" if entry is best else {True: "yes", False: "no", None: "-"}[fits.fits(entry, room)]
+        table.append([name, format_bytes(size) if size else "-", fit, _state(found), entry.licence])
+    print_table(["name", "size", "fits", "downloaded", "licence"], table)
+    typer.echo()
+    for entry, _ in known:
+        # in a column they would break the names
+        if entry.remark and not entry.is_recommended:
+            typer.echo(f"{entry.name}: {entry.remark}")
+    if best:
+        typer.echo(f"the best that fits: kvtool chat -m {best.name}")
     if others:
         typer.echo()
         table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]

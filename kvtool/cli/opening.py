@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_run(run: Run, *, length: Callable[[Model], int] | None = None) -> Iterator[Opened]:
+def open_run(
+    run: Run, *, length: Callable[[Model], int] | None = None, n_output: int = 1
+) -> Iterator[Opened]:
     """As `runs.opening` does it, for a program."""
     from kvtool.runs import opening
 
-    with opening.open_run(run, length=length, find=locate, guarded=True) as opened:
+    with opening.open_run(run, length=length, find=locate, guarded=True, n_output=n_output) as opened:
         say(opened.notes)
         yield opened
 

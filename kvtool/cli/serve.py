@@ -154,10 +154,10 @@ def _opened(
     from kvtool.errors import ModelError
     from kvtool.llama.sampler import Sampler
     from kvtool.serve.store import Chats, held
-    from kvtool.serve.talk import Talk
+    from kvtool.serve.talk import N_OUTPUT, Talk
 
     with ExitStack() as stack:
-        opened = stack.enter_context(open_run(run))
+        opened = stack.enter_context(open_run(run, n_output=N_OUTPUT))
         engine, run = opened.engine, opened.run
         site.policy = run.policy
         path = stack.enter_context(held(serving.sessions))

@@ -15,6 +15,8 @@ _PIP = re.compile(r"[A-Za-z0-9._-]+(\{[0-9]+\.\.[0-9]+\}[A-Za-z0-9._-]*)?==[A-Za
 
 _HF = re.compile(r"[A-Za-z0-9._-]+/[A-Za-z0-9._-]+")
 
+_ABOUT = re.compile(r"(?:; )?about (\d+\.\d) GB")
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -35,7 +37,7 @@ class Entry:
     licence
         Licence of the weights.
     note
-        What `kvtool models list` shows beside it.
+        What is to know of it: "recommended", "about 2.5 GB".
     """
 
     name: str
@@ -50,6 +52,22 @@ class Entry:
     def is_download(self) -> bool:
         """Whether kvtool downloads it, and does not find it in a folder of the user's."""
         return self.source.startswith(("pip:", "hf:"))
+
+    @property
+    def about_bytes(self) -> int | None:
+        """Its size in bytes, or about that; None where the line has neither."""
+        about = None if self.size else _ABOUT.search(self.note)
+        return int(float(about[1]) * 1e9) if about else self.size
+
+    @property
+    def remark(self) -> str:
+        """The note without the size."""
+        return _ABOUT.sub("", self.note)
+
+    @property
+    def is_recommended(self) -> bool:
+        """Whether it is among the best of its size, and quick without a GPU, under a free licence."""
+        return self.remark == "recommended"
 
     @property
     def path(self) -> Path:

@@ -80,6 +80,7 @@ def open_run(
     length: Callable[[Model], int] | None = None,
     find: Find = resolve.resolve,
     guarded: bool = False,
+    n_output: int = 1,
 ) -> Iterator[Opened]:
     """Loads the model, fits the policy, and makes the engine; closes them at the end.
 
@@ -93,6 +94,8 @@ def open_run(
         Finds the model's file.
     guarded
         Whether a crash of compiled code ends the process with one line: for programs.
+    n_output
+        The most tokens of a step that give logits, where the run is not for scores.
 
     Raises
     ------
@@ -122,7 +125,7 @@ def open_run(
         if found is None or found.in_bytes:
             found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
         notes.append(found.note)
-        n_output = found.n_batch if run.scores else 1
+        n_output = found.n_batch if run.scores else n_output
         engine = Engine(model, found.policy, settings_of(run, limit, n_ctx, found.n_batch, n_output))
         try:
             yield Opened(engine, info, run, [note for note in notes if note])

@@ -126,10 +126,19 @@ class Bodies(Answer):
         return {
             "tokens": [each["token"] for each in listed],
             "token_logprobs": [each["logprob"] for each in listed],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in listed
-            ],
+            "top_logprobs": [_top(each["top_logprobs"]) for each in listed],
+            "text_offset": [each["text_offset"] for each in listed],
         }
+
+
+def _top(likeliest: list[Body] | None) -> dict[str, float] | None:
+    if likeliest is None:
+        return None
+    found: dict[str, float] = {}
+    for top in likeliest:
+        # of tokens with equal texts, such as parts of a character, the likeliest counts
+        found.setdefault(top["token"], top["logprob"])
+    return found
 
 
 def _timings(name: str, n: int, seconds: float) -> Body:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtool.chats import session
 from kvtool.chats.conversation import Conversation
-from kvtool.chats.logprobs import logprobs
+from kvtool.chats.logprobs import Offsets, logprobs, unknown
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import RAW, Template
 from kvtool.chats.writer import Writer
@@ -33,6 +33,9 @@ from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.resumer import Resumer
 from kvtool.serve.store import Chats
+
+N_OUTPUT = 16
+"""The most tokens of a step where a request asks for its prompt's log-probabilities."""
 
 
 class Talk:
@@ -81,6 +84,7 @@ class Talk:
             self._resumer = Resumer(*own, chats, meta, pins or not self.engine.policy.recall)
         self._grammars = Grammars(self.model.path)
         self._listed: list[dict[str, Any]] = []
+        self._offsets = Offsets()
 
     def answer(self, job: Job) -> None:
         """Answers a request by the job's events. Raises ApiError."""
@@ -161,17 +165,44 @@ class Talk:
         self.writer.reset()
         tokens = _tokens(self.model, request.prompt)
         self._check_length(len(tokens))
-        if not self.writer.read(tokens):
+        is_scored = request.echo and request.logprobs is not None
+        prompt = request.prompt
+        text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
+        if not self.writer.read(tokens, self._scoring(tokens, text, request) if is_scored else None):
             return
         counts = {"n_prompt": len(tokens), "n_cached": 0, "read_s": time.perf_counter() - started}
         self.writer.sampler.start(0)
         reply = Reply()
         if request.echo:
-            prompt = request.prompt
-            text = prompt if isinstance(prompt, str) else text_of(self.model, prompt)
-            job.emit("piece", deltas=reply.repeat(text), listed=[])
-        finish = self._write(job, request, self.writer.write(self._room(request)), reply, counts)
+            job.emit("piece", deltas=reply.repeat(text), listed=self._take_listed())
+        finish = self._write(job, request, self._continued(request, is_scored), reply, counts)
         self._end(job, request, reply, finish, counts)
+
+    def _scoring(self, tokens: np.ndarray, text: str, request: TextRequest) -> Callable[[slice], None]:
+        """Lists the log-probabilities of a prompt's tokens i32[n] after each step that reads some of them."""
+        model = self.model
+        # a BOS token, or a blank before the first word, need not be in the text
+        self._offsets = Offsets(len(text) - len(text_of(model, tokens.tolist())))
+        for token in tokens[:1].tolist():
+            self._list(unknown(model, token), special=True)
+
+        def after_step(part: slice) -> None:
+            following = tokens[part.start + 1 : part.stop + 1].tolist()
+            for logits, token in zip(self.engine.context.logits(), following, strict=False):
+                self._list(logprobs(model, logits, token, request.logprobs or 0), special=True)
+
+        return after_step
+
+    def _continued(self, request: TextRequest, is_scored: bool) -> Iterator[str]:
+        yield from self.writer.write(self._room(request))
+        if is_scored and (token := self.writer.ending) is not None:
+            # who scores a prompt takes the last of the list for the answer's
+            self._list(logprobs(self.model, self.engine.context.logits()[-1], token, request.logprobs or 0))
+
+    def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
+        """Lists a token's log-probability. special: whether the text has a control token written out."""
+        piece = self.model.piece(record["id"], special=special)
+        self._listed.append(record | {"text_offset": self._offsets.next(piece)})
 
     def _write(
         self, job: Job, request: Request, pieces: Iterator[str], reply: Reply, counts: dict[str, Any]
@@ -206,7 +237,7 @@ class Talk:
         except UsageError as error:
             param = "response_format" if request.schema is not None else None
             raise ApiError(str(of_usage(error)), param=param) from None
-        n, self._listed = request.logprobs, []
+        n, self._listed, self._offsets = request.logprobs, [], Offsets()
 
         def unless_gone() -> None:
             if job.is_cancelled:
@@ -215,7 +246,7 @@ class Talk:
         def after_sampling(token: int) -> None:
             unless_gone()
             if n is not None:
-                self._listed.append(logprobs(self.model, self.engine.context.logits()[-1], token, n))
+                self._list(logprobs(self.model, self.engine.context.logits()[-1], token, n))
 
         def while_reading(n_read: int, n_all: int) -> None:
             unless_gone()

@@ -1,0 +1,118 @@
+"""Which models fit into a machine's memory, and who is told of a better one: a person, once."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtool.cli import models as cli
+from kvtool.cli.first_chat import better_model
+from kvtool.llama import devices
+from kvtool.models.catalogue import parse, registry
+from kvtool.runs import fits
+from tests.called import called
+from tests.terminal import Terminal
+
+GIB = 2**30
+HINT = "a better model fits here: kvtool chat -m "
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """memory(GiB free, GiB free of a GPU): the machine has so much."""
+
+    def use(free, *gpus):
+        monkeypatch.setattr(fits, "free_bytes", lambda: int(free * GIB))
+        found = [{"type": "gpu", "memory_free": int(gpu * GIB)} for gpu in gpus]
+        monkeypatch.setattr(devices, "devices", lambda: [{"type": "cpu", "memory_free": 2**60}, *found])
+
+    return use
+
+
+def named(found):
+    return found and found.name
+
+
+def test_sizes_are_known_and_what_is_recommended_is_free():
+    entries = registry().values()
+    assert all(entry.about_bytes for entry in entries)
+    recommended = [entry for entry in entries if entry.is_recommended]
+    assert len(recommended) > 3
+    assert {entry.licence for entry in recommended} <= {"Apache-2.0", "MIT"}
+    one, two, three = parse(
+        "one | hf:a/b | 1 | - | - | MIT | about 2.5 GB\n"
+        "two | hf:a/b | 2 | - | 7 | MIT | recommended; about 2.5 GB\n"
+        "three | hf:a/b | 3 | - | - | MIT | a note"
+    ).values()
+    assert [each.about_bytes for each in (one, two, three)] == [2_500_000_000, 7, None]
+    assert [each.remark for each in (one, two, three)] == ["", "recommended", "a note"]
+    assert [each.is_recommended for each in (one, two, three)] == [False, True, False]
+    assert fits.fits(three, 2**60) is None
+
+
+def test_the_best_is_the_largest_recommended_one_that_fits(memory):
+    entries = registry().values()
+    best = [memory(free) or named(fits.best(entries, fits.room())) for free in (0.1, 3, 5, 9, 40)]
+    assert best == [None, "qwen3.5-2b", "qwen3-4b-2507", "qwen3-8b", "qwen3-30b-a3b-2507"]
+    # a GPU counts, and a smaller one takes nothing away
+    memory(3, 8)
+    assert named(fits.best(entries, fits.room())) == "qwen3-8b"
+    memory(9, 1)
+    assert named(fits.best(entries, fits.room())) == "qwen3-8b"
+
+
+def test_the_list_of_models_marks_what_fits(memory):
+    memory(5)
+    rows = {row["name"]: row for row in json.loads(CliRunner().invoke(cli.app, ["list", "--json"]).stdout)}
+    assert [rows[name]["fits"] for name in ("smollm2-135m", "qwen3-4b", "qwen3-8b")] == [True, True, False]
+    assert [name for name, row in rows.items() if row["best"]] == ["qwen3-4b-2507"]
+    words = [line.split() for line in CliRunner().invoke(cli.app, ["list"]).stdout.splitlines()]
+    fit = {
+        line[0]: line[3] for line in words if line and line[0] in ("qwen3-4b", "qwen3-4b-2507", "qwen3-8b")
+    }
+    assert fit == {"qwen3-4b": "yes", "qwen3-4b-2507": "best", "qwen3-8b": "no"}
+    assert ["the", "best", "that", "fits:", "kvtool", "chat", "-m", "qwen3-4b-2507"] in words
+    memory(0.1)
+    assert "the best" not in CliRunner().invoke(cli.app, ["list"]).stdout
+
+
+def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
+    memory(5)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
+    assert better_model() is None
+    # nothing can be kept there: it would be said every time
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert better_model() is None
+    # nothing better fits
+    memory(0.1)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    assert better_model() is None
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
+def test_a_first_chat_in_a_terminal_names_it(smollm2, talker, tmp_path):
+    def start(model, *options):
+        chat = Terminal(model, *options, env={"XDG_STATE_HOME": str(tmp_path)})
+        chat.wait_for("\n> ")
+        text = chat.text
+        chat.kill()
+        os.close(chat.master)
+        return text
+
+    assert HINT not in start(talker)
+    assert HINT in start(None)
+    assert HINT not in start(None)
+
+
+@pytest.mark.engine
+def test_a_chat_in_a_pipe_says_nothing_of_it(smollm2, tmp_path):
+    done = called("chat", "-n", 1, "-t", 1, stdin="Hi\n", env={"XDG_STATE_HOME": str(tmp_path)})
+    assert done.returncode == 0
+    assert "better" not in done.stdout + done.stderr
+    assert not list(tmp_path.rglob("first-chat"))
