@@ -299,7 +299,12 @@ def test_models_props_and_tokens(server, client):
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/props").json()["budget"] == 256
         tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
-        assert http.post("/detokenize", json={"tokens": tokens}).json() == {"content": "a river"}
+        text = {"content": "a river", "prompt": "a river"}
+        assert http.post("/detokenize", json={"tokens": tokens}).json() == text
+        # lm-evaluation-harness asks in vLLM's words
+        asked = {"prompt": "a river", "add_special_tokens": False}
+        assert http.post("/tokenize", json=asked).json()["tokens"] == tokens
+        assert http.get("/tokenizer_info").json()["eos_token"]
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
         # what a terminal would obey is not repeated
         assert http.get("/no%1b[2J").json()["error"]["message"] == "no such address: /no [2J"

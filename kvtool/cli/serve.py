@@ -203,6 +203,8 @@ def _tell(site: Site, talk: Talk) -> None:
         "model_path": str(model.path),
         "model_alias": site.model,
         "chat_template": template.source if template else "",
+        "bos_token": text_of(model, [model.bos]) if model.bos >= 0 else None,
+        "eos_token": text_of(model, [model.eos]) if model.eos >= 0 else None,
         "total_slots": 1,
         "default_generation_settings": {"n_ctx": engine.n_ctx},
         "policy": site.policy,

@@ -137,6 +137,8 @@ def make(site: Site) -> Starlette:
         route("/props", _props),
         route("/tokenize", _tokenize, "POST"),
         route("/detokenize", _detokenize, "POST"),
+        # by this lm-evaluation-harness knows that it needs no tokenizer of its own
+        route("/tokenizer_info", _props),
         # who looks whether a server lives has no key
         route("/health", _health, is_open=True),
     ]
@@ -342,8 +344,10 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
     fields = Fields(await _body(site, http))
-    content = fields.text("content") or ""
-    add, markers = fields.flag("add_special"), fields.flag("parse_special", True)
+    # the other names are vLLM's
+    content = fields.text("content") or fields.text("prompt") or ""
+    add = fields.flag("add_special") or fields.flag("add_special_tokens")
+    markers = fields.flag("parse_special", True)
     assert site.tokenize
     assert site.detokenize
     tokens: list[Any] = site.tokenize(content, add, markers)
@@ -357,7 +361,8 @@ async def _detokenize(site: Site, http: HttpRequest) -> Response:
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")
     assert site.detokenize
-    return JSONResponse({"content": site.detokenize(tokens)})
+    text = site.detokenize(tokens)
+    return JSONResponse({"content": text, "prompt": text})
 
 
 def _check_ready(site: Site) -> dict[str, Any]:
