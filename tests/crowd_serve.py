@@ -16,6 +16,7 @@ import random
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +30,16 @@ SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 
 def said(role, content):
     return {"role": role, "content": content}
+
+
+@contextmanager
+def streaming(url, body, timeout=300):
+    """A chat that is streamed, until its client goes away: its connection."""
+    where = urlsplit(url)
+    link = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
+    with closing(link):
+        link.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}))
+        yield link
 
 
 def request(url, body, headers=(), n_lines=None, timeout=300):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests import crowd_serve, forked, fuzz_serve
-from tests.crowd_serve import reply_to, request, said
+from tests.crowd_serve import reply_to, request, said, streaming
 from tests.held import PATIENCE_S, until
 from tests.serving import ONE_THREAD, serving
 
@@ -136,6 +136,33 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
             for n in range(0, len(chat), 2):
                 assert reply_to(server.url, chat[: n + 1], n_max=8) == chat[n + 1]["content"]
             assert not chat or reply_to(server.url, [*chat, said("user", "And?")], n_max=8) == reply
+
+
+@EACH_POLICY
+def test_kills_amid_two_streams_lose_no_turn_and_mix_no_chats(model, tmp_path, share_of, policy):
+    chats, tokens = [[], []], [0, 0]
+    for n in range(share_of(3, 20)):
+        with serving(model, *options(policy, tmp_path)) as server, ExitStack() as stack:
+            for i, chat in enumerate(chats):
+                chat.append(said("user", f"{i}: What is stone {n}?"))
+                reply, n_cached, n_all, _ = ask(server.url, chat)
+                assert is_all(policy, n_cached, tokens[i])
+                chat.append(said("assistant", reply))
+                tokens[i] = n_all
+            # these are never finished
+            long = [
+                {"messages": [*chat, said("user", "x")], "max_tokens": 10**9, "logit_bias": {"2": -100}}
+                for chat in chats
+            ]
+            links = [stack.enter_context(streaming(server.url, body, PATIENCE_S)) for body in long]
+            answers = [link.getresponse() for link in links]
+            for answer in answers * (n + 1):
+                assert answer.readline()
+            server.process.kill()
+    with serving(model, *options(policy)) as server:
+        for chat in chats:
+            for n in range(0, len(chat), 2):
+                assert reply_to(server.url, chat[: n + 1], n_max=8) == chat[n + 1]["content"]
 
 
 @EACH_POLICY

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.session import Meta
     from kvtool.serve.app import Site
-    from kvtool.serve.talk import Talk
+    from kvtool.serve.slots import Slots
 
 
 _serving = partial(option, group=SERVES)
@@ -48,6 +48,12 @@ class _Serving(Options):
         "forget",
         "What a chat longer than the context gets: forget, as the policy does, or error.",
         choices=("forget", "error"),
+    )
+    parallel: int = _serving(
+        "--parallel N",
+        2,
+        "The most requests that are answered at once, each from its own cache; 1 with --rpc.",
+        least=1,
     )
     queue: int = _serving("--queue N", 64, "The most requests that wait.", least=1)
     read_timeout: float = _serving(
@@ -128,12 +134,13 @@ def serve(
         has_metrics=serving.metrics,
     )
 
-    def ready(talk: Talk) -> None:
-        _tell(site, talk)
+    def ready(slots: Slots) -> None:
+        _tell(site, slots)
+        engine = slots.first.engine
         if run.explain:
-            explain_run(talk.engine, site.policy, "chat")
-        else:
-            say([archive_limit(talk.engine, site.policy)])
+            explain_run(engine, site.policy, "chat")
+        elif limit := archive_limit(engine, site.policy):
+            say([limit + f", for each of {slots.most} requests at once" * (slots.most > 1)])
         if not endpoints.is_loopback(address) and not keys:
             say(["there is no API key: whoever reaches the port can use the model"])
         say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
@@ -146,15 +153,20 @@ def serve(
 @contextmanager
 def _opened(
     site: Site, run: Run, drawing: Drawing, serving: _Serving, system: str | None, most_bytes: int
-) -> Iterator[Talk]:
-    """The engine, and what it needs to answer. Tells the site which policy it got."""
+) -> Iterator[Slots]:
+    """The first engine, and what it and others need to answer. Tells the site which policy it got."""
     from kvtool.chats.conversation import Conversation
     from kvtool.chats.prompt import template_of
     from kvtool.chats.writer import Writer
-    from kvtool.errors import ModelError
+    from kvtool.engine.loop import Engine
+    from kvtool.errors import ModelError, OutOfMemory
+    from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
+    from kvtool.serve.slots import Baton, Slots
     from kvtool.serve.store import Chats, held
     from kvtool.serve.talk import N_OUTPUT, Talk
+    from kvtool.system.memory import free_bytes
+    from kvtool.units import format_bytes
 
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run, n_output=N_OUTPUT))
@@ -170,22 +182,43 @@ def _opened(
         template = None
         with suppress(ModelError):
             template = template_of(engine.model)
-        writer = Writer(engine, Sampler(engine.model))
         if template and system:
             # it must fit before anybody asks
-            Conversation(writer, template).check(system)
+            Conversation(Writer(engine, Sampler(engine.model)), template).check(system)
         told = (lambda line: say([line])) if run.verbose else lambda line: None
 
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        yield Talk(writer, template, chats, serving.overflow, meta, told, serving.pin)
+        baton = Baton()
+
+        def talk(engine: Engine) -> Talk:
+            writer = Writer(engine, Sampler(engine.model))
+            rest = serving.overflow, meta, told, serving.pin, baton.step
+            return Talk(writer, template, chats, *rest)
+
+        def more() -> Talk:
+            n_bytes = engine.cache_bytes + engine.host_bytes
+            # a device says it itself; Linux gives what it does not have
+            if n_bytes > free_bytes() and not has_gpu():
+                raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")
+            found = stack.enter_context(closing(Engine(engine.model, engine.policy, engine.settings)))
+            if archive and found.context.archive:
+                found.context.archive.n_max = archive.n_max
+            return talk(found)
+
+        # where a worker has no memory left, all ends
+        most, archive = 1 if run.rpc else serving.parallel, engine.context.archive
+        if archive and engine.settings.archive is None:
+            most = archive.share(most)
+        yield Slots(baton, talk(engine), more, most, lambda line: say([line]))
 
 
-def _tell(site: Site, talk: Talk) -> None:
-    """Lets the routes know the engine."""
+def _tell(site: Site, slots: Slots) -> None:
+    """Lets the routes know the engines."""
     from kvtool.serve.talk import text_of
 
+    talk = slots.first
     engine, model, template = talk.engine, talk.model, talk.template
 
     def detokenize(tokens: list[int]) -> str:
@@ -199,18 +232,17 @@ def _tell(site: Site, talk: Talk) -> None:
     site.detokenize = detokenize
     site.count = talk.count
     site.stored = lambda: (len(talk.chats), talk.chats.n_bytes)
+    site.caches = lambda: (slots.most, slots.cache_bytes)
     site.props = {
         "model_path": str(model.path),
         "model_alias": site.model,
         "chat_template": template.source if template else "",
         "bos_token": text_of(model, [model.bos]) if model.bos >= 0 else None,
         "eos_token": text_of(model, [model.eos]) if model.eos >= 0 else None,
-        "total_slots": 1,
         "default_generation_settings": {"n_ctx": engine.n_ctx},
         "policy": site.policy,
         "budget": engine.policy.budget,
         "asked": engine.policy.n_asked,
-        "cache_bytes": engine.cache_bytes,
         "n_stored": len(talk.chats),
         "model_meta": {"n_ctx_train": model.n_ctx_train, "n_vocab": model.n_vocab},
     }

@@ -112,6 +112,16 @@ class Archive:
         """The most bytes that n_max tokens can take."""
         return -(-(self.n_max + self.n_token - 1) // self.n_token) * self.slab_bytes
 
+    def share(self, n: int) -> int:
+        """Takes no more than the n-th part of its bytes from now on: the rest is for others.
+
+        Returns n, or how many parts there are at most: each has two slabs at least.
+        """
+        n_slab = self.max_bytes // self.slab_bytes
+        if (n := min(n, max(n_slab // 2, 1))) > 1:
+            self.n_max = min(self.n_max, self._tokens_in(n_slab // n))
+        return n
+
     def push(self, cells: np.ndarray, pos_0: int) -> None:
         """Copies these cells i32[n] of all rows: the tokens at pos_0, pos_0 + 1, ..., which come next.
 

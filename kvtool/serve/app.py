@@ -82,8 +82,8 @@ class Site:
         Whether /metrics is there, and what it tells.
     count
         Gives the tokens of a chat's prompt.
-    stored
-        Gives the number of stored chats, and their bytes.
+    stored, caches
+        Give the number of stored chats, and of those that may be answered at once, and their bytes.
     """
 
     model: str
@@ -98,6 +98,7 @@ class Site:
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
     stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    caches: Callable[[], tuple[int, int]] = lambda: (1, 0)
 
 
 def make(site: Site) -> Starlette:
@@ -329,12 +330,13 @@ def _model_body(site: Site) -> Body:
 
 
 async def _props(site: Site, http: HttpRequest) -> Response:
-    return JSONResponse(_check_ready(site))
+    n_slot, cache_bytes = site.caches()
+    return JSONResponse(_check_ready(site) | {"total_slots": n_slot, "cache_bytes": cache_bytes})
 
 
 async def _metrics(site: Site, http: HttpRequest) -> Response:
-    waiting, cache_bytes = site.waiting, (site.props or {}).get("cache_bytes", 0)
-    text = metrics.text(site.counts, bool(waiting.running), len(waiting), site.stored(), cache_bytes)
+    waiting, (_, cache_bytes) = site.waiting, site.caches()
+    text = metrics.text(site.counts, len(waiting.running), len(waiting), site.stored(), cache_bytes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The engine's thread, and the requests that wait for it."""
+"""Requests on their way through an engine, and those that wait for one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Waiting:
     Attributes
     ----------
     running
-        The job that was taken last, until the next one is asked for.
+        The jobs that were taken, until they are done.
     """
 
     def __init__(self, most: int) -> None:
@@ -84,7 +84,7 @@ class Waiting:
         self._of: OrderedDict[str, deque[Job]] = OrderedDict()
         self._changed = threading.Condition()
         self._is_closed = False
-        self.running: Job | None = None
+        self.running: list[Job] = []
 
     def __len__(self) -> int:
         with self._changed:
@@ -116,7 +116,6 @@ class Waiting:
     def take(self) -> Job | None:
         """The next job that somebody still waits for, once there is one; None once the queue is closed."""
         with self._changed:
-            self.running = None
             while not self._is_closed:
                 if self._of:
                     client, jobs = next(iter(self._of.items()))
@@ -126,18 +125,22 @@ class Waiting:
                     if jobs:
                         self._of[client] = jobs
                     if not job.is_cancelled:
-                        self.running = job
+                        self.running.append(job)
                         return job
                 else:
                     self._changed.wait()
         return None
 
+    def done(self, job: Job) -> None:
+        """A job that was taken has ended."""
+        with self._changed:
+            self.running.remove(job)
+
     def close(self) -> None:
-        """Ends `take`, and the running job after its step: it and those that wait get an error."""
+        """Ends `take`, and the running jobs after their steps: they and those that wait get an error."""
         with self._changed:
             self._is_closed = True
-            running = [self.running] if self.running else []
-            for job in chain(running, *self._of.values()):
+            for job in chain(self.running, *self._of.values()):
                 job.emit("error", error=_stopped())
                 job.cancel()
             self._of.clear()
@@ -148,13 +151,12 @@ def _stopped() -> ApiError:
     return ApiError("the server is being stopped", status=503, kind="unavailable_error", code="stopping")
 
 
-def run(waiting: Waiting, answer: Callable[[Job], None]) -> None:
-    """Answers one job after another until the queue is closed; a failure ends its job alone."""
-    while job := waiting.take():
-        try:
-            answer(job)
-        except ApiError as error:
-            job.emit("error", error=error)
-        except Exception as error:  # noqa: BLE001
-            # a mistake of ours: the others shall not wait for ever
-            job.emit("error", error=bug(error))
+def answer(job: Job, by: Callable[[Job], None]) -> None:
+    """Answers a job; a failure ends that alone."""
+    try:
+        by(job)
+    except ApiError as error:
+        job.emit("error", error=error)
+    except Exception as error:  # noqa: BLE001
+        # a mistake of ours: its client shall not wait for ever
+        job.emit("error", error=bug(error))

@@ -43,7 +43,7 @@ def text(counts: Counts, n_running: int, n_waiting: int, stored: tuple[int, int]
         ("requests_waiting", "gauge", "Requests that wait.", n_waiting),
         ("stored_chats", "gauge", "Chats that are stored.", n_stored),
         ("stored_bytes", "gauge", "Bytes of stored chats.", stored_bytes),
-        ("cache_bytes", "gauge", "Bytes of the cache.", cache_bytes),
+        ("cache_bytes", "gauge", "Bytes of the caches.", cache_bytes),
     ]
     return "".join(
         f"# HELP kvtool_{name} {what}\n# TYPE kvtool_{name} {kind}\nkvtool_{name} {value:.10g}\n"

@@ -89,6 +89,13 @@ class Resumer:
         """Something else will take the engine: the next chat starts from its file, or anew."""
         self._at = None
 
+    def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
+        """How many of a chat's tokens the engine has, as far as it can go on from there."""
+        if self._engine.goes_back:
+            return n_equal(self._had, self._whole(messages, tools)[0])
+        is_at = self._at and self._at.digest in History(name, tools, messages).digests
+        return self._engine.n_past if is_at else 0
+
     def begin(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray:
         """Brings the engine to the longest stored beginning. Returns the tokens i32[n] that follow."""
         at, self._at = self._at, None

@@ -1,4 +1,4 @@
-"""The server as a whole: HTTP in the main thread, the engine in one of its own."""
+"""The server as a whole: HTTP in the main thread, engines in others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import h11
 import uvicorn
 
 from kvtool.errors import KvtoolError, LibraryError
-from kvtool.serve import jobs
 from kvtool.serve.app import Site, make
-from kvtool.serve.talk import Talk
+from kvtool.serve.slots import Slots
 
 _HEADERS = 64 * 2**10
 """The most bytes of a request's head."""
@@ -27,9 +26,9 @@ _GRACE_S = 1
 
 def serve(
     site: Site,
-    opened: Callable[[], AbstractContextManager[Talk]],
+    opened: Callable[[], AbstractContextManager[Slots]],
     listening: socket.socket,
-    ready: Callable[[Talk], None],
+    ready: Callable[[Slots], None],
 ) -> int:
     """Serves until a signal stops it, and returns which. The engine may still be in a long step then.
 
@@ -55,9 +54,9 @@ def serve(
 
     def work() -> None:
         try:
-            with opened() as talk:
-                ready(talk)
-                jobs.run(site.waiting, talk.answer)
+            with opened() as slots:
+                ready(slots)
+                slots.run(site.waiting)
         except BaseException as error:  # noqa: BLE001
             # the main thread says it
             failed.append(error)

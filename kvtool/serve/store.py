@@ -108,7 +108,8 @@ class Snapshot:
 
     @property
     def is_newest(self) -> bool:
-        return self.line.snapshots[-1] is self
+        """Whether it is its chat's newest; False once it is dropped."""
+        return self.line.snapshots[-1:] == [self]
 
 
 class Chats:

@@ -39,7 +39,7 @@ N_OUTPUT = 16
 
 
 class Talk:
-    """Answers requests, one after another, in the engine's thread.
+    """Answers requests, one after another.
 
     Parameters
     ----------
@@ -57,6 +57,8 @@ class Talk:
         Called with a line about each answer.
     pins
         Whether a chat's system prompt and tools are pinned, also where an archive keeps them.
+    step
+        Called before each step: then others may take their turn.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Talk:
         meta: Callable[[Conversation], session.Meta],
         say: Callable[[str], None] = lambda line: None,
         pins: bool = True,
+        step: Callable[[], None] = lambda: None,
     ) -> None:
         self.writer = writer
         self.engine = writer.engine
@@ -75,7 +78,7 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self.template = template
-        self._say = say
+        self._say, self._step = say, step
         # tokens of the request that is answered
         self._n_asked = 0
         self._resumer: Resumer | None = None
@@ -93,6 +96,16 @@ class Talk:
                 self._chat(job, job.request)
             else:
                 self._text(job, job.request)
+
+    def n_shared(self, request: Request) -> int:
+        """The tokens of a request that its stream begins with, as far as it can go on from there."""
+        if not (self._resumer and isinstance(request, ChatRequest)):
+            return 0
+        try:
+            return self._resumer.n_shared(request.messages, _offered(request), request.name)
+        except (ApiError, KvtoolError, RecursionError):
+            # its answer will say so
+            return 0
 
     def count(self, request: ChatRequest) -> int:
         """The tokens of a chat's prompt. For any thread: the engine is not asked. Raises ApiError."""
@@ -250,6 +263,9 @@ class Talk:
 
         def while_reading(n_read: int, n_all: int) -> None:
             unless_gone()
+            if not self.writer.stop:
+                self._step()
+                unless_gone()
             if n_all > 1:
                 job.emit("reading", n_read=n_read, n_all=n_all)
 

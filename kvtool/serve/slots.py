@@ -1,0 +1,149 @@
+"""Several engines on one model: each has a chat of its own, and they take turns to compute."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvtool.errors import KvtoolError
+from kvtool.serve import jobs
+from kvtool.serve.jobs import Job, Waiting
+from kvtool.serve.talk import Talk
+
+TURN_STEPS, TURN_S = 16, 0.25
+"""A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
+
+
+class Baton:
+    """Who has it computes; the others get it in the order in which they have come."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_held = False
+        self._waiting: deque[threading.Lock] = deque()
+        self._n_step, self._since = 0, 0.0
+
+    def take(self) -> None:
+        """Waits for it."""
+        mine = threading.Lock()
+        mine.acquire()
+        with self._lock:
+            if self._is_held:
+                self._waiting.append(mine)
+            else:
+                self._is_held = True
+                mine.release()
+        mine.acquire()
+        self._n_step, self._since = 0, time.monotonic()
+
+    def give(self) -> None:
+        """Lets the next one have it."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._is_held = False
+
+    def step(self) -> None:
+        """Whoever has it calls this before each step: where others wait, they get their turn."""
+        self._n_step += 1
+        if self._waiting and (self._n_step > TURN_STEPS or time.monotonic() - self._since > TURN_S):
+            self.give()
+            self.take()
+
+
+class Slots:
+    """Answers as many requests beside each other as there may be engines.
+
+    Parameters
+    ----------
+    baton
+        The talks' `step` is that of this.
+    first
+        Has the first engine.
+    more
+        Makes a talk with another one: once a request comes while all there are answer others.
+    most
+        How many there may be, the first included; fewer where there is no room for them.
+    say
+        Called with a line where that is so.
+
+    Attributes
+    ----------
+    talks
+        Those that there are.
+    cache_bytes
+        Of all their caches, as they were at first: other threads ask, and must not ask an engine.
+    """
+
+    def __init__(
+        self, baton: Baton, first: Talk, more: Callable[[], Talk], most: int, say: Callable[[str], None]
+    ) -> None:
+        self.talks = [first]
+        self.most = most
+        self.cache_bytes = first.engine.cache_bytes
+        self._baton, self._more, self._say = baton, more, say
+        # the one that was used last is the last
+        self._free = [first]
+        self._room = threading.Semaphore(most)
+
+    @property
+    def first(self) -> Talk:
+        return self.talks[0]
+
+    def run(self, waiting: Waiting) -> None:
+        """Answers requests until the queue is closed; a failure ends its request alone."""
+        while True:
+            self._room.acquire()
+            if not (job := waiting.take()):
+                break
+            self._baton.take()
+            if job.is_cancelled:
+                self._end(waiting, job)
+                continue
+            talk = self._talk_for(job)
+            # its threads of llama.cpp end with it: others' would wait for work beside those that have some
+            work = threading.Thread(target=self._answer, args=(waiting, talk, job), name="slot", daemon=True)
+            work.start()
+        for _ in range(self.most - 1):
+            self._room.acquire()
+
+    def _answer(self, waiting: Waiting, talk: Talk, job: Job) -> None:
+        """Answers a request in a thread of its own, to which the baton has come with it."""
+        try:
+            jobs.answer(job, talk.answer)
+        finally:
+            # before others compute: who asks again at once needs no other engine
+            self._free.append(talk)
+            self._end(waiting, job)
+
+    def _end(self, waiting: Waiting, job: Job) -> None:
+        waiting.done(job)
+        self._baton.give()
+        self._room.release()
+
+    def _talk_for(self, job: Job) -> Talk:
+        """The free talk whose stream begins most like the request's; of equal ones the least recently used.
+
+        Called with the baton, which is given to others where there is no talk yet.
+        """
+        if not self._free:
+            try:
+                self.talks.append(self._more())
+                self.cache_bytes += self.talks[-1].engine.cache_bytes
+                return self.talks[-1]
+            except (KvtoolError, MemoryError) as error:
+                self._baton.give()
+                before, self.most = self.most, len(self.talks)
+                self._say(f"no more than {self.most} at once: {error}")
+                # with the last of these one of the talks is free
+                for _ in range(before - self.most):
+                    self._room.acquire()
+                self._baton.take()
+        # a single one is not asked: that takes as long as a template does
+        rest = self._free[1:]
+        talk = max(self._free, key=lambda each: each.n_shared(job.request)) if rest else self._free[0]
+        self._free.remove(talk)
+        return talk
