@@ -10,6 +10,7 @@ import pytest
 from kvtool.llama.model import Model
 from kvtool.serve import requests
 from kvtool.serve.requests import Defaults
+from tests import tiny
 from tests.crowd_serve import request, said
 from tests.killed_turns import Server
 from tests.serving import serving
@@ -155,6 +156,15 @@ def test_what_was_read_for_a_client_that_has_gone_is_not_read_again(talker, tmp_
         server = Server(model, "recall", tmp_path)
         server.talk.answer(gone)
         assert 256 <= server.ask(body["messages"])[1] < 512
+
+
+def test_a_system_prompt_is_read_once_where_the_cache_cannot_go_back(tmp_path):
+    tiny.write_gemma3(tmp_path / "m.gguf", chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=2048)
+    with serving(tmp_path / "m.gguf", *RECALL) as server:
+        system = said("system", "Be kind. " * 80)
+        n_read = [asked(server.url, [system, said("user", text)])[2] for text in ("Why?", "Who?", "How?")]
+        # but for the rest of a batch
+        assert n_read[1:] == [n_read[0] - 512] * 2
 
 
 def test_a_chat_starts_over_where_its_window_is_forgotten(talker):

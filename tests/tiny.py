@@ -89,6 +89,7 @@ def write_gemma3(
     n_ctx_train=1024,
     window=16,
     pattern=2,
+    chat_template=None,
     seed=0,
 ):
     """The same of architecture gemma3: every pattern-th layer attends to all, the others slide."""
@@ -100,6 +101,8 @@ def write_gemma3(
     writer.add_rope_freq_base(1000000.0)
     writer.add_sliding_window(window)
     writer.add_sliding_window_pattern(pattern)
+    if chat_template:
+        writer.add_chat_template(chat_template)
     _add_tensors(writer, *sizes, False, seed, gemma=True)
 
 

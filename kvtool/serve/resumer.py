@@ -82,6 +82,8 @@ class Resumer:
         self._at: Snapshot | None = None
         # where earlier replies of the chat end
         self._turns: list[Turn] = []
+        # tokens of the system prompt and the tools of the chat that was rendered last
+        self._n_start = 0
         self.n_cached = 0
         self.unsaved: str | None = None
 
@@ -194,8 +196,8 @@ class Resumer:
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """The tokens i32[n] of the whole chat, and how many of them are pinned."""
-        tokens, n_pinned = self.rendering.whole(messages, tools)
-        return tokens, n_pinned if self._pins else 0
+        tokens, self._n_start = self.rendering.whole(messages, tools)
+        return tokens, self._n_start if self._pins else 0
 
     def _after(
         self, turns: list[Turn], messages: list[Message], tools: list[Any]
@@ -225,13 +227,15 @@ class Resumer:
         return whole[self.n_cached :]
 
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
-        """Of a new chat, reads whole batches of the pinned tokens and stores them; returns what is left.
+        """Of a new chat, reads whole batches of its system prompt and tools, and stores them.
 
-        The batches are those in which the whole chat would be read: what follows does not depend on it.
+        Returns what is left. The batches are those in which the whole chat would be read: what follows does
+        not depend on it.
         """
-        # nothing is archived yet
+        # a stream that goes back needs no copy
+        n = self._engine.n_pinned if self._engine.goes_back else self._n_start
         n_batch = self._engine.settings.n_batch
-        n = self._engine.n_pinned // n_batch * n_batch
+        n = n // n_batch * n_batch
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
         if n < _LEAST_START or not is_new or self._engine.reads_whole(len(tokens)):
             return tokens
