@@ -35,7 +35,7 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library kernels chat dist check-dist test test-long $(STAGES) stock check-stock check-archs check-cuda check-vulkan check-page check-claude check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda check-vulkan check-page check-claude check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -47,6 +47,7 @@ help:
 	@echo 'make lint         run ruff and mypy'
 	@echo 'make stock        build the same llama.cpp without the patch, for comparisons'
 	@echo 'make check-stock  compare the logits of the two, bit by bit; DIR=folder: of the models there, too'
+	@echo 'make build-server build llama-server from the same sources to build/server/bin, for benchmarks/agents.py'
 	@echo 'make check-archs  run every architecture of llama.cpp that is not refused, as a small random model;'
 	@echo '                 takes minutes; DIR=folder keeps the models there'
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
@@ -138,6 +139,14 @@ test-plain: $(NEEDED)
 
 stock: $(PY)
 	@$(PY) -m kvtool.build --stock
+
+build-server: setup
+	@$(PY) -m pip install -qq --disable-pip-version-check cmake ninja >&2
+	@export PATH="$$PWD/$(VENV)/bin:$$PATH" && mkdir -p build/server && \
+		{ test -d build/server/llama || $(PY) patches/sync.py import build/server/llama >&2; } && \
+		cmake -S build/server/llama -B build/server -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF \
+			$(foreach part,APP EXAMPLES TESTS UI,-DLLAMA_BUILD_$(part)=OFF) -DLLAMA_USE_PREBUILT_UI=OFF >/dev/null && \
+		cmake --build build/server --target llama-server
 
 check-stock: setup
 	@$(call IN_SITE,$(PY) -m kvtool.build --stock) && \
