@@ -471,7 +471,7 @@ def _names(label: str, record: records.Record) -> bool:
     name, options = split_policy(label)
     if name != record["policy"]:
         return False
-    asked = policies.parse_options(policies.load(name), list(options))
+    asked = policies.parse_options(name, policies.load(name), list(options))
     return asked.items() <= record["params"].items()
 
 

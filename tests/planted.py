@@ -296,8 +296,8 @@ PLANTED = {
     "serve, going back": Fault(
         "what a request has in common with a stored chat is read again",
         "kvtool/serve/resumer.py",
-        "n = first + _n_equal(had[first:], tokens[:most])",
-        "n = first + 0 * _n_equal(had[first:], tokens[:most])",
+        "n = first + n_equal(had[first:], way.tokens[:most])",
+        "n = first + 0 * n_equal(had[first:], way.tokens[:most])",
         ("test_serve_back.py",),
     ),
     "patch, signals": Fault(

@@ -37,7 +37,8 @@ def server(smol):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return of(server)
+    with of(server) as client:
+        yield client
 
 
 def of(server, key="none"):
@@ -137,8 +138,13 @@ def test_a_tool_is_called_and_its_result_read(client, choice):
     assert n_prompt(unseen.usage) == n_prompt(ask(client, messages).usage)
 
 
-def test_a_chat_is_one_whichever_interface_it_comes_through(server, client):
-    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+@pytest.fixture
+def other(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
+        yield other
+
+
+def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
     (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
     system = said("system", "You are helpful.\n\nBe brief.")
     first = other.chat.completions.create(
@@ -183,8 +189,8 @@ def test_a_header_that_changes_is_not_read(client, smol):
     assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + 6
     plain = client.messages.count_tokens(model="x", messages=messages, system=SYSTEM).input_tokens
     assert plain == n_prompt(second.usage)
-    with serving(smol, "--keep-headers", "--strict-model", "--temp", "0", "--budget", "256") as server:
-        keeps = of(server)
+    options = ("--keep-headers", "--strict-model", "--temp", "0", "--budget", "256")
+    with serving(smol, *options) as server, of(server) as keeps:
         kept = keeps.messages.count_tokens(model="kvtool", messages=messages, system=[HEADER, *SYSTEM])
         assert kept.input_tokens > plain + 10
         # here one name is right
@@ -218,8 +224,8 @@ def test_a_thought_is_a_block_of_its_own(tmp_path):
     path = tmp_path / "thinker.gguf"
     template = tiny.CHAT_TEMPLATE.replace("[a]", "[a]<think>")
     tiny.write_llama(path, chat_template=template, n_ctx_train=2048)
-    with serving(path, "--policy", "h2o", "--budget", "256", "--temp", "0") as server:
-        client = of(server)
+    options = ("--policy", "h2o", "--budget", "256", "--temp", "0")
+    with serving(path, *options) as server, of(server) as client:
         more = {"max_tokens": 40, "extra_body": {"grammar": 'root ::= "Hm, so.</think>Yes."'}}
         messages = [said("user", "Is it?")]
         answer = ask(client, messages, **more, thinking={"type": "enabled", "budget_tokens": 1024})
