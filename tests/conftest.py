@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from functools import partial
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -157,3 +158,16 @@ def talker(tmp_path_factory):
 def default_talker(talker, monkeypatch):
     """Commands that name no model take this one."""
     monkeypatch.setenv("KVTOOL_MODEL", str(talker))
+
+
+@pytest.fixture
+def connect():
+    """Makes OpenAI clients of a server; they are closed at the end."""
+    from tests.late import openai
+
+    with ExitStack() as stack:
+
+        def connected(url, key="none"):
+            return stack.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0))
+
+        yield connected

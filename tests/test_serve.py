@@ -42,7 +42,8 @@ def server(talker, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,8 @@ def real_server(smol):
 
 @pytest.fixture(scope="module")
 def real_client(real_server):
-    return openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{real_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def said(role, content):
@@ -318,16 +320,16 @@ def test_models_props_and_tokens(server, client):
         assert float(re.search(r"^kvtool_stored_bytes (\S+)$", told, re.M)[1]) > 1e5
 
 
-def test_after_a_kill_every_finished_turn_is_there(talker, tmp_path):
+def test_after_a_kill_every_finished_turn_is_there(talker, tmp_path, connect):
     messages = [SYSTEM, said("user", "What is a lamp?")]
     options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
     with serving(talker, *options) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         first = ask(client, messages)
         server.stop(signal.SIGKILL)
     messages += [said("assistant", first.choices[0].message.content), said("user", "And a candle?")]
     with serving(talker, *options) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         second = ask(client, messages)
         assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
         # the folder is this server's alone
@@ -339,17 +341,17 @@ def test_after_a_kill_every_finished_turn_is_there(talker, tmp_path):
         assert server.stop() == (130, "kvtool: stopped\n")
 
 
-def test_keys_limits_and_overflow(talker, tmp_path):
+def test_keys_limits_and_overflow(talker, tmp_path, connect):
     keys = tmp_path / "keys.txt"
     keys.write_text("first\nsecond\n")
     options = ("--budget", "256", "-c", "512", "--overflow", "error", "--api-key-file", str(keys))
     with serving(talker, *options, "--read-timeout", "0.5") as server:
         url = f"{server.url}/v1"
         for key in ("first", "second"):
-            assert list(openai.OpenAI(base_url=url, api_key=key, max_retries=0).models.list())
+            assert list(connect(url, key).models.list())
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=url, api_key="third", max_retries=0).models.list()
-        client = openai.OpenAI(base_url=url, api_key="first", max_retries=0)
+            connect(url, "third").models.list()
+        client = connect(url, "first")
         with pytest.raises(openai.BadRequestError) as raised:
             ask(client, [said("user", "word " * 600)])
         assert raised.value.body["type"] == "exceed_context_size_error"
@@ -371,7 +373,7 @@ def test_keys_limits_and_overflow(talker, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])
-def test_a_chat_says_what_kvtool_chat_says(talker, policy):
+def test_a_chat_says_what_kvtool_chat_says(talker, policy, connect):
     turns = [f"{i}: " + "The river is long and the boat is slow. " * 5 + "What is slow?" for i in range(6)]
     options = ("--policy", policy, "--budget", "128", "--temp", "0")
     system = ("--system", SYSTEM["content"], "-n", "10", "-t", "1")
@@ -387,7 +389,7 @@ def test_a_chat_says_what_kvtool_chat_says(talker, policy):
     messages, replies = [SYSTEM], []
     # a chat always pins its system prompt
     with serving(talker, *options, "--pin") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         for turn in turns:
             messages.append(said("user", turn))
             answer = ask(client, messages, max_tokens=10)
@@ -491,10 +493,10 @@ def test_a_tool_is_called_and_its_result_read(real_client):
     assert raised.value.body["param"].startswith("tool_choice")
 
 
-def test_a_long_system_prompt_is_read_once(smol, tmp_path):
+def test_a_long_system_prompt_is_read_once(smol, tmp_path, connect):
     system = said("system", "You know the river. " * 90)
     with serving(smol, *H2O, "--budget", "512", "-b", "64", "--sessions", str(tmp_path)) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         ask(client, [said("user", "My secret is 4711.")], model=REAL)
         one = ask(client, [system, said("user", "What is deep?")], model=REAL)
         two = ask(client, [system, said("user", "What is wide?")], model=REAL)
@@ -513,9 +515,9 @@ def _n_said(path):
     return len(json.loads(path.read_bytes().split(b"\n")[1])["messages"])
 
 
-def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(talker):
+def test_a_system_prompt_of_the_server_is_that_of_chats_without_one(talker, connect):
     with serving(talker, *H2O, "--explain", "--system", SYSTEM["content"]) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         question = said("user", "Name an animal.")
         own = ask(client, [question])
         assert ask(client, [SYSTEM, question]).usage == own.usage

@@ -27,12 +27,13 @@ def server(chat_model):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
-def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model):
+def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model, connect):
     with serving(chat_model, "--policy", "full", "-c", "96", "--temp", "0") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         answer = client.chat.completions.create(
             model="chat", messages=[said("user", "Hello.")], logit_bias={"2": -100}
         )
@@ -45,29 +46,29 @@ def test_an_answer_ends_where_a_cache_that_evicts_nothing_is_full(chat_model):
         assert raised.value.body["n_ctx"] == 96
     # likewise where a policy could forget, and shall not
     with serving(chat_model, "--budget", "64", "-c", "96", "--overflow", "error", "--temp", "0") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         answer = client.completions.create(model="chat", prompt="Hello.", logit_bias={"2": -100}, echo=True)
         assert answer.choices[0].text.startswith("Hello.")
         assert answer.usage.total_tokens == 96
 
 
-def test_an_echoed_text_has_no_marker_that_nobody_wrote(tmp_path):
+def test_an_echoed_text_has_no_marker_that_nobody_wrote(tmp_path, connect):
     path = tmp_path / "bos.gguf"
     tiny.write_llama(path, add_bos=True)
     with serving(path, "--budget", "64", "--temp", "0") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         for prompt, start in (("Hello.", "Hello."), ([1, 75, 108], "<s>Hi")):
             answer = client.completions.create(model="bos", prompt=prompt, max_tokens=2, echo=True)
             assert answer.choices[0].text.startswith(start)
         assert answer.usage.prompt_tokens == 3
 
 
-def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path):
+def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect):
     chats, other = tmp_path / "chats", tmp_path / "file"
     other.write_text("x")
     options = ("-m", str(chat_model), "--budget", "64", "--temp", "0")
     with serving(chat_model, *options[2:], "-v", "--sessions", str(chats)) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = connect(f"{server.url}/v1")
         first = client.chat.completions.create(
             model="chat", messages=[said("user", "What is a lamp?")], max_tokens=8
         )
