@@ -34,13 +34,22 @@ class Rendering:
         self._model = model
         self._template = template
         self._bare = template.of_marked
+        # what `whole` was asked for last, and what it gave
+        self._last: tuple[list[Message], list[Any], tuple[np.ndarray, int]] | None = None
         self.format = Format.of(template)
 
     def whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """The tokens i32[n] of a whole chat, and how many of them are the system prompt's and the tools'.
 
-        Raises ApiError for a message that the template does not take.
+        Raises ApiError for a message that the template does not take. The list of messages, which nobody
+        changes, is not rendered again if it is the one of the last call.
         """
+        last = self._last
+        if not (last and last[0] is messages and last[1] == tools):
+            last = self._last = messages, tools, self._rendered(messages, tools)
+        return last[2]
+
+    def _rendered(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         found, shown = self._shown(messages, tools)
         try:
             whole = self._bare.render(found, tools=shown)
