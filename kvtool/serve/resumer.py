@@ -82,6 +82,8 @@ class Resumer:
         self._at: Snapshot | None = None
         # where earlier replies of the chat end
         self._turns: list[Turn] = []
+        # whether the engine has the beginning of a prompt whose rest nobody waited for
+        self._is_cut = False
         # tokens of the system prompt and the tools of the chat that was rendered last
         self._n_start = 0
         self.n_cached = 0
@@ -89,7 +91,7 @@ class Resumer:
 
     def leave(self) -> None:
         """Something else will take the engine: the next chat starts from its file, or anew."""
-        self._at = None
+        self._at, self._is_cut = None, False
 
     def n_shared(self, messages: list[Message], tools: list[Any], name: str | None) -> int:
         """How many of a chat's tokens the engine has, as far as it can go on from there."""
@@ -110,7 +112,12 @@ class Resumer:
                 # it may have loaded another stream
                 at = None
             at = None
-        digests = history.digests[:-1]
+        elif (rest := self._rest_of_cut(messages, tools, history)) is not None:
+            return rest
+        # what is read now has the beginning of this chat alone
+        self._is_cut = True
+        # a reply that comes last is not the one that is asked for
+        digests = history.digests[: -1 if messages[-1]["role"] == "assistant" else None]
         while found := self.chats.find(digests):
             i, self._before = found
             try:
@@ -220,11 +227,30 @@ class Resumer:
         """The tokens behind the first i messages, which the cache has. Raises ModelError."""
         if messages[i - 1]["role"] == "assistant":
             return self.rendering.following(messages, i, tools)
-        # the beginning of a system prompt
-        whole, _ = self._whole(messages, tools)
-        if not np.array_equal(whole[: self.n_cached], self.conversation.writer.tokens):
-            raise ModelError("the template has changed the system prompt")
-        return whole[self.n_cached :]
+        # a prompt without its reply header, or the beginning of a system prompt
+        tokens, first, _ = self._after(self._turns, messages, tools)
+        had = self.conversation.writer.tokens[first:]
+        if n_equal(had, tokens) < len(had):
+            raise ModelError("the template has changed what was read")
+        return tokens[len(had) :]
+
+    def _rest_of_cut(
+        self, messages: list[Message], tools: list[Any], history: History
+    ) -> np.ndarray | None:
+        """The tokens behind a prompt's beginning that is in the engine; None where this is another prompt."""
+        if not self._is_cut:
+            return None
+        writer = self.conversation.writer
+        had = writer.tokens
+        whole, n_pinned = self._whole(messages, tools)
+        if n_pinned != self._engine.n_pinned or not 0 < n_equal(had, whole) == len(had) < len(whole):
+            return None
+        if self._before and self._before.digest not in history.digests:
+            self._before, self._turns = None, []
+        recent = self._turns[-1].recent if self._turns else []
+        writer.restore({"recent": recent, "unread": [], "seed": writer.sampler.seed}, had)
+        self.n_cached = len(had)
+        return whole[len(had) :]
 
     def read_start(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
         """Of a new chat, reads whole batches of its system prompt and tools, and stores them.
@@ -245,8 +271,23 @@ class Resumer:
         self._store(None, history.digests[1], [])
         return tokens[n:]
 
+    def read_prompt(self, tokens: np.ndarray, messages: list[Message], history: History) -> np.ndarray:
+        """Of a cache that cannot go back, reads a long prompt up to the reply header, and stores it.
+
+        A client may repeat the request, or change the reply to it. Returns what is left.
+        """
+        n = len(tokens) - max(self.conversation.n_held, 1)
+        if self._engine.goes_back or n < _LEAST_START or self._engine.reads_whole(len(tokens)):
+            return tokens
+        if not self.conversation.writer.read(tokens[:n]):
+            return tokens[:0]
+        self.conversation.follow(messages)
+        self._before = self._store(self._before, history.now, history.beginnings) or self._before
+        return tokens[n:]
+
     def keep(self, history: History) -> None:
         """Stores the chat as it is now, where there is room for it."""
+        self._is_cut = False
         writer = self.conversation.writer
         n_token = self._engine.n_past + len(writer.unread)
         self._turns.append(Turn(len(history.digests) - 1, n_token, list(writer.sampler.recent)))

@@ -147,6 +147,8 @@ class Talk:
         n_prompt = resumer.n_cached + len(self.writer.unread) + len(tokens) - talk.n_opening
         job.counts = {"n_prompt": n_prompt, "n_cached": resumer.n_cached}
         tokens = resumer.read_start(tokens, request.messages, history)
+        if not self.writer.stop:
+            tokens = resumer.read_prompt(tokens, request.messages, history)
         if self.writer.stop or not talk.take(tokens):
             return
         counts = {
