@@ -234,9 +234,7 @@ class Resumer:
             raise ModelError("the template has changed what was read")
         return tokens[len(had) :]
 
-    def _rest_of_cut(
-        self, messages: list[Message], tools: list[Any], history: History
-    ) -> np.ndarray | None:
+    def _rest_of_cut(self, messages: list[Message], tools: list[Any], history: History) -> np.ndarray | None:
         """The tokens behind a prompt's beginning that is in the engine; None where this is another prompt."""
         if not self._is_cut:
             return None
