@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from kvtool import cli
 
 KEEPS = (
-    r"recall archives what leaves the cache; that can take up to [0-9.]+ .iB of host memory "
-    r"\(the newest [0-9,]+ tokens\)\n"
+    r"older text goes to host memory, at most [0-9.]+ .iB \(the newest [0-9,]+ tokens\), and is still used\n"
 )
 """What a chat or a server that recalls says at its start."""
 

@@ -214,8 +214,7 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     again = talk(TURNS[2:3], *options)
     assert (again.returncode, "nothing can be recalled" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
-        of_each = "" if why else ", for each of 2 requests at once"
-        assert re.fullmatch(said.replace(r"\)\n", rf"\){of_each}\n"), server.lines[0])
+        assert re.fullmatch(said.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
         assert httpx.get(f"{server.url}/props").json()["policy"] == kept["policy"]
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
         assert answer["kvtool"]["policy"] == kept["policy"]
@@ -226,11 +225,11 @@ def test_a_chat_says_at_its_start_how_much_its_archive_takes(talk, tmp_path, mon
     file = tmp_path / "file"
     said = talk(TURNS[:1], "--archive-file", file).stderr
     assert re.fullmatch(
-        KEEPS.replace("of host memory", rf"on disk \({file}\) and, for clusters, in host memory"), said
+        KEEPS.replace("to host memory", rf"to disk \({file}\) and, for clusters, to host memory"), said
     )
     (tmp_path / "chat.kvs").unlink()
     # in another line
-    assert "archives what leaves" not in talk(TURNS[:1], "--explain").stderr
+    assert "older text" not in talk(TURNS[:1], "--explain").stderr
     (tmp_path / "chat.kvs").unlink()
     assert talk(TURNS[:1], "--policy", "h2o").stderr == ""
     (tmp_path / "chat.kvs").unlink()
@@ -272,8 +271,13 @@ def test_a_chat_says_what_is_archived(chat_model):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive", 30)
     try:
         said = chat.wait_for("\n> ")
-        assert re.search(r"that can take up to [0-9.]+ KiB of host memory \(the newest 30 tokens\)\n", said)
-        assert "chat with policy recall, 96 cells, /help for help\n" in said
+        # what it is comes first
+        assert re.search(
+            r"\nchat with policy recall, a cache of 96 tokens\n"
+            r"older text goes to host memory, at most [0-9.]+ KiB, and is still used\n"
+            r"/help for help, Ctrl-D leaves\n$",
+            said,
+        )
         chat.say("word " * 60)
         stats = chat.say("/stats")
         assert re.search(r"archive +30 of at most 30 tokens, [0-9.]+ .iB of host memory", stats)
@@ -429,7 +433,7 @@ def test_a_chat_with_a_full_disk_keeps_its_last_whole_turn(talk, tmp_path):
 def test_nothing_is_left_of_the_file_of_a_killed_process(chat_model, tmp_path):
     chat = Terminal(chat_model, "-n", 4, *RECALL, "--archive-file", tmp_path / "file")
     try:
-        assert f" on disk ({tmp_path / 'file'})" in chat.wait_for("\n> ").replace("\n", "")
+        assert f" to disk ({tmp_path / 'file'})" in chat.wait_for("\n> ").replace("\n", "")
         chat.say("word " * 60)
         assert f"on disk ({tmp_path / 'file'})" in chat.say("/stats").replace("\n", "")
         assert os.listdir(tmp_path) == []

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.chats import session
 from kvtool.chats.undo import MOST, MOST_BYTES
-from kvtool.cli.chat_show import HELP, NOTES
+from kvtool.cli.chat_show import HELP, KEYS, NOTES
 from tests import tiny
 from tests.terminal import Terminal
 
@@ -74,7 +74,6 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
     chat = terminal("--system", "[/]")
     assert chat.say("/system") == "[/]"
     for line, said in (
-        ("/[/]x", "there is no command /[/]x; /help lists them"),
         ("/load x[/].kv", "cannot read x[/].kv: No such file or directory"),
         ("/save [/]/x.kv", "cannot write [/]/x.kv: No such file or directory"),
         ("/load [bold]x:smile:", "cannot read [bold]x:smile:: No such file or directory"),
@@ -83,6 +82,9 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
         ("/system", "[/bold] :smile:"),
     ):
         assert chat.say(line) == said
+    chat.type("/[bold]x\r")
+    chat.until("there is no command /[bold]x; /help lists them\n\n> /[bold]x")
+    chat.type("\x15")
     assert chat.say("say [/] :smile:").endswith("tokens/s")
     assert chat.say("/undo").startswith('took back the turn "say [/] :smile:"; the chat has no turns')
     leave(chat)
@@ -101,7 +103,9 @@ def test_nothing_that_is_typed_is_read_as_markup(terminal):
 def test_what_is_typed_in_another_encoding_does_not_end_the_chat(terminal, env):
     chat = terminal(env=env)
     assert chat.say(b"caf\xe9").endswith("tokens/s")
-    assert "there is no command" in chat.say(b"/caf\xe9")
+    chat.type(b"/caf\xe9\r")
+    chat.until("; /help lists them\n\n> /caf")
+    chat.type("\x15")
     assert "No such file" in chat.say(b"/load caf\xe9.kv")
     assert "started over" in chat.say(b"/system caf\xe9")
     assert "tokens/s" in chat.say("na\u00efve \u4e16\u754c")
@@ -111,7 +115,6 @@ def test_what_is_typed_in_another_encoding_does_not_end_the_chat(terminal, env):
 def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
     chat = terminal()
     for line, words in (
-        ("/nope", "there is no command /nope"),
         ("/save", "/save needs a file"),
         ("/load", "/load needs a file"),
         (f"/load {tmp_path}", "Is a directory"),
@@ -136,12 +139,22 @@ def test_a_wrong_line_is_one_line_and_the_chat_goes_on(terminal, tmp_path):
 
 def test_the_help_says_what_undo_keeps(terminal):
     chat = terminal()
-    lines = chat.say("/help").split("\n")
-    text = " ".join(" ".join(lines).split())
-    for each in (*(f"{command} {what}" for command, what in HELP.items()), *NOTES):
+    text = " ".join(chat.say("/help").split())
+    for each in (*(f"{command} {what}" for command, what in HELP.items()), KEYS):
+        assert each in text
+    text = " ".join(chat.say("/help more").split())
+    for each in NOTES:
         assert each in text
     assert f"up to {MOST} steps" in text
     assert f"{MOST_BYTES >> 20} MiB" in text
+    leave(chat)
+
+
+def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
+    chat = terminal(columns=80, rows=24)
+    # with the line that asks for it and the next prompt
+    assert len(chat.say("/help").split("\n")) <= 24 - 3
+    assert chat.say("/help me") == "/help takes nothing after it, or more"
     leave(chat)
 
 
@@ -260,6 +273,28 @@ def test_undo_takes_changes_back_one_by_one(terminal, chat_kv, other_kv, change)
     assert chat.say("/undo") == "/undo goes back no further: 4 turns stay"
     chat.kill()
     assert turns(chat_kv) == FOUR
+
+
+def test_an_undo_moves_no_chat_that_a_further_undo_brings_back(terminal, chat_kv, other_kv):
+    there, previous = chat_kv.read_bytes(), f"{chat_kv} holds the previous chat until the next reply"
+    chat = terminal("--session", chat_kv)
+    for line in ("/reset", f"/load {other_kv}", "/system Be a pirate."):
+        assert previous in chat.say(line)
+    for n_turn in ("1 turn", "no turns"):
+        said = chat.say("/undo")
+        assert f"the chat has {n_turn}" in said
+        assert said.endswith(previous)
+        assert chat_kv.read_bytes() == there
+    assert "previous" not in chat.say("/undo")
+    assert turns(chat_kv) == FOUR
+    # what was moved is told when it comes back
+    chat.say(f"/load {other_kv}")
+    assert f"the previous chat of {chat_kv} is now in chat.kv.1" in chat.say("five")
+    assert turns(chat_kv.with_name("chat.kv.1")) == FOUR
+    assert "chat.kv.1 is chat.kv again" in chat.say("/undo 2")
+    assert turns(chat_kv) == FOUR
+    assert not chat_kv.with_name("chat.kv.1").exists()
+    leave(chat)
 
 
 def test_a_session_without_turns_is_told(terminal, tmp_path):

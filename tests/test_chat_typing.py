@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
 from kvtool.chats import session
-from kvtool.cli.chat_input import goes_on, unquoted, with_files
+from kvtool.cli.chat_input import goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
-from tests.held import Held
+from tests.called import called
+from tests.held import Held, until
 from tests.terminal import Terminal
 
 SMALL = ("-n", 4, "-c", 2048, "--budget", 128)
@@ -57,7 +59,36 @@ def said(path):
 def test_blocks_and_lines_that_go_on(typed, more, text):
     assert goes_on(typed) is more
     if text is not None:
-        assert unquoted(typed) == text
+        assert meant(typed) == (text, False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "text", "is_command"),
+    [
+        ("/help", "/help", True),
+        ("/load some/where.kv", "/load some/where.kv", True),
+        ("//help", "/help", False),
+        # what is quoted is text
+        ('"""/help\n\nmore"""', "/help\n\nmore", False),
+        ('"""//help"""', "//help", False),
+        # a path is no command, and several lines are none unless it takes them
+        ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
+        ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
+        ("/exit\nwas typed", "/exit\nwas typed", False),
+        ("// a comment\nint x;", "// a comment\nint x;", False),
+        ("/system Be brief.\\\nBe kind.", "/system Be brief.\nBe kind.", True),
+    ],
+)
+def test_what_is_a_command_and_what_is_text(typed, text, is_command):
+    assert meant(typed) == (text, is_command)
+    if not is_command:
+        # at the prompt again, it means the same
+        assert meant(typed_as(text)) == (text, False)
+
+
+@pytest.mark.parametrize("text", ["/system\nreads", "ends with \\\nand goes on", '"""', "//", "/a", "/a/b"])
+def test_a_turn_is_offered_as_it_was_meant(text):
+    assert meant(typed_as(text)) == (text, False)
 
 
 def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
@@ -95,6 +126,11 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.type("six\\\r")
     chat.say("seven")
     chat.say("//eight")
+    chat.type('"""\r')
+    chat.type("/help is text here\r")
+    chat.say('really"""')
+    chat.say(f"{PASTE}/usr/lib/foo.c:12: error: x\nwhat does that mean?{PASTED}")
+    chat.say("/usr/bin")
     chat.say(f"nine: @{file}")
     # Tab puts quotes around a name with blanks
     (tmp_path / "my file.txt").write_text("blanks")
@@ -111,7 +147,8 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.type("/bye\r")
     assert chat.process.wait(timeout=60) == 0
     assert said(path) == [
-        *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "nine: what the file says"),
+        *("one\ntwo\n\n  three", "four\nfive", "six\nseven", "/eight", "/help is text here\nreally"),
+        *("/usr/lib/foo.c:12: error: x\nwhat does that mean?", "/usr/bin", "nine: what the file says"),
         "blanks",
     ]
 
@@ -162,6 +199,44 @@ def test_a_turn_that_is_stopped_while_it_is_read_is_taken_back(terminal, tmp_pat
     assert f"tokens so far {before.split()[0]} " in " ".join(chat.say("/stats").split())
 
 
+BUSY = """
+import ctypes, os, signal
+from dataclasses import dataclass
+from pathlib import Path
+from kvtool.policies.local import Local
+
+@dataclass(frozen=True)
+class Busy(Local):
+    def plan(self, view, state):
+        # no handler of Python's runs before C returns
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        Path({there!r}).touch()
+        ctypes.CDLL(None).open({fifo!r}.encode(), os.O_RDONLY)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        return Local.plan(self, view, state)
+
+POLICY = Busy
+"""
+
+
+@pytest.mark.engine
+def test_a_stop_is_told_at_once_and_not_after_the_step(terminal, tmp_path):
+    fifo, there = tmp_path / "fifo", tmp_path / "there"
+    os.mkfifo(fifo)
+    (tmp_path / "busy.py").write_text(BUSY.format(fifo=str(fifo), there=str(there)))
+    chat = terminal("-b", 16, "--policy", tmp_path / "busy.py")
+    chat.type(f"{PASTE}{'word ' * 6000}{PASTED}\r")
+    chat.wait_for("reading")
+    until(there.exists)
+    chat.type("\x03")
+    try:
+        chat.until("stopping")
+    finally:
+        writer = os.open(fifo, os.O_RDWR)
+    chat.until("cancelled; the chat is as it was before\n\n> ")
+    os.close(writer)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", [("--policy", "h2o"), ("--budget", 48)], ids=["h2o", "recall"])
 def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
@@ -183,14 +258,14 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
     for leaving, left in (
         ("\x03", f"> one{kept}\n> "),
         ("\x15\r", f"\n>{kept}\n> "),
-        ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> "),
+        ("\x15/x\r", f"> /x{kept}there is no command /x; /help lists them\n\n> /x"),
     ):
         chat.type("/edit-last\r")
         chat.wait_for("Ctrl-C keeps that\n\n> one")
         chat.type(leaving)
         chat.until(left)
         assert said(path) == ["one"]
-    chat.type("/edit-last\r")
+    chat.type("\x15/edit-last\r")
     chat.wait_for("\n> one")
     chat.say(" more")
     assert said(path) == ["one more"]
@@ -199,15 +274,45 @@ def test_turns_are_taken_back_and_tried_again(terminal, tmp_path, policy):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("line", "at_prompt"), [("/edit-last", "one"), ("/nope", "/nope"), ("@none.txt", "@none.txt")]
+)
+def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal, tmp_path, line, at_prompt):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    chat.type(f"{line}\r/exit\rmore\r")
+    chat.until(f"what you typed ahead was dropped\n\n> {at_prompt}")
+    chat.type("\x15")
+    chat.say("two")
+    # what stands at no prompt is taken as it was typed
+    chat.type("three\r/exit\r")
+    assert chat.process.wait(timeout=60) == 0
+    assert said(path) == [*["one"] * (at_prompt != "one"), "two", "three"]
+
+
+@pytest.mark.engine
 def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
     assert chat.say("/set num_predict 2") == "n  2"
     assert chat.say("/set top-p 0.5") == "top_p  0.5"
     assert chat.say("/set top-p") == "top_p  0.5"
-    assert chat.say('/set stop "a b"') == "stop  'a b'"
+    assert chat.say('/set stop "a b"') == 'stop  "a b"'
+    # a line break is told from a backslash, and what is shown can be typed
+    for text in (r"\n\n", r"a\\n", r"\""):
+        assert chat.say(f'/set stop "{text}"') == f'stop  "{text}"'
     assert chat.say('/set stop ""') == "stop  (none)"
     assert chat.say("/set seed 7") == "seed  7"
-    assert chat.say("/set top_p 2") == "--top-p must be in 0..1, got 2"
+    assert chat.say("/set top_p 2") == "top_p must be in 0..1, got 2"
+    assert chat.say("/set n -5") == "n must be at least -1, got -5"
+    hot = "temp  99.0\nabove 2 a reply is mostly random words; the default is 0.8"
+    assert chat.say("/set temp 99") == hot
+    assert chat.say("/set temp 0") == "temp  0.0"
+    # the most useful, and what was changed
+    lines = chat.say("/set").split("\n")
+    assert [line.split()[0] for line in lines] == [
+        *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),
+    ]
     assert "there is no setting topp" in chat.say("/set topp 1")
     assert "0 writes nothing; give at least 1, or -1 for no limit" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
@@ -249,12 +354,15 @@ def test_words_that_others_use_do_the_same_and_near_misses_are_told(terminal):
     assert chat.say("/?").startswith("/help")
     chat.say("hello")
     assert "started over" in chat.say("/clear")
-    assert chat.say("/rety") == "there is no command /rety; did you mean /retry?"
-    assert chat.say("/last") == "there is no command /last; did you mean /show last?"
-    assert chat.say("/temp 1") == "there is no command /temp; did you mean /set temp?"
+    assert chat.say("/HELP") == chat.say("/help")
+    for line, instead in (("/rety", "/retry"), ("/last", "/show last"), ("/temp 1", "/set temp")):
+        # it is at the prompt again
+        chat.type(f"{line}\r")
+        chat.until(f"there is no command {line.split()[0]}; did you mean {instead}?\n\n> {line}")
+        chat.type("\x15")
     # completed by Tab
     chat.type("/sta\t")
-    chat.wait_for("/stats")
+    chat.until("\n> /stats")
     assert "tokens so far" in chat.say("")
     chat.type("/bye\r")
     assert chat.process.wait(timeout=60) == 0
@@ -274,10 +382,24 @@ def test_a_chat_that_goes_on_shows_its_last_turn(terminal, tmp_path):
 
 
 @pytest.mark.engine
+def test_a_base_model_is_told_at_the_start(terminal, talker, tmp_path):
+    line = "gemma3-270m is a base model, not for chats; `kvtool generate --raw` continues a text\n"
+    assert "base model" not in terminal().text
+    # known by its file's name
+    path = shutil.copy(talker, tmp_path / "gemma-3-270m-q4_k_m.gguf")
+    chat = Terminal(path, *SMALL)
+    assert f"\n{line}" in chat.wait_for("\n> ")
+    chat.kill()
+    os.close(chat.master)
+    piped = called("chat", "-m", path, *SMALL, "-t", 1, stdin="hello\n")
+    assert piped.stderr.endswith(f"\n{line}")
+
+
+@pytest.mark.engine
 def test_a_narrow_window_that_changes_its_size_keeps_what_was_said(terminal):
     chat = terminal(columns=60, rows=20)
     # lines at the start are wrapped between words
-    assert "that can take up to\n" in chat.text
+    assert " and is\nstill used\n" in chat.text
     chat.say("hello there")
     chat.resize(50, 16)
     chat.say("and again")

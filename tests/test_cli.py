@@ -430,6 +430,19 @@ def test_chat_with_a_pipe_answers_each_line(default_talker):
 
 
 @pytest.mark.engine
+def test_a_text_that_does_not_end_is_cut(talker):
+    own = ("-m", talker, "-c", 4096, "--budget", 128, "-t", 1, "--temp", 0, "-l", "2-inf")
+    line = "cut at 2,048 tokens; -n changes that, and -n -1 means no limit\n"
+    done = kvtool("generate", "Hello!", *own)
+    assert (done.returncode, done.stderr) == (0, line)
+    done = kvtool("chat", *own, stdin="Hello!\n")
+    assert done.returncode == 0
+    assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
+    # what was asked for
+    assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
+
+
+@pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupted_reply_ends_in_order(smollm2):
     writer = forked.Popen(

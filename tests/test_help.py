@@ -87,7 +87,7 @@ def test_options_stand_in_groups_with_their_real_defaults():
         "Examples: ",
     ]
     assert sorted(order, key=said.index) == order
-    for default in ("smollm2-135m", "256", "0.95", "no limit", "random", "recall"):
+    for default in ("smollm2-135m", "256", "0.95", "2048", "random", "recall"):
         assert f"[default: {default}]" in said
     assert "[default: 512 tokens; 1,024 with a policy that forgets]" in said
     # neither typer's parentheses nor its ranges
@@ -242,6 +242,25 @@ def test_a_context_above_the_trained_one_is_said(default_talker, tmp_path):
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 8192).stderr == ""
     # as in llama.cpp
     assert kvtool("generate", "Hi", "-n", 1, "-t", 1, "-c", 0).stderr == ""
+
+
+@pytest.mark.engine
+def test_layers_on_a_gpu_that_is_not_there_are_told(default_talker, tmp_path, monkeypatch):
+    line = "-ngl 99 does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)\n"
+    (tmp_path / "text").write_text("The tide came in. " * 9)
+    monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: False)
+    own = ("-t", 1, "-ngl")
+    for words in (
+        ("generate", "Hi", "-n", 1),
+        ("inspect", tmp_path / "text"),
+        ("inspect", tmp_path / "text", "--map", "queries"),
+        ("compare", tmp_path / "text", "--policies", "local", "--budgets", 16),
+        ("eval", "passkey", "--set", "lengths=64", "--limit", 1),
+    ):
+        assert called(*words, *own, 99).stderr.count(line) == 1, words
+    assert "-ngl" not in called("generate", "Hi", "-n", 1, *own, 0).stderr
+    monkeypatch.setattr("kvtool.llama.devices.has_gpu", lambda: True)
+    assert "-ngl" not in called("generate", "Hi", "-n", 1, *own, 99).stderr
 
 
 @pytest.mark.engine

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.console import say
 from kvtool.cli.declared import ModelName, options
 from kvtool.cli.explain import Notice, before_text, may_lose_system, unpinned
+from kvtool.cli.first_chat import base_model
 from kvtool.cli.keeper import Keeper, open_transcript, resumed
 from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.options.field import SHOWS, Options, option
@@ -81,8 +82,10 @@ def chat(
         conversation.pin_system()
         if own.transcript:
             keeper.transcript = stack.enter_context(closing(open_transcript(own.transcript)))
-        if not run.explain:
-            say([archive_limit(engine, run.policy)])
+        if not (is_terminal or run.explain):
+            say([archive_limit(engine)])
+        if not is_terminal:
+            say([base_model(engine.model.path)])
         before_text(engine, run, "turn")
         if may_lose_system(conversation):
             say([unpinned("the system prompt")])
@@ -93,26 +96,29 @@ def chat(
 
             chat_terminal.run(Terminal(conversation, keeper, run.policy, own.plain, own.hide_thinking))
         else:
-            _pipe(conversation, keeper, drawing.n, stdin_lines())
+            _pipe(conversation, keeper, stdin_lines())
             if run.verbose:
                 say([f"{engine.n_past:,} tokens, {line(report(engine, run.policy))}"])
     keeper.check()
 
 
-def _pipe(conversation: Conversation, keeper: Keeper, n_max: int | None, lines: Iterator[str]) -> None:
+def _pipe(conversation: Conversation, keeper: Keeper, lines: Iterator[str]) -> None:
     """Takes each line as a turn; only replies go to stdout."""
+    writer, drawing = conversation.writer, keeper.drawing
     for line in lines:
         if not line.strip():
             continue
-        interrupt.stops(conversation.writer)
-        for piece in conversation.reply(line, n_max):
+        interrupt.stops(writer)
+        for piece in conversation.reply(line, drawing.n):
             sys.stdout.write(piece)
             sys.stdout.flush()
         keeper.keep()
         keeper.check()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if conversation.writer.stop:
+        if writer.stop:
             raise KeyboardInterrupt
+        if writer.is_cut:
+            say([drawing.cut(writer.n_written)])
         # between turns there is nothing to finish
         interrupt.ends()

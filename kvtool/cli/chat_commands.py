@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
+_HOT = 2
+"""A temperature above which hardly any text makes sense: llama.cpp takes it, other programs refuse it."""
+
 
 class Commands:
     """Runs a user's commands on the chat of a terminal. What is wrong is one line, and the chat goes on."""
@@ -31,13 +34,13 @@ class Commands:
         self.conversation = terminal.conversation
         self.keeper = terminal.keeper
         self._plain: dict[str, Callable[[], None]] = {
-            "/help": lambda: chat_show.help(terminal),
             "/stats": lambda: chat_show.stats(terminal),
             "/retry": self._retry,
             "/edit-last": self._edit_last,
             "/reset": self._reset,
         }
         self._with_text: dict[str, Callable[[str], None]] = {
+            "/help": lambda what: chat_show.help(terminal, what),
             "/undo": self._undo,
             "/show": lambda what: chat_show.show(terminal, what),
             "/set": self._set,
@@ -52,13 +55,14 @@ class Commands:
         """The commands, each with the words that may follow it; None stands for a path."""
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
         found |= {"/show": lambda: chat_show.SHOWN, "/set": lambda: declared(Drawing)}
+        found["/help"] = lambda: chat_show.MORE
         return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
 
     def run(self, line: str) -> bool:
         """Does what a line says; returns False to leave the chat."""
-        name, _, rest = line.partition(" ")
-        rest = rest.strip()
-        typed, name = name, _ALIASES.get(name, name)
+        typed, *text = line.split(maxsplit=1)
+        rest = "".join(text)
+        name = _ALIASES.get(typed.lower(), typed.lower())
         # a command is short, and must not be left half done
         signal.signal(signal.SIGINT, lambda *_: None)
         try:
@@ -67,7 +71,9 @@ class Commands:
             elif name not in self._plain and name != "/exit":
                 meant = self._meant(name)
                 instead = f"did you mean {meant}?" if meant else "/help lists them"
-                self.terminal.error(f"there is no command {name}; {instead}")
+                self.terminal.error(f"there is no command {typed}; {instead}")
+                # to be mended, as a turn with a wrong @FILE is
+                self.terminal.typed = shown(line)
             elif rest:
                 self.terminal.error(f"{typed} takes nothing after it")
             elif name in self._plain:
@@ -104,8 +110,9 @@ class Commands:
         if len(changes) < int(n or 1):
             more = "; /undo goes back no further"
         what = changes[0] if len(changes) == 1 else f"{len(changes)} changes, the first of them {changes[-1]}"
-        self.terminal.note(f"took back {what}; the chat has {turns(self.conversation.n_turn)}{more}")
         self.keeper.keep_session(undone=True)
+        has = f"the chat has {turns(self.conversation.n_turn)}"
+        self.terminal.note(f"took back {what}; {has}{more}{self._previous()}")
         self.terminal.saved()
 
     def _retry(self) -> None:
@@ -144,12 +151,16 @@ class Commands:
         # a text may stand in quotes
         value = given[1:-1] if len(given) > 1 and given[0] == given[-1] in "\"'" else given
         if not text:
-            chat_show.show(self.terminal, "settings")
+            chat_show.settings(self.terminal)
             return
         name = Drawing.field(name)
         if given:
             self.keeper.set(name, value)
         self.terminal.note(f"{name}  {chat_show.setting(self.terminal, name)}")
+        if given and name == "temp" and self.keeper.drawing.temp > _HOT:
+            self.terminal.note(
+                f"above {_HOT} a reply is mostly random words; the default is {Drawing.temp:g}"
+            )
 
     def _reset(self) -> None:
         if self._remember("/reset"):
@@ -194,9 +205,12 @@ class Commands:
 
     def _note_new(self, what: str) -> None:
         """Says that the chat is another one now, and where the one before is."""
-        path = self.keeper.path
-        kept = f"; {path} holds the previous chat until the next reply" if self.keeper.has_previous else ""
-        self.terminal.note(f"{what}{kept}; /undo takes this back")
+        self.terminal.note(f"{what}{self._previous()}; /undo takes this back")
+
+    def _previous(self) -> str:
+        """What to add where the session's file holds another chat than this one."""
+        path, has_it = self.keeper.path, self.keeper.has_previous
+        return f"; {path} holds the previous chat until the next reply" if has_it else ""
 
 
 def _path(command: str, name: str) -> Path:

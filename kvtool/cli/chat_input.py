@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -14,12 +15,16 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from kvtool.errors import InputError
 
 BLOCK = '"""'
 """Opens and closes a text of several lines."""
+
+_OF_LINES = ("/system", "/edit")
+"""Commands that take a text, which may have several lines."""
 
 _INSERTED = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
 
@@ -50,6 +55,16 @@ class Prompt:
         """What is typed. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         return self._session.prompt("\n> ", default=default)
 
+    def forget(self) -> bool:
+        """Drops what was typed ahead; returns whether there was any."""
+        typing = self._session.app.input
+        dropped = get_typeahead(typing)
+        # else a line without its end stays, and a Ctrl-D ends the input
+        with typing.raw_mode():
+            while keys := typing.read_keys():
+                dropped += keys
+        return bool(dropped + typing.flush_keys())
+
 
 def confirmed(question: str) -> bool:
     """Whether "y" or "yes" is the answer. Raises as `Prompt.ask` does."""
@@ -58,13 +73,37 @@ def confirmed(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def unquoted(typed: str) -> str:
-    """A turn as it is meant: without the quotes of a block and the backslashes of lines that go on."""
+class Meant(NamedTuple):
+    """What a person means: a command or a turn, without the marks of how it was typed."""
+
+    text: str
+    is_command: bool
+
+
+def meant(typed: str) -> Meant:
+    """Reads a text as it was typed: without a block's quotes, and the backslashes of lines that go on.
+
+    A command starts with a slash. Quoted text is none, nor is a path; several lines are one only where the
+    command takes a text. In a single line `//` stands for a slash that starts a turn.
+    """
     text = typed.strip()
     if text.startswith(BLOCK):
-        return text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n")
+        return Meant(text.removeprefix(BLOCK).removesuffix(BLOCK).strip("\n"), False)
     # a backslash elsewhere is text
-    return re.sub(r"\\\n", "\n", text)
+    text = re.sub(r"\\\n", "\n", text)
+    is_line = "\n" not in text
+    if not text.startswith("/"):
+        return Meant(text, False)
+    if is_line and text.startswith("//"):
+        return Meant(text[1:], False)
+    name, *_ = text.split(maxsplit=1)
+    return Meant(text, "/" not in name[1:] and (is_line or name in _OF_LINES))
+
+
+def typed_as(text: str) -> str:
+    """How a turn is typed, so that it is meant as it is."""
+    ways = text, f"/{text}", f"{BLOCK}\n{text}\n{BLOCK}"
+    return next((typed for typed in ways if meant(typed) == (text, False)), text)
 
 
 def goes_on(typed: str) -> bool:

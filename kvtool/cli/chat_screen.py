@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtool.chats.conversation import Conversation
-from kvtool.cli.chat_input import confirmed, with_files
+from kvtool.cli.chat_input import confirmed, typed_as, with_files
 from kvtool.cli.console import plain_console
 from kvtool.cli.keeper import Keeper
 from kvtool.errors import InputError, ModelError, SessionError, StreamEnd, UsageError
@@ -109,6 +109,9 @@ class Terminal:
             self.error(self.keeper.unsaved)
         if self.keeper.aside:
             self.note(f"the previous chat of {self.keeper.path} is now in {self.keeper.aside.name}")
+        for spare in self.keeper.back:
+            # FILE.1 was made of FILE
+            self.note(f"{spare.name} is {spare.stem} again")
 
     def show_last(self) -> None:
         """Shows the last turn and its reply again."""
@@ -133,7 +136,7 @@ class Terminal:
                 self.conversation.take_back()
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was said")
-            self.typed = text if again or "\n" not in text else ""
+            self.typed = typed_as(text) if again or "\n" not in text else ""
             self.edits = again and isinstance(error, InputError)
             return
         self.last_typed, text = {said: text}, said
@@ -161,9 +164,13 @@ class Terminal:
 
         from kvtool.cli.progress import Pace
 
-        writer, pace = self.conversation.writer, Pace("reading")
-        with self.console.status(Text("reading")) as line:
-            writer.while_reading = lambda done, n: line.update(Text(pace.line(done, n)))
+        writer, pace, stopping = self.conversation.writer, Pace("reading"), Text("stopping")
+
+        def show(done: int, n: int) -> None:
+            line.update(stopping if writer.stop else Text(pace.line(done, n)))
+
+        with self.console.status(Text("reading")) as line, interrupt.told(lambda: line.update(stopping)):
+            writer.while_reading = show
             try:
                 return self.conversation.hear(text)
             finally:
@@ -186,9 +193,7 @@ class Terminal:
 
     def offer(self, said: str) -> None:
         """Puts a turn at the next prompt, as it was typed."""
-        text = self.last_typed.get(said, said)
-        # one that starts with a slash is typed with two
-        self.typed = f"/{text}" if text.startswith("/") else text
+        self.typed = typed_as(self.last_typed.get(said, said))
 
     def _cancel(self, instead: str | None) -> None:
         """Takes back a turn that was stopped while it was read. instead: the turn, if it replaced another."""

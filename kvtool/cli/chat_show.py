@@ -67,10 +67,13 @@ def stats(terminal: Terminal) -> None:
     _table(terminal, rows)
 
 
-def help(terminal: Terminal) -> None:
-    """The commands, and how a turn is typed."""
-    _table(terminal, HELP, dim=False)
-    for text in NOTES:
+def help(terminal: Terminal, what: str) -> None:
+    """The commands, or "more": how a turn is typed, and what is kept. Raises UsageError for anything else."""
+    if what not in ("", *MORE):
+        raise UsageError(f"/help takes nothing after it, or {MORE[0]}")
+    if not what:
+        _table(terminal, HELP, dim=False)
+    for text in NOTES if what else (KEYS,):
         terminal.console.print(text)
 
 
@@ -88,8 +91,21 @@ def setting(terminal: Terminal, name: str) -> str:
         return str(terminal.conversation.writer.sampler.seed)
     value = drawing.kept()[name]
     if isinstance(value, list):
-        return ", ".join(map(repr, value)) or "(none)"
+        # as one can type them: a line break is \n
+        return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
     return ("no limit" if name == "n" else "(none)") if value is None else str(value)
+
+
+def settings(terminal: Terminal) -> None:
+    """What /set changes most, and what is not as it is by default."""
+    drawing, default = terminal.keeper.drawing, Drawing()
+    names = [
+        name
+        for name in declared(Drawing)
+        if name in _MOST or getattr(drawing, name) != getattr(default, name)
+    ]
+    _table(terminal, {name: setting(terminal, name) for name in names})
+    terminal.note(f"/show settings shows all {len(declared(Drawing))}")
 
 
 SHOWN: dict[str, Callable[[Terminal], None]] = {
@@ -103,24 +119,29 @@ SHOWN: dict[str, Callable[[Terminal], None]] = {
 """What /show shows."""
 
 
+_MOST = ("n", "temp", "top_k", "top_p", "min_p", "seed")
+"""What a bare /set shows even by default."""
+
+MORE = ("more",)
+"""What may follow /help."""
+
 HELP = {
-    "/help, /?": "show this help",
+    "/help, /?": "show this help; /help more is about typing, /undo and sessions",
     "/stats": "show what the cache holds, its size in bytes, and the speed",
-    "/show NAME": "show the system prompt, the settings, the template, the policy, the thought of the "
-    "last reply, or the last turn",
-    "/set NAME X": "change how tokens are drawn, or n, the limit of a reply",
+    "/show NAME": "show system, settings, template, policy, thought or last (turn)",
+    "/set [NAME X]": "change how tokens are drawn, or n, the limit of a reply",
     "/retry": "take back the last reply, and answer once more",
     "/edit-last": "put the last turn at the prompt; what you send takes its place",
     "/edit": "write the next turn in $EDITOR",
-    "/undo [N]": "take back the last change, or N of them: turns, /reset, /system and /load",
-    "/save FILE": "write the chat to a session file; asks before replacing a chat",
+    "/undo [N]": "take back N changes: turns, /reset, /system and /load",
+    "/save FILE": "write a session file; asks before it replaces another chat",
     "/load FILE": "continue the chat in a session file",
-    "/cells [N]": "show the last N tokens; the darker, the more rows still hold it",
+    "/cells [N]": "show the last N tokens; the darker, the more rows hold it",
     "/reset, /clear": "forget everything and start over; the system prompt stays",
-    "/system": "show the system prompt",
-    "/system TEXT": "start over under another system prompt",
-    "/exit, /bye": "leave; so does Ctrl-D",
+    "/system [TEXT]": "start over under another system prompt; alone, show it",
+    "/exit, /bye": "leave; so do /quit and Ctrl-D",
 }
+KEYS = 'Ctrl-C stops a reply. @FILE inserts a file. """ begins and ends several lines.'
 NOTES = (
     "A pasted text is one turn. A line that ends with a backslash goes on; so does one that ends with "
     'Alt-Enter, and """ opens and closes a text of several lines. @FILE puts a file in its place. // '

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvtool.cli.chat_commands import Commands
-from kvtool.cli.chat_input import Prompt, unquoted
+from kvtool.cli.chat_input import Prompt, meant
 from kvtool.cli.chat_screen import Terminal
-from kvtool.cli.first_chat import better_model
+from kvtool.cli.first_chat import base_model, better_model
 from kvtool.cli.keeper import turns
 from kvtool.system import interrupt
 from kvtool.system.texts import shown
@@ -17,10 +17,17 @@ def run(terminal: Terminal) -> None:
     """Each text is a command or a turn."""
     from rich.text import Text
 
+    from kvtool.runs.report import archive_limit
+
     engine, commands = terminal.engine, Commands(terminal)
     model, policy = (engine.model.path.stem, "bold"), (terminal.policy, "bold")
-    rest = f", {engine.policy.budget:,} cells, /help for help"
+    rest = f", a cache of {engine.policy.budget:,} tokens"
     terminal.console.print(Text.assemble(model, " with policy ", policy, rest))
+    if not terminal.keeper.run.explain and (limit := archive_limit(engine, brief=True)):
+        terminal.note(limit)
+    if base := base_model(engine.model.path):
+        terminal.note(base)
+    terminal.note("/help for help, Ctrl-D leaves")
     if n := terminal.conversation.n_turn:
         terminal.note(f"continuing after {turns(n)}, {engine.n_past:,} tokens")
         terminal.show_last()
@@ -31,8 +38,7 @@ def run(terminal: Terminal) -> None:
     prompt = Prompt(commands.words())
     while (typed := _ask(terminal, prompt)) is not None:
         with terminal.keys.waiting():
-            text = unquoted(typed)
-            is_command = text.startswith("/") and not text.startswith("//")
+            text, is_command = meant(typed)
             again, terminal.edits = terminal.edits, False
             if again and (is_command or not text):
                 terminal.note(_KEPT)
@@ -40,15 +46,17 @@ def run(terminal: Terminal) -> None:
                 if not commands.run(text):
                     break
             elif text:
-                # of two slashes at the start of a turn the first is no part of it
                 # what a terminal without UTF-8 sends must not end the chat
-                terminal.say(shown(text[1:] if text.startswith("//") else text), again=again)
+                terminal.say(shown(text), again=again)
 
 
 def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     """What the user types next; None to leave."""
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
+    # at the end of another text it would mean something else
+    if default and prompt.forget():
+        terminal.note("what you typed ahead was dropped")
     while True:
         try:
             return str(prompt.ask(default))

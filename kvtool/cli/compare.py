@@ -159,7 +159,7 @@ def compare(
         # a model whose values are a part of its keys has none to merge
         kinds = opening.runnable()
         names = [n for n, kind in kinds.items() if layers.has_values or not kind.may_merge()]
-    say([opening.patch_note(kinds)])
+    say([opening.patch_note(kinds), None if run.rpc else opening.gpu_note(run.gpu_layers)])
     names, why_not = _against_full(common, n_vocab, names)
     types = grid.listed("types")
     runs = of_runs.runs(common, info.n_ctx_train, layers, names, budgets, types, combine=grid.combine)

@@ -152,7 +152,7 @@ def evaluate(
     # what is out of its range is refused before a download
     _check_drawing(drawn, chosen, task)
 
-    from kvtool.runs.opening import loaded, located, n_ctx_of, patch_note, resolved
+    from kvtool.runs.opening import gpu_note, loaded, located, n_ctx_of, patch_note, resolved
 
     asked = resolved(run)
     path, info = located(run.model, locate)
@@ -169,6 +169,7 @@ def evaluate(
         loaded(path, run.gpu_layers, asked.workers, verbose=run.verbose > 1, guarded=True) as model,
         closing(_reader(asked, run, n_ctx, model, as_chat, own.max_prompt, drawn)) as reader,
     ):
+        say([gpu_note(run.gpu_layers)])
         items = chosen.items(files or [], model)[: own.limit]
         about = {
             "task": task,

@@ -1,12 +1,23 @@
-"""What the first chat in a terminal says besides: which better model this machine can run."""
+"""What a chat says of its model: that it is not for chats, and the first chat which better one would run."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from platformdirs import user_state_path
 
 from kvtool.units import format_bytes
+
+
+def base_model(path: Path) -> str | None:
+    """The line about a model that models.txt says is not for chats; None for any other. path: of its file."""
+    from kvtool.models.catalogue import registry
+
+    for entry in registry().values():
+        if entry.file == path.name and (of_base := entry.of_base):
+            return f"{entry.name} is {of_base}; `kvtool generate --raw` continues a text"
+    return None
 
 
 def better_model() -> str | None:

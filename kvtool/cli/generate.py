@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
 from kvtool.cli.opening import open_run, sampling_of
@@ -138,6 +139,8 @@ def generate(
                 sys.stdout.write("\n")
             if writer.is_cut and sampling.grammar is not None:
                 sys.stderr.write(f"cut at {n_written:,} tokens by -n: the text may not be whole\n")
+            elif writer.is_cut:
+                say([drawing.cut(n_written)])
             if run.verbose:
                 wrote = f"wrote {n_written} in {wrote_in:.1f} s, {line(said)}"
                 sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")

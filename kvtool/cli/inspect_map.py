@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtool.cli import output
+from kvtool.cli.console import say
 from kvtool.cli.locate import locate
 from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import too_short
@@ -18,7 +19,7 @@ from kvtool.llama.observe import What
 from kvtool.measure import maps
 from kvtool.measure.maps import Heads, Place, Reading
 from kvtool.options.run import Run
-from kvtool.runs.opening import loaded, located, workers_of
+from kvtool.runs.opening import gpu_note, loaded, located, workers_of
 
 NEAR = (1, 16, 256)
 """Distances in tokens for which --map queries says how many queries have their most similar one within."""
@@ -50,6 +51,7 @@ def read(
     workers = workers_of(run.rpc, run.gpu_layers)
     path, info = located(run.model, locate)
     with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=True) as model:
+        say([gpu_note(run.gpu_layers)])
         tokens = model.tokenize(text, start=True)[:n_tokens]
         if len(tokens) < 2:
             raise too_short(file, len(tokens), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -46,6 +46,8 @@ class Keeper:
         Why the last turn could not be saved, or None.
     aside
         Under which name the last `keep_session` set the previous chat aside, or None.
+    back
+        Files that had been set aside, which it deleted since the session has all of them again.
     """
 
     def __init__(self, chat: Conversation, run: Run, drawing: Drawing, path: Path | None = None) -> None:
@@ -56,6 +58,7 @@ class Keeper:
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
         self.aside: Path | None = None
+        self.back: list[Path] = []
         # which version of the chat the session's file holds, and what was said in it
         self._version_there: int | None = None
         self._there: Meta | None = None
@@ -130,7 +133,7 @@ class Keeper:
         """Saves a finished turn, as `keep_session` does. What goes wrong is in `unsaved`."""
         if not self.chat.n_turn:
             return
-        self.keep_session(undone=undone)
+        self.keep_session(undone=undone, said=True)
         if self.transcript:
             from kvtool.chats.conversation import transcript
 
@@ -139,14 +142,16 @@ class Keeper:
             except OSError as error:
                 self.unsaved = SessionError(f"cannot write {self.transcript.path}: {error.strerror}")
 
-    def keep_session(self, *, undone: bool = False) -> None:
+    def keep_session(self, *, undone: bool = False, said: bool = False) -> None:
         """Writes the session, if it has a file. What goes wrong is in `unsaved`.
 
-        undone: after an undo, so that the chat has fewer turns than the file and should.
+        undone: after an undo, so that the chat has fewer turns than the file and should. said: the turn was
+        said once more, so that the file gets it even if another chat, to which an undo leads, is still there.
         """
         self.unsaved = self.aside = None
+        self.back.clear()
         self._version_there = None
-        if self.path:
+        if self.path and (said or not undone or not self._leads_there(self.path)):
             try:
                 self._replace_own(self.path, undone)
             except SessionError as error:
@@ -193,15 +198,29 @@ class Keeper:
         if aside:
             self._asides.append(aside)
 
-    def _drop_asides(self) -> None:
-        """Deletes what was set aside if the session has all of it again."""
+    def _leads_there(self, path: Path) -> bool:
+        """Whether the file holds a chat that was before this one, and not one that this one was before."""
+        is_ours = self._there is not None and self._there["id"] == self.chat.id
+        return self.has_previous and not is_ours and path.exists() and not any(self._aside_again())
+
+    def _aside_again(self) -> Iterator[Path]:
+        """What was set aside and is in the chat again."""
         from kvtool.chats import session
 
         for spare in list(self._asides):
             with suppress(OSError, SessionError):
                 if not self._would_lose(session.read_meta(spare)):
-                    self._asides.remove(spare)
-                    session.delete(spare)
+                    yield spare
+
+    def _drop_asides(self) -> None:
+        """Deletes what was set aside if the session has all of it again."""
+        from kvtool.chats import session
+
+        for spare in self._aside_again():
+            self._asides.remove(spare)
+            with suppress(OSError, SessionError):
+                session.delete(spare)
+                self.back.append(spare)
 
     def _said(self) -> Meta:
         """The chat as `_would_lose` takes it."""

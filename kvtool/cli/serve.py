@@ -76,9 +76,7 @@ class _Drawing(Drawing):
     n: int = again(
         Drawing,
         "n",
-        2048,
         help="Maximum tokens of an answer, unless a request says how many.",
-        words=True,
         least=1,
         read=None,
     )
@@ -139,8 +137,8 @@ def serve(
         engine = slots.first.engine
         if run.explain:
             explain_run(engine, site.policy, "chat")
-        elif limit := archive_limit(engine, site.policy):
-            say([limit + f", for each of {slots.most} requests at once" * (slots.most > 1)])
+        else:
+            say([archive_limit(engine, slots.most)])
         if not endpoints.is_loopback(address) and not keys:
             say(["there is no API key: whoever reaches the port can use the model"])
         say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])

@@ -65,6 +65,11 @@ class Entry:
         return _ABOUT.sub("", self.note)
 
     @property
+    def of_base(self) -> str | None:
+        """What the note says of a base model, which knows no turns; None of any other."""
+        return next((part for part in self.note.split("; ") if part.startswith("a base model")), None)
+
+    @property
     def is_recommended(self) -> bool:
         """Whether it is among the best of its size, and quick without a GPU, under a free licence."""
         return self.remark == "recommended"

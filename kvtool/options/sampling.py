@@ -222,9 +222,8 @@ class Sampling(Options):
 class _Limit(Options):
     n: int | None = _drawn(
         "-n, --predict, --n-predict N",
-        None,
+        2048,
         "Maximum tokens of a reply; -1 means no limit.",
-        words="no limit",
         least=-1,
         read=_limit,
         request=("max_completion_tokens", "max_tokens", "n_predict"),
@@ -263,6 +262,12 @@ class Drawing(Sampling, _Limit):
             (other,) = {"grammar", "json_schema"} - typed
             object.__setattr__(self, other, None)
 
+    def cut(self, n_written: int) -> str | None:
+        """What to say of a text that ends at a limit of so many tokens; None where they were asked for."""
+        if "n" in self.given:
+            return None
+        return f"cut at {n_written:,} tokens; -n changes that, and -n -1 means no limit"
+
     def sampling(self, grammar: str | None = None) -> Sampling:
         """The sampler's settings. grammar: that of the schema, if there is one."""
         its = {name: getattr(self, name) for name in declared(Sampling)}
@@ -286,7 +291,11 @@ class Drawing(Sampling, _Limit):
         """
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
-        return self.changed(**none | {name: declared(Drawing)[name].taken(_raw(name, text))})
+        its = declared(Drawing)[name]
+        value = its.taken(_raw(name, text))
+        # named as it was typed, and not as the option
+        its.check(value, name)
+        return self.changed(**none | {name: value})
 
 
 _SHAPES = ("grammar", "json_schema")

@@ -114,6 +114,7 @@ def open_run(
     notes = [cut, patch_note({wanted.name: wanted.kind})]
     with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=guarded) as model:
         n_tokens = length(model) if length else n_ctx
+        notes.append(gpu_note(run.gpu_layers))
         why = _no_recall(run.prefill, run.positions, has_alibi=model.layers.has_alibi)
         if run.instead and why and policies.recalls(wanted.kind):
             notes.append(f"nothing can be recalled {why}: the policy is {run.instead}")
@@ -224,6 +225,15 @@ def n_ctx_of(asked: int | None, n_ctx_train: int) -> tuple[int, str | None]:
     if asked and asked > n_ctx_train:
         return n_ctx_train, f"-c {asked:,} is above the model's trained length; it runs with {n_ctx_train:,}"
     return asked or n_ctx_train, None
+
+
+def gpu_note(gpu_layers: int | None) -> str | None:
+    """What to say of -ngl where there is no GPU; call it once workers are known."""
+    from kvtool.llama.devices import has_gpu
+
+    if not gpu_layers or has_gpu():
+        return None
+    return f"-ngl {gpu_layers} does nothing: kvtool finds no GPU (`kvtool doctor` lists the devices)"
 
 
 def patch_note(kinds: Mapping[str, type[Policy]]) -> str | None:

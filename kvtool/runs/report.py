@@ -50,14 +50,19 @@ def archive_line(said: Mapping[str, Any]) -> str:
     return f"{said['archived']:,} of at most {said['archive_limit']:,} tokens, {size}"
 
 
-def archive_limit(engine: Engine, policy: str) -> str | None:
-    """How much the archive can take; None without one. policy: as it was named."""
+def archive_limit(engine: Engine, n_slot: int = 1, *, brief: bool = False) -> str | None:
+    """Where text goes that leaves the cache, and how much that can take; None without an archive.
+
+    n_slot: how many caches have one. brief: without the number of tokens.
+    """
     archive = engine.context.archive
     if not archive:
         return None
-    size = f"{format_bytes(archive.max_bytes)} {_where(archive.file)}"
-    newest = f"the newest {archive.n_max:,} token{'s' * (archive.n_max != 1)}"
-    return f"{policy} archives what leaves the cache; that can take up to {size} ({newest})"
+    where = f"to disk ({archive.file}) and, for clusters, to" if archive.file else "to"
+    newest = "" if brief else f" (the newest {archive.n_max:,} token{'s' * (archive.n_max != 1)})"
+    slots = f" for each of {n_slot} requests at once" if n_slot > 1 else ""
+    most = f"{format_bytes(archive.max_bytes)}{newest}{slots}"
+    return f"older text goes {where} host memory, at most {most}, and is still used"
 
 
 def _where(file: str | None) -> str:

@@ -83,6 +83,34 @@ def _handled(handler: Callable[..., object]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def told(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, Ctrl-C also calls `tell` at once, from another thread.
+
+    A handler runs only when C code returns, and a step of llama.cpp can take seconds.
+    """
+    import socket
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def listen() -> None:
+        while numbers := ours.recv(64):
+            if signal.SIGINT in numbers:
+                tell()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        theirs.close()
+        listener.join()
+        ours.close()
+
+
 def stops(writer: Any) -> None:
     """From now on Ctrl-C stops the writer after its current step; a second Ctrl-C ends the process."""
 
