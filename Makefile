@@ -35,13 +35,20 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda check-vulkan check-page check-claude check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda check-vulkan check-page check-claude check-tests fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
 	@echo 'make setup        build llama.cpp (once), install kvtool into $(VENV), compile its kernels'
 	@echo 'make dist         write two wheels to dist/: kvtool, and llama.cpp for every CPU of this kind of machine'
-	@echo 'make check-dist   install those in empty environments without a compiler, and run them; takes minutes'
+	@echo 'make clean        remove $(VENV); builds and downloads stay in the cache'
+	@echo
+	@echo 'PYTHON=python3.12           another Python'
+	@echo 'CMAKE_ARGS=-DGGML_CUDA=on   build for a GPU; later calls keep it, CMAKE_ARGS= resets it'
+	@echo 'KVTOOL_WHEELS=folder        use its kvtool_llama-*.whl, if one fits, instead of compiling'
+	@echo
+	@echo 'for those who change the code:'
+	@echo 'make check-dist   install the wheels of make dist without a compiler, and run them; takes minutes'
 	@echo 'make test         set up, then run every check: $(STAGES)'
 	@echo 'make test-long    the same with every size, kill, random call and build of wheels; takes long'
 	@echo 'make lint         run ruff and mypy'
@@ -62,11 +69,6 @@ help:
 	@echo '                 see papers/README.md'
 	@echo 'make papers-tables  write the tables of the documents from papers/records'
 	@echo 'make docs         write docs/cli.md from the help texts of the commands'
-	@echo 'make clean        remove $(VENV); builds and downloads stay in the cache'
-	@echo
-	@echo 'PYTHON=python3.12           another Python'
-	@echo 'CMAKE_ARGS=-DGGML_CUDA=on   build for a GPU; later calls keep it, CMAKE_ARGS= resets it'
-	@echo 'KVTOOL_WHEELS=folder        use its kvtool_llama-*.whl, if one fits, instead of compiling'
 
 $(PY):
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -79,18 +81,21 @@ library: $(PY)
 	@$(PY) -m kvtool.build --install >/dev/null
 
 $(READY): pyproject.toml | $(PY)
-	@echo 'installing kvtool and its dependencies' >&2
+	@echo 'installing kvtool and its dependencies (a minute or two)' >&2
 	@$(PY) -m pip install -qq --disable-pip-version-check -e '.[test]' >&2
 	@touch $@
 
 # pip loads packages and numba compiles while C++ is compiled
-setup: $(PY)
+prepared: $(PY)
 	@$(MAKE) --no-print-directory -j2 library kernels
+
+setup: prepared
+	@echo 'kvtool is ready: $(VENV)/bin/kvtool chat starts a chat, $(VENV)/bin/kvtool -h lists the commands' >&2
 
 kernels: $(READY)
 	@$(PY) -m kvtool.build.kernels
 
-chat: setup
+chat: prepared
 	@$(VENV)/bin/kvtool chat $(ARGS)
 
 # one kvtool wheel: that of another version would be installed with it

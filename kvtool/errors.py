@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+_ALIKE = 0.2
+"""How much less a name may be like a wrong one than the likest is, to be suggested too."""
+
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
@@ -74,11 +77,18 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean ...?" with the known names that are like this one; empty if there are none."""
-    # imported here: only a failing command needs it
-    from difflib import get_close_matches
+    """ " Did you mean ...?" with the known names that are like this one; empty if there are none.
 
-    meant = get_close_matches(name, list(known), n=3)
+    Those that begin with it go before others, in their order.
+    """
+    # imported here: only a failing command needs it
+    from difflib import SequenceMatcher, get_close_matches
+
+    known = list(known)
+    meant = [each for each in known if name and each.startswith(name)][:3]
+    if not meant and (meant := get_close_matches(name, known, n=3)):
+        ratios = [SequenceMatcher(a=name, b=each).ratio() for each in meant]
+        meant = [each for each, ratio in zip(meant, ratios, strict=True) if ratio > max(ratios) - _ALIKE]
     return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
 

@@ -16,7 +16,7 @@ import pytest
 from kvtool import open_run
 from kvtool.errors import UsageError
 from kvtool.llama.archive import Archive
-from kvtool.options.run import AnswerRun
+from kvtool.options.run import Run
 from kvtool.runs import archive
 from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
@@ -84,7 +84,11 @@ def test_what_is_no_archive_is_refused(monkeypatch, text, words):
             ["--policy", "h2o", "--archive", "9"],
             "`h2o` has no archive; leave out --archive, or choose",
         ),
-        ("perplexity", ["-", "--archive-type", "q8_0"], "`h2o` has no archive; leave out --archive-type, or"),
+        (
+            "perplexity",
+            ["-", "--policy", "h2o", "--archive-type", "q8_0"],
+            "`h2o` has no archive; leave out --archive-type, or",
+        ),
         ("chat", ["--policy", "full", "--archive", "9"], "`full` has no archive; leave out --archive, or"),
         (
             "inspect",
@@ -244,7 +248,7 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
     monkeypatch.setattr("kvtool.llama.archive.free_bytes", lambda: 2**30)
     monkeypatch.setattr("kvtool.llama.archive.free_disk_bytes", lambda file: 2**32)
     for file, most in ((None, 2**28), (str(tmp_path / "file"), 2**31)):
-        run = AnswerRun(model=str(tiny_model()), archive_file=file, threads=1)
+        run = Run(model=str(tiny_model()), archive_file=file, threads=1)
         with open_run(run) as opened:
             limit = opened.engine.context.archive
             assert most - limit.slab_bytes < limit.max_bytes <= most

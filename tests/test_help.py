@@ -95,6 +95,11 @@ def test_options_stand_in_groups_with_their_real_defaults():
     assert "x>=" not in said
 
 
+def test_a_command_of_several_lists_their_options_alone():
+    for name in ("models", "session"):
+        assert "completion" not in called(name, "-h").stdout
+
+
 # near misses
 
 
@@ -388,7 +393,7 @@ def completed(line, **env):
         ("kvtool chat --policy st", ["streamingllm"]),
         ("kvtool chat --policy buzz -o thr", ["threshold="]),
         ("kvtool chat -o sin", ["sinks="]),
-        ("kvtool perplexity -o dec", ["decay=", "decay_beyond="]),
+        ("kvtool perplexity --policy h2o -o dec", ["decay=", "decay_beyond="]),
         ("kvtool chat --policy none -o x", []),
         ("kvtool policies stre", ["streamingllm"]),
         ("kvtool compare x --policies h2o,st", ["h2o,streamingllm"]),

@@ -195,16 +195,30 @@ def test_option_then_environment_then_default(tmp_path, monkeypatch, known):
 
 
 def test_an_unknown_name_suggests_those_that_are_alike(known):
-    known(line("qwen3-4b"), line("qwen3-8b", file="b.gguf"), line("mistral-7b", file="c.gguf"))
-    with pytest.raises(ModelError) as error:
-        resolving.pull("qwen3-4")
-    assert str(error.value) == (
-        "unknown model 'qwen3-4'. Did you mean qwen3-4b or qwen3-8b? See `kvtool models list`."
-    )
+    sizes = {"qwen3-8b": 80, "qwen3-4b": 40, "qwen3-coder-1b": 10, "qwen3-1b": 11, "mistral-7b": 70}
+    known(*(line(name, file=f"{name}.gguf", size=str(size)) for name, size in sizes.items()))
+
+    def meant(name):
+        with pytest.raises(ModelError) as error:
+            resolving.pull(name)
+        said = str(error.value)
+        assert said.startswith(f"unknown model {name!r}. Did you mean ")
+        assert said.endswith("? See `kvtool models list`.")
+        return said.partition("mean ")[2].partition("?")[0]
+
+    # the smallest of those that begin so, and else only what is nearly as like as the likest
+    assert meant("qwen3") == "qwen3-coder-1b or qwen3-1b or qwen3-4b"
+    assert meant("qwen3-4") == "qwen3-4b"
+    assert meant("qwen3-9b") == "qwen3-8b or qwen3-4b or qwen3-1b"
+    assert meant("mstral-7b") == "mistral-7b"
     with pytest.raises(
         ModelError, match=r"^unknown model 'x' \(and no such file\)\. See `kvtool models list`\.$"
     ):
         resolve("x")
+    for path in ("/nope.gguf", "nope.gguf", "./some/nope", "~/nope"):
+        with pytest.raises(ModelError) as error:
+            resolve(path)
+        assert str(error.value) == f"there is no file {path}"
 
 
 def test_a_folder_is_not_a_model(tmp_path, known):

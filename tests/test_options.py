@@ -14,7 +14,7 @@ from kvtool.cli import keeper
 from kvtool.cli.declared import Typed, options, parameters
 from kvtool.errors import UsageError
 from kvtool.options.field import Options, again, declared, option, within
-from kvtool.options.run import AnswerRun, Run, TextRun
+from kvtool.options.run import Run, TextRun
 from kvtool.options.sampling import Drawing
 from kvtool.runs import report
 from kvtool.runs.opening import open_run
@@ -99,7 +99,7 @@ def test_a_command_gets_its_options_filled_and_what_was_typed():
     assert called("-h2", "0").exit_code == 2
 
 
-@pytest.mark.parametrize("kind", [Run, AnswerRun, TextRun, Drawing])
+@pytest.mark.parametrize("kind", [Run, TextRun, Drawing])
 def test_all_that_is_kept_is_read_as_the_same_again(kind):
     values = {
         "positions": "in-cache",
@@ -153,7 +153,7 @@ def test_a_run_opens_an_engine_and_says_how_the_options_were_taken(tiny_model):
     ],
 )
 def test_a_budget_that_is_not_given_is_the_policys(tiny_model, options, policy, budget):
-    run = AnswerRun(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
+    run = Run(model=str(tiny_model(n_ctx_train=2048)), threads=1, **options)
     with open_run(run) as opened:
         assert (opened.run.policy, opened.engine.policy.budget) == (policy, budget)
         is_other = policy not in (run.policy, options.get("policy"))
@@ -166,12 +166,12 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
         fixed = {"parameters": {"budget": 1024}}
         return keeper.resumed(run, {"options": {"policy": policy, "budget": budget}, "fixed": fixed})
 
-    h2o, recall = (resumed(AnswerRun(), policy) for policy in ("h2o", "recall"))
+    h2o, recall = (resumed(Run(), policy) for policy in ("h2o", "recall"))
     assert (h2o.policy, h2o.budget, h2o.instead) == ("h2o", None, None)
     # when it began, the default was another one
     assert (recall.policy, recall.budget, recall.instead) == ("recall", "1024", None)
-    assert resumed(AnswerRun(), "recall", "10%").budget == "10%"
-    typed = AnswerRun(budget="96", typed=frozenset({"budget"}))
+    assert resumed(Run(), "recall", "10%").budget == "10%"
+    typed = Run(budget="96", typed=frozenset({"budget"}))
     assert resumed(typed, "recall").budget == "96"
 
 
@@ -179,9 +179,12 @@ def test_a_session_goes_on_with_the_policy_and_the_budget_that_it_began_with():
     ("wrong", "words"),
     [
         ({"policy": "nope"}, "unknown policy 'nope'"),
-        ({"options": ("sinkz=1",)}, "h2o: there is no parameter 'sinkz'"),
+        ({"policy": "h2o", "options": ("sinkz=1",)}, "h2o: there is no parameter 'sinkz'"),
         ({"archive": "many"}, "--archive is a number of tokens"),
-        ({"archive": "9", "typed": frozenset({"archive"})}, "`h2o` has no archive; leave out --archive"),
+        (
+            {"policy": "h2o", "archive": "9", "typed": frozenset({"archive"})},
+            "`h2o` has no archive; leave out --archive",
+        ),
         ({"rpc": "there:50052", "gpu_layers": 0}, "-ngl 0 leaves no layer for the workers"),
         ({"policy": "full", "budget": "9", "typed": frozenset({"budget"})}, "`full` keeps every token"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests import forked, tiny
 from tests.crowd_serve import said
+from tests.forked import ROOT
 from tests.late import openai
 from tests.serving import ONE_THREAD, serving
 
@@ -144,13 +146,57 @@ def test_fields_of_llama_server_are_taken_or_refused(server, client):
 
 
 def test_without_its_packages_it_says_which_to_install(tmp_path):
+    def served():
+        return subprocess.run(
+            [sys.executable, "-m", "kvtool", "serve"],
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
     (tmp_path / "starlette.py").write_text("raise ModuleNotFoundError(name='starlette')")
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtool", "serve"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = served()
     assert done.returncode == 4
-    assert done.stderr == "kvtool: starlette is missing; install it: pip install 'kvtool[serve]'\n"
+    assert done.stderr == f"kvtool: starlette is missing; install it: pip install '{ROOT}[serve]'\n"
+
+    # without llama.cpp they would not help
+    (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
+    (tmp_path / "kvtool_llama.py").write_text("raise ModuleNotFoundError(name='kvtool_llama')")
+    assert "there is no llama.cpp yet; build it" in served().stderr
+
+
+def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
+    def command(path):
+        call = [sys.executable, "-m", "kvtool", "chat", "-m", str(talker), "-t", "1", "--budget", "256"]
+        return [*call, "-n", "4", "--temp", "0", "--session", str(path)]
+
+    def chat(path, typed="Hello\n"):
+        return forked.run(command(path), input=typed, capture_output=True, text=True)
+
+    options = ("--budget", "256", "--temp", "0", "--sessions", str(tmp_path))
+    with serving(talker, *options) as server:
+        connect(f"{server.url}/v1").chat.completions.create(
+            model="talker", messages=[said("user", "What is a lamp?")], max_tokens=4
+        )
+        (path,) = tmp_path.glob("*.kv")
+        before = path.read_bytes()
+        done = chat(path)
+        assert (done.returncode, done.stdout) == (9, "")
+        assert f"in use by the server that runs with --sessions {tmp_path}; end that server" in done.stderr
+        assert path.read_bytes() == before
+        # another chat's file is none of the server's
+        assert chat(tmp_path / "mine.kv").returncode == 0
+        server.stop(signal.SIGKILL)
+    chatting = forked.Popen(command(path), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        chatting.stdin.write(b"Hello\n")
+        chatting.stdin.flush()
+        assert chatting.stdout.readline()
+        refused = pytest.raises(AssertionError, match=f"{path.name} is in use by a chat; end that chat")
+        with refused, serving(talker, *options):
+            pass
+    finally:
+        chatting.communicate(timeout=60)
+    with serving(talker, *options):
+        pass

@@ -440,6 +440,29 @@ SMALL = ("--set", "lengths=400", "--set", "depths=0.2,0.8", "--set", "repeats=2"
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("command", ["eval", "perplexity"])
+def test_what_is_measured_without_a_policy_is_what_a_chat_has(command, tiny_model, tmp_path):
+    def policy(*options):
+        done = called(command, *of[command], "-m", tiny_model(), "-t", "1", "--json", *options)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[0])["policy"], done.stderr
+
+    text = tmp_path / "text"
+    text.write_text("word " * 100)
+    of = {
+        "eval": ("passkey", *SMALL, "--limit", "1"),
+        "perplexity": (text, "--budget", "64"),
+    }
+    shown = ("-",) if command == "eval" else ()
+    assert policy(*shown)[0] == "recall"
+    name, said = policy(*shown, "--positions", "in-cache")
+    assert name == "h2o"
+    assert "nothing can be recalled with --positions in-cache: the policy is h2o" in said
+    done = called(command, *of[command], "-m", tiny_model(), "--policy", "recall", "--positions", "in-cache")
+    assert "choose --positions auto or original" in done.stderr
+
+
+@pytest.mark.engine
 def test_a_share_is_of_each_prompt_and_rounded_down(tiny_model, tmp_path):
     out = tmp_path / "out.jsonl"
     done = called(

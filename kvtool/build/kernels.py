@@ -51,14 +51,13 @@ def compile_all() -> None:
     found = {kernel.name: kernel for name in modules() for kernel in of_module(import_module(name))}
     progress = Progress(f"compiling {len(found)} kernels (once)")
     for n_done, kernel in enumerate(found.values()):
-        progress.show(n_done, len(found) + 1)
+        progress.show(n_done, len(found))
         kernel.compile()
-    progress.show(len(found), len(found) + 1)
+    progress.show(len(found), len(found))
     try:
         link(found.values(), kernel_library())
     except LibraryError as error:
         sys.stderr.write(f"kvtool: {error}; kernels run from numba, which takes 100 MiB more memory\n")
-    progress.show(len(found) + 1, len(found) + 1)
     progress.close()
     stamp().touch()
 

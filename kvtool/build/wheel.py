@@ -66,7 +66,11 @@ def find_or_build(folder: Path, cmake_args: str) -> Path:
 
     folder: the patch files. Raises LibraryError.
     """
-    if not find_wheel(wheel_key(folder, cmake_args)) and not cmake_args.strip():
+    key = wheel_key(folder, cmake_args)
+    if wheel := find_wheel(key):
+        if installed_key() != key:
+            given.say(f"using {wheel}, compiled before")
+    elif not cmake_args.strip():
         if wheel := given.find(given.folders(), wheel_key(folder, "", portable=True)):
             given.say(f"using {wheel}: nothing is compiled")
             return wheel

@@ -24,10 +24,16 @@ import numpy as np
 from kvtool.chats import segments
 from kvtool.errors import SessionError
 from kvtool.llama.segment import SEGMENTS
-from kvtool.system.files import locked, replacing, set_aside
+from kvtool.system.files import is_locked, locked, replacing, set_aside
 
 FORMAT, FORMAT_BESIDE = 1, 2
 """Increases when the meaning of what is saved changes; the second: of a session with an archive beside it."""
+
+SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
+"""How a server names a chat's file: its key, and the number of an earlier turn's."""
+
+LOCK = ".lock"
+"""Of a session: behind its name. Of a folder that a server keeps its chats in: a file there."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]
@@ -48,14 +54,24 @@ def held(path: Path) -> Iterator[None]:
     with ExitStack() as stack:
         with _telling("write", path):
             real = Path(os.path.realpath(path))
+            lock = lock_of(real)
             if real.exists() and not real.is_file():
                 raise SessionError(f"{path} is not a regular file; name another file")
             try:
-                stack.enter_context(locked(real.with_name(real.name + ".lock"), wait=False))
+                stack.enter_context(locked(lock, wait=False))
             except BlockingIOError:
                 said = f"{path} is in use by another chat; end that chat, or name another file"
                 raise SessionError(said) from None
+            # a server looks for a chat's lock once it has its own
+            if SERVED.fullmatch(real.name) and is_locked(real.with_name(LOCK)):
+                said = f"{path} is in use by the server that runs with --sessions {real.parent}"
+                raise SessionError(f"{said}; end that server, or copy the file and its .archive")
         yield
+
+
+def lock_of(path: Path) -> Path:
+    """The file that is locked while a chat uses this session."""
+    return path.with_name(path.name + LOCK)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from kvtool.cli.first_chat import base_model
 from kvtool.cli.keeper import Keeper, open_transcript, resumed
 from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.options.field import SHOWS, Options, option
-from kvtool.options.run import AnswerRun
+from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -46,9 +46,7 @@ class _Own(Options):
 
 
 @options
-def chat(
-    *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: AnswerRun
-) -> None:
+def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: Run) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(asked, model_name), system.text()
     with ExitStack() as stack:

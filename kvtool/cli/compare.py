@@ -53,13 +53,13 @@ class _Grid(Options):
         completes="policy_list",
     )
     budgets: str = _listed(
-        "--budgets BUDGETS",
+        "--budgets, --budget BUDGETS",
         "128,256,512",
         "Budgets, separated by commas: tokens per KV head (512), shares (10%) or bytes (64MiB).",
     )
     types: str = _listed(
         "--types TYPES",
-        "f16,q8_0,q5_1,q4_0",
+        "f16",
         "Cache types, separated by commas: `full` runs with each, other policies with the first.",
         completes="cache_type_list",
         read=lambda raw, flag: raw.lower(),
@@ -224,6 +224,9 @@ def _run(results: Results, tokens: np.ndarray, against: bool, jobs: int, path: P
     common = results.common
     if len(missing) < len(results.grid):
         say([f"{len(results.grid) - len(missing)} of {len(results.grid)} runs are done already"])
+    elif len(missing) > 1:
+        less = "--policies, --budgets, --types or --max-tokens can be less"
+        say([f"{len(missing)} runs of {common.n_tokens:,} tokens each; {less}"])
     reference, first = grid.reference(common) if against else None, None
     if reference and not reference.exists():
         # the run that writes it: one of the grid if there is one

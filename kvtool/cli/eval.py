@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,7 @@ def evaluate(
         list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
     ] = None,
     own: _Own,
-    run: _Run,
+    given: _Run,
     drawn: _Drawn,
 ) -> None:
     """Ask a task's questions under a policy, and score the answers.
@@ -134,6 +134,7 @@ def evaluate(
     """
     from kvtool import tasks
 
+    run: Run = given
     if task is None:
         _list()
         return
@@ -152,7 +153,7 @@ def evaluate(
     # what is out of its range is refused before a download
     _check_drawing(drawn, chosen, task)
 
-    from kvtool.runs.opening import gpu_note, loaded, located, n_ctx_of, patch_note, resolved
+    from kvtool.runs.opening import gpu_note, instead, loaded, located, n_ctx_of, patch_note, resolved
 
     asked = resolved(run)
     path, info = located(run.model, locate)
@@ -167,9 +168,14 @@ def evaluate(
     patch_note({run.policy: asked.wanted.kind})
     with (
         loaded(path, run.gpu_layers, asked.workers, verbose=run.verbose > 1, guarded=True) as model,
-        closing(_reader(asked, run, n_ctx, model, as_chat, own.max_prompt, drawn)) as reader,
+        ExitStack() as stack,
     ):
-        say([gpu_note(run.gpu_layers)])
+        run, note = instead(run, asked.wanted.kind, model.layers)
+        say([gpu_note(run.gpu_layers), note])
+        asked = resolved(run)
+        reader = stack.enter_context(
+            closing(_reader(asked, run, n_ctx, model, as_chat, own.max_prompt, drawn))
+        )
         items = chosen.items(files or [], model)[: own.limit]
         about = {
             "task": task,

@@ -28,7 +28,7 @@ EXAMPLES = {
         "kvtool inspect book.txt --map attention --layer 15 --png map.png",
     ),
     "policies": ("kvtool policies", "kvtool policies buzz --budget 512 -o stride=4"),
-    "models list": ("kvtool models list", "kvtool models list --json"),
+    "models list": ("kvtool models list", "kvtool models list --all"),
     "models pull": ("kvtool models pull smollm2-135m", "kvtool models pull smollm2-135m --json"),
     "models rm": ("kvtool models rm smollm2-135m", "kvtool models rm hf:OWNER/REPO:Q4_K_M"),
     "models show": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options.field import SHOWS, Options, again, option
-from kvtool.options.run import AnswerRun
+from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -67,7 +68,7 @@ def generate(
     system: System,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     drawing: _Drawing,
-    run: AnswerRun,
+    run: Run,
     as_json: Json = False,
     printed: _Printed,
 ) -> None:
@@ -75,6 +76,8 @@ def generate(
     if given is not None and "prompt" in asked.typed:
         raise UsageError(f"{given!r} and -p {asked.prompt!r} are two prompts; leave out one of them")
     prompt, file = utf8("-p", asked.prompt if given is None else given), asked.file
+    if file is None and os.path.isfile(prompt or ""):
+        say([f"{prompt} is a file; -f {prompt} reads it"])
     system_prompt = system.text()
     text = "" if file == "-" else read_stdin()
     if file is not None:

@@ -20,7 +20,7 @@ from kvtool.cli.progress import tokens_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, UsageError
 from kvtool.options.field import Options, again, option, repeated
-from kvtool.options.run import AnswerRun, Run, TextRun
+from kvtool.options.run import Run, TextRun
 from kvtool.system.texts import json_text, read_text
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def _numbers(usage: str, help: str, words: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Run(AnswerRun, TextRun):
-    budget: str | None = again(TextRun, "budget")
+class _Run(TextRun):
     prefill: str | None = again(
         TextRun,
         "prefill",
@@ -96,7 +95,7 @@ class _Own(Options):
 def inspect(
     *,
     file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
-    run: _Run,
+    asked: _Run,
     own: _Own,
     as_json: Json = False,
     typed: Typed,
@@ -114,7 +113,7 @@ def inspect(
         file = "-"
     text = read_text(file)
     if own.kind:
-        _show_map(own.kind, own, run, file, text, as_json)
+        _show_map(own.kind, own, asked, file, text, as_json)
         return
 
     from kvtool.cli.inspect_page import page
@@ -130,8 +129,8 @@ def inspect(
         tokens = loaded.tokenize(text, start=True)[: own.max_tokens]
         return len(tokens)
 
-    with open_run(run, length=length) as opened:
-        engine = opened.engine
+    with open_run(asked, length=length) as opened:
+        engine, run = opened.engine, opened.run
         check_length(engine, len(tokens))
         if run.explain:
             explain_run(engine, run.policy, "text", len(tokens))

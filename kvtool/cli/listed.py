@@ -10,7 +10,7 @@ COMMANDS = {
     "compare": "Stream a text under each policy and budget, and compare the results.",
     "eval": "Ask a task's questions under a policy, and score the answers.",
     "inspect": "Stream a text through the cache and show which of its tokens the rows still hold.",
-    "policies": "List the policies with their parameters, defaults and papers.",
+    "policies": "List the policies, or explain one with its parameters, defaults and paper.",
     "models": "List, download, inspect and delete models.",
     "session": "Look into session files.",
     "config": "Show which defaults are set, and where: in the file or the environment.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli import completion
-from kvtool.cli.console import print_table
+from kvtool.cli.console import print_table, table_console
 from kvtool.cli.declared import options
 from kvtool.cli.listed import COMMANDS
 from kvtool.cli.locate import locate
@@ -39,10 +39,19 @@ Name = Annotated[
 _OF_ENTRY = ("sha256", "size", "licence", "note")
 """What models.txt alone says of a model."""
 
+_WIDE = 140
+"""From this terminal width on the list says where models come from."""
+
 
 @app.command("list")
-def list_(as_json: Json = False) -> None:
-    """List known and downloaded models, the default first, and which fit into this machine's memory."""
+def list_(
+    every: Annotated[bool, typer.Option("--all", help="List all that kvtool knows by name.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List models: the default, the downloaded, and those to recommend of what fits into this machine.
+
+    --json has all.
+    """
     from kvtool.models import stored
     from kvtool.models.catalogue import models_dir, registry
     from kvtool.models.hub import cache_folder
@@ -68,19 +77,30 @@ def list_(as_json: Json = False) -> None:
         typer.echo(json_text(rows, indent=2))
         return
     table = []
+    n_more = n_fit = 0
+    sources = not (console := table_console()).is_terminal or console.width >= _WIDE
+    listed = []
     for entry, found in known:
+        does_fit = fits.fits(entry, room)
+        if not (every or entry is default or found or (entry.is_recommended and does_fit)):
+            n_more, n_fit = n_more + 1, n_fit + bool(does_fit)
+            continue
+        listed.append(entry)
         size = found.size if found and found.is_whole else entry.about_bytes
         name = entry.name + (" (default)" if entry is default else "")
-        fit = "best" if entry is best else {True: "yes", False: "no", None: "-"}[fits.fits(entry, room)]
-        table.append([name, format_bytes(size) if size else "-", fit, _state(found), entry.licence])
-    print_table(["name", "size", "fits", "downloaded", "licence"], table)
+        fit = "best" if entry is best else {True: "yes", False: "no", None: "-"}[does_fit]
+        row = [name, format_bytes(size) if size else "-", fit, _state(found), entry.licence]
+        table.append([*row, entry.source] if sources else row)
+    print_table(["name", "size", "fits", "downloaded", "licence", *["source"] * sources], table)
     typer.echo()
-    for entry, _ in known:
+    for entry in listed:
         # in a column they would break the names
         if entry.remark and not entry.is_recommended:
             typer.echo(f"{entry.name}: {entry.remark}")
+    if n_more:
+        typer.echo(f"{n_more} more, of which {n_fit} fit: kvtool models list --all")
     if best:
-        typer.echo(f"the best that fits: kvtool chat -m {best.name}")
+        typer.echo(f"the best for this machine: kvtool chat -m {best.name}")
     if others:
         typer.echo()
         table = [[shown(each.name), format_bytes(each.size), _state(each)] for each in others]

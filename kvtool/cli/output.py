@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
 from kvtool.system import files
+from kvtool.system.paths import extra_command
 from kvtool.units import format_bytes
 
 if TYPE_CHECKING:
@@ -66,10 +67,7 @@ def check_packages(what: str, packages: Sequence[str], extra: str) -> None:
     from importlib.util import find_spec
 
     if missing := [package for package in packages if find_spec(package) is None]:
-        raise UsageError(
-            f"{what} needs {', '.join(missing)}, which is not installed: pip install 'kvtool[{extra}]' "
-            f"(in a clone of kvtool: pip install -e '.[{extra}]')"
-        )
+        raise UsageError(f"{what} needs {', '.join(missing)}, which is not installed: {extra_command(extra)}")
 
 
 def png(figure: Figure) -> bytes:

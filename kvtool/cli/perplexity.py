@@ -50,7 +50,7 @@ def perplexity(
     *,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
     own: _Own,
-    run: _Run,
+    asked: _Run,
     as_json: Json = False,
 ) -> None:
     """Stream a text through the cache and print its perplexity; lower is better.
@@ -75,8 +75,8 @@ def perplexity(
             raise too_short(file, len(tokens), own.windows or 2)
         return own.windows or len(tokens)
 
-    with open_run(run, length=length) as opened:
-        engine = opened.engine
+    with open_run(asked, length=length) as opened:
+        engine, run = opened.engine, opened.run
         if own.windows is None:
             check_length(engine, len(tokens))
         what, n = ("window", own.windows) if own.windows else ("text", len(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -41,7 +42,7 @@ def policies(
     given: _Fitted,
     as_json: Json = False,
 ) -> None:
-    """List the policies with their parameters, defaults and papers."""
+    """List the policies, or explain one with its parameters, defaults and paper."""
     from kvtool import policies as known
 
     budget = given.budget
@@ -75,7 +76,12 @@ def policies(
     if as_json:
         typer.echo(json_text(listed, indent=2))
         return
-    (_print_one if name else _print)(listed, budget)
+    if name:
+        _print_one(listed, budget)
+    elif budget is None:
+        _print_names(listed)
+    else:
+        _print(listed, budget)
 
 
 def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
@@ -95,7 +101,21 @@ def _print_one(listed: list[dict[str, Any]], budget: int | None) -> None:
     console.print(table(columns, rows) if rows else "It has no parameters.")
 
 
-def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
+def _print_names(listed: list[dict[str, Any]]) -> None:
+    """Each policy in a sentence, without the paper behind it."""
+    from rich.table import Column
+
+    rows = []
+    for policy in listed:
+        what = re.sub(r" *\([^()]*\)\.?$", ".", policy["what"].partition(": ")[2] or policy["what"])
+        package = f" From {policy['package']}." if policy["package"] else ""
+        rows.append([policy["name"], f"{what[:1].upper()}{what[1:]}{package}"])
+    console = table_console()
+    console.print(table([Column("policy", style="bold"), "what it keeps"], rows))
+    console.print("\nkvtool policies NAME shows a policy's paper and its parameters.")
+
+
+def _print(listed: list[dict[str, Any]], budget: int) -> None:
     from rich.table import Column
 
     rows = []
@@ -106,7 +126,7 @@ def _print(listed: list[dict[str, Any]], budget: int | None) -> None:
         )
     columns: list[Column | str] = [
         Column("policy", style="bold"),
-        f"parameters at budget {budget}" if budget else "parameters (-o name=value)",
+        f"parameters at budget {budget}",
         Column("paper", overflow="fold"),
         "what it keeps",
         "package",

@@ -18,10 +18,11 @@ from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option
-from kvtool.options.run import AnswerRun, Run
+from kvtool.options.run import Run
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
+from kvtool.system.paths import extra_command
 from kvtool.system.texts import read_text
 
 if TYPE_CHECKING:
@@ -84,15 +85,19 @@ class _Drawing(Drawing):
 
 @options
 def serve(
-    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: AnswerRun
+    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: Run
 ) -> None:
     """Answer programs that speak the OpenAI or the Anthropic API, from caches that never fill."""
     run = of_model(asked, model_name)
+
+    # without llama.cpp nothing else helps
+    import kvtool.llama.bindings  # noqa: F401
+
     try:
         from kvtool.serve.app import Limits, Site
         from kvtool.serve.server import serve as answer
     except ModuleNotFoundError as error:
-        raise LibraryError(f"{error.name} is missing; install it: pip install 'kvtool[serve]'") from None
+        raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
 
     from kvtool.llama import endpoints
     from kvtool.models.catalogue import registry

@@ -15,7 +15,7 @@ from kvtool.cli.listed import COMMANDS
 from kvtool.errors import SessionError
 from kvtool.system.texts import json_text, shown
 
-app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 File = Annotated[
     Path, typer.Argument(help="A file that `kvtool chat --session` wrote.", autocompletion=sessions)

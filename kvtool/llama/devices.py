@@ -10,6 +10,7 @@ from typing import Any
 from kvtool.llama.bindings import api, bind, is_ours, lib, library_path, stock_version, upstream
 from kvtool.llama.library import ABI, is_patched
 from kvtool.llama.log import start_backends
+from kvtool.system.memory import free_bytes
 
 _DEVICE_TYPES = ("cpu", "gpu", "igpu", "accelerator", "meta")
 """ggml's types of devices, by their numbers."""
@@ -28,6 +29,9 @@ def devices() -> list[dict[str, Any]]:
         device = lib.ggml_backend_dev_get(i)
         free, total = memory_of(device)
         kind = lib.ggml_backend_dev_type(device)
+        if kind == _DEVICE_TYPES.index("cpu"):
+            # ggml says that all of it is free
+            free = min(free, free_bytes())
         found.append(
             {
                 "name": lib.ggml_backend_dev_name(device).decode(),

@@ -158,7 +158,7 @@ def encode(job: Job) -> bytes:
 
 def decode(data: Mapping[str, Any]) -> Job:
     """The job of a decoded JSON object."""
-    return Job(**{**data, "options": TextRun.filled(data["options"])})
+    return Job(**{**data, "options": TextRun.filled(data["options"], given=["policy"])})
 
 
 def main() -> None:

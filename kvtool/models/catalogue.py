@@ -123,7 +123,8 @@ def parse(text: str) -> dict[str, Entry]:
 def unknown(name: str, known: dict[str, Entry], *, or_file: bool = False) -> str:
     """The message for a name that models.txt does not have. or_file: whether a file was also accepted."""
     no_file = " (and no such file)" if or_file else ""
-    return f"unknown model {name!r}{no_file}.{suggestion(name, known)} See `kvtool models list`."
+    names = sorted(known, key=lambda each: known[each].about_bytes or 0)
+    return f"unknown model {name!r}{no_file}.{suggestion(name, names)} See `kvtool models list`."
 
 
 def models_dir() -> Path:

@@ -4,7 +4,9 @@ huggingface_hub says what a repository has, and keeps the files in its cache, wh
 kvtool brings them there itself: since huggingface_hub 2, a download that was stopped starts from nothing.
 """
 
+import errno
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -255,5 +257,19 @@ def _explained(reference: Reference, what: str) -> Iterator[None]:
         ) from None
     except Exception as error:
         said = str(error).strip().partition("\n")[0] or type(error).__name__
+        if _is_of_network(error):
+            said = re.sub(r"^\[Errno -?\d+\] ", "", said)
+            said = f"no connection ({said}); the same command tries again"
         raise _NoConnection(f"cannot download {what}: {said}; {OFFLINE}") from error
     raise ModelError(said)
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether the network is at the root of it, and no server's answer."""
+    while error and getattr(error, "response", None) is None:
+        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -64,8 +64,10 @@ def _unknown(wanted: str, entries: dict[str, Entry], *, or_file: bool) -> str:
 
     if Path(wanted).expanduser().exists():
         return f"{wanted} is here already; -m takes a GGUF file as it is"
-    said = unknown(wanted, entries, or_file=or_file)
     is_like_one = not wanted.endswith(".gguf") and hub.is_repository(wanted)
+    if or_file and not is_like_one and ("/" in wanted or os.sep in wanted or wanted.endswith(".gguf")):
+        return f"there is no file {wanted}"
+    said = unknown(wanted, entries, or_file=or_file)
     return f"{said} A repository is hf:{wanted}." if is_like_one else said
 
 

@@ -20,8 +20,11 @@ from kvtool.options.field import (
 )
 from kvtool.units import CACHE_TYPES
 
-POLICY = "h2o"
-"""The default policy: best or second best on three texts with 512 and 1,024 cells, and without an end."""
+POLICY, INSTEAD = "recall", "h2o"
+"""The default policy, which forgets nothing; and where nothing can be recalled.
+
+The second is best or second best on three texts with 512 and 1,024 cells, and without an end.
+"""
 
 
 _kept = partial(option, group=KEEPS, kept=True, identity=True)
@@ -44,7 +47,7 @@ class Run(Options):
     default_recall
         The same with a policy that recalls.
     instead
-        The policy in place of one that recalls, where nothing can be recalled. Without it that is refused.
+        The policy in place of one that recalls, where nothing can be recalled. None: then that is refused.
     default_n_batch
         The most tokens of a batch unless a number is given.
     scores
@@ -68,13 +71,13 @@ class Run(Options):
         None,
         "Cache size: tokens kept per KV head (512), share of the trained context (10%, rounded down), "
         "or bytes (64M or 64MiB).",
-        words="{default_budget:,} tokens",
+        words="{default_recall:,} tokens; {default_budget:,} with a policy that forgets",
         identity=False,
     )
     options: tuple[str, ...] = _kept(
         "-o, --option NAME=VALUE",
         (),
-        "Set a parameter of the policy (kvtool policies lists them). Repeatable.",
+        "Set a parameter of the policy (kvtool policies NAME lists them). Repeatable.",
         words=False,
         completes="parameters",
         read=repeated,
@@ -189,23 +192,9 @@ class Run(Options):
 
     @property
     def instead(self) -> str | None:
-        return None
-
-
-@dataclass(frozen=True)
-class AnswerRun(Run):
-    """The same where the model answers: what was said and read must be found again."""
-
-    policy: str = again(Run, "policy", "recall")
-    budget: str | None = again(
-        Run, "budget", words="{default_recall:,} tokens; {default_budget:,} with a policy that forgets"
-    )
-
-    @property
-    def instead(self) -> str | None:
         # what was asked for is refused where it cannot run: the policy, or an option of it
         archive = {name for name, its in declared(Run).items() if its.group == ARCHIVES}
-        return None if self.typed & archive or self.given & {"policy", "options"} else POLICY
+        return None if self.typed & archive or self.given & {"policy", "options"} else INSTEAD
 
 
 @dataclass(frozen=True)
@@ -215,3 +204,5 @@ class TextRun(Run):
     default_budget: ClassVar[int] = 512
     default_n_batch: ClassVar[int] = 64
     scores: ClassVar[bool] = True
+
+    budget: str | None = again(Run, "budget", words="{default_budget:,} tokens")

@@ -115,16 +115,17 @@ def open_run(
     with loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=guarded) as model:
         n_tokens = length(model) if length else n_ctx
         notes.append(gpu_note(run.gpu_layers))
-        why = _no_recall(run.prefill, run.positions, has_alibi=model.layers.has_alibi)
-        if run.instead and why and policies.recalls(wanted.kind):
-            notes.append(f"nothing can be recalled {why}: the policy is {run.instead}")
-            run = run.changed(policy=run.instead)
-            wanted, found = policies.wanted(run.policy, run.evict_every, run.options), None
+        run, note = instead(run, wanted.kind, model.layers)
+        if note:
+            notes.append(note)
+            wanted, found = resolved(run).wanted, None
             text = _budget(run, wanted.kind, n_ctx)
         if not wanted.kind.evicts:
             text = str(min(n_ctx, n_tokens))
         if found is None or found.in_bytes:
             found = fitted(wanted, run, text, info.n_ctx_train, model.layers)
+        if found.in_bytes and run.scores:
+            found = _beside_made(found, wanted, model)
         notes.append(found.note)
         n_output = found.n_batch if run.scores else n_output
         engine = Engine(model, found.policy, settings_of(run, limit, n_ctx, found.n_batch, n_output))
@@ -160,6 +161,18 @@ def resolved(run: Run) -> Resolved:
     params = policies.parse_options(run.policy, kind, run.options)
     wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
     return Resolved(wanted, archive.checked(run, {run.policy: kind}), workers_of(run.rpc, run.gpu_layers))
+
+
+def instead(run: Run, kind: type[Policy], layers: Layers) -> tuple[Run, str | None]:
+    """The options that hold where nothing can be recalled and nobody asked for that, and what to say of it.
+
+    kind: the policy. layers: of the loaded model.
+    """
+    why = _no_recall(run.prefill, run.positions, has_alibi=layers.has_alibi)
+    if not (run.instead and why and policies.recalls(kind)):
+        return run, None
+    note = f"nothing can be recalled {why}: the policy is {run.instead}"
+    return run.changed(policy=run.instead), note
 
 
 def located(model: str | None, find: Find = resolve.resolve) -> tuple[Path, ModelInfo]:
@@ -282,6 +295,17 @@ def fitted(
     is_less = run.n_batch and batch and batch < n_batch
     note = f"-b {n_batch:,} does not fit into {text}; it runs with {batch:,}" if is_less else None
     return Fitted(policy, n, batch or n_batch, batch is not None, note)
+
+
+def _beside_made(found: Fitted, wanted: policies.Wanted, model: Model) -> Fitted:
+    """The same in as many cells less as a step fills with what is recalled, so that bytes bound those too."""
+    from kvtool.engine.stream import on_model
+
+    policy = on_model(found.policy, model)
+    if not policy.recall:
+        return found
+    n = 2 * found.n - policy.n_live - policy.recall.n_filled(model.layers.has_values)
+    return found._replace(policy=wanted.fit(n), n=n) if n < found.n else found
 
 
 def settings_of(run: Run, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int) -> Settings:

@@ -26,11 +26,9 @@ import numpy as np
 from kvtool.chats import segments, session
 from kvtool.errors import SessionError
 from kvtool.llama.archive import Archive
-from kvtool.system.files import locked, second_name, spare_folder
+from kvtool.system.files import is_locked, locked, second_name, spare_folder
 
 SUFFIX = ".kv"
-
-_NAME = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:\.(\d+))?")
 
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:(\.part)|\.archive(?:\.next)?)")
 
@@ -41,7 +39,7 @@ Saved = Callable[[segments.Listing], tuple[session.Meta, Iterator[tuple[str, np.
 """Gives what is to be written, with the listing of the archive."""
 
 
-_PREFIX, _LOCK = "serve-", ".lock"
+_PREFIX = "serve-"
 _YOUNG_S = 60.0
 
 
@@ -334,7 +332,7 @@ class Chats:
         """Finds the chats that another server has left in the folder."""
         found: dict[str, list[tuple[int, Path]]] = {}
         for name in names:
-            if match := _NAME.fullmatch(name):
+            if match := session.SERVED.fullmatch(name):
                 number = int(match[2]) if match[2] else _NEWEST
                 found.setdefault(match[1], []).append((number, self.folder / name))
         for key, files in found.items():
@@ -427,20 +425,23 @@ def n_equal(one: np.ndarray, other: np.ndarray) -> int:
 def held(folder: Path | None) -> Iterator[Path]:
     """The folder for one server alone; one that goes at the end, where none is named.
 
-    Raises SessionError where another server has it.
+    Raises SessionError where another server has it, or a chat one of its files.
     """
     if folder is None:
         spare = spare_folder()
         _sweep(spare)
         with (
             tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare) as path,
-            locked(Path(path) / _LOCK, wait=False),
+            locked(Path(path) / session.LOCK, wait=False),
         ):
             yield Path(path)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / _LOCK, wait=False):
+        with locked(folder / session.LOCK, wait=False):
+            for file in folder.iterdir():
+                if session.SERVED.fullmatch(file.name) and is_locked(session.lock_of(file)):
+                    raise SessionError(f"{file} is in use by a chat; end that chat, or name another folder")
             yield folder
     except BlockingIOError:
         raise SessionError(f"{folder} is in use by another server; name another folder") from None
@@ -455,6 +456,6 @@ def _sweep(spare: Path | None) -> None:
     for folder in spare.glob(f"{_PREFIX}*") if spare else ():
         with suppress(OSError):
             # not one that is being made
-            if (folder / _LOCK).exists() and time.time() - folder.stat().st_mtime > _YOUNG_S:
-                with locked(folder / _LOCK, wait=False):
+            if (folder / session.LOCK).exists() and time.time() - folder.stat().st_mtime > _YOUNG_S:
+                with locked(folder / session.LOCK, wait=False):
                     shutil.rmtree(folder, ignore_errors=True)

@@ -195,3 +195,14 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             with suppress(OSError):
                 path.unlink()
         lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock whose file this is. Raises OSError."""
+    try:
+        if path.exists():
+            with locked(path, wait=False):
+                pass
+    except BlockingIOError:
+        return True
+    return False

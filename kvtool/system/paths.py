@@ -23,6 +23,12 @@ def build_command() -> str:
     return "make setup" if checkout() else "kvtool build"
 
 
+def extra_command(extra: str) -> str:
+    """The command that installs the packages of an extra."""
+    root = checkout()
+    return f"pip install '{root}[{extra}]'" if root else f"pip install 'kvtool[{extra}]'"
+
+
 def cache_dir() -> Path:
     """The per-user cache: $KVTOOL_CACHE, or the platform's folder for such files.
 
