@@ -93,8 +93,8 @@ PLANTED = {
     "serve, digests": Fault(
         "a chat is stored as if its reply were not there",
         "kvtool/serve/resumer.py",
-        "self._store(self._before, history.now, ",
-        "self._store(self._before, history.digests[-2], ",
+        "self._at = self._store(self._before, history.now, ",
+        "self._at = self._store(self._before, history.digests[-2], ",
         ("test_serve_chats.py",),
     ),
     "serve, pieces": Fault(
