@@ -126,6 +126,7 @@ class Fuzz:
         signals = int(self.rng.integers(0, 64)) if signals is None else signals
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
+        params.n_ahead = self.one_of(0, 3, 3, 8)
         params.log_n, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
@@ -139,6 +140,7 @@ class Fuzz:
         if not ok:
             bad = [
                 *(("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)),
+                *(("n_ahead", -1), ("n_ahead", -(2**31))),
                 *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
             ]
             if params.n_recall:

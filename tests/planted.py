@@ -300,11 +300,18 @@ PLANTED = {
         "n = first + 0 * n_equal(had[first:], way.tokens[:most])",
         ("test_serve_back.py",),
     ),
+    "patch, guesses": Fault(
+        "what guesses that did not come true attended to counts",
+        "patches/src/signals.h",
+        "n_query_staged = std::max(n_query_staged - n, 0);",
+        "n_query_staged = std::max(n_query_staged - 0*n, 0);",
+        ("test_ahead.py",),
+    ),
     "patch, signals": Fault(
         "the last query's attention is the sum over all queries",
         "patches/src/probes.cpp",
-        "put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, 1)));",
-        "put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, n_tokens)));",
+        "each(a) : sum_middle(ctx, queries(a, 1)));",
+        "each(a) : sum_middle(ctx, queries(a, n_tokens)));",
         ("test_signals.py", "test_exactness.py"),
     ),
 }

@@ -117,6 +117,33 @@ class Engine(Stream):
             done = next(steps).stop
         return done
 
+    def most_ahead(self) -> int:
+        """How many guesses may follow the next token in its step: none has to be evicted for them.
+
+        Evicts if that is due for the next token. Raises what `evict_if_due` raises.
+        """
+        self.evict_if_due()
+        n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
+        return max(min(self.settings.n_ahead, n_left - 1), 0)
+
+    def step_ahead(self, tokens: np.ndarray) -> None:
+        """Decodes i32[n] tokens in one step: the next one, and at most `most_ahead` guesses of what follows.
+
+        All give logits, and the first one's are those that the next token is drawn from. Each guess is then
+        confirmed by `context.look_from`, or `take_back` leaves it out. Raises what `step` raises.
+        """
+        tokens = _checked(tokens, self.model.n_vocab)
+        self.context.guess(len(tokens) - 1)
+        self.advance(tokens, len(tokens))
+        self.context.look_from(0)
+
+    def take_back(self, n: int) -> None:
+        """The newest n guesses of the last step never came: no policy sees what they attended to."""
+        if n:
+            self.context.take_back(n)
+            self.rows.take_back(n)
+            self._n_fit += n
+
     @property
     def goes_back(self) -> bool:
         """Whether `go_back` can cut the stream anywhere, as long as nothing of it is forgotten."""

@@ -65,6 +65,14 @@ class Rows:
         self.n_past += n
         self.next_rot += n
 
+    def take_back(self, n: int) -> None:
+        """The newest n tokens, which were appended last, never came."""
+        if self.ragged:
+            self._live -= n
+        self.n_kv -= n
+        self.n_past -= n
+        self.next_rot -= n
+
     def rotate_from(self, next_rot: int) -> None:
         """The next token's key is rotated to next_rot, and later ones to what follows."""
         self.next_rot = next_rot

@@ -27,6 +27,8 @@ class Settings:
         Maximum tokens decoded at once.
     n_output
         Maximum tokens of a step that give logits.
+    n_ahead
+        The most guesses of a step that `Engine.take_back` can leave out.
     over_budget
         Whether a step may go over the budget until its eviction, so that a prompt is read in steps longer
         than the slack.
@@ -56,6 +58,7 @@ class Settings:
     n_ctx: int | None = None
     n_batch: int = 256
     n_output: int = 1
+    n_ahead: int = 0
     over_budget: bool = True
     type_k: str = "f16"
     type_v: str = "f16"
@@ -72,3 +75,5 @@ class Settings:
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
+        if not 0 <= self.n_ahead < self.n_batch:
+            raise UsageError(f"n_ahead must be in 0..{self.n_batch - 1}, got {self.n_ahead}")

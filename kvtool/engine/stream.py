@@ -103,8 +103,9 @@ class Stream:
         # ragged rows grow
         _check_index(model, max(n_cell, pad(policy.n_live)))
         how: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("n_output", "type_k", "type_v", "flash", "n_threads")
+            name: getattr(settings, name) for name in ("type_k", "type_v", "flash", "n_threads")
         }
+        how["n_output"] = max(settings.n_output, settings.n_ahead + 1)
         if is_patched():
             own: dict[str, Any] = {
                 name: getattr(settings, name) for name in ("archive_type", "archive_bytes", "archive_file")
@@ -112,7 +113,12 @@ class Stream:
             if policy.recall and model.layers.has_values:
                 # right behind the live cells: a step attends no farther than to its last one
                 own["n_filled"] = n_cell - policy.n_live
-            own |= {"ragged": policy.ragged, "n_archive": settings.archive, "n_near": self.n_ctx // 2}
+            own |= {
+                "n_ahead": settings.n_ahead,
+                "ragged": policy.ragged,
+                "n_archive": settings.archive,
+                "n_near": self.n_ctx // 2,
+            }
             return Context(model, n_cell, settings.n_batch, self._request, **own, **how)
         lacking = (
             (policy.needs_patch(), f"the policy {type(policy).__name__}"),

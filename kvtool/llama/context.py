@@ -35,6 +35,8 @@ class Context(Decoder):
         Number format of the archive, if the request recalls from one.
     n_filled
         Cells behind the live ones that steps fill from the archive, if not as few as the request says.
+    n_ahead
+        The most tokens that `take_back` can leave out.
     n_near
         Archived tokens that are farther than this are chosen, and attended to, as if they were so far.
     n_archive, archive_bytes
@@ -74,6 +76,7 @@ class Context(Decoder):
         ragged: bool = False,
         archive_type: str = "f16",
         n_filled: int = 0,
+        n_ahead: int = 0,
         n_near: int = 0,
         n_archive: int | None = None,
         archive_bytes: int | None = None,
@@ -90,7 +93,8 @@ class Context(Decoder):
         recall, made = ask.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         cells = n_filled or recall.n_filled(made), recall.n_cell if made else 0
         archive = *cells, recall.n_exact, n_near, type_archive, type_archive
-        wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *archive, ask.log_n, ragged)
+        group, n_query = GROUPS[ask.group], self._n_query
+        wanted = EnableParams(signals, group, n_query, n_ahead, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = error_text()
@@ -227,6 +231,18 @@ class Context(Decoder):
                 terms[name] = getattr(merge, name)
             edit.terms, edit.n_term = terms.ctypes.data, len(terms)
         check(lib.llama_kvtool_apply(self._context, ctypes.byref(edit)))
+
+    def guess(self, n: int) -> None:
+        """The last n tokens of the next decode are guesses: none changes what another one looks into."""
+        check(lib.llama_kvtool_guess(self._context, n))
+
+    def take_back(self, n: int) -> None:
+        """The last n tokens never came, and what they attended to counts nowhere.
+
+        Raises LibraryError for more than n_ahead, for tokens before the last edit, with signals for others
+        than guesses of the last decode, and where layers are recurrent.
+        """
+        check(lib.llama_kvtool_take_back(self._context, n))
 
     def hide(self, n: int) -> None:
         """Keeps the first n cells out of sight of later queries, and clears the signals.

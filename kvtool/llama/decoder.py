@@ -108,7 +108,7 @@ class Decoder:
         self._order = np.arange(n_batch, dtype=np.int32)
         for i in range(n_batch):
             batch.seq_id[i][0] = 0
-        self._n_output = 0
+        self._n_output = self._next = 0
         self._logits_where = (0, 0)
         self._has_decoded = False
 
@@ -156,6 +156,7 @@ class Decoder:
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
         self._n_output = n_output
+        self._next = n_output - 1
 
     def logits(self) -> np.ndarray:
         """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
@@ -167,6 +168,21 @@ class Decoder:
             self._logits = np.ctypeslib.as_array(pointer, (self._n_output, self.model.n_vocab))
             self._logits_where = where
         return self._logits
+
+    @property
+    def next_logits(self) -> np.ndarray:
+        """f32[n_vocab]: what the next token is drawn from: the last of `logits`, or what `look_from` said."""
+        logits: np.ndarray = self.logits()[self._next]
+        return logits
+
+    @property
+    def next_output(self) -> int:
+        """Which of the last decode's outputs these are, counted from its end: -1 is the last one."""
+        return self._next - self._n_output
+
+    def look_from(self, n: int) -> None:
+        """The next token is drawn from the logits of the nth output of the last decode."""
+        self._next = n
 
     @property
     def has_logits(self) -> bool:

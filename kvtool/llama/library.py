@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 14
+ABI = 15
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -44,6 +44,7 @@ class EnableParams(ctypes.Structure):
         ("signals", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
         ("n_query", ctypes.c_int32),
+        ("n_ahead", ctypes.c_int32),
         *((name, ctypes.c_int32) for name in _ARCHIVE),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
@@ -88,6 +89,8 @@ def _bind_all() -> None:
     bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32)
     bind("llama_kvtool_read_recent", i32, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_write_recent", i32, pointer, pointer, i32, i32, i32)
+    bind("llama_kvtool_guess", i32, pointer, i32)
+    bind("llama_kvtool_take_back", i32, pointer, i32)
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)

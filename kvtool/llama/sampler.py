@@ -153,14 +153,14 @@ class Sampler:
             yield api.llama_sampler_init_xtc(its.xtc_probability, its.xtc_threshold, 1, seed)
 
     def sample(self, cache: Decoder) -> int:
-        """The next token, from the logits of the cache's last decode.
+        """The next token, from the cache's `next_logits`.
 
         Raises UsageError where the grammar allows nothing that the vocabulary has.
         """
         if self._grammar is None:
-            token: int = api.llama_sampler_sample(self._chain, cache.handle, -1)
+            token: int = api.llama_sampler_sample(self._chain, cache.handle, cache.next_output)
         else:
-            token = self._fitting(self._grammar, cache.logits()[-1])
+            token = self._fitting(self._grammar, cache.next_logits)
             api.llama_sampler_accept(self._chain, token)
         self.recent.append(token)
         return token

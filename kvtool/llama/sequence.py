@@ -79,6 +79,14 @@ class SequenceContext(Decoder):
         self._pos_of = self._pos_of[source] + turn
         self._at = self._at[source]
 
+    def guess(self, n: int) -> None:
+        """Nothing: there are no signals, and no archive."""
+
+    def take_back(self, n: int) -> None:
+        """The last n tokens of the last decode never came. Raises LibraryError where layers are recurrent."""
+        self.remove(int(self._at[-n]), int(self._at[-1]) + 1)
+        self._at, self._pos_of = self._at[:-n], self._pos_of[:-n]
+
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")

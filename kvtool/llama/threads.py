@@ -50,8 +50,8 @@ class Threads:
         # by tokens of a step: steps of different lengths do not compare
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_N_RECENT))
         self._before: dict[int, float] = {}
+        # of each step, what it took in shares of what such steps usually take
         self._trial: list[float] = []
-        self._n_tokens = 0
 
     @property
     def n(self) -> int:
@@ -69,24 +69,23 @@ class Threads:
             return
         usual = self._before.setdefault(n_tokens, median(recent))
         if self._since_s >= self._wait_s or (len(recent) == _N_RECENT and median(recent) > _SLOWER * usual):
-            self._begin(n_tokens)
+            self._begin()
 
-    def _begin(self, n_tokens: int) -> None:
+    def _begin(self) -> None:
         """Tries the next number of threads in one of the two directions, in turns."""
-        self._n_tokens, self._trial = n_tokens, []
+        self._trial = []
         self._is_up = self._home == 0 or (not self._is_up and self._home < len(self._counts) - 1)
         self._at = self._home + (1 if self._is_up else -1)
 
     def _try(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens == self._n_tokens:
-            usual = median(self._recent[n_tokens])
-            self._trial.append(seconds)
-            is_hopeless = seconds > _HOPELESS * usual
+        if len(recent := self._recent[n_tokens]) >= _N_LEAST:
+            self._trial.append(seconds / median(recent))
+            is_hopeless = self._trial[-1] > _HOPELESS
             if len(self._trial) < _N_TRIAL and not is_hopeless:
                 return
-            is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN * usual
+            is_faster = not is_hopeless and median(self._trial[1:]) <= _GAIN
         else:
-            # the text has ended, or steps are of another length now
+            # the text has ended, or steps are of a new length now
             is_faster = False
         if is_faster:
             self._home = self._at

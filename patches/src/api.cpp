@@ -292,6 +292,23 @@ int32_t llama_kvtool_write_recent(llama_context * ctx, const float * in, int32_t
     return copy_recent(ctx, nullptr, in, n_query, n_row, n_cell);
 }
 
+int32_t llama_kvtool_guess(llama_context * ctx, int32_t n) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (n < 0 || n > kvtool->params.n_ahead) {
+        return fail(format("n must be in 0..%d, got %d", kvtool->params.n_ahead, n));
+    }
+    kvtool->guess(n);
+    return 0;
+}
+
+int32_t llama_kvtool_take_back(llama_context * ctx, int32_t n) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    return kvtool ? guarded([&] { return kvtool->take_back(*ctx, n); }) : -1;
+}
+
 //
 // keys and edits
 //

@@ -205,7 +205,8 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     edit_host(kvtool, edits, k_host, host);
 
     kvtool.places.move(layers, edit);
-    kvtool.n_own = edit.n_keep;
+    kvtool.n_own  = edit.n_keep;
+    kvtool.n_back = 0;
 
     if (kvtool.params.ragged) {
         std::copy(edit.n_keep_row, edit.n_keep_row + kvtool.n_row, kvtool.live.begin());

@@ -22,7 +22,7 @@ struct llama_kvtool_graph {
     struct probe {
         int i; // the layer's index in the cache
 
-        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv]
+        ggml_tensor * t[n_signal]; // [n_kv, 1, n_head_kv], or of each query [n_kv, n_tokens, n_head_kv]
     };
 
     // those that the host adds up; null where the device does

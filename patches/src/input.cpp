@@ -4,6 +4,10 @@
 
 #include <cmath>
 
+bool llama_kvtool_input::can_reuse(const llm_graph_params &) {
+    return kvtool.params.signals == 0 || is_apart == kvtool.is_apart();
+}
+
 void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
     const int64_t n_tokens = ubatch->n_tokens;
 

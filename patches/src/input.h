@@ -31,9 +31,7 @@ public:
     void set_input(const llama_ubatch * ubatch) override;
 
     // a batch or a cache of another size makes llama.cpp build the graph anew
-    bool can_reuse(const llm_graph_params &) override {
-        return true;
-    }
+    bool can_reuse(const llm_graph_params &) override;
 
     llama_kvtool & kvtool;
 
@@ -58,6 +56,8 @@ public:
     };
 
     std::vector<made> made;
+
+    bool is_apart = false; // the signals of guesses are kept apart
 
     ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: where they stand, with ALiBi
 };

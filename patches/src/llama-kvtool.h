@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 14
+#define LLAMA_KVTOOL_ABI 15
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -51,6 +51,8 @@ struct llama_kvtool_params {
     uint32_t signals; // those that every later decode computes
     uint32_t group;
     int32_t  n_query; // of the recent signal, at least 1: so many floats per row and cell are kept
+
+    int32_t n_ahead; // the most tokens that `llama_kvtool_take_back` can leave out
 
     // the archive, if there is one
     int32_t n_recall; // of each row's last cells: those that a step fills from the archive; 0 without an archive
@@ -203,6 +205,14 @@ LLAMA_API int32_t llama_kvtool_set_places(struct llama_context * ctx, const int3
 LLAMA_API int32_t llama_kvtool_n_beside  (const struct llama_context * ctx);
 LLAMA_API int64_t llama_kvtool_get_beside(struct llama_context * ctx, int32_t * table, uint8_t * out);
 LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int32_t * table, const uint8_t * in);
+
+// The last n tokens of the next decode are guesses: none of its tokens changes what another one looks into of an archive, and what
+// they attend to is kept apart. At most n_ahead.
+LLAMA_API int32_t llama_kvtool_guess(struct llama_context * ctx, int32_t n);
+
+// The last n tokens never came: their cells are free, and what they attended to counts nowhere. At most n_ahead, and no token before
+// the last edit; with signals, only guesses of the last decode. Not where layers are recurrent.
+LLAMA_API int32_t llama_kvtool_take_back(struct llama_context * ctx, int32_t n);
 
 // out[n_row][n_cell][n_dim]: the keys of cells first[row] .. first[row] + n_cell - 1, each rotated by delta[n_row][n_cell]
 // positions on the way, 0 beyond a layer's own length of a key

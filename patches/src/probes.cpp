@@ -89,7 +89,12 @@ void llama_kvtool_build(
         shared.erase(before);
     }
 
-    const bool is_last = il >= l.last;
+    const bool is_last  = il >= l.last;
+    const bool is_apart = kvtool->is_apart();
+
+    if (params.n_ahead > 0) {
+        graph_input(graph).is_apart = is_apart;
+    }
 
     const auto has = [&](uint32_t signal) { return (params.signals & signal) != 0; };
 
@@ -133,11 +138,14 @@ void llama_kvtool_build(
     const auto finish = [&](uint32_t signal, ggml_tensor * t) {
         const int s = index_of(signal);
 
-        if (ggml_tensor * sum = kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
+        if (ggml_tensor * sum = is_apart ? nullptr : kvtool->signals.build_sum(ctx, i_layer, s, t, n_tokens)) {
             ggml_build_forward_expand(graph.gf, sum);
             return;
         }
-        ggml_set_output(t);
+        // a view's memory is that of what it views
+        for (ggml_tensor * x = t; x; x = x->view_src) {
+            ggml_set_output(x);
+        }
         ggml_build_forward_expand(graph.gf, t);
         probe.t[s] = t;
     };
@@ -149,19 +157,25 @@ void llama_kvtool_build(
         }
     };
 
+    // of each query, with the group's heads added up
+    const auto each = [&](ggml_tensor * t) {
+        t = ggml_reshape_3d(ctx, t, n_kv*n_tokens, t->ne[2]/n_head_kv, n_head_kv);
+        return ggml_reshape_3d(ctx, sum_middle(ctx, t), n_kv, n_tokens, n_head_kv);
+    };
+
     const bool summed = params.group == LLAMA_KVTOOL_GROUP_SUM || n_gqa == 1;
 
     // a sum over the group is taken together with that over queries
     ggml_tensor * a = summed ? p : reduce_group(params.group);
 
     if (has(LLAMA_KVTOOL_SIGNAL_ATTENTION)) {
-        put(LLAMA_KVTOOL_SIGNAL_ATTENTION, sum_middle(ctx, queries(a, n_tokens)));
+        put(LLAMA_KVTOOL_SIGNAL_ATTENTION, is_apart ? each(a) : sum_middle(ctx, queries(a, n_tokens)));
     }
     if (has(LLAMA_KVTOOL_SIGNAL_LAST)) {
-        put(LLAMA_KVTOOL_SIGNAL_LAST, sum_middle(ctx, queries(a, 1)));
+        put(LLAMA_KVTOOL_SIGNAL_LAST, is_apart ? each(a) : sum_middle(ctx, queries(a, 1)));
     }
     if (has(LLAMA_KVTOOL_SIGNAL_RECENT)) {
-        const int64_t r = std::min<int64_t>(params.n_query, n_tokens);
+        const int64_t r = is_apart ? n_tokens : std::min<int64_t>(params.n_query, n_tokens);
 
         auto & slots = graph_input(graph).slots;
         if (!slots) {
@@ -178,7 +192,7 @@ void llama_kvtool_build(
         // the square of what all layers that read a cell have together: it is joined query by query
         ggml_tensor * one = joined(index_of(LLAMA_KVTOOL_SIGNAL_SQUARES), summed && n_gqa > 1 ? reduce_group(LLAMA_KVTOOL_GROUP_SUM) : a);
         if (one) {
-            finish(LLAMA_KVTOOL_SIGNAL_SQUARES, sum_middle(ctx, ggml_sqr(ctx, one)));
+            finish(LLAMA_KVTOOL_SIGNAL_SQUARES, is_apart ? ggml_sqr(ctx, one) : sum_middle(ctx, ggml_sqr(ctx, one)));
         }
     }
 
@@ -192,9 +206,12 @@ void llama_kvtool_build(
         ggml_tensor * hit = ggml_scale_bias(ctx, ggml_step(ctx, ggml_scale_bias(ctx, ggml_mul(ctx, p, seen), -1.0f, 1.0f)), -1.0f, 1.0f);
 
         if (has(LLAMA_KVTOOL_SIGNAL_HITS)) {
-            put(LLAMA_KVTOOL_SIGNAL_HITS, sum_middle(ctx, queries(hit, n_tokens)));
+            put(LLAMA_KVTOOL_SIGNAL_HITS, is_apart ? each(hit) : sum_middle(ctx, queries(hit, n_tokens)));
         }
-        if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
+        if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT) && is_apart) {
+            ggml_tensor * t = max_middle(ctx, ggml_reshape_3d(ctx, hit, n_kv*n_tokens, n_gqa, n_head_kv));
+            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv));
+        } else if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
             ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
             put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
         }

@@ -87,10 +87,16 @@ static int64_t exact_of(const recaller & all, int n_tokens) {
     return n > 0 && all.params.n_made == 0 ? std::max<int64_t>(n, all.params.n_recall) : n;
 }
 
-// of each row's queries, token by token, as attention to the live cells has them
-static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa, ggml_type type_q) {
+// the tokens of a step that look into the archive together
+struct some_tokens {
+    int first;
+    int n;
+};
+
+// of a row's queries, token by token, as attention to the live cells has them
+static std::vector<float> queries_of(const ggml_tensor * q, some_tokens some, int head, int n_gqa, ggml_type type_q) {
     std::vector<float> res;
-    for (int64_t t = 0; t < q->ne[2]; ++t) {
+    for (int64_t t = some.first; t < some.first + some.n; ++t) {
         for (int g = head*n_gqa; g < (head + 1)*n_gqa; ++g) {
             const auto * from = (const float *) ((const char *) q->data + g*q->nb[1] + t*q->nb[2]);
             res.insert(res.end(), from, from + q->ne[0]);
@@ -105,20 +111,19 @@ static std::vector<float> queries_of(const ggml_tensor * q, int head, int n_gqa,
 }
 
 // the attention of a layer in a graph; all threads make one
-static attention attention_of(const ggml_tensor * dst, recalled_layer & layer) {
+static attention attention_of(const ggml_tensor * dst, some_tokens some, recalled_layer & layer) {
     const ggml_tensor * q = dst->src[0];
 
-    const int64_t rot = *(const int32_t *) dst->src[1]->data;
+    const int64_t rot = *(const int32_t *) dst->src[1]->data + some.first;
 
-    const int n_gqa    = q->ne[1]/layer.all->tokens[layer.i].n_head;
-    const int n_tokens = q->ne[2];
+    const int n_gqa = q->ne[1]/layer.all->tokens[layer.i].n_head;
 
-    // tokens of a step share what is looked into
-    return attention(layer.all->tokens, layer.i, rot, n_gqa*n_tokens, layer.logits, exact_of(*layer.all, n_tokens), layer.all->attending);
+    // they share what is looked into
+    return attention(layer.all->tokens, layer.i, rot, n_gqa*some.n, layer.logits, exact_of(*layer.all, some.n), layer.all->attending);
 }
 
 // all threads call it
-static void attend(attention & one, const ggml_tensor * dst, recalled_layer & layer, int ith, int nth) {
+static void attend(attention & one, const ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
     const ggml_tensor * q = dst->src[0];
 
     const int n_head = layer.all->tokens[layer.i].n_head;
@@ -132,7 +137,7 @@ static void attend(attention & one, const ggml_tensor * dst, recalled_layer & la
 
     std::vector<float> queries;
     for (int head = ith; head < n_head; head += nth) {
-        queries = queries_of(q, head, q->ne[1]/n_head, layer.type_q);
+        queries = queries_of(q, some, head, q->ne[1]/n_head, layer.type_q);
         one.find(head, queries.data());
     }
     all.meet(nth);
@@ -197,8 +202,10 @@ static void recall(ggml_tensor * dst, int ith, int nth, void * userdata) {
 
     gathering<T> all { l, tokens.turns_of(layer.i), k, layer.all->params.v_trans != 0, to_k, to_v };
 
-    auto one = attention_of(dst, layer);
-    attend(one, dst, layer, ith, nth);
+    const some_tokens step = { 0, (int) dst->src[0]->ne[2] };
+
+    auto one = attention_of(dst, step, layer);
+    attend(one, dst, step, layer, ith, nth);
     weigh (one, dst, layer, ith, nth);
 
     for (int head = ith; head < l.n_head; head += nth) {
@@ -216,21 +223,19 @@ void recall_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
+// the cells of some tokens of a step
 template <typename T>
-static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    auto & layer = *(recalled_layer *) userdata;
-
+static void make(ggml_tensor * dst, some_tokens some, recalled_layer & layer, int ith, int nth) {
     const auto & l = layer.all->tokens[layer.i];
     const auto & p = layer.all->params;
 
     const ggml_tensor * q = dst->src[0];
 
-    const int n_gqa    = q->ne[1]/l.n_head;
-    const int n_tokens = q->ne[2];
-    const int n_cell   = n_tokens*p.n_made;
+    const int n_gqa  = q->ne[1]/l.n_head;
+    const int n_cell = q->ne[2]*p.n_made;
 
-    auto one = attention_of(dst, layer);
-    attend(one, dst, layer, ith, nth);
+    auto one = attention_of(dst, some, layer);
+    attend(one, dst, some, layer, ith, nth);
 
     T * to_k = (T *) dst->data;
     T * to_v = to_k + (size_t) n_cell*l.n_head*l.n_embd_k;
@@ -242,13 +247,13 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
     std::vector<float>  found(n_gqa*l.n_embd_v);
     std::vector<T>      value(l.n_embd_v);
 
-    for (int i = ith; i < l.n_head*n_tokens; i += nth) {
-        const int head = i/n_tokens;
-        const int t    = i % n_tokens;
+    for (int i = ith; i < l.n_head*some.n; i += nth) {
+        const int head = i/some.n;
+        const int t    = i % some.n;
 
         // the first of this thread's tokens there
         if (t < nth) {
-            queries = queries_of(q, head, n_gqa, layer.type_q);
+            queries = queries_of(q, some, head, n_gqa, layer.type_q);
         }
         for (int g = 0; g < n_gqa; ++g) {
             sums[g] = one.result(head, t*n_gqa + g, found.data() + g*l.n_embd_v);
@@ -256,7 +261,7 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
         cells.make(queries.data() + t*n_gqa*l.n_embd_k, sums.data(), found.data());
 
         for (int g = 0; g < p.n_made; ++g) {
-            const size_t cell = t*p.n_made + g;
+            const size_t cell = (some.first + t)*p.n_made + g;
 
             T * k = to_k + (cell*l.n_head + head)*l.n_embd_k;
             if (g < n_gqa) {
@@ -282,10 +287,21 @@ static void make(ggml_tensor * dst, int ith, int nth, void * userdata) {
 }
 
 void make_into(ggml_tensor * dst, int ith, int nth, void * userdata) {
-    if (dst->type == GGML_TYPE_F16) {
-        make<ggml_fp16_t>(dst, ith, nth, userdata);
-    } else {
-        make<float>(dst, ith, nth, userdata);
+    auto & layer = *(recalled_layer *) userdata;
+
+    const int n_tokens = dst->src[0]->ne[2];
+
+    const int n = layer.all->is_apart && !dst->src[2] ? 1 : n_tokens;
+
+    for (int first = 0; first < n_tokens; first += n) {
+        if (first > 0) {
+            layer.all->attending.meet(nth);
+        }
+        if (dst->type == GGML_TYPE_F16) {
+            make<ggml_fp16_t>(dst, { first, n }, layer, ith, nth);
+        } else {
+            make<float>(dst, { first, n }, layer, ith, nth);
+        }
     }
 }
 

@@ -61,6 +61,8 @@ public:
 
     int32_t n_traced = 0;
 
+    bool is_apart = false; // whether each token of the next step looks into what it would look into alone
+
     archive        tokens;
     attention_work attending;
 

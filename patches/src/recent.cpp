@@ -30,7 +30,7 @@ bool recent::make(rings & res, const int * n_cell) const {
     }
 
     for (auto & r : res.all) {
-        const size_t n_float = r.n*params.n_query;
+        const size_t n_float = r.n*n_slot();
 
         // on the host where the device has no memory for it: the scheduler brings the values there
         for (auto buft : { r.buft, ggml_backend_cpu_buffer_type() }) {
@@ -56,7 +56,7 @@ bool recent::make(rings & res, const int * n_cell) const {
 void recent::take(rings && res) {
     for (size_t i = 0; i < own.places.size(); ++i) {
         const int n = std::min(own.places[i].n_cell, res.places[i].n_cell);
-        for (int s = 0; s < params.n_query; ++s) {
+        for (int s = 0; s < n_slot(); ++s) {
             for (int head = 0; head < layers[i].n_head; ++head) {
                 std::copy_n(own.at(s, i, head), n, res.at(s, i, head));
             }
@@ -72,7 +72,7 @@ ggml_tensor * recent::build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_
 
     GGML_ASSERT(t->ne[0] <= p.n_cell);
 
-    ggml_tensor * all = ggml_view_3d(ctx, r.t, t->ne[0], params.n_query, layers[i].n_head,
+    ggml_tensor * all = ggml_view_3d(ctx, r.t, t->ne[0], n_slot(), layers[i].n_head,
             r.n*sizeof(float), p.n_cell*sizeof(float), p.first*sizeof(float));
 
     return ggml_set_rows(ctx, all, t, slots);
@@ -83,8 +83,23 @@ void recent::decoded(int n_tokens) {
         return;
     }
     next  = slot(n_tokens);
-    n_new = std::min<int64_t>(n_new + (int64_t) n_tokens, params.n_query);
+    n_new = std::min<int64_t>(n_new + (int64_t) n_tokens, n_slot());
     stale = true;
+}
+
+void recent::take_back(int n) {
+    if (!is_on() || n == 0) {
+        return;
+    }
+    next  = slot(n_slot() - n);
+    n_new = std::max(n_new - n, 0);
+
+    // a later query may write fewer cells
+    for (int t = 0; t < n; ++t) {
+        for (auto & r : own.all) {
+            ggml_backend_tensor_memset(r.t, 0, slot(t)*r.n*sizeof(float), r.n*sizeof(float));
+        }
+    }
 }
 
 void recent::collect(llama_context & lctx) {
@@ -106,7 +121,7 @@ void recent::collect(llama_context & lctx) {
             continue;
         }
         if (first < 0) {
-            get(first + params.n_query, params.n_query);
+            get(first + n_slot(), n_slot());
         }
         if (end > 0) {
             get(std::max(first, 0), end);
@@ -122,7 +137,7 @@ void recent::sum(size_t i, int head, float * out, int n_cell) {
     const int n = std::min(n_cell, own.places[i].n_cell);
 
     for (int t = 0; t < params.n_query; ++t) {
-        const float * from = own.at(slot(t), i, head);
+        const float * from = own.at(past(t), i, head);
         for (int c = 0; c < n; ++c) {
             out[c] += from[c];
         }
@@ -137,7 +152,7 @@ void recent::copy(float * out, const float * in, int n_cell) {
             const int n = std::min(n_cell, own.places[i].n_cell);
 
             for (int head = 0; head < layers[i].n_head; ++head, at += n_cell) {
-                float * mine = own.at(slot(t), i, head);
+                float * mine = own.at(past(t), i, head);
                 if (out) {
                     std::fill(std::copy_n(mine, n, out + at), out + at + n_cell, 0.0f);
                 } else {
@@ -172,7 +187,7 @@ void recent::move(const llama_kvtool_edit & edit, const std::vector<layer_edit> 
         }
         tmp.resize(src.size());
 
-        for (int s = 0; s < params.n_query; ++s) {
+        for (int s = 0; s < n_slot(); ++s) {
             float * cells = own.at(s, i, 0);
 
             for (size_t j = 0; j < src.size(); ++j) {
@@ -193,7 +208,7 @@ void recent::move(const llama_kvtool_edit & edit, const std::vector<layer_edit> 
 void recent::clear() {
     clear_devices();
     for (auto & r : own.all) {
-        std::fill_n(r.data(), r.n*params.n_query, 0.0f);
+        std::fill_n(r.data(), r.n*n_slot(), 0.0f);
     }
 }
 

@@ -35,7 +35,7 @@ public:
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buf;
 
-        ggml_tensor * t = nullptr; // [n_query*n], beside the cache
+        ggml_tensor * t = nullptr; // [n_slot*n], beside the cache
 
         std::vector<float> copy; // the same on the host, complete after collect; empty where t itself is on the host
 
@@ -69,8 +69,14 @@ public:
     // stores the attention t [n_kv, q, n_head] of the last queries to layer i's cells in slots I64 [q]
     ggml_tensor * build(ggml_context * ctx, size_t i, ggml_tensor * t, ggml_tensor * slots) const;
 
+    // queries that were taken back may not have taken the place of older ones
+    int n_slot() const { return params.n_query + params.n_ahead; }
+
     // the slot of the next batch's query t
-    int64_t slot(int64_t t) const { return (next + t) % params.n_query; }
+    int64_t slot(int64_t t) const { return (next + t) % n_slot(); }
+
+    // the last n queries of the last batch do not count
+    void take_back(int n);
 
     // a graph with n_tokens queries has been computed
     void decoded(int n_tokens);
@@ -96,6 +102,9 @@ private:
     const llama_kvtool_params & params;
 
     rings own;
+
+    // the slot of the last n_query queries' tth, the oldest first
+    int64_t past(int64_t t) const { return slot(params.n_ahead + t); }
 
     int64_t next  = 0;     // the slot of the next query
     int     n_new = 0;     // how many of the last queries are still to be collected

@@ -107,8 +107,12 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
     }
 }
 
-void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
+void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart) {
     fold(lctx);
+    if (is_apart) {
+        // the host adds these to what devices have of earlier queries
+        collect(lctx);
+    }
 
     bool staged = false;
 
@@ -127,8 +131,9 @@ void signals::extract(llama_context & lctx, const llama_kvtool_graph & graph, in
 
     // there is nothing to wait for where no signal is under way
     n_query_staged = staged ? n_tokens : 0;
+    n_part         = is_apart ? n_tokens : 1;
 
-    if (!graph.probes.empty() && !devices.empty()) {
+    if (!graph.probes.empty() && !devices.empty() && !is_apart) {
         n_query_device += n_tokens;
     }
 }
@@ -145,14 +150,18 @@ void signals::fold(llama_context & lctx) {
         for (size_t i = 0; has(s) && i < layers.size(); ++i) {
             const auto & l = layers[i];
 
-            if (places[i].device >= 0) {
+            if (places[i].device >= 0 && n_part == 1) {
                 continue;
             }
 
-            const size_t n_kv = staging[s][i].size()/l.n_head;
+            const size_t n_kv = staging[s][i].size()/l.n_head/n_part;
 
             for (int head = 0; head < l.n_head; ++head) {
-                fold(s, staging[s][i].data() + head*n_kv, sums[s][l.row_0 + head].data(), std::min<size_t>(n_kv, l.n_cell));
+                const float * src = staging[s][i].data() + head*n_part*n_kv;
+                for (int part = 0; part < std::min(n_part, n_query_staged); ++part) {
+                    fold(s, src + part*n_kv, sums[s][l.row_0 + head].data(), std::min<size_t>(n_kv, l.n_cell),
+                            n_part > 1 ? 1 : n_query_staged);
+                }
             }
         }
     }
@@ -160,14 +169,14 @@ void signals::fold(llama_context & lctx) {
     n_query_staged = 0;
 }
 
-void signals::fold(int s, const float * src, float * dst, size_t n) const {
+void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_own) const {
     const uint32_t signal = 1u << s;
 
     if (signal == LLAMA_KVTOOL_SIGNAL_LAST) {
         std::copy(src, src + n, dst);
     } else if (signal == LLAMA_KVTOOL_SIGNAL_IMPORTANT) {
         // src: the query's place in the batch, from 1 on; 0: none. Without branches it takes half as long
-        const float n_query = n_query_staged;
+        const float n_query = n_query_own;
         for (size_t i = 0; i < n; ++i) {
             const float is_hit  = src[i] > 0.0f;
             const float was_hit = dst[i] > 0.0f;

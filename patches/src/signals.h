@@ -8,6 +8,7 @@
 
 #include "ggml-cpp.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace kvtool {
@@ -30,8 +31,11 @@ public:
     // adds a batch's signal s [n_kv, 1, n_head] of layer i to its sum on the device; null: the host does it
     ggml_tensor * build_sum(ggml_context * ctx, size_t i, int s, ggml_tensor * t, int64_t n_tokens) const;
 
-    // starts to copy what a computed graph leaves for the host
-    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
+    // starts to copy what a computed graph leaves for the host; is_apart: of each query
+    void extract(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens, bool is_apart);
+
+    // the last n queries of the last batch, which were kept apart, do not count
+    void take_back(int n) { n_query_staged = std::max(n_query_staged - n, 0); }
 
     // brings all sums to the host, so that values() is complete
     void collect(llama_context & lctx);
@@ -68,10 +72,11 @@ private:
 
     std::vector<std::vector<float>> sums[n_signal];
 
-    // copies of the last batch's signals that are under way to the host: [n_layer][n_head*n_kv]
+    // copies of the last batch's signals that are under way to the host: [n_layer][n_head*n_part*n_kv]
     std::vector<std::vector<float>> staging[n_signal];
 
-    int n_query_staged = 0; // of that batch; 0: none is under way
+    int n_part         = 1; // a part for each query of that batch, if they are kept apart
+    int n_query_staged = 0; // queries that count; 0: nothing is under way
 
     std::vector<device_sums> devices;
     std::vector<place>       places; // one a layer
@@ -81,7 +86,7 @@ private:
     bool make_device_sums();
 
     void fold(llama_context & lctx);
-    void fold(int s, const float * src, float * dst, size_t n) const;
+    void fold(int s, const float * src, float * dst, size_t n, int n_query) const;
 
     void collect(int s, const float * src, std::vector<float> & dst) const;
 

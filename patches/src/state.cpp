@@ -27,6 +27,9 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_query < 1) {
         return format("n_query must be 1 or more, got %d", params.n_query);
     }
+    if (params.n_ahead < 0) {
+        return format("n_ahead must be 0 or more, got %d", params.n_ahead);
+    }
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
@@ -316,7 +319,7 @@ int32_t llama_kvtool::n_beside() const {
 }
 
 void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
-    signals.extract(lctx, graph, n_tokens);
+    signals.extract(lctx, graph, n_tokens, is_apart());
     recent.decoded(n_tokens);
 
     if (params.ragged) {
@@ -326,6 +329,50 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     }
     n_own  += n_tokens;
     n_seen += n_tokens;
+    // of others, what they attended to is a part of the signals
+    n_back  = params.signals == 0 ? n_back + n_tokens : std::min(n_guess, n_tokens - 1);
+    guess(0);
+}
+
+void llama_kvtool::guess(int n) {
+    n_guess = n;
+    if (archive) {
+        archive->is_apart = n > 0;
+    }
+}
+
+int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
+    const int most = std::min(params.n_ahead, n_back);
+    if (n < 0 || n > most) {
+        return fail(format("n must be in 0..%d, got %d", most, n));
+    }
+    if (n == 0) {
+        return 0;
+    }
+    if (!states.empty()) {
+        return fail("recurrent layers cannot go back");
+    }
+
+    lctx.synchronize();
+
+    auto & memory = *lctx.memory;
+    if (!memory.seq_rm(0, memory.seq_pos_max(0) - n + 1, -1)) {
+        return fail("llama.cpp cannot free the cells");
+    }
+
+    signals.take_back(n);
+    recent.take_back(n);
+
+    if (params.ragged) {
+        for (int32_t & own : live) {
+            own -= n;
+        }
+    }
+    n_own  -= n;
+    n_seen -= n;
+    n_back -= n;
+
+    return 0;
 }
 
 //

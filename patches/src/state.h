@@ -36,7 +36,9 @@ struct llama_kvtool {
     int  n_row   = 0;
     bool v_trans = false; // V is stored transposed
 
-    int n_own = 0; // cells of each row that are in use, unless rows are ragged
+    int n_own   = 0; // cells of each row that are in use, unless rows are ragged
+    int n_guess = 0; // tokens of the next batch that are guesses
+    int n_back  = 0; // of the last tokens: those that can be taken back
 
     int64_t n_seen = 0; // tokens that the next query has seen before itself
 
@@ -88,6 +90,14 @@ struct llama_kvtool {
 
     // of the tables of copy_beside
     int32_t n_beside() const;
+
+    // whether the next batch's tokens are kept apart, so that some of them can be left out: see llama_kvtool_guess
+    bool is_apart() const { return n_guess > 0; }
+
+    void guess(int n);
+
+    // see llama_kvtool_take_back
+    int32_t take_back(llama_context & lctx, int n);
 
     // a batch has been computed
     void decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens);
