@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.chats.stops import Stops
+from kvtool.drafts.drafter import Drafter
 from kvtool.engine.loop import Engine
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.llama.sampler import Sampler
@@ -40,10 +41,13 @@ class Writer:
         Called with each token that `write` has sampled, while its logits are the context's last.
     while_reading
         Called before each step with how many tokens of the text are read, and how many it has.
+    drafter
+        Guesses what is written, if there is one.
     """
 
-    def __init__(self, engine: Engine, sampler: Sampler) -> None:
+    def __init__(self, engine: Engine, sampler: Sampler, drafter: Drafter | None = None) -> None:
         self.engine = engine
+        self.drafter = drafter
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
@@ -76,6 +80,8 @@ class Writer:
     def _forget(self) -> None:
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")
+        # guesses that the engine has decoded: those that did not come yet, and how many have come
+        self._ahead, self._n_true = np.empty(0, np.int32), 0
         # a restored cache has no logits of its own
         self._restored = False
 
@@ -88,6 +94,16 @@ class Writer:
     def unread(self) -> np.ndarray:
         """i32[n]: what comes next in the stream, and is not decoded yet."""
         return self._unread
+
+    @property
+    def n_drafted(self) -> int:
+        """Guesses made since it was made."""
+        return self.drafter.n_drafted if self.drafter else 0
+
+    @property
+    def n_accepted(self) -> int:
+        """Those of them that came true."""
+        return self.drafter.n_accepted if self.drafter else 0
 
     @property
     def is_new(self) -> bool:
@@ -105,6 +121,8 @@ class Writer:
     def restore(self, saved: Mapping[str, Any], tokens: np.ndarray, seed: int | None = None) -> None:
         """Continues after tokens i32[n_past] from what `save` returned; by this seed, if one is given."""
         self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
+        if self.drafter:
+            self.drafter.source.cut(_n_equal(self.tokens, tokens))
         self._unread = np.array(saved["unread"], np.int32)
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
@@ -125,6 +143,7 @@ class Writer:
         after_step: called after each step with which of the tokens it took. All of them then give logits, and
         each plan comes when it is due, as when a text is measured.
         """
+        self._settle()
         self._unread = np.concatenate([self._unread, tokens])
         if len(tokens):
             self.before_reading(len(self._unread))
@@ -147,10 +166,7 @@ class Writer:
                     after_step(next(steps))
         finally:
             # after an error, what was decoded before it counts as read
-            n = self.engine.n_past - before
-            self._decoded.frombytes(self._unread[:n].tobytes())
-            self._unread = self._unread[n:]
-            self._restored &= not n
+            self._take(self.engine.n_past - before)
         return not len(self._unread)
 
     def write(self, n_max: int | None = None) -> Iterator[str]:
@@ -165,13 +181,20 @@ class Writer:
         """
         stops = Stops(self.sampler.settings.stop)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        model = self.engine.model
         self.n_written = 0
         self.is_cut, self.stopped_by, self.ending = n_max == 0, "", None
         if len(self._unread) and not self._decode_unread():
             return
         if self.engine.n_past == 0 or self._restored or not self.engine.context.has_logits:
             raise UsageError("there is nothing to continue; read a text of at least one token first")
+        try:
+            yield from self._pieces(n_max, stops, decoder)
+        finally:
+            self._settle()
+
+    def _pieces(self, n_max: int | None, stops: Stops, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
+        """What `write` yields."""
+        model = self.engine.model
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)
             if model.ends_turn(token):
@@ -187,7 +210,7 @@ class Writer:
                 self.stopped_by = stops.found
                 return
             try:
-                self._decode_unread()
+                self._decode_sampled(len(self._decoded) if n_max is None else n_max - self.n_written)
             except KvtoolError:
                 if rest := stops.rest():
                     yield rest
@@ -195,3 +218,56 @@ class Writer:
             self.is_cut = self.n_written == n_max
         if rest := stops.feed(decoder.decode(b"", final=True)) + stops.rest():
             yield rest
+
+    def _decode_sampled(self, n_left: int) -> None:
+        """Decodes the token that was sampled, with guesses of what follows where that pays.
+
+        n_left: how many tokens may still be sampled.
+        """
+        drafter, token = self.drafter, int(self._unread[0])
+        if not drafter:
+            self._decode_unread()
+        elif len(self._ahead) and self._ahead[0] == token:
+            self._ahead = self._ahead[1:]
+            self._n_true += 1
+            self.engine.context.look_from(self._n_true)
+            self._take(1)
+        else:
+            self._settle()
+            self.while_reading(0, 1)
+            if not self.stop:
+                self._step_ahead(drafter, n_left)
+
+    def _step_ahead(self, drafter: Drafter, n_left: int) -> None:
+        """Decodes the token that was sampled, and at most so many guesses less one."""
+        source, n = drafter.source, len(self._decoded)
+        source.cut(n)
+        source.add(np.concatenate([np.array(self._decoded[source.n :], np.int32), self._unread]))
+        guesses = drafter.guess(min(self.engine.most_ahead(), n_left - 1))
+        if len(guesses):
+            self.engine.step_ahead(np.concatenate([self._unread, guesses]))
+        else:
+            self.engine.step(self._unread)
+        drafter.stepped()
+        self._ahead, self._n_true = guesses, 0
+        self._take(1)
+
+    def _take(self, n: int) -> None:
+        """The first n unread tokens are decoded."""
+        self._decoded.frombytes(self._unread[:n].tobytes())
+        self._unread = self._unread[n:]
+        self._restored &= not n
+
+    def _settle(self) -> None:
+        """Leaves out the guesses that have not come."""
+        if self.drafter:
+            self.drafter.judge(self._n_true)
+        n, self._ahead, self._n_true = len(self._ahead), self._ahead[:0], 0
+        self.engine.take_back(n)
+
+
+def _n_equal(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens i32[n] two streams have in common at their start."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(one[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n

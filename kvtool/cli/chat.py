@@ -18,7 +18,7 @@ from kvtool.cli.first_chat import base_model
 from kvtool.cli.keeper import Keeper, open_transcript, resumed
 from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.options.field import SHOWS, Options, option
-from kvtool.options.run import Run
+from kvtool.options.run import WriteRun
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -46,7 +46,9 @@ class _Own(Options):
 
 
 @options
-def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: Run) -> None:
+def chat(
+    *, model_name: ModelName = None, system: System, drawing: Drawing, own: _Own, asked: WriteRun
+) -> None:
     """Start a chat of any length, in a cache of a fixed size. Piped stdin: each line is a turn."""
     run, system_prompt = of_model(asked, model_name), system.text()
     with ExitStack() as stack:
@@ -69,9 +71,12 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         from kvtool.chats.prompt import template_of
         from kvtool.chats.writer import Writer
         from kvtool.llama.sampler import Sampler
+        from kvtool.runs import drafting
         from kvtool.runs.report import archive_limit, line, report
 
-        writer = Writer(engine, Sampler(engine.model, sampling, seed=drawing.seed))
+        drafts = stack.enter_context(drafting.opened(run, engine.model))
+        sampler = Sampler(engine.model, sampling, seed=drawing.seed)
+        writer = Writer(engine, sampler, drafts.of(engine))
         conversation = Conversation(writer, template_of(engine.model), system_prompt, undoable=is_terminal)
         stack.callback(conversation.close)
         keeper = stack.enter_context(closing(Keeper(conversation, run, drawing, own.session)))
@@ -96,7 +101,8 @@ def chat(*, model_name: ModelName = None, system: System, drawing: Drawing, own:
         else:
             _pipe(conversation, keeper, stdin_lines())
             if run.verbose:
-                say([f"{engine.n_past:,} tokens, {line(report(engine, run.policy))}"])
+                guessed = f", {writer.n_accepted} of {writer.n_drafted} guesses" if writer.drafter else ""
+                say([f"{engine.n_past:,} tokens{guessed}, {line(report(engine, run.policy))}"])
     keeper.check()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.options.field import SHOWS, Options, again, option
-from kvtool.options.run import Run
+from kvtool.options.run import WriteRun
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -68,7 +69,7 @@ def generate(
     system: System,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without a chat template.")] = False,
     drawing: _Drawing,
-    run: Run,
+    run: WriteRun,
     as_json: Json = False,
     printed: _Printed,
 ) -> None:
@@ -97,15 +98,19 @@ def generate(
     if printed.logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
     sampling = sampling_of(drawing)
-    with open_run(run) as opened:
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_run(run))
         from kvtool.chats.marks import escaped
         from kvtool.chats.prompt import pin_prefix
         from kvtool.chats.writer import Writer
         from kvtool.llama.sampler import Sampler
+        from kvtool.runs import drafting
         from kvtool.runs.report import line, report
 
         engine = opened.engine
-        writer = Writer(engine, Sampler(engine.model, sampling, seed=drawing.seed))
+        drafts = stack.enter_context(drafting.opened(run, engine.model))
+        sampler = Sampler(engine.model, sampling, seed=drawing.seed)
+        writer = Writer(engine, sampler, drafts.of(engine))
         likely = None if printed.logprobs is None else _record_logprobs(writer, printed.logprobs)
         interrupt.stops(writer)
         first = prompt if prompt and text else ""
@@ -132,6 +137,8 @@ def generate(
                     "prompt_tokens": len(tokens),
                     "tokens": n_written,
                     "evicted": engine.n_evicted,
+                    "drafted": writer.n_drafted,
+                    "accepted": writer.n_accepted,
                     **said,
                     **({} if likely is None else {"logprobs": {"content": likely}}),
                     "prompt_s": read_in,
@@ -145,7 +152,8 @@ def generate(
             elif writer.is_cut:
                 say([drawing.cut(n_written)])
             if run.verbose:
-                wrote = f"wrote {n_written} in {wrote_in:.1f} s, {line(said)}"
+                guessed = f" ({writer.n_accepted} of {writer.n_drafted} guesses)" if writer.drafter else ""
+                wrote = f"wrote {n_written} in {wrote_in:.1f} s{guessed}, {line(said)}"
                 sys.stderr.write(f"read {len(tokens)} tokens in {read_in:.1f} s, {wrote}\n")
         if writer.stop:
             raise KeyboardInterrupt
@@ -185,7 +193,7 @@ def _record_logprobs(writer: Writer, n: int) -> list[dict[str, Any]]:
     engine, likely = writer.engine, list[dict[str, Any]]()
 
     def record(token: int) -> None:
-        likely.append(logprobs(engine.model, engine.context.logits()[-1], token, n))
+        likely.append(logprobs(engine.model, engine.context.next_logits, token, n))
 
     writer.after_sampling = record
     return likely

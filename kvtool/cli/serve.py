@@ -18,7 +18,7 @@ from kvtool.cli.opening import of_model, open_run, sampling_of
 from kvtool.cli.worker import listener
 from kvtool.errors import LibraryError, UsageError
 from kvtool.options.field import SERVES, Options, again, option
-from kvtool.options.run import Run
+from kvtool.options.run import Run, WriteRun
 from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
@@ -85,7 +85,7 @@ class _Drawing(Drawing):
 
 @options
 def serve(
-    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: Run
+    *, model_name: ModelName = None, serving: _Serving, system: System, drawing: _Drawing, asked: WriteRun
 ) -> None:
     """Answer programs that speak the OpenAI or the Anthropic API, from caches that never fill."""
     run = of_model(asked, model_name)
@@ -165,6 +165,7 @@ def _opened(
     from kvtool.errors import ModelError, OutOfMemory
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
+    from kvtool.runs import drafting
     from kvtool.serve.slots import Baton, Slots
     from kvtool.serve.store import Chats, held
     from kvtool.serve.talk import N_OUTPUT, Talk
@@ -193,10 +194,10 @@ def _opened(
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
-        baton = Baton()
+        baton, drafts = Baton(), stack.enter_context(drafting.opened(run, engine.model))
 
         def talk(engine: Engine) -> Talk:
-            writer = Writer(engine, Sampler(engine.model))
+            writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
             rest = serving.overflow, meta, told, serving.pin, baton.step
             return Talk(writer, template, chats, *rest)
 

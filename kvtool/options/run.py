@@ -198,6 +198,19 @@ class Run(Options):
 
 
 @dataclass(frozen=True)
+class WriteRun(Run):
+    """The same where what the model writes may be guessed before."""
+
+    draft: str = _runs(
+        "--draft WHAT",
+        "lookup",
+        "Guess several tokens at a time, which the model confirms in one step: lookup, from what the chat "
+        "has said; a smaller model of the same vocabulary, as for -m; or off.",
+        completes="models",
+    )
+
+
+@dataclass(frozen=True)
 class TextRun(Run):
     """The same where a text is streamed, and each of its tokens scored."""
 

@@ -17,6 +17,7 @@ from kvtool.models.header import ModelInfo
 from kvtool.models.layers import Layers
 from kvtool.options.run import Run
 from kvtool.runs import archive
+from kvtool.runs.ahead import n_ahead_of
 
 if TYPE_CHECKING:
     from kvtool.engine.loop import Engine
@@ -128,7 +129,9 @@ def open_run(
             found = _beside_made(found, wanted, model)
         notes.append(found.note)
         n_output = found.n_batch if run.scores else n_output
-        engine = Engine(model, found.policy, settings_of(run, limit, n_ctx, found.n_batch, n_output))
+        n_ahead = n_ahead_of(run, model.layers, wanted.kind, found.n_batch)
+        settings = settings_of(run, limit, n_ctx, found.n_batch, n_output, n_ahead)
+        engine = Engine(model, found.policy, settings)
         try:
             yield Opened(engine, info, run, [note for note in notes if note])
         finally:
@@ -308,9 +311,11 @@ def _beside_made(found: Fitted, wanted: policies.Wanted, model: Model) -> Fitted
     return found._replace(policy=wanted.fit(n), n=n) if n < found.n else found
 
 
-def settings_of(run: Run, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int) -> Settings:
+def settings_of(
+    run: Run, limit: Mapping[str, int], n_ctx: int, n_batch: int, n_output: int, n_ahead: int = 0
+) -> Settings:
     """The engine's settings. limit: of the archive. Raises UsageError."""
     own: dict[str, Any] = {"n_ctx": n_ctx, "n_batch": n_batch, "n_threads": run.threads, **limit}
     names = {each.name for each in fields(Settings)} - own.keys() - {"archive", "archive_bytes"}
     shared = {name: getattr(run, name) for name in names if hasattr(run, name)}
-    return Settings(**shared, **own, n_output=n_output, over_budget=not run.scores)
+    return Settings(**shared, **own, n_output=n_output, n_ahead=n_ahead, over_budget=not run.scores)

@@ -113,6 +113,8 @@ class Bodies(Answer):
                 "cache_n": n_cached,
                 **_timings("prompt", n_read, end["read_s"]),
                 **_timings("predicted", n, end["write_s"]),
+                "draft_n": end["n_drafted"],
+                "draft_n_accepted": end["n_accepted"],
             },
             "kvtool": {"policy": self._policy, **end["held"]},
         }

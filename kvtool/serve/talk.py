@@ -212,7 +212,7 @@ class Talk:
         yield from self.writer.write(self._room(request))
         if is_scored and (token := self.writer.ending) is not None:
             # who scores a prompt takes the last of the list for the answer's
-            self._list(logprobs(self.model, self.engine.context.logits()[-1], token, request.logprobs or 0))
+            self._list(logprobs(self.model, self.engine.context.next_logits, token, request.logprobs or 0))
 
     def _list(self, record: dict[str, Any], *, special: bool = False) -> None:
         """Lists a token's log-probability. special: whether the text has a control token written out."""
@@ -224,6 +224,7 @@ class Talk:
     ) -> str:
         """Writes the reply, and tells the client of each piece. Returns why it ended, in OpenAI's words."""
         started, is_full = time.perf_counter(), False
+        before = self.writer.n_drafted, self.writer.n_accepted
         job.emit("read", **counts)
         try:
             for piece in pieces:
@@ -233,7 +234,12 @@ class Talk:
             if not self.writer.n_written:
                 raise
             is_full = True
-        counts |= {"n_written": self.writer.n_written, "write_s": time.perf_counter() - started}
+        counts |= {
+            "n_written": self.writer.n_written,
+            "write_s": time.perf_counter() - started,
+            "n_drafted": self.writer.n_drafted - before[0],
+            "n_accepted": self.writer.n_accepted - before[1],
+        }
         job.emit("piece", deltas=reply.end(), listed=self._take_listed())
         return reply.finish(is_full or self.writer.is_cut)
 
@@ -261,7 +267,7 @@ class Talk:
         def after_sampling(token: int) -> None:
             unless_gone()
             if n is not None:
-                self._list(logprobs(self.model, self.engine.context.logits()[-1], token, n))
+                self._list(logprobs(self.model, self.engine.context.next_logits, token, n))
 
         def while_reading(n_read: int, n_all: int) -> None:
             unless_gone()

@@ -1,0 +1,1 @@
+"""Guesses of what a model will write, which it confirms several at a time."""

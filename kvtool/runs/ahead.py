@@ -1,0 +1,31 @@
+"""How many guesses --draft allows: whether the model and the policy can take them back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtool import policies
+from kvtool.drafts.drafter import MOST
+from kvtool.errors import UsageError
+from kvtool.models.layers import Kind, Layers
+from kvtool.options.run import WriteRun
+
+if TYPE_CHECKING:
+    from kvtool.options.run import Run
+    from kvtool.policy import Policy
+
+LOOKUP, OFF = "lookup", "off"
+
+
+def n_ahead_of(run: Run, layers: Layers, kind: type[Policy], n_batch: int) -> int:
+    """The most guesses of a step. Raises UsageError where guesses were asked for, and there can be none."""
+    if not isinstance(run, WriteRun) or run.draft == OFF:
+        return 0
+    why = ""
+    if layers.of(Kind.RECURRENT):
+        why = "a model with recurrent layers, which cannot take guesses back"
+    elif policies.recalls(kind) and not layers.has_values:
+        why = "recall of tokens (MLA), which the tokens of a step share"
+    if why and "draft" in run.given:
+        raise UsageError(f"--draft {run.draft} does not go with {why}; leave it out")
+    return 0 if why else min(MOST, n_batch - 1)

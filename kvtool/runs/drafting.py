@@ -1,0 +1,60 @@
+"""From --draft to guesses: where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
+
+from kvtool.drafts.drafter import Drafter
+from kvtool.options.run import WriteRun
+from kvtool.runs.ahead import LOOKUP, OFF
+
+if TYPE_CHECKING:
+    from kvtool.engine.loop import Engine
+    from kvtool.llama.model import Model
+    from kvtool.options.run import Run
+
+
+class Drafts:
+    """Makes the guesses of a run's engines. `opened` gives one.
+
+    draft: the model that guesses; None where the stream is looked up.
+    """
+
+    def __init__(self, draft: Model | None) -> None:
+        self._draft = draft
+        self._stack = ExitStack()
+
+    def of(self, engine: Engine) -> Drafter | None:
+        """What guesses for an engine; None where nothing is guessed."""
+        if not engine.settings.n_ahead:
+            return None
+        if self._draft is None:
+            from kvtool.drafts.lookup import Lookup
+
+            return Drafter(Lookup())
+        from kvtool.drafts.model import ModelDraft
+
+        return Drafter(self._stack.enter_context(closing(ModelDraft(self._draft, engine.settings.n_threads))))
+
+    def close(self) -> None:
+        """Frees what the models' caches take."""
+        self._stack.close()
+
+
+@contextmanager
+def opened(run: Run, model: Model) -> Iterator[Drafts]:
+    """Loads the model that guesses, if one does. Raises KvtoolError where it cannot."""
+    draft_name = run.draft if isinstance(run, WriteRun) else OFF
+    if draft_name in (LOOKUP, OFF):
+        yield Drafts(None)
+        return
+    from kvtool.drafts.model import check_vocabulary
+    from kvtool.runs.opening import loaded, located
+
+    path, _ = located(draft_name)
+    with loaded(path, run.gpu_layers, (), verbose=run.verbose > 1) as draft:
+        check_vocabulary(model, draft)
+        with closing(Drafts(draft)) as drafts:
+            yield drafts
