@@ -162,7 +162,7 @@ class LlamaServer(Server):
     def _slots(self, action: str) -> None:
         for i in range(N_SLOT):
             try:
-                _post(f"{self.url}/slots/{i}?action={action}", {"filename": f"{i}.bin"}).close()
+                post(f"{self.url}/slots/{i}?action={action}", {"filename": f"{i}.bin"}).close()
             except urllib.error.HTTPError as error:
                 note(f"slot {i}: {error.read().decode()[:200]}")
 
@@ -293,7 +293,7 @@ def _edited(asked: Json) -> Json:
     return changed
 
 
-def _post(url: str, body: Json) -> object:
+def post(url: str, body: Json) -> object:
     head = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
     return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=7200)
 
@@ -301,7 +301,7 @@ def _post(url: str, body: Json) -> object:
 def _turn(server: Server, path: str, body: Json, n: int) -> tuple[Json, str]:
     body = body | {"stream": True, "max_tokens": n, "temperature": 0}
     start, first, end, reply = time.perf_counter(), 0.0, {}, ""
-    with _post(server.url + path, body) as stream:
+    with post(server.url + path, body) as stream:
         for line in stream:
             if not line.startswith(b"data: {"):
                 continue

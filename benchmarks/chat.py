@@ -19,7 +19,7 @@ import random
 import time
 
 import numpy as np
-from common import add_common, describe, load_model, machine, make_parser, note, write_json
+from common import add_common, describe, load_model, machine, make_parser, mcnemar, note, write_json
 
 from kvtool import policies
 from kvtool.chats.conversation import Conversation
@@ -157,11 +157,9 @@ def _print(results: dict) -> None:
         found, before = (np.array([each["found"] for each in of["facts"]]) for of in (run, first))
         log_p, others = (np.array([each["log_p"] for each in of["facts"]]) for of in (run, first))
         lost, won = int((before & ~found).sum()), int((found & ~before).sum())
-        # of the facts that only one of the two finds, either finds each as likely
-        tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
         given = _given(log_p - others, np.ones(len(log_p)))
         print(
-            f"  {name:20}{found.sum():4}{lost:6}{won:4}{min(2 * tail, 1):9.2g}{log_p.mean():9.3f}   {given}"
+            f"  {name:20}{found.sum():4}{lost:6}{won:4}{mcnemar(lost, won):9.2g}{log_p.mean():9.3f}   {given}"
         )
     print(describe({"model": results["model"], **results["machine"]}))
 

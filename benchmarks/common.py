@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -63,6 +64,13 @@ def _cpu() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown"
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """p of McNemar's exact test. lost, won: what only the first of two gets right, and only the second."""
+    # either is as likely, if the two are equal
+    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
+    return min(2 * tail, 1)
 
 
 def describe(what: dict[str, object]) -> str:

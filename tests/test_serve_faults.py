@@ -213,6 +213,22 @@ def test_stored_chats_take_no_more_than_they_may(chat_model, tmp_path, policy):
     assert len(list(tmp_path.glob("*.kv*"))) > 2
 
 
+def test_a_system_prompt_of_many_chats_is_stored_for_as_long_as_they_come(chat_model, tmp_path):
+    system = said("system", "Be brief about stones, lamps and rivers. " * 12)
+    found = []
+    with serving(chat_model, "--policy", "full", "--sessions", str(tmp_path)) as server:
+        ask(server.url, [system, said("user", "0: Why?")])
+        few = "--sessions-bytes", str(most := 2 * _bytes(tmp_path))
+    folder = tmp_path / "few"
+    with serving(chat_model, "--policy", "full", "--sessions", str(folder), *few) as server:
+        for i in range(12):
+            found.append(ask(server.url, [system, said("user", f"{i}: Why?")])[1])
+            assert _bytes(folder) <= most
+    assert len(list(folder.glob("*.kv*"))) < 12
+    assert found[0] == 0
+    assert min(found[1:]) >= 256
+
+
 def _bytes(folder):
     """Of all files; those with two names once."""
     found = [path.stat() for path in folder.iterdir()]

@@ -247,7 +247,9 @@ class Chats:
         SessionError
             Then all is as it was.
         """
-        line = before.line if before and before.is_newest else self._new_line()
+        # a system prompt alone stays for other chats: they all have lines of their own
+        is_own = before is not None and before.is_newest and bool(before.line.turns)
+        line = before.line if before and is_own else self._new_line()
         own = {"digest": digest.hex(), "beginnings": [each.hex() for each in beginnings], "turns": turns}
         with ExitStack() as failed:
             failed.callback(_give_up, line)
