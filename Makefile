@@ -62,7 +62,7 @@ help:
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
 	@echo 'make check-claude use kvtool serve from Claude Code, which npm installs to build/claude'
 	@echo 'make fuzz         try many more damaged models and random calls than make test does'
-	@echo 'make fuzz-serve   send kvtool serve 10,000 random requests, and a crowd of clients'
+	@echo 'make fuzz-serve   send kvtool serve 22,000 random requests and a crowd, and kill it amid streams'
 	@echo 'make fuzz-sanitized  the same calls in a build with -fsanitize=address,undefined (gcc)'
 	@echo 'make check-tests  plant a fault in each part, and see that the tests find it; PARTS="cli ..." for some'
 	@echo 'make papers       repeat the papers'"'"' experiments: DATA=folder, MODELS=folder, IDS="..." for some;'
@@ -205,9 +205,12 @@ fuzz: setup
 	@$(ONE_THREAD) $(PY) tests/fuzz_gguf.py --n 2000 --keep fuzz-found
 	@$(ONE_THREAD) $(PY) tests/fuzz_api.py --n 10000
 
+# one heap: what threads leave free in heaps of their own grows for long
 fuzz-serve: setup
-	@$(ONE_THREAD) $(PY) -m tests.fuzz_serve
+	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz_serve
+	@$(ONE_THREAD) MALLOC_ARENA_MAX=1 $(PY) -m tests.fuzz_serve --api messages --requests 12000
 	@$(ONE_THREAD) $(PY) -m tests.crowd_serve
+	@$(ONE_THREAD) $(PY) -m tests.killed_streams
 
 # Python itself is built without the sanitizer, so its library has to be loaded first
 fuzz-sanitized: $(READY)

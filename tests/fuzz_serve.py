@@ -1,10 +1,11 @@
 """Random requests to a server: each is answered, refused in its API's words, or hung up on as broken HTTP.
 
     python -m tests.fuzz_serve --requests 10000 --seed 0
+    python -m tests.fuzz_serve --api messages
     make fuzz-serve
 
 After all of them the server answers a plain chat as before, has said nothing, and holds no more memory or
-files. `random_bodies` has what is asked, this file how it is sent.
+files. `random_bodies` and `random_messages` have what is asked, this file how it is sent.
 """
 
 from __future__ import annotations
@@ -25,16 +26,23 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests import tiny
-from tests.random_bodies import PATHS, Bodies
+from tests.random_bodies import MESSAGES, PATHS, Bodies
+from tests.random_messages import MessageBodies
 from tests.serving import serving
 
 N_THREAD = 4
-PATIENCE_S = 60
+PATIENCE_S = 300
 READ_TIMEOUT_S = 2
 
 N_FILE = 30
 """More files than an idle server has open."""
+
+MOST_GROWTH = 1.25
+"""The most that memory is at the end of a long run, over what it was after a quarter of it."""
 PLAIN = {"messages": [{"role": "user", "content": "What is a stone?"}], "max_tokens": 8, "temperature": 0}
+
+APIS = {"all": Bodies, "messages": MessageBodies}
+"""Who draws what is asked for, by the name of --api."""
 
 # what a request of each kind may get; 0: the connection is closed without an answer
 PROPER = {200, 400, 404, 405, 408, 413, 429}
@@ -135,8 +143,8 @@ def request(path, body, method="POST", headers=(), version="1.1"):
     return "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n" + (body or b"")
 
 
-def check(answer, allowed):
-    """Whether an answer is one that can be; raises AssertionError with what is wrong."""
+def check(answer, allowed, sent):
+    """Whether an answer to these bytes is one that can be; raises AssertionError with what is wrong."""
     assert answer.status in allowed, f"status {answer.status}: {answer.body[:300]!r}"
     if not answer.headers or answer.body == b"Invalid HTTP request received.":
         return
@@ -145,8 +153,13 @@ def check(answer, allowed):
         check_stream(answer.body.decode())
     elif kind.startswith("application/json"):
         body = json.loads(answer.body)
+        is_message = sent.partition(b" ")[2].startswith(MESSAGES.encode())
         if answer.status != 200:
             check_error(body)
+        if is_message:
+            kinds = ("message",) if answer.status == 200 else ("error",)
+            assert body.get("type") in kinds or body.keys() == {"input_tokens"}, body
+            assert answer.headers["request-id"], answer.headers
     else:
         assert answer.status == 200, answer.body[:300]
 
@@ -177,10 +190,10 @@ def check_stream(text):
 class Fuzz:
     """One client, which sends requests at random."""
 
-    def __init__(self, url, seed, counts):
+    def __init__(self, url, seed, counts, drawn=Bodies):
         self.url, self.seed, self.counts = url, seed, counts
         self.rng = random.Random(seed)
-        self.bodies = Bodies(self.rng)
+        self.bodies = drawn(self.rng)
 
     def go(self):
         kinds = [self.right] * 60 + [self.mutated] * 10 + [self.lengths, self.chunks, self.heads] * 4
@@ -188,8 +201,8 @@ class Fuzz:
         kind = self.rng.choice(kinds)
         sent = []
         try:
-            for answer, allowed in kind(sent):
-                check(answer, allowed)
+            for i, (answer, allowed) in enumerate(kind(sent)):
+                check(answer, allowed, sent[i])
                 self.counts[kind.__name__, answer.status] += 1
         except (AssertionError, LookupError, ValueError, OSError) as error:
             said = b"".join(sent)
@@ -215,7 +228,10 @@ class Fuzz:
         """A body of any kind, in HTTP that is right."""
         path, body = self.asked()
         name = self.rng.choice(
-            [[], [], [], ["X-Session-Id: \u00e9\u00ff x"], [f"X-Session-Id: {'n' * 5000}"]]
+            [
+                *([], [], [], ["X-Session-Id: \u00e9\u00ff x"], [f"X-Session-Id: {'n' * 5000}"]),
+                *(["anthropic-version: 2023-06-01", "x-api-key: \u00ff"], [f"anthropic-beta: {'a,' * 5000}"]),
+            ]
         )
         step = self.rng.choice([0, 0, 0, 1 + len(body) // 5])
         return self.ask(sent, request(path, body, headers=name), step=step)
@@ -393,15 +409,16 @@ def plain(url):
     return json.loads(answer.body)["choices"][0]["message"]["content"]
 
 
-def run(model, n, seed=0, *, every=0, options=()):
+def run(model, n, seed=0, *, api="all", every=0, options=()):
     """Counts of (kind, status), and what the server holds ((MiB, files) when warm, and at the end).
 
-    every: prints what it holds after so many requests. Raises AssertionError for the first wrong answer.
+    api: one of APIS. every: prints what it holds after so many requests. Raises AssertionError for the first
+    wrong answer.
     """
     counts, left, warm = Counter(), iter(range(n)), []
     lock = threading.Lock()
     own = ("--budget", "64", "-n", "8", "--temp", "0", "--read-timeout", str(READ_TIMEOUT_S), "--metrics")
-    with serving(model, *own, "--sessions-bytes", "64MiB", *options) as server:
+    with serving(model, *own, "--sessions-bytes", "4MiB", *options) as server:
         before = plain(server.url)
 
         def work(_):
@@ -411,7 +428,7 @@ def run(model, n, seed=0, *, every=0, options=()):
                 if i is None:
                     return
                 # each has a seed of its own, so that it can be sent again
-                Fuzz(server.url, seed + i, counts).go()
+                Fuzz(server.url, seed + i, counts, APIS[api]).go()
                 if i % 50 == 0:
                     assert plain(server.url) == before, (
                         f"request {seed + i}: a plain chat is answered otherwise"
@@ -446,18 +463,23 @@ def main():
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first request")
     parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--api", choices=APIS, default="all", help="what is asked for")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chat.gguf"
         tiny.write_llama(path, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
         policy = ("--policy", asked.policy)
         try:
-            counts, warm, end = run(path, asked.requests, asked.seed, every=500, options=policy)
+            counts, warm, end = run(
+                path, asked.requests, asked.seed, api=asked.api, every=500, options=policy
+            )
         except AssertionError as error:
             sys.exit(str(error))
     for (name, status), count in sorted(counts.items()):
         print(f"{count:7} {name} {status or 'closed'}")
     print(f"memory {warm[0]:.0f} -> {end[0]:.0f} MiB, files {warm[1]} -> {end[1]}")
+    if end[0] > MOST_GROWTH * warm[0] or end[1] >= N_FILE:
+        sys.exit("the server holds more than it did")
 
 
 if __name__ == "__main__":

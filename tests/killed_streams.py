@@ -1,0 +1,172 @@
+"""Kills a server in the middle of streams, again and again, while two chats take turns in it.
+
+    python -m tests.killed_streams --kills 20 --policies h2o recall
+
+Each life of the server goes on with both chats. Every turn that was finished before must be in the cache
+then, and every answer must be the one of a server that has no other chat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests import tiny
+from tests.crowd_serve import reply_to, said
+from tests.held import PATIENCE_S, until
+from tests.serving import serving
+
+RECALL = ("-o", "search=all", "--archive-type", "f16")
+"""A chat that goes back reads in other steps: these share no choice, and what comes back is what left."""
+
+
+def options_of(policy):
+    own = ("--policy", policy, "--budget", "64", "--evict-every", "16")
+    return own + (RECALL if policy == "recall" else ())
+
+
+def streamed(url, messages, n_max):
+    """The events of an answer to these messages. They end where the server does."""
+    where = urlsplit(url)
+    body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": True}
+    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
+        try:
+            link.request("POST", "/v1/messages", json.dumps(body), {"anthropic-version": "2023-06-01"})
+            for line in link.getresponse():
+                if line.startswith(b"data: ") and line.endswith(b"\n"):
+                    yield json.loads(line[6:])
+        except (OSError, http.client.HTTPException):
+            return
+
+
+class Life:
+    """A server that is killed while it streams both chats, or the moment that a client hears that one ended.
+
+    So whatever a client was told to be finished must be stored.
+    """
+
+    def __init__(self, server, chats, rng):
+        self.url, self.is_over = server.url, threading.Event()
+        self._process, self._chats = server.process, chats
+        self._kind = rng.choice(["content_block_delta", "message_stop"])
+        self._n_turn, self._n_delta = rng.randint(0, 2), rng.randint(1, 30)
+
+    def seen(self, kind):
+        """A client has seen an event of this kind."""
+        is_due = kind == self._kind and all(chat.n_turn >= self._n_turn for chat in self._chats)
+        n_delta = [chat.n_delta for chat in self._chats]
+        if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
+            self._process.kill()
+            self.is_over.set()
+
+
+class Chat:
+    """One of the two.
+
+    messages, n_token: of its finished turns. n_max: the most tokens of each of their answers. n_delta: events
+    of the answer that is streamed now. n_turn, n_cut: turns that were finished in this life, and cut in all.
+    """
+
+    def __init__(self, number, seed, *, goes_back):
+        self.number, self.goes_back = number, goes_back
+        self.rng = random.Random(2 * seed + number)
+        self.messages, self.n_token, self.n_max = [], 0, []
+        self.n_turn = self.n_asked = self.n_delta = self.n_cut = 0
+
+    def live(self, life):
+        """Takes turns until the server is killed."""
+        self.n_turn = self.n_delta = 0
+        while not life.is_over.is_set():
+            self.turn(life.url, self.rng.randint(8, 60), life.seen)
+
+    def turn(self, url, n_max, seen=lambda kind: None):
+        """Asks, and keeps what was finished. seen: called with the kind of each event."""
+        self.n_asked += 1
+        question = f"{self.number}: What is stone {self.n_asked}? " + "It is long. " * self.rng.randint(0, 9)
+        asked, text, usage, is_whole = [*self.messages, said("user", question)], "", {}, False
+        for event in streamed(url, asked, n_max):
+            assert event["type"] != "error", event
+            usage = event.get("usage") or usage
+            is_whole = event["type"] == "message_stop"
+            if event["type"] == "content_block_delta":
+                text += event["delta"]["text"]
+                self.n_delta += 1
+            seen(event["type"])
+        if is_whole:
+            n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
+            # a stream that goes back may have some of the question: of a turn that was cut
+            most = n_all if self.goes_back else self.n_token
+            assert self.n_token <= n_cached <= most, (
+                f"chat {self.number}: {n_cached} of {self.n_token} tokens"
+            )
+            self.messages, self.n_token = [*asked, said("assistant", text)], n_all
+            self.n_max.append(n_max)
+            self.n_turn += 1
+        elif self.n_delta:
+            self.n_cut += 1
+        self.n_delta = 0
+
+
+def run(model, policy, folder, n_kill, seed=0):
+    """How many streams were cut, and turns finished. Raises AssertionError where one is lost or mixed."""
+    rng, options = random.Random(seed), options_of(policy)
+    chats = [Chat(number, seed, goes_back=policy == "recall") for number in range(2)]
+    for _ in range(n_kill):
+        with (
+            serving(model, *options, "--sessions", str(folder)) as server,
+            ThreadPoolExecutor(len(chats)) as pool,
+        ):
+            life = Life(server, chats, rng)
+            threads = [pool.submit(chat.live, life) for chat in chats]
+            try:
+                until(lambda threads=threads: any(thread.done() for thread in threads))
+            finally:
+                server.process.kill()
+                life.is_over.set()
+        for thread in threads:
+            thread.result()
+    with serving(model, *options, "--sessions", str(folder)) as server:
+        for chat in chats:
+            n = len(chat.messages)
+            chat.turn(server.url, 8)
+            assert len(chat.messages) == n + 2, f"chat {chat.number}: no answer after the last kill"
+    left = [path.name for path in folder.iterdir() if path.name.endswith(".part")]
+    assert not left, left
+    for chat in chats:
+        with serving(model, *options) as server:
+            for i, n_max in enumerate(chat.n_max):
+                want = chat.messages[2 * i + 1]["content"]
+                alone = reply_to(server.url, chat.messages[: 2 * i + 1], n_max=n_max)
+                assert alone == want, f"chat {chat.number}: {want!r}, alone {alone!r}"
+    return {
+        "turns": sum(len(chat.n_max) for chat in chats),
+        "streams cut": sum(chat.n_cut for chat in chats),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", nargs="+", default=["h2o", "recall"])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    for policy in asked.policies:
+        with tempfile.TemporaryDirectory() as folder:
+            model, sessions = Path(folder) / "talker.gguf", Path(folder) / "sessions"
+            tiny.write_llama(model, letters=True, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
+            found = run(model, policy, sessions, asked.kills, asked.seed)
+            print(
+                f"{policy}: {asked.kills} kills,", *(f"{n} {what}" for what, n in found.items()), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
