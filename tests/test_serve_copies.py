@@ -68,6 +68,14 @@ def test_a_short_prompt_gets_no_copy(talker, tmp_path):
         assert len([*tmp_path.glob("*.kv*")]) == 1
 
 
+def test_a_copy_is_one_of_its_chat(sliding, tmp_path):
+    with serving(sliding, *RECALL, "--sessions", str(tmp_path)) as server:
+        asked(server.url, [LONG])
+        # so that an archive is not there twice
+        names = sorted(path.name.partition(".")[2] for path in tmp_path.glob("*.kv*"))
+        assert names == ["kv", "kv.1", "kv.archive"]
+
+
 def test_a_prompt_is_read_on_where_a_client_has_left_it(sliding, tmp_path):
     body = {"messages": [said("user", "Waves come and go. " * 60)]}
     gone = SimpleNamespace(request=requests.chat(body, Defaults()), is_cancelled=False)

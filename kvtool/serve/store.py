@@ -248,7 +248,7 @@ class Chats:
             Then all is as it was.
         """
         # a system prompt alone stays for other chats: they all have lines of their own
-        is_own = before is not None and before.is_newest and bool(before.line.turns)
+        is_own = before is not None and before.is_newest and bool(before.line.beginnings)
         line = before.line if before and is_own else self._new_line()
         own = {"digest": digest.hex(), "beginnings": [each.hex() for each in beginnings], "turns": turns}
         with ExitStack() as failed:
