@@ -20,6 +20,7 @@ from kvtool.llama.devices import library_info
 from kvtool.llama.library import api
 from kvtool.llama.model import Model
 from kvtool.models.resolve import resolve
+from kvtool.system.cpu import cpu_name
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -46,7 +47,7 @@ def machine() -> dict[str, object]:
     """What a reader needs to know about the machine to compare numbers."""
     info = library_info()
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "n_core": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -54,16 +55,6 @@ def machine() -> dict[str, object]:
         "llama_cpp_python": info["version"],
         "patch": info["digest"],
     }
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
 
 
 def mcnemar(lost: int, won: int) -> float:

@@ -53,6 +53,7 @@ COMMANDS = [
     "serve",
     "perplexity",
     "compare",
+    "bench",
     "eval",
     "inspect",
     "policies",

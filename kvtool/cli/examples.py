@@ -22,6 +22,10 @@ EXAMPLES = {
         "kvtool compare book.txt --max-tokens 4000 --policies h2o,buzz,local --budgets 128,512",
         "kvtool compare book.txt --json runs.jsonl --plot runs.png --jobs 2",
     ),
+    "bench": (
+        "kvtool bench -m smollm2-135m --json > before.json",
+        "kvtool bench --depths 512,8k --compare before.json --plot speed.png",
+    ),
     "eval": ("kvtool eval", "kvtool eval retrieval --policy snapkv --budget 20% --limit 50"),
     "inspect": (
         "kvtool inspect book.txt --max-tokens 2000 --policy h2o --budget 256",

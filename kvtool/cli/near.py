@@ -13,7 +13,7 @@ _CALLED = {
     "models pull": ("pull", "download", "get"),
     "models show": ("show", "info"),
     "models rm": ("rm", "remove", "delete"),
-    "compare": ("bench", "benchmark"),
+    "bench": ("benchmark", "llama-bench"),
     "perplexity": ("ppl",),
     "session show": ("sessions",),
     "session export": ("export",),

@@ -46,6 +46,8 @@ class Settings:
         Flash attention: "on", "off" or "auto".
     n_threads
         CPU threads; one per core if not given.
+    kv_offload
+        Whether the cache lies on the devices that compute the layers; else in host memory.
 
     Raises
     ------
@@ -68,6 +70,7 @@ class Settings:
     archive_type: str = "q8_0"
     flash: str = "auto"
     n_threads: int | None = None
+    kv_offload: bool = True
 
     def __post_init__(self) -> None:
         for name in ("positions", "prefill", "flash", "type_k", "type_v", "archive_type"):

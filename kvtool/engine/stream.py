@@ -102,9 +102,8 @@ class Stream:
         model, policy, settings = self.model, self.policy, self.settings
         # ragged rows grow
         _check_index(model, max(n_cell, pad(policy.n_live)))
-        how: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("type_k", "type_v", "flash", "n_threads")
-        }
+        names = "type_k", "type_v", "flash", "n_threads", "kv_offload"
+        how: dict[str, Any] = {name: getattr(settings, name) for name in names}
         how["n_output"] = max(settings.n_output, settings.n_ahead + 1)
         if is_patched():
             own: dict[str, Any] = {

@@ -223,7 +223,7 @@ class Archive:
             check(lib.llama_kvtool_get_archive(self._owner.handle, layer, data.ctypes.data, begin, end))
             yield layer_name(layer), data
         if tokens:
-            yield from self._save_clusters()
+            yield from self.save_clusters()
 
     @property
     def block_bytes(self) -> int:
@@ -247,7 +247,8 @@ class Archive:
         check(lib.llama_kvtool_get_clusters(self._owner.handle, data.ctypes.data, begin, end, is_far))
         return data
 
-    def _save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
+    def save_clusters(self) -> Iterator[tuple[str, np.ndarray]]:
+        """What `save` gives of clusters; nothing where there are none."""
         table, found = [], []
         for is_far in (True, False):
             if blocks := [at for at, far in self.clustered if far == is_far]:

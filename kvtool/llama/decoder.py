@@ -41,6 +41,8 @@ class Decoder:
         Flash attention: "on", "off" or "auto".
     n_threads
         Threads of a CPU; as `Threads` chooses, one per core at most, if not given.
+    kv_offload
+        Whether the cache lies on the devices that compute the layers; else in host memory.
     ragged
         Whether rows may hold different numbers of cells, which only a `Context` can do.
     on_tensor
@@ -66,6 +68,7 @@ class Decoder:
         type_v: str = "f16",
         flash: str = "auto",
         n_threads: int | None = None,
+        kv_offload: bool = True,
         on_tensor: Any = None,
     ) -> None:
         self.model = model
@@ -75,6 +78,7 @@ class Decoder:
         # the sliding layers' cache is never longer than this, and must hold what they see and a step
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
         params.swa_full = False
+        params.offload_kqv = kv_offload
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = 1
         params.n_outputs_max = min(n_output, n_batch)

@@ -26,3 +26,18 @@ def cpu_features() -> str:
     else:
         found.append(platform.processor())
     return " ".join(found)
+
+
+def cpu_name() -> str:
+    """The CPU as its maker calls it; "unknown" where the system does not say."""
+    if sys.platform == "darwin":
+        import subprocess
+
+        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        with cpuinfo.open(errors="replace") as lines:
+            if name := next((line for line in lines if line.startswith("model name")), ""):
+                return name.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown"

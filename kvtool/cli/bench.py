@@ -1,0 +1,174 @@
+"""`kvtool bench`: how fast this machine reads and writes, by depth and by the way the cache is kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import typer
+
+from kvtool import policies
+from kvtool.cli import output
+from kvtool.cli.console import plain_console, say
+from kvtool.cli.declared import Json, options
+from kvtool.cli.locate import locate
+from kvtool.cli.progress import tokens_progress
+from kvtool.errors import KvtoolError, LibraryError, UsageError
+from kvtool.options.field import Options, again, option
+from kvtool.options.run import Run
+from kvtool.system import interrupt
+from kvtool.system.texts import json_text
+
+if TYPE_CHECKING:
+    from kvtool.measure.bench import Bench, Row
+    from kvtool.models.header import ModelInfo
+
+_POLICIES = "recall", "h2o"
+_LEAST, _MOST = 32, 2**24
+
+
+class _Stopped(KvtoolError):
+    exit_code = interrupt.EXIT_CODE
+
+
+@dataclass(frozen=True)
+class _Run(Run):
+    hidden: ClassVar = (
+        *("policy", "options", "evict_every", "positions", "prefill", "n_ctx", "type_k", "type_v"),
+        *("archive", "archive_file", "archive_type", "flash", "explain"),
+    )
+
+    budget: str | None = again(
+        Run, "budget", words="{default_recall:,} tokens with recall, {default_budget:,} with h2o"
+    )
+    threads: int | None = again(Run, "threads", words="one per core")
+    verbose: int = again(Run, "verbose", help="-vv: show llama.cpp's log.")
+
+
+@dataclass(frozen=True)
+class _Own(Options):
+    depths: str = option(
+        "--depths LIST",
+        "512,8k,32k",
+        "Tokens that have been read before, separated by commas: 8k is 8,192.",
+    )
+    rounds: int = option("--rounds N", 5, "Maximum rounds of a row.", least=1)
+    seconds: float = option(
+        "--seconds S",
+        6.0,
+        "Seconds after which a row gets no more rounds.",
+        fits=lambda s: 0 < s < 1e6,
+        needed="above 0",
+    )
+    compare: Path | None = option(
+        "--compare OLD.json", None, "Show ratios to an earlier run, whose --json output this file has."
+    )
+    plot: Path | None = option("--plot PNG", None, "Draw the speeds by depth into this file.")
+
+    def n_tokens(self) -> list[int]:
+        """The depths as numbers. Raises UsageError."""
+        found = []
+        for part in filter(None, map(str.strip, self.depths.split(","))):
+            match = re.fullmatch("([0-9]{1,9})(k?)", part.lower())
+            n = int(match[1]) * (1024 if match[2] else 1) if match else None
+            if n is None:
+                raise UsageError(f"--depths takes numbers of tokens, such as 512,8k, got {part!r}")
+            if not _LEAST <= n <= _MOST:
+                raise UsageError(f"a depth of --depths must be in {_LEAST}..{_MOST}, got {n}")
+            found.append(n)
+        if not found:
+            raise UsageError("--depths names no depth; give some, such as 512,8k")
+        return list(dict.fromkeys(found))
+
+
+@options
+def bench(*, own: _Own, run: _Run, as_json: Json = False) -> None:
+    """Measure how fast this machine reads and writes, and the memory that takes.
+
+    Each row is one way to keep the cache at one depth: the full cache, with and without flash attention, in
+    f16 and q8_0, and in host memory where there is a GPU; recall; h2o. A depth is reached without reading all
+    of it: what a few tokens left in the cache is repeated, so that speed is real and text is not. Rows take
+    turns. Ctrl-C ends the measuring and prints what there is.
+    """
+    depths = own.n_tokens()
+    output.check_picture("--plot", own.plot)
+
+    from kvtool.measure import bench as measure
+    from kvtool.runs import opening
+
+    old = measure.earlier(own.compare.expanduser()) if own.compare else None
+    workers = opening.workers_of(run.rpc, run.gpu_layers)
+    path, info = opening.located(run.model, locate)
+
+    from kvtool.llama.devices import default_threads
+    from kvtool.llama.library import HOW_TO_BUILD, UNPATCHED, is_patched
+    from kvtool.measure.machine import machine
+
+    if not is_patched():
+        raise LibraryError(f"{UNPATCHED}, which bench needs; {HOW_TO_BUILD}")
+    run = run.changed(threads=run.threads or default_threads())
+    with opening.loaded(path, run.gpu_layers, workers, verbose=run.verbose > 1, guarded=True) as model:
+        budgets = _budgets(run, info, model.layers)
+        has_device = measure.device_free() is not None and run.gpu_layers != 0
+        n_batch = run.n_batch or run.default_n_batch
+        ways = measure.ways(budgets, has_device=has_device)
+        rows = [measure.sized(way, depth, n_batch) for depth in depths for way in ways]
+        settings = opening.settings_of(run, {}, model.n_ctx_train, n_batch, 1)
+        made = measure.Bench(model, settings, rows, rounds=own.rounds, row_s=own.seconds)
+        said = {"model": path.stem, "machine": machine() | {"threads": run.threads}}
+        _watch(made)
+    found = [said | row.record() for row in rows if row.write or row.why]
+    if old is not None:
+        found = [record | {"over_old": measure.over(record, old)} for record in found]
+        if other := next((each for each in old if each.get("model") != path.stem), None):
+            say([f"{own.compare} is of another model, {other.get('model')}"])
+    _print(found, said, as_json=as_json, has_device=has_device, plot=own.plot)
+    if made.stop:
+        raise _Stopped(f"stopped; {len(found)} of {len(rows)} rows are measured")
+
+
+def _budgets(run: _Run, info: ModelInfo, layers: Any) -> dict[str, int]:
+    """The budget of each policy, in cells. Raises UsageError."""
+    from kvtool.runs import opening
+
+    found = {}
+    for name in _POLICIES:
+        default = run.default_recall if policies.recalls(policies.load(name)) else run.default_budget
+        text = run.budget or str(min(default, info.n_ctx_train))
+        found[name] = opening.fitted(policies.wanted(name), run, text, info.n_ctx_train, layers).n
+    return found
+
+
+def _watch(made: Bench) -> None:
+    """Measures the rows; a bar says which."""
+    n_round: dict[int, int] = {}
+    with tokens_progress("bench", len(made.rows) * made.rounds) as step:
+        interrupt.stops(made)
+
+        for row in made.measure():
+            step(sum(n_round.values()), _title(row))
+            n_round[id(row)] = n_round.get(id(row), 0) + 1
+
+
+def _title(row: Row) -> str:
+    return f"depth {row.depth:,}: {row.way.name}"
+
+
+def _print(
+    found: list[dict[str, Any]], said: dict[str, Any], *, as_json: bool, has_device: bool, plot: Path | None
+) -> None:
+    picture = None
+    if plot:
+        from kvtool.cli.bench_plot import picture as draw
+
+        picture = plot, lambda: output.png(draw(found, said["model"]))
+    with output.written(*([picture] if picture else [])):
+        if as_json:
+            for record in found:
+                typer.echo(json_text(record))
+        else:
+            from kvtool.cli.bench_table import show
+
+            show(plain_console(), found, said, has_device=has_device)

@@ -1,0 +1,95 @@
+"""The table of kvtool bench."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kvtool.cli.console import table_console
+from kvtool.measure.machine import line
+from kvtool.units import format_bytes
+
+Record = dict[str, Any]
+
+WIDE = 100
+"""From this terminal width on the table has the least and the most of each median, and resident memory."""
+
+LEGEND = (
+    "read, write: tokens/s of the last tokens up to the depth, medians of the rounds{range}, read in batches "
+    "of {n_read} tokens; first: of a new cache's first token, ms; {device}; "
+    "host: cache if it lies there, archive, policy state{resident}"
+)
+DEVICE = "device: by the devices' counters, without the model"
+CACHE = "cache: bytes allocated"
+OLD = "; /old: the median over that of the earlier run"
+
+
+def show(console: Console, records: Sequence[Record], said: Record, *, has_device: bool) -> None:
+    """Print a line that names the machine, and a line per row. In a pipe all columns are there, and uncut.
+
+    said: the model and the machine.
+    """
+    if not console.is_terminal:
+        console = table_console(file=console.file, color_system=None)
+    wide, compares = console.width >= WIDE, any("over_old" in record for record in records)
+    speeds = ("read, tokens/s", "write, tokens/s", "first, ms") if wide else ("read", "write", "first")
+    names = [name for speed in speeds for name in (speed, *["/old"] * compares)]
+    names += ["device" if has_device else "cache", "host", *["resident"] * wide]
+    measured = {id(record): _cells(record, wide, compares) for record in records if _is_measured(record)}
+    widths = [max(map(len, column)) for column in zip(names, *measured.values(), strict=True)]
+    first = max((len(record["what"]) for record in records), default=0)
+
+    def put(what: str, cells: Sequence[str]) -> None:
+        right = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        console.print(Text(f"{what:{first}}{right}"))
+
+    threads = said["machine"]["threads"]
+    console.print(Text(f"{line(said['machine'])}\n"))
+    console.print(Text(f"{said['model']}, {threads} thread{'s' * (threads != 1)}\n"))
+    put("", names)
+    for depth in dict.fromkeys(record["depth"] for record in records):
+        console.print(Text(f"depth {depth:,}", "italic"))
+        for record in (each for each in records if each["depth"] == depth):
+            if id(record) in measured:
+                put(record["what"], measured[id(record)])
+            else:
+                console.print(Text(f"{record['what']:{first}}  {record['why']}", "dim"))
+    parts = {
+        "n_read": _range([record["n_read"] for record in records if _is_measured(record)]),
+        "range": " (least-most)" if wide else "",
+        "device": DEVICE if has_device else CACHE,
+        "resident": "; resident: of the process, model included" if wide else "",
+    }
+    console.print(Text(f"\n{LEGEND.format(**parts)}{OLD * compares}", "dim"))
+
+
+def _is_measured(record: Record) -> bool:
+    return record["write_tokens_per_s"] is not None
+
+
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers, default=0), max(numbers, default=0)
+    return f"{least}-{most}" if least < most else f"{most}"
+
+
+def _cells(record: Record, wide: bool, compares: bool) -> list[str]:
+    """What the columns say of a row."""
+    cells: list[str] = []
+    for name, scale in (("read_tokens_per_s", 1), ("write_tokens_per_s", 1), ("first_s", 1000)):
+        value = record[name]
+        shown = [_number(value[end] * scale) for end in ("median", "min", "max")]
+        has_range = wide and scale == 1 and record["rounds"] > 1
+        cells.append(f"{shown[0]} ({shown[1]}-{shown[2]})" if has_range else shown[0])
+        if compares:
+            ratio = record["over_old"][name]
+            cells.append("-" if ratio is None else f"{ratio:.2f}")
+    names = "device_bytes", "host_bytes", *["resident_bytes"] * wide
+    return [*cells, *("-" if record[name] is None else format_bytes(record[name]) for name in names)]
+
+
+def _number(value: float) -> str:
+    """One decimal below 100, none above."""
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

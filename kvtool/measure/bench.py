@@ -1,0 +1,383 @@
+"""How fast a model reads and writes at some depths, and what that takes, by the way its cache is kept.
+
+A row is one way at one depth. In each of its rounds it gets a new cache at that depth (see `depths`), writes
+two tokens, reads one batch and writes some tokens, the last of which is as deep as the row says. Rows of a
+depth take turns, and each has some seconds: one that has had them gets no more rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtool import policies
+from kvtool.engine.loop import Engine
+from kvtool.errors import InputError, KvtoolError, OutOfMemory
+from kvtool.llama.devices import devices
+from kvtool.measure import depths, records
+from kvtool.system.memory import free_bytes, give_back, rss_bytes
+from kvtool.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvtool.engine.settings import Settings
+    from kvtool.llama.model import Model
+    from kvtool.policy import Policy
+
+_N_WRITE = 32
+"""Tokens written in a round: two stretches from one eviction to the next."""
+
+_N_SHORT = 64
+"""Tokens of the shortest batch where reading is slow: flash attention on a CPU takes fewer one by one."""
+
+_CHEAP_S = 1.0
+"""A batch that takes about so long, or less, is read twice, and the second time counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to keep the cache.
+
+    Attributes
+    ----------
+    name
+        For people.
+    policy, budget
+        The policy, and its budget in cells; None for `full`.
+    flash
+        Flash attention: "on", "off" or "auto".
+    cache_type
+        Number format of keys and values.
+    kv_offload
+        False: the cache is in host memory, and the layers are not.
+    """
+
+    name: str
+    policy: str = "full"
+    budget: int | None = None
+    flash: str = "auto"
+    cache_type: str = "f16"
+    kv_offload: bool = True
+
+
+def ways(budgets: Mapping[str, int], *, has_device: bool) -> list[Way]:
+    """The ways that are measured. budgets: in cells, by policy. has_device: whether there is a GPU."""
+    return [
+        Way("full, flash off", flash="off"),
+        Way("full, flash on", flash="on"),
+        Way("full, q8_0, flash on", flash="on", cache_type="q8_0"),
+        *([Way("full, --no-kv-offload", kv_offload=False)] if has_device else []),
+        *(Way(f"{name}, {budget:,}", name, budget) for name, budget in budgets.items()),
+    ]
+
+
+@dataclass(slots=True)
+class Row:
+    """A way at a depth, with what has been measured: an entry a round in each list.
+
+    Attributes
+    ----------
+    way, depth
+        What is measured, and at how many tokens.
+    n_read
+        Tokens of the batch that is read.
+    n_write
+        The most tokens written in a round.
+    read, write
+        Tokens per second.
+    first_s
+        Seconds of the first token in a new cache.
+    device_bytes
+        What the counters of all devices say that cache and buffers take; without a GPU the cache's bytes.
+        Nothing where the counters stand still.
+    host_bytes
+        Bytes of the cache, where it is in host memory, of the archive and of what the policy remembers.
+    resident_bytes
+        Resident memory of the process, model included; None where the system does not say.
+    why
+        Why nothing could be measured.
+    seconds
+        Spent so far.
+    """
+
+    way: Way
+    depth: int
+    n_read: int
+    n_write: int
+    read: list[float] = field(default_factory=list)
+    write: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+    host_bytes: int | None = None
+    resident_bytes: int | None = None
+    why: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def n_start(self) -> int:
+        """Tokens that there are when a round begins."""
+        return self.depth - 2 - 2 * self.n_read - self.n_write
+
+    def record(self) -> dict[str, Any]:
+        """What there is to say of it, as JSON has it.
+
+        what, policy, budget, flash, cache_type, kv_offload, depth
+            As `Way` and `Row` have them; `what` is the name.
+        rounds
+            How many there were.
+        n_read
+            Tokens of the batch that was read.
+        read_tokens_per_s, write_tokens_per_s, first_s
+            median, min and max of the rounds; null if nothing was measured.
+        device_bytes
+            The median of the rounds; null where counters stand still.
+        host_bytes, resident_bytes, why
+            As `Row` has them.
+        """
+        way = asdict(self.way)
+        return {
+            "what": way.pop("name"),
+            **way,
+            "depth": self.depth,
+            "rounds": len(self.write),
+            "n_read": self.n_read,
+            "read_tokens_per_s": spread(self.read),
+            "write_tokens_per_s": spread(self.write),
+            "first_s": spread(self.first_s),
+            "device_bytes": statistics.median_low(self.device_bytes) if self.device_bytes else None,
+            "host_bytes": self.host_bytes,
+            "resident_bytes": self.resident_bytes,
+            "why": self.why,
+        }
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """The median, the least and the most; None of nothing."""
+    if not values:
+        return None
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def sized(way: Way, depth: int, n_batch: int) -> Row:
+    """A row that has not been measured yet. depth: 32 at least."""
+    return Row(way, depth, min(n_batch, depth // 4), min(_N_WRITE, depth // 8))
+
+
+class Bench:
+    """Measures rows of one model.
+
+    Parameters
+    ----------
+    settings
+        Of all rows; a row's way changes some of them.
+    rounds, row_s
+        The most rounds of a row, and the seconds after which it gets no more.
+
+    Attributes
+    ----------
+    rows
+        All of them, with what has been measured so far.
+    stop
+        Set from outside, it ends the measuring after the current step.
+    """
+
+    def __init__(
+        self, model: Model, settings: Settings, rows: Sequence[Row], *, rounds: int, row_s: float
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.rows = rows
+        self.rounds = rounds
+        self.row_s = row_s
+        self.stop = False
+        self._tokens = depths.text(model)
+        self._starts: dict[tuple[str, int], depths.Arrays] = {}
+        # of the one row of a depth that has an archive
+        self._clusters: depths.Arrays = {}
+
+    def measure(self) -> Iterator[Row]:
+        """Measures the rows, depth by depth; yields each before each of its rounds. Ends once `stop` is set.
+
+        A round that is not finished then does not count.
+        """
+        for depth in dict.fromkeys(row.depth for row in self.rows):
+            self._clusters = {}
+            here = [row for row in self.rows if row.depth == depth]
+            for row in here:
+                row.why = self._too_much(row)
+            for _ in range(self.rounds):
+                for row in here:
+                    if self.stop:
+                        return
+                    yield row
+                    if row.why or row.seconds >= self.row_s:
+                        continue
+                    try:
+                        # it is read once for all rows, and takes none of their seconds
+                        saved = self._start(row)
+                        if self.stop:
+                            return
+                        start = time.perf_counter()
+                        self._round(row, saved)
+                        row.seconds += time.perf_counter() - start
+                    except KvtoolError as error:
+                        row.why = str(error)
+                    except MemoryError:
+                        row.why = str(OutOfMemory())
+
+    def _too_much(self, row: Row) -> str | None:
+        """Why a row cannot be measured, as far as that is known before; None where it can be."""
+        model, way = self.model, row.way
+        if way.policy == "full" and row.depth > model.n_ctx_train:
+            return f"beyond the trained context ({model.n_ctx_train:,} tokens)"
+        n_batch, n_cell = self.settings.n_batch, row.depth if way.budget is None else way.budget + 256
+        try:
+            needed = n_cell * model.layers.cell_bytes(way.cache_type, way.cache_type)
+            archive = row.depth * model.layers.cell_bytes(*2 * (self.settings.archive_type,))
+        except KvtoolError as error:
+            return str(error)
+        if way.flash != "on":
+            # without flash attention a batch's scores of one layer are in memory
+            needed += 4 * n_batch * n_cell * max((each.n_head_kv * n for each, n in model.groups), default=0)
+        host, device = free_bytes(), device_free()
+        # and what it is filled from
+        if policies.recalls(policies.load(way.policy)) and 2 * archive > host:
+            return f"its archive needs {_of(2 * archive, host)}"
+        free = host if device is None or not way.kv_offload else device
+        return f"needs {_of(needed, free)}" if needed > free else None
+
+    def _round(self, row: Row, saved: depths.Arrays | None) -> None:
+        before = device_free()
+        with closing(self._engine(row, saved)) as engine:
+            at = iter(range(row.n_start, row.depth))
+            first = self._write(engine, at)
+            usual = self._write(engine, at)
+            if not row.write:
+                # a batch takes a small part of the time of its tokens one by one, unless it is short
+                row.n_read = min(row.n_read, max(int(20 * self.row_s / usual), _N_SHORT))
+            if usual * row.n_read / 4 < _CHEAP_S:
+                self._read(engine, row.n_read, at)
+            read = self._read(engine, row.n_read, at)
+            write, stretch = 0.0, engine.policy.slack or 4
+            for n_written in range(1, row.n_write + 1):
+                write += self._write(engine, at)
+                if n_written % stretch == 0 and write > self.row_s / 2:
+                    break
+            if self.stop:
+                return
+            row.first_s.append(first)
+            row.read.append(row.n_read / read)
+            row.write.append(n_written / write)
+            cache, after = engine.cache_bytes, device_free()
+            is_on_host = before is None or after is None or not row.way.kv_offload
+            taken = cache if before is None or after is None else before - after
+            if taken > 0:
+                # a worker's counter stands still
+                row.device_bytes.append(taken)
+            row.host_bytes = engine.archive_bytes + engine.host_bytes + (cache if is_on_host else 0)
+            give_back()
+            row.resident_bytes = rss_bytes()
+
+    def _write(self, engine: Engine, at: Iterator[int]) -> float:
+        """Decodes the next token, if not stopped; returns the seconds."""
+        start = time.perf_counter()
+        if not self.stop:
+            engine.step(self._take(at, 1))
+            # a device may still be at work until they are here
+            engine.context.logits()
+        return time.perf_counter() - start
+
+    def _read(self, engine: Engine, n: int, at: Iterator[int]) -> float:
+        """Reads the next n tokens, if not stopped; returns the seconds."""
+        tokens, start = self._take(at, n), time.perf_counter()
+        engine.read(tokens, lambda: self.stop)
+        if not self.stop:
+            engine.context.logits()
+        return time.perf_counter() - start
+
+    def _take(self, at: Iterator[int], n: int) -> np.ndarray:
+        """The next n tokens of the text, which starts over where it ends."""
+        return self._tokens[np.fromiter(at, np.intp, n) % len(self._tokens)]
+
+    def _engine(self, row: Row, saved: depths.Arrays | None) -> Engine:
+        """A stream with the tokens that a round begins with. saved: what `_start` gives."""
+        policy, settings = self._made_of(row)
+        engine = Engine(self.model, policy, settings)
+        try:
+            if saved is None:
+                depths.fill(engine, self._tokens, row.n_start)
+                return engine
+            n_past = depths.n_past(saved)
+            if row.n_start > n_past:
+                saved = depths.lengthened(saved, row.n_start - n_past, self.model.n_ctx_train)
+            engine.restore(saved | self._clusters)
+            if engine.context.archive:
+                self._clusters = self._clusters or depths.clusters(engine.context.archive)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _made_of(self, row: Row) -> tuple[Policy, Settings]:
+        way = row.way
+        kept: dict[str, Any] = {"type_k": way.cache_type, "type_v": way.cache_type, "flash": way.flash}
+        kept |= {"kv_offload": way.kv_offload, "archive": row.depth}
+        return policies.fit(way.policy, way.budget or row.depth), replace(self.settings, **kept)
+
+    def _start(self, row: Row) -> depths.Arrays | None:
+        """What a row's policy has after its first tokens, as `Engine.save` gives it; None of `full`."""
+        policy, settings = self._made_of(row)
+        if not policy.evicts:
+            return None
+        key = row.way.name, min(row.n_start, depths.n_start(policy))
+        if key not in self._starts:
+            tokens = self._tokens[np.arange(key[1]) % len(self._tokens)]
+            self._starts[key] = depths.start(self.model, policy, settings, tokens, lambda: self.stop)
+        return self._starts[key]
+
+
+def device_free() -> int | None:
+    """Free bytes of all devices beside the CPU, by their own counters; None where there is no such device."""
+    found = [each["memory_free"] for each in devices() if each["type"] in ("gpu", "igpu")]
+    return sum(found) if found else None
+
+
+def _of(needed: int, free: int) -> str:
+    return f"{format_bytes(needed)}, {format_bytes(free)} are free"
+
+
+_COMPARED = ("read_tokens_per_s", "write_tokens_per_s", "first_s")
+
+
+def earlier(path: Path) -> list[dict[str, Any]]:
+    """The rows that an earlier run has printed as JSON. Raises InputError for a file that has none."""
+    if not path.is_file():
+        raise InputError(f"cannot read {path}: there is no such file")
+    try:
+        found = records.read(path)
+    except InputError:
+        found = []
+    if not found or not all(map(_is_row, found)):
+        raise InputError(f"{path} is not what `kvtool bench --json` prints")
+    return found
+
+
+def _is_row(record: Mapping[str, Any]) -> bool:
+    def is_spread(value: object) -> bool:
+        median = value.get("median") if isinstance(value, dict) else None
+        return value is None or (isinstance(median, (int, float)) and median > 0)
+
+    return {"what", "depth", *_COMPARED} <= record.keys() and all(is_spread(record[n]) for n in _COMPARED)
+
+
+def over(record: Mapping[str, Any], old: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """A row's medians over those of the same row of an earlier run; None where one of them has none."""
+    same = [each for each in old if (each["what"], each["depth"]) == (record["what"], record["depth"])]
+    pairs = {name: (record[name], same[0][name] if same else None) for name in _COMPARED}
+    return {name: a["median"] / b["median"] if a and b else None for name, (a, b) in pairs.items()}
