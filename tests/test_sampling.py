@@ -383,7 +383,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     assert list(sampler.recent) == [A]
     before, settings = keeper.drawing, sampler.settings
     for name, text, error, words in (
-        ("top_p", "2", UsageError, "--top-p must be"),
+        ("top_p", "2", UsageError, "top_p must be"),
         ("top_k", "many", UsageError, "top_k must be a whole number, got 'many'"),
         ("top_kk", "1", UsageError, "there is no setting top_kk. Did you mean top_k"),
         ("grammar", "root ::= x", UsageError, "Undefined rule identifier 'x'"),

@@ -99,7 +99,7 @@ def before(place):
     return SimpleNamespace(
         perplexity=place.run(place.kvtool, "perplexity", "text.txt"),
         doctor=place.run(place.kvtool, "doctor"),
-        models=place.run(place.kvtool, "models", "list"),
+        models=place.run(place.kvtool, "models", "list", "--all"),
         policies=place.run(place.kvtool, "policies", "--json"),
     )
 
