@@ -64,7 +64,7 @@ def stats(terminal: Terminal) -> None:
         rows["copies for /undo"] = f"{len(copies.on_disk)}, {format_bytes(copies.n_bytes)} on disk"
     if terminal.tokens_per_s:
         rows["speed"] = f"{terminal.tokens_per_s:.1f} tokens/s in the last reply"
-    if (writer := terminal.conversation.writer).drafter:
+    if (writer := terminal.conversation.writer).n_drafted:
         rows["guesses"] = f"{writer.n_accepted:,} of {writer.n_drafted:,} came true"
     _table(terminal, rows)
 
