@@ -76,7 +76,7 @@ class Asked:
 class Serving:
     """What `kvtool serve` does with requests, without HTTP. limit: how many engines there is memory for."""
 
-    def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64):
+    def __init__(self, stack, model, policy, folder, n=2, limit=2, queue=64, n_batch=32):
         self.baton, self.waiting, self.said, self.loads = Baton(), Waiting(queue), [], []
         fitted = policies.fit(policy, 300 if policy == "full" else 64, None, RECALL * (policy == "recall"))
         chats = Chats(folder, 10**9, {})
@@ -86,7 +86,7 @@ class Serving:
         def talk():
             if len(self.talks) == limit:
                 raise OutOfMemory("there is none")
-            settings = Settings(n_batch=32, n_threads=1, archive_type="f16")
+            settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
             writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
             rest = "forget", meta, lambda line: None, False, self.baton.step
@@ -203,6 +203,27 @@ def test_chats_in_turns_stay_where_they_are(talker, tmp_path, one_step):
                     jobs[i] = server.put(chats[i])
                     assert n <= jobs[i].last["n_cached"] < n + 16
             assert not server.loads
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_nobody_waits_for_a_long_step(talker, tmp_path, one_step, monkeypatch, policy):
+    """Of two prompts the second is read before the first, which takes one step."""
+    # nothing is done so soon
+    monkeypatch.setattr(slots, "STEP_S", 1e-9)
+    with served(talker, policy, tmp_path, n_batch=256) as server:
+        other, told = [], []
+
+        def seen(kind):
+            told.append(f"first: {kind}")
+            if not other:
+                other.append(server.put(question(1, 0), seen=lambda kind: told.append(f"second: {kind}")))
+                server.someone_waits()
+
+        first = server.put(question(0, 12), seen=seen)
+        assert 128 < first.last["n_prompt"] < 240
+        assert other[0].text
+        assert told.index("second: read") < told.index("first: read")
+        assert all(talk.engine.pace for talk in server.talks)
 
 
 def beside(server, one, other, n_max=40):

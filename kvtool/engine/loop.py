@@ -82,6 +82,8 @@ class Engine(Stream):
     def steps(self, tokens: np.ndarray, *, late: bool = False, every: bool = True) -> Iterator[slice]:
         """Decodes a text i32[n] in as many steps as it takes. After each, yields which of the tokens it took.
 
+        With a `pace`, a late step comes in parts, each of which is yielded; what it gives is the same.
+
         late
             Whether a step may run past the next plan, so that a prompt is read in long steps. Otherwise every
             plan comes when it is due: exactly the policy's own schedule.
@@ -98,23 +100,31 @@ class Engine(Stream):
             n = min(self.room(), most, len(tokens) - at)
             if not late:
                 n = min(n, self.n_until_plan)
-            part = slice(at, at + n)
-            at += n
-            self._step(tokens[part], n if every else int(at == len(tokens)))
-            yield part
+            end = at + n
+            while at < end:
+                part = self.part(at, end) if late else slice(at, end)
+                at = part.stop
+                self.advance(tokens[part], at - part.start if every else int(at == len(tokens)))
+                if at == end:
+                    # it may have gone over the budget
+                    self.evict_if_due(0)
+                yield part
 
     def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
         """Decodes a text i32[n] of any length; its last token gives logits.
 
         The first text of a stream is read whole if policy or settings say so. `stopped` is asked before each
-        step whether to end. Returns how many tokens were read; of a text read whole all or none. Raises what
-        `step` raises.
+        step, or part of one, whether to end. Returns how many tokens were read; of a text read whole all or
+        none. Raises what `step` raises.
         """
         if self.reads_whole(len(tokens)):
             return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
             done = next(steps).stop
+        if done < len(tokens):
+            # a part of a step may have gone over the budget
+            self.evict_if_due(0)
         return done
 
     def most_ahead(self) -> int:

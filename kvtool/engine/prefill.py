@@ -60,9 +60,12 @@ def _decode(
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
         rows.rotate_from(0)
-        for part in np.array_split(segment, -(-len(segment) // stream.settings.n_batch)):
+        at = 0
+        while at < len(segment):
             if stopped():
                 return None
+            part = segment[stream.part(at, min(at + stream.settings.n_batch, len(segment)))]
+            at += len(part)
             stream.decode(part, n_output=int(rows.n_past + len(part) == n))
         for name, values in stream.signals.read().items():
             whole = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))

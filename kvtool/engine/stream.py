@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtool.engine.checks import check, how_read
 from kvtool.engine.eviction import Eviction, ask
+from kvtool.engine.pace import Pace
 from kvtool.engine.rows import Rows
 from kvtool.engine.settings import Settings
 from kvtool.engine.signals import Signals
@@ -63,6 +65,8 @@ class Stream:
         The policy at work: its state, and what it has evicted.
     layer_cells
         i32[layer]: the cells that each layer has at first.
+    pace
+        In which parts the steps of a prompt are decoded, where something else waits for them.
     """
 
     _n_fit: int
@@ -85,6 +89,7 @@ class Stream:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
+        self.pace: Pace | None = None
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
         n_start += policy.recall.n_filled(model.layers.has_values) if policy.recall else 0
@@ -211,6 +216,11 @@ class Stream:
         """Bytes that the archive takes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0
 
+    def part(self, at: int, end: int) -> slice:
+        """Which of a step's tokens from here to its end are decoded at once."""
+        # those of a step share what they find in an archive
+        return self.pace.part(at, end) if self.pace and not self.n_archived else slice(at, end)
+
     def decode(self, tokens: np.ndarray, n_output: int) -> None:
         """Decodes i32[n] tokens behind the live cells, whatever the budget says: what a step is made of."""
         rows = self.rows
@@ -219,7 +229,10 @@ class Stream:
             self.signals.clear()
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
+        began = time.perf_counter()
         self.context.decode(tokens, rows.next_rot, n_output)
+        if self.pace:
+            self.pace.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))
 
     def advance(self, tokens: np.ndarray, n_output: int) -> None:

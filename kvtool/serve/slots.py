@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvtool.engine.pace import Pace
 from kvtool.errors import KvtoolError
 from kvtool.serve import jobs
 from kvtool.serve.jobs import Job, Waiting
@@ -14,6 +15,9 @@ from kvtool.serve.talk import Talk
 
 TURN_STEPS, TURN_S = 16, 0.25
 """A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
+
+STEP_S = 0.5
+"""Seconds that a step of a prompt may take, about: so long others wait for their turn."""
 
 
 class Baton:
@@ -88,10 +92,15 @@ class Slots:
         # the one that was used last is the last
         self._free = [first]
         self._room = threading.Semaphore(most)
+        self._keep_pace(first)
 
     @property
     def first(self) -> Talk:
         return self.talks[0]
+
+    def _keep_pace(self, talk: Talk) -> None:
+        if self.most > 1:
+            talk.engine.pace = Pace(STEP_S)
 
     def run(self, waiting: Waiting) -> None:
         """Answers requests until the queue is closed; a failure ends its request alone."""
@@ -132,6 +141,7 @@ class Slots:
         if not self._free:
             try:
                 self.talks.append(self._more())
+                self._keep_pace(self.talks[-1])
                 self.cache_bytes += self.talks[-1].engine.cache_bytes
                 return self.talks[-1]
             except (KvtoolError, MemoryError) as error:
