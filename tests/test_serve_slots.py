@@ -153,10 +153,12 @@ def test_who_waits_longest_gets_the_next_turn():
     assert order == list("abcabc")
 
 
-def test_a_turn_also_ends_when_its_time_is_over(monkeypatch):
-    monkeypatch.setattr(slots, "TURN_S", -1)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, is_first):
+    monkeypatch.setattr(slots, "FIRST_S" if is_first else "TURN_S", -1)
+    monkeypatch.setattr(slots, "TURN_S" if is_first else "FIRST_S", PATIENCE_S)
     baton = Baton()
-    baton.take()
+    baton.take(is_first=is_first)
     thread = threading.Thread(target=baton.take, daemon=True)
     thread.start()
     until(lambda: baton._waiting)

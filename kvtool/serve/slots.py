@@ -16,6 +16,9 @@ from kvtool.serve.talk import Talk
 TURN_STEPS, TURN_S = 16, 0.25
 """A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
 
+FIRST_S = 2.0
+"""The seconds of a request's first turn: a short prompt is read in it."""
+
 STEP_S = 0.5
 """Seconds that a step of a prompt may take, about: so long others wait for their turn."""
 
@@ -27,10 +30,10 @@ class Baton:
         self._lock = threading.Lock()
         self._is_held = False
         self._waiting: deque[threading.Lock] = deque()
-        self._n_step, self._since = 0, 0.0
+        self._n_step, self._end = 0, 0.0
 
-    def take(self) -> None:
-        """Waits for it."""
+    def take(self, *, is_first: bool = False) -> None:
+        """Waits for it. is_first: whether this is a request's first turn."""
         mine = threading.Lock()
         mine.acquire()
         with self._lock:
@@ -40,7 +43,7 @@ class Baton:
                 self._is_held = True
                 mine.release()
         mine.acquire()
-        self._n_step, self._since = 0, time.monotonic()
+        self._n_step, self._end = 0, time.monotonic() + (FIRST_S if is_first else TURN_S)
 
     def give(self) -> None:
         """Lets the next one have it."""
@@ -53,7 +56,7 @@ class Baton:
     def step(self) -> None:
         """Whoever has it calls this before each step: where others wait, they get their turn."""
         self._n_step += 1
-        if self._waiting and (self._n_step > TURN_STEPS or time.monotonic() - self._since > TURN_S):
+        if self._waiting and (self._n_step > TURN_STEPS or time.monotonic() > self._end):
             self.give()
             self.take()
 
@@ -108,7 +111,7 @@ class Slots:
             self._room.acquire()
             if not (job := waiting.take()):
                 break
-            self._baton.take()
+            self._baton.take(is_first=True)
             if job.is_cancelled:
                 self._end(waiting, job)
                 continue
@@ -151,7 +154,7 @@ class Slots:
                 # with the last of these one of the talks is free
                 for _ in range(before - self.most):
                     self._room.acquire()
-                self._baton.take()
+                self._baton.take(is_first=True)
         # a single one is not asked: that takes as long as a template does
         rest = self._free[1:]
         talk = max(self._free, key=lambda each: each.n_shared(job.request)) if rest else self._free[0]
