@@ -24,6 +24,9 @@ from tests import tiny
 from tests.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
+RECALL = ("-o", "search=all", "--archive-type", "f16")
+"""A chat that goes back reads in other steps: these share no choice, and what comes back is what left."""
+
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
 """System prompts; the last one is stored by itself, and needs 512 cells."""
 
@@ -183,13 +186,13 @@ def main():
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "tiny.gguf"
-        tiny.write_llama(own, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=512)
+        tiny.write_llama(own, chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=8192)
         for model in asked.models:
             for policy in asked.policies:
                 for budget in asked.budgets:
                     where = own if model == "tiny" else model
-                    sizes = {"n_client": asked.clients, "n_turn": asked.turns, "seed": asked.seed}
-                    did = run(where, policy, budget, **sizes)
+                    how = {"n_client": asked.clients, "n_turn": asked.turns, "seed": asked.seed}
+                    did = run(where, policy, budget, **how, more=RECALL if policy == "recall" else ())
                     print(
                         model, policy, budget, *(f"{n} {what}" for what, n in sorted(did.items())), flush=True
                     )

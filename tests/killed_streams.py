@@ -20,12 +20,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests import tiny
-from tests.crowd_serve import reply_to, said
+from tests.crowd_serve import RECALL, reply_to, said
 from tests.held import PATIENCE_S, until
 from tests.serving import serving
-
-RECALL = ("-o", "search=all", "--archive-type", "f16")
-"""A chat that goes back reads in other steps: these share no choice, and what comes back is what left."""
 
 
 def options_of(policy):

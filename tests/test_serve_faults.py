@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests import crowd_serve, forked, fuzz_serve, killed_streams
-from tests.crowd_serve import reply_to, request, said
+from tests.crowd_serve import RECALL, reply_to, request, said
 from tests.held import PATIENCE_S, until
-from tests.killed_streams import RECALL
 from tests.serving import ONE_THREAD, serving
 
 pytestmark = [
