@@ -31,25 +31,26 @@ def test_a_part_takes_about_as_long_as_it_may():
 
 
 def test_a_short_rest_is_not_left_alone():
-    pace, at, parts = Pace(0.5), 0, []
-    while at < 130:
-        parts.append(pace.part(at, 130))
-        at = parts[-1].stop
-    assert sizes(parts) == [32, 32, 32, 34]
+    for n, wanted in ((130, [32, 32, 32, 34]), (104, [32, 32, 40]), (105, [32, 32, 21, 20]), (20, [20])):
+        pace, at, parts = Pace(0.5), 0, []
+        while at < n:
+            parts.append(pace.part(at, n))
+            at = parts[-1].stop
+        assert sizes(parts) == wanted
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "prefill"),
     [
-        *((name, "stream") for name in ("full", "h2o", "tova", "corm", "recall")),
-        ("h2o", "whole"),
-        ("snapkv", "whole"),
+        *((name, "stream") for name in policies.names()),
+        *((name, "whole") for name in ("h2o", "snapkv", "bumblebee")),
     ],
 )
 def test_parts_leave_what_whole_steps_leave(tiny_model, name, prefill):
+    """Also where positions would start over within a step."""
     n_asked, tokens, found = [], text(420), []
-    settings = {"n_batch": 160, "prefill": prefill}
+    settings = {"n_batch": 160, "prefill": prefill, "n_ctx": 512 if name == "full" else 400}
     policy = policies.fit(name, 480 if name == "full" else 200, None if name == "full" else 16)
     for pace in (None, Pace(SLOW)):
         with open_engine(tiny_model(), policy, **settings) as engine:

@@ -153,19 +153,36 @@ def test_who_waits_longest_gets_the_next_turn():
     assert order == list("abcabc")
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, is_first):
-    monkeypatch.setattr(slots, "FIRST_S" if is_first else "TURN_S", -1)
-    monkeypatch.setattr(slots, "TURN_S" if is_first else "FIRST_S", PATIENCE_S)
-    baton = Baton()
-    baton.take(is_first=is_first)
+def has_ended(baton, n_left):
+    """Whether the turn of who has it is over, for one that waits."""
     thread = threading.Thread(target=baton.take, daemon=True)
     thread.start()
     until(lambda: baton._waiting)
-    # it waits for ever, as the other gives nothing back
-    threading.Thread(target=baton.step, daemon=True).start()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+    # where it is over this waits for ever, as the other gives nothing back
+    step = threading.Thread(target=baton.step, args=(n_left,), daemon=True)
+    step.start()
+    until(lambda: not (step.is_alive() and thread.is_alive()))
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
+def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
+    """But a short prompt is read in its first turn, whose time is another."""
+    monkeypatch.setattr(slots, "FIRST_S", first_s)
+    monkeypatch.setattr(slots, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
+
+    def ends(n_left, is_first=True):
+        baton = Baton()
+        baton.take(is_first=is_first)
+        return has_ended(baton, n_left)
+
+    is_long = first_s > 0
+    assert ends(slots.SHORT) is not is_long
+    assert ends(1) is not is_long
+    # a long one, a reply, and a later turn
+    assert ends(slots.SHORT + 1) is is_long
+    assert ends(0) is is_long
+    assert ends(1, is_first=False) is is_long
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall", "snapkv", "full"])

@@ -100,11 +100,12 @@ class Engine(Stream):
             n = min(self.room(), most, len(tokens) - at)
             if not late:
                 n = min(n, self.n_until_plan)
+            self.make_way(n)
             end = at + n
             while at < end:
                 part = self.part(at, end) if late else slice(at, end)
                 at = part.stop
-                self.advance(tokens[part], at - part.start if every else int(at == len(tokens)))
+                self.decode(tokens[part], at - part.start if every else int(at == len(tokens)))
                 if at == end:
                     # it may have gone over the budget
                     self.evict_if_due(0)

@@ -26,7 +26,8 @@ class Pace:
 
     def part(self, at: int, end: int) -> slice:
         """What is decoded next of the tokens at..end. A short rest is not left alone."""
-        return slice(at, at + self.n if end - at >= 2 * self.n else end)
+        n = end - at
+        return slice(at, end if n <= self.n * 5 // 4 else at + min(self.n, -(-n // 2)))
 
     def note(self, n: int, seconds: float) -> None:
         """So many tokens have taken so many seconds."""

@@ -60,13 +60,14 @@ def _decode(
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
         rows.rotate_from(0)
-        at = 0
-        while at < len(segment):
-            if stopped():
-                return None
-            part = segment[stream.part(at, min(at + stream.settings.n_batch, len(segment)))]
-            at += len(part)
-            stream.decode(part, n_output=int(rows.n_past + len(part) == n))
+        for step in np.array_split(segment, -(-len(segment) // stream.settings.n_batch)):
+            at = 0
+            while at < len(step):
+                if stopped():
+                    return None
+                part = step[stream.part(at, len(step))]
+                at += len(part)
+                stream.decode(part, n_output=int(rows.n_past + len(part) == n))
         for name, values in stream.signals.read().items():
             whole = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
             # no segment sees another: where one has something, the others have 0

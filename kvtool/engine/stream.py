@@ -236,18 +236,21 @@ class Stream:
         rows.append(len(tokens))
 
     def advance(self, tokens: np.ndarray, n_output: int) -> None:
-        """Decodes as `decode` does, once there are cells and positions for the tokens.
+        """Decodes as `decode` does, once there are cells and positions for the tokens. Raises StreamEnd."""
+        self.make_way(len(tokens))
+        self.decode(tokens, n_output)
+
+    def make_way(self, n: int) -> None:
+        """Sees to cells and positions for a step of n tokens.
 
         Raises StreamEnd if original positions end before them.
         """
-        n = len(tokens)
         if self.rows.next_rot + n > self.n_ctx:
             self._start_over(n)
         if self.rows.ragged:
             if n > self._n_fit:
                 self.make_room(n)
             self._n_fit -= n
-        self.decode(tokens, n_output)
 
     def resize(self, n_cell: np.ndarray) -> None:
         """Gives each layer i32[layer] so many cells, and the host's arrays as many as the longest."""

@@ -16,8 +16,11 @@ from kvtool.serve.talk import Talk
 TURN_STEPS, TURN_S = 16, 0.25
 """A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
 
-FIRST_S = 2.0
-"""The seconds of a request's first turn: a short prompt is read in it."""
+FIRST_S, SHORT = 2.0, 256
+"""The seconds of a request's first turn while at most so many tokens of its prompt are left to read.
+
+So a short prompt is read in one go, and who comes just behind a long one waits for no more than a usual turn.
+"""
 
 STEP_S = 0.5
 """Seconds that a step of a prompt may take, about: so long others wait for their turn."""
@@ -30,7 +33,7 @@ class Baton:
         self._lock = threading.Lock()
         self._is_held = False
         self._waiting: deque[threading.Lock] = deque()
-        self._n_step, self._end = 0, 0.0
+        self._n_step, self._since, self._is_first = 0, 0.0, False
 
     def take(self, *, is_first: bool = False) -> None:
         """Waits for it. is_first: whether this is a request's first turn."""
@@ -43,7 +46,7 @@ class Baton:
                 self._is_held = True
                 mine.release()
         mine.acquire()
-        self._n_step, self._end = 0, time.monotonic() + (FIRST_S if is_first else TURN_S)
+        self._n_step, self._since, self._is_first = 0, time.monotonic(), is_first
 
     def give(self) -> None:
         """Lets the next one have it."""
@@ -53,10 +56,14 @@ class Baton:
             else:
                 self._is_held = False
 
-    def step(self) -> None:
-        """Whoever has it calls this before each step: where others wait, they get their turn."""
+    def step(self, n_left: int = 0) -> None:
+        """Whoever has it calls this before each step: where others wait, they get their turn.
+
+        n_left: the tokens of a prompt that are not read yet.
+        """
         self._n_step += 1
-        if self._waiting and (self._n_step > TURN_STEPS or time.monotonic() > self._end):
+        most_s = FIRST_S if self._is_first and 0 < n_left <= SHORT else TURN_S
+        if self._waiting and (self._n_step > TURN_STEPS or time.monotonic() - self._since > most_s):
             self.give()
             self.take()
 

@@ -58,7 +58,7 @@ class Talk:
     pins
         Whether a chat's system prompt and tools are pinned, also where an archive keeps them.
     step
-        Called before each step: then others may take their turn.
+        Called before each step, with the tokens of a prompt that are left: then others may take their turn.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Talk:
         meta: Callable[[Conversation], session.Meta],
         say: Callable[[str], None] = lambda line: None,
         pins: bool = True,
-        step: Callable[[], None] = lambda: None,
+        step: Callable[[int], None] = lambda n_left: None,
     ) -> None:
         self.writer = writer
         self.engine = writer.engine
@@ -272,7 +272,7 @@ class Talk:
         def while_reading(n_read: int, n_all: int) -> None:
             unless_gone()
             if not self.writer.stop:
-                self._step()
+                self._step(n_all - n_read if n_all > 1 else 0)
                 unless_gone()
             if n_all > 1:
                 job.emit("reading", n_read=n_read, n_all=n_all)
