@@ -14,7 +14,7 @@ from kvtool.serve.calls import Call, Parser
 from kvtool.serve.formats import HERMES, LLAMA, Format
 from kvtool.serve.reply import Reply
 from tests.test_serve_tools import TOOLS, tool
-from tests.written_calls import NOW, OPENS, TRICKY, WRITTEN
+from tests.written_calls import BLOCKS, NO_BLOCKS, NOW, OPENS, TRICKY, WRITTEN
 
 BROKEN = [
     *(
@@ -231,6 +231,69 @@ def test_texts_and_calls_in_any_order(format):
         cuts = sorted(draw.sample(range(len(reply) + 1), min(4, len(reply))))
         pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, len(reply)], strict=True)]
         assert parsed(format, pieces) == expected, pieces
+
+
+JSON_FORMATS = [format for format in FORMATS if format.is_json]
+OTHERS = [format for format in FORMATS if not format.is_json]
+each_json_format = pytest.mark.parametrize(
+    "format", JSON_FORMATS, ids=[format.name for format in JSON_FORMATS]
+)
+
+
+def test_these_formats_are_json():
+    names = {format.name for format in JSON_FORMATS}
+    assert names == {"hermes", "mistral", "granite", "nemotron", "llama", "apriel", "cohere"}
+
+
+@each_json_format
+@pytest.mark.parametrize(("inside", "calls"), BLOCKS.values(), ids=BLOCKS)
+def test_a_block_of_calls_is_calls(format, inside, calls):
+    block = f"```json\n{inside}\n```"
+    check_cuts(format, block, calls)
+    check_cuts(format, f"I call it:\n\n{block}\n", ["I call it:", *calls])
+    check_cuts(format, f"{block}\n{block}\nSo.", [*calls, *calls, "So."])
+    # models end without a fence
+    check_cuts(format, f"```json\n{inside}", calls)
+    # or begin without
+    bare = f"\n{inside}\n"
+    check_cuts(format, bare, calls if inside[0] == "{" else [bare])
+
+
+@each_json_format
+@pytest.mark.parametrize("inside", NO_BLOCKS)
+def test_another_block_is_text(format, inside):
+    block = f"```json\n{inside}\n```"
+    for text in (block, f"So:\n\n  {block}\nas it is.\n"):
+        check_cuts(format, text, [text])
+    text, calls = WRITTEN["hermes"]["one"]
+    check_cuts(format, f"{block}\n\n{text}", [block, *calls])
+    if format is not LLAMA and inside:
+        check_cuts(format, inside, [inside])
+        check_cuts(format, f"{inside}\n", [f"{inside}\n"])
+
+
+def test_a_bare_object_with_text_about_it_is_text():
+    bare = BLOCKS["one"][0]
+    for text in (f"Like this: {bare}", f"{bare}\nThat is it.", f"{bare}\n```"):
+        check_cuts(HERMES, text, [text])
+
+
+@pytest.mark.parametrize("format", OTHERS, ids=[format.name for format in OTHERS])
+def test_a_block_is_text_where_calls_are_no_json(format):
+    for text in (f"```json\n{BLOCKS['one'][0]}\n```", BLOCKS["one"][0]):
+        check_cuts(format, text, [text])
+
+
+def test_a_block_waits_no_longer_than_it_may_be_a_call():
+    parser = Parser(HERMES, TOOLS)
+    told = ["".join(parser.feed(piece)) for piece in ("Hm\n", "``", "`json\n", '{\n "', "nam", 'es": ', "[1")]
+    assert told == ["Hm", "", "", "", "", '\n```json\n{\n "names":', " [1"]
+    parser = Parser(HERMES, TOOLS)
+    told = ["".join(parser.feed(piece)) for piece in ('```json\n{"name": "no', 'n", ', "x")]
+    assert told == ["", '```json\n{"name": "non",', " x"]
+    parser = Parser(HERMES, TOOLS)
+    assert [*parser.feed('```json\n{"name": "now", "arguments": {}}\n``')] == []
+    assert len([*parser.feed("`")]) == 1
 
 
 def test_text_waits_no_longer_than_it_may_be_a_call():

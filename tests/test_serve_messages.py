@@ -8,6 +8,7 @@ import re
 import httpx2 as httpx
 import pytest
 
+from kvtool.serve.forced import _literal
 from tests import tiny
 from tests.crowd_serve import said
 from tests.late import anthropic, openai
@@ -178,6 +179,70 @@ def test_a_chat_is_one_whichever_interface_it_comes_through(client, other):
     )
     n_cached = third.usage.prompt_tokens_details.cached_tokens
     assert n_cached == n_prompt(second.usage) + second.usage.output_tokens
+
+
+BLOCK = '```json\n{"name": "weather", "arguments": {"city": "Oslo"}}\n```'
+
+
+def dictated(text):
+    return {"grammar": f"root ::= {_literal(text)}"}
+
+
+def test_a_call_in_a_block_is_one_through_each_interface(client, other):
+    """What the model wrote stays in the cache, whatever a client sends back."""
+    (tool,) = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    messages, text = [said("user", "What is it like in Oslo?")], dictated(f"I ask.\n\n{BLOCK}")
+    more = {"model": "x", "max_tokens": 80, "extra_body": text}
+    first = other.chat.completions.create(messages=messages, tools=[tool], **more)
+    reply, (call,) = first.choices[0].message, first.choices[0].message.tool_calls
+    assert (first.choices[0].finish_reason, reply.content) == ("tool_calls", "I ask.")
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    messages += [reply.model_dump(exclude_none=True), result]
+    after = other.chat.completions.create(model="x", messages=messages, tools=[tool], max_tokens=4)
+    assert after.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    assert after.choices[0].message.content
+    # in a stream
+    messages = [said("user", "And in Bergen?")]
+    pieces = list(other.chat.completions.create(messages=messages, tools=[tool], stream=True, **more))
+    deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "I ask."
+    parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
+    assert "".join(part.arguments or "" for part in parts) == '{"city": "Oslo"}'
+    # the same chat through the others
+    with client.messages.stream(messages=messages, tools=TOOLS, **more) as stream:
+        answer = stream.get_final_message()
+    said_first, use = answer.content
+    assert (answer.stop_reason, said_first.text, use.name, use.input) == (
+        "tool_use",
+        "I ask.",
+        "weather",
+        {"city": "Oslo"},
+    )
+    messages += [said("assistant", answer.content)]
+    messages += [said("user", [{"type": "tool_result", "tool_use_id": use.id, "content": "Sun."}])]
+    after = client.messages.create(model="x", messages=messages, tools=TOOLS, max_tokens=4)
+    assert after.usage.cache_read_input_tokens == n_prompt(answer.usage) + answer.usage.output_tokens
+    # a reply that is nothing else
+    own = {"type": "object", "additionalProperties": False}
+    of_call = {
+        "name": {"const": "weather"},
+        "arguments": WEATHER | {"properties": {"city": {"const": "Oslo"}}},
+    }
+    format = {"type": "json_schema", "name": "call"}
+    format["schema"] = own | {"properties": of_call, "required": list(of_call)}
+    tool = {"type": "function", **tool["function"]}
+    how = {"model": "x", "input": "And there?", "text": {"format": format}}
+    (item,) = other.responses.create(tools=[tool], **how).output
+    assert (item.type, item.name, json.loads(item.arguments)) == (
+        "function_call",
+        "weather",
+        {"city": "Oslo"},
+    )
+    # nobody has offered a tool
+    for more in ({"tool_choice": "none", "tools": [tool]}, {}):
+        whole = json.loads(other.responses.create(**how, **more).output_text)
+        assert whole == {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
 def test_a_header_that_changes_is_not_read(client, smol):

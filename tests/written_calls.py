@@ -246,3 +246,42 @@ OPENS = {
     **{"seed": "<seed:tool_call>", "apriel": "<tool_calls>", "cohere": "<|START_ACTION|>"},
     "minimax": "<minimax:tool_call>",
 }
+
+BLOCKS = {
+    "one": (
+        '{\n  "name": "weather",\n  "arguments": {\n    "city": "Zurich",\n    "unit": "C"\n  }\n}',
+        [ZURICH],
+    ),
+    "no arguments": ('{"name": "now", "arguments": {}}', [NOW]),
+    "two": (
+        '{"name": "now", "arguments": {}}\n{"name": "weather", "arguments": {"city": "Zurich", "unit": "C"}}',
+        [NOW, ZURICH],
+    ),
+    "a list": ('[\n{"name": "now", "arguments": {}},\n{"name":"now","arguments":{}}\n]', [NOW, NOW]),
+    "a fence in a text": (
+        '{"name": "weather", "arguments": {"city": "```json\\n{}\\n```"}}',
+        [("weather", {"city": "```json\n{}\n```"})],
+    ),
+    "more": ('{"name": "now", "id": 3, "arguments": {}, "why": "[{"}', [NOW]),
+}
+"""What models write between Markdown's fences instead of tags."""
+
+NO_BLOCKS = (
+    "",
+    "5",
+    "[]",
+    "{}",
+    '"now"',
+    '{"name": "kvtool", "version": "1"}',
+    '{"name": "no", "arguments": {}}',
+    '{"name": "now"}',
+    '{"name": "now", "arguments": "{}"}',
+    '{"name": "now", "arguments": [1]}',
+    '{"name": "now", "parameters": {}}',
+    '{"name": "now", "arguments": {"x": 1}',
+    '{"names": [{"name": "now", "arguments": {}}]}',
+    '{"name": "now", "arguments": {}}\n{"name": "no", "arguments": {}}',
+    '[{"name": "now", "arguments": {}}, {"name": "now"}]',
+    '{"name": "now", "arguments": {}}\n# as above',
+)
+"""What is no call there."""

@@ -52,9 +52,10 @@ class Parser:
     is text: one that is broken, is cut off before its end, or names a tool that is not there. The search
     goes on right behind its tag. A list of calls is one thing: if one of them is no call, all are text.
 
-    Every format's parser also reads Hermes's tags, since a model may be forced to write them. Feed it what
-    follows a thought, as `Splitter` tells it. It needs the text of the format's control tokens: see
-    `shown_tokens`.
+    Every format's parser also reads Hermes's tags, since a model may be forced to write them. Where the
+    format's calls are JSON objects, calls are also Markdown's blocks of such, and a reply that is nothing
+    else: models forget the tags. Feed it what follows a thought, as `Splitter` tells it. It needs the text of
+    the format's control tokens: see `shown_tokens`.
 
     Parameters
     ----------
@@ -67,7 +68,11 @@ class Parser:
             tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools
         }
         self._readers: dict[str, _Reader] = {"<tool_call>": _tagged, **_READERS.get(format.name, {})}
-        self._takes_bare = format is formats.LLAMA
+        # what a reply without a tag may be
+        self._bare: _Reader | None = None
+        if format.is_json:
+            self._bare = _json if format is formats.LLAMA else _nothing_else
+            self._readers["```json"] = _fenced
         self._rest = ""
         # white space before a tag: it goes with a call, and is text otherwise
         self._space = ""
@@ -117,8 +122,10 @@ class Parser:
             text = text.lstrip()
         bare = text.lstrip()
         if self._is_start and bare:
-            if self._takes_bare and bare[0] in ("{;" if self._follows_call else "{"):
-                self._begin(text, len(text) - len(bare), bare[0], _json)
+            # before a later one of Llama's there may be a mark
+            opens = "{" if not self._follows_call else "{;" if self._bare is _json else ""
+            if self._bare and bare[0] in opens:
+                self._begin(text, len(text) - len(bare), bare[0], self._bare)
                 return
             self._is_start = False
         if bare:
@@ -244,6 +251,38 @@ def _broken() -> Any:
 
 def _json(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls_in_json((yield from source.json()), tools)
+
+
+def _objects(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    """Calls in JSON, or lists of them, up to something else.
+
+    Their names come first, so that no text waits for long.
+    """
+    calls: Calls = []
+    while (yield from source.space()) in ("{", "["):
+        start = source.at
+        yield from source.take("[")
+        for part in ("{", '"name"', ":", '"'):
+            yield from source.space()
+            yield from source.need(part)
+        yield from source.name(tools)
+        yield from source.need('"')
+        source.at = start
+        calls += calls_in_json((yield from source.json()), tools, strictly=True)
+    return calls or _broken()
+
+
+def _fenced(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    calls = yield from _objects(source, tools)
+    # models end without it
+    if (yield from source.space()):
+        yield from source.need("```")
+    return calls
+
+
+def _nothing_else(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+    calls = yield from _objects(source, tools)
+    return calls if source.ended and source.at == len(source.text) else _broken()
 
 
 def _tagged(source: _Source, tools: Tools) -> Generator[None, None, Calls]:

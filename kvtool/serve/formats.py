@@ -77,6 +77,11 @@ class Format:
     parameters: Parameters | None = None
     holds_results: bool = False
 
+    @property
+    def is_json(self) -> bool:
+        """Whether a call is a JSON object with its name and arguments."""
+        return self.start.endswith('"') and '{"' in self.start
+
     @classmethod
     def native(cls, template: Template) -> Format | None:
         """The syntax that a chat template asks for, by what its source names.

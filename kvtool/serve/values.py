@@ -24,11 +24,12 @@ def dumped(value: object) -> str:
     return text
 
 
-def calls_in_json(text: str, names: Collection[str]) -> list[tuple[str, str]]:
+def calls_in_json(text: str, names: Collection[str], *, strictly: bool = False) -> list[tuple[str, str]]:
     """The calls in the JSON text of one call, or of a list of them. Raises Broken.
 
     A call is an object with the name as "name", "tool_name" or "function", and the arguments as "arguments"
     or "parameters": an object, the JSON text of one as a string, or nothing. They stay as they are written.
+    strictly: the name is "name", and the arguments are the object "arguments".
     """
     calls = []
     try:
@@ -37,6 +38,8 @@ def calls_in_json(text: str, names: Collection[str]) -> list[tuple[str, str]]:
         at = _past_space(text, at + is_list)
         while text[at] != "]":
             members, at = _members(text, at)
+            if strictly and not ("name" in members and members.get("arguments", "").startswith("{")):
+                raise ValueError
             calls.append(_call(members, names))
             at = _past_space(text, at)
             if not is_list:
