@@ -38,7 +38,8 @@ def state(engine):
     }
     own |= {"due": engine.n_until_plan, "planned": engine.eviction.n_planned, "room": engine.room()}
     own |= {"next": engine.rows.next_rot, "pos": cells.pos.tolist(), "rot": cells.rot.tolist()}
-    return own | {"archive": dict(archive.save(tokens=False))["archive"].tolist() if archive.n else []}
+    has_some = archive and archive.n
+    return own | {"archive": dict(archive.save(tokens=False))["archive"].tolist() if has_some else []}
 
 
 def logits(engine, tokens):
@@ -83,6 +84,18 @@ def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search
     with opened(path, policy) as engine, opened(path, policy) as fresh:
         for n in sorted({*STREAMS[n_ctx][1], policy.n_live + 1, policy.n_live}, reverse=True):
             check_back(engine, fresh, n, n_later, TOLERANCE)
+
+
+@pytest.mark.parametrize("n_ctx", [256, 1024])
+def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, n_ctx):
+    policy = policies.fit("full", n_ctx)
+    path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
+    with open_engine(path, policy, n_batch=16) as engine, open_engine(path, policy, n_batch=16) as fresh:
+        assert engine.goes_back
+        for n, n_later in ((n_ctx - 40, 40), (100, 9), (60, 1), (1, 130)):
+            check_back(engine, fresh, n, n_later, TOLERANCE)
+        assert engine.go_back(0)
+        assert engine.n_past == 0
 
 
 KINDS = [

@@ -102,7 +102,7 @@ class Undoable:
     def goes_back(self) -> bool:
         """Whether the cache itself can go back in the chat. A full archive forgets what it would need."""
         archive = self.archive
-        return archive is not None and archive.n < archive.n_max and self.writer.engine.goes_back
+        return self.writer.engine.goes_back and (archive is None or archive.n < archive.n_max)
 
     def _mark(self, change: str, turn: str | None = None) -> Mark:
         n = self.writer.engine.n_past, len(self.messages), self.n_reply

@@ -15,11 +15,12 @@ from kvtool.policy import Policy, Signal
 def can_go_back(stream: Stream) -> bool:
     """Whether `go_back` knows what the stream was: all that is evicted is archived, and nothing else counts.
 
-    Sliding and recurrent layers forget, and a policy's state and signals are of tokens that have come since.
+    That is so where nothing is ever evicted. Sliding and recurrent layers forget, and a policy's state and
+    signals are of tokens that have come since.
     """
-    archive = stream.context.archive
+    keeps_all = stream.context.archive or not stream.policy.slack
     return bool(
-        archive and not stream.context.n_beside and not stream.state and stream.policy.reads == Signal.NONE
+        keeps_all and not stream.context.n_beside and not stream.state and stream.policy.reads == Signal.NONE
     )
 
 
@@ -65,8 +66,7 @@ def go_back(stream: Stream, n: int) -> bool:
         return False
     context, rows, eviction = stream.context, stream.rows, stream.eviction
     archive = context.archive
-    assert archive
-    end = max(min(archive.end, n), past.begin) if archive.n else n
+    end = max(min(archive.end, n), past.begin) if archive and archive.n else n
     pos = rows.pos[:, : rows.n_kv]
     keep = (pos < min(past.n_first, n)) | ((pos >= end) & (pos < n))
     n_keep = keep.sum(axis=1, dtype=np.int32)
@@ -81,7 +81,7 @@ def go_back(stream: Stream, n: int) -> bool:
     n_planned = n if past.n_kv == n else n - (past.n_kv - stream.policy.n_keep)
     rows.n_past = n
     eviction.edit(live, n - past.base, moves_of(source, turn))
-    if archive.n:
+    if archive and archive.n:
         archive.go_back(n_own, n_back, end, past.base, max(n_planned, end - n_back))
     new = np.broadcast_to(np.arange(end - n_back, end, dtype=np.int32), (len(n_keep), n_back))
     rows.n_kv, rows.next_rot = past.n_kv, n - past.base
@@ -96,9 +96,8 @@ def go_back(stream: Stream, n: int) -> bool:
 def _past(stream: Stream, n: int) -> _Past | None:
     """What the stream was after n tokens; None where the archive has forgotten some of its window."""
     rows, archive = stream.rows, stream.context.archive
-    assert archive
     n_kv, base = n_live(stream.policy, n), rows.n_past - rows.next_rot
-    if not archive.n:
+    if not (archive and archive.n):
         return _Past(rows.n_kv, n, n, base, 0) if rows.n_kv == rows.n_past else None
     span, frames = archive.span, archive.frames
     n_first = int((rows.pos[0, : rows.n_kv] < span.stop).sum())

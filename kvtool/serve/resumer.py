@@ -257,7 +257,8 @@ class Resumer:
         not depend on it.
         """
         # a stream that goes back needs no copy
-        n = self._engine.n_pinned if self._engine.goes_back else self._n_start
+        pins = self._engine.n_pinned if self._engine.policy.recall else 0
+        n = pins if self._engine.goes_back else self._n_start
         n_batch = self._engine.settings.n_batch
         n = n // n_batch * n_batch
         is_new = self._engine.n_past == 0 and messages[0]["role"] == "system"
