@@ -150,8 +150,8 @@ NOTES = (
     "starts a turn with a slash. Tab completes, and Ctrl-R searches what was typed. Ctrl-C stops a reply "
     "and keeps it; while a turn is read, it takes the turn back.",
     "/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without the archive of "
-    "--policy recall, and are deleted when you leave. With that policy turns need no copies, and /undo "
-    "goes back any number of them, also of those of a session's earlier runs.",
+    "--policy recall, and are deleted when you leave. With that policy and full turns need no copies, "
+    "and /undo goes back any number of them, also of those of a session's earlier runs.",
     "With --session FILE, the file is written after every reply and every /undo. /reset, /system and "
     "/load do not touch it: the next reply first moves the chat that is in it to FILE.1 (FILE.2, ...).",
 )
