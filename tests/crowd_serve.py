@@ -164,7 +164,8 @@ def check(url, clients):
 
 def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, more=()):
     """How often what was done, in a crowd and then alone."""
-    options = ("--policy", policy, "--budget", str(budget), "--temp", "0", *more)
+    size = "-c" if policy == "full" else "--budget"
+    options = ("--policy", policy, size, str(budget), "--temp", "0", *more)
     did = Counter()
     with serving(model, *options) as server:
         clients = crowd(server.url, n_client, n_turn, seed, SYSTEMS if budget >= 512 else SYSTEMS[:2])

@@ -26,6 +26,8 @@ from tests.serving import serving
 
 
 def options_of(policy):
+    if policy == "full":
+        return ("--policy", policy)
     own = ("--policy", policy, "--budget", "64", "--evict-every", "16")
     return own + (RECALL if policy == "recall" else ())
 
