@@ -117,7 +117,7 @@ class Chat:
 def run(model, policy, folder, n_kill, seed=0):
     """How many streams were cut, and turns finished. Raises AssertionError where one is lost or mixed."""
     rng, options = random.Random(seed), options_of(policy)
-    chats = [Chat(number, seed, goes_back=policy == "recall") for number in range(2)]
+    chats = [Chat(number, seed, goes_back=policy in ("recall", "full")) for number in range(2)]
     for _ in range(n_kill):
         with (
             serving(model, *options, "--sessions", str(folder)) as server,

@@ -86,10 +86,15 @@ def test_a_stream_that_went_back_is_one_that_has_read_no_more(tiny_model, search
             check_back(engine, fresh, n, n_later, TOLERANCE)
 
 
-@pytest.mark.parametrize("n_ctx", [256, 1024])
-def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, n_ctx):
+@pytest.mark.parametrize("arch", ["llama", "deepseek2", "deepseek32", "qwen2vl", "refact", "gpt2"])
+@pytest.mark.parametrize("has_patch", [True, False])
+def test_a_stream_that_keeps_all_goes_back_to_any_token(tiny_model, monkeypatch, arch, has_patch):
+    n_ctx = 256
+    if not has_patch:
+        for module in ("kvtool.engine.stream", "kvtool.llama.model"):
+            monkeypatch.setattr(f"{module}.is_patched", lambda: False)
     policy = policies.fit("full", n_ctx)
-    path = tiny_model(n_head_kv=2, n_ctx_train=n_ctx)
+    path = tiny_model(arch, n_ctx_train=n_ctx)
     with open_engine(path, policy, n_batch=16) as engine, open_engine(path, policy, n_batch=16) as fresh:
         assert engine.goes_back
         for n, n_later in ((n_ctx - 40, 40), (100, 9), (60, 1), (1, 130)):
@@ -174,10 +179,16 @@ def test_where_the_window_is_forgotten_nothing_changes(tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [("streamingllm", "llama"), ("h2o", "llama"), ("recall", "gpt_oss"), ("recall", "lfm2")]
+    ("name", "arch"),
+    [
+        ("streamingllm", "llama"),
+        ("h2o", "llama"),
+        *((name, arch) for name in ("recall", "full") for arch in ("gpt_oss", "lfm2")),
+    ],
 )
 def test_what_has_no_archive_or_more_than_rows_says_that_it_cannot(tiny_model, name, arch):
-    with open_engine(tiny_model(arch), policies.fit(name, 64, 16), n_batch=16) as engine:
+    policy = policies.fit(name, 256 if name == "full" else 64, 16)
+    with open_engine(tiny_model(arch), policy, n_batch=16) as engine:
         engine.read(text(200))
         assert not engine.goes_back
         assert not engine.go_back(100)
