@@ -83,7 +83,7 @@ def main() -> None:
     rows = []
     with ExitStack() as stack:
         model = stack.enter_context(closing(load_model(args.model)))
-        source: Lookup | ModelDraft = Lookup()
+        source = None
         if args.draft:
             draft = stack.enter_context(closing(load_model(args.draft)))
             check_vocabulary(model, draft)
@@ -91,7 +91,7 @@ def main() -> None:
         policy = policies.fit(args.policy, args.budget)
         settings = Settings(n_ahead=MOST, n_threads=args.threads)
         engine = stack.enter_context(closing(Engine(model, policy, settings)))
-        drafter = Drafter(source)
+        drafter = Drafter(Lookup(), source)
         template = template_of(model)
         for text in _prompts(args)[: args.only]:
             whole = template.render([{"role": "user", "content": text}])
@@ -129,7 +129,7 @@ def _pair(engine: Engine, drafter: Drafter, prompt: np.ndarray, n: int) -> dict[
             writer = Writer(engine, sampler, own)
             writer.reset()
             if own:
-                own.source.cut(0)
+                own.cut(0)
             before = drafter.n_drafted, drafter.n_accepted
             writer.read(prompt)
             wall, cpu = time.perf_counter(), time.process_time()

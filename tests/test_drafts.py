@@ -81,9 +81,9 @@ def test_as_many_guesses_are_made_as_pay(share, slope, least, most):
     timed(pace, slope)
     for _ in range(200):
         n_true = 0
-        while n_true < 5 and rng.random() < share:
+        while n_true < MOST and rng.random() < share:
             n_true += 1
-        pace.judge(3, n_true, 5)
+        pace.judge(3, n_true, MOST)
     chosen = [pace.choose(3, MOST) for _ in range(20)]
     assert least <= min(chosen) <= max(chosen) <= most
     assert pace.choose(3, 0) == 0
@@ -106,6 +106,68 @@ def test_what_is_well_supported_is_judged_by_itself():
         pace.judge(30, 8, 8)
     assert pace.choose(30, MOST) > 8
     assert pace.choose(3, MOST) == 0
+
+
+def test_a_guess_is_judged_with_those_that_as_much_supports():
+    pace = Pace()
+    timed(pace, 0.15)
+    for _ in range(100):
+        pace.judge(3, 1, 8)
+    # the second guess of each, behind four tokens that agree, was wrong
+    assert pace.choose(3, MOST) == 1
+    assert pace.choose(4, MOST) == 0
+
+
+class Told:
+    """A source that guesses what it is told to."""
+
+    n = 0
+
+    def __init__(self, token, support=3):
+        self.token, self.support = token, support
+
+    def cut(self, n):
+        self.n = min(n, self.n)
+
+    def add(self, tokens):
+        self.n += len(tokens)
+
+    def look(self):
+        return self.support
+
+    def guess(self, n):
+        return np.full(n, self.token, np.int32)
+
+
+def test_a_model_guesses_where_nothing_is_found():
+    lookup, model = Told(1), Told(2)
+    drafter = Drafter(lookup, model)
+    drafter.add(np.arange(5))
+    drafter.cut(4)
+    assert drafter.n == lookup.n == model.n == 4
+    assert set(drafter.guess(6).tolist()) == {1}
+    drafter.judge(0)
+    lookup.support = 0
+    assert drafter.guess(6).tolist() == [2] * 6
+    drafter.judge(5)
+    assert len(drafter.guess(0)) == 0
+    assert drafter.n_accepted == 5
+    # what is found does not pay, and that a model's guesses come true says nothing of it
+    lookup.support = 3
+    for _ in range(50):
+        drafter._pace.judge(3, 0, 4)
+    for _ in range(20):
+        assert drafter.guess(6).tolist() == [2] * 6
+        drafter.judge(6)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("p", "n"), [(1.0, 9), (0.8, 4), (0.6, 2), (0.3, 1), (0.2, 0)])
+def test_a_model_guesses_as_long_as_all_are_likely_to_come(talker, monkeypatch, p, n):
+    monkeypatch.setattr("kvtool.drafts.model._likeliest", lambda logits: (7, p))
+    with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
+        source.add(np.arange(3, 40, dtype=np.int32))
+        assert len(source.guess(9)) == n
 
 
 SAID = "the river is long and the river is slow and the river is long and the river is"
@@ -180,17 +242,16 @@ def test_a_stop_string_ends_a_text_within_its_guesses(talker):
 @pytest.mark.engine
 def test_a_model_guesses_what_it_would_write_itself(talker, monkeypatch):
     monkeypatch.setattr("kvtool.drafts.model._LEAST", 0)
+    monkeypatch.setattr("kvtool.drafts.model._GOES_ON", 0)
     without = written(talker, None, {}, 100)
     with closing(Model(talker)) as model, closing(ModelDraft(model, 1)) as source:
-        drafter = Drafter(source)
-        drafter._pace.choose = lambda support, most: min(4, most)
+        drafter = Drafter(Told(0, support=0), source)
         assert written(talker, drafter, {}, 100)[:2] == without[:2]
         assert drafter.n_accepted > 0.8 * drafter.n_drafted > 40
         # another stream
         source.cut(10)
         source.add(np.arange(3, 700, dtype=np.int32) % 250 + 3)
-        source.look()
-        assert len(source.guess(4)) <= 4
+        assert len(source.guess(4)) == 4
 
 
 @pytest.mark.engine

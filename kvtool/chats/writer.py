@@ -122,7 +122,7 @@ class Writer:
         """Continues after tokens i32[n_past] from what `save` returned; by this seed, if one is given."""
         self.sampler.resume(saved["recent"], saved["seed"] if seed is None else seed)
         if self.drafter:
-            self.drafter.source.cut(_n_equal(self.tokens, tokens))
+            self.drafter.cut(_n_equal(self.tokens, tokens))
         self._unread = np.array(saved["unread"], np.int32)
         self._decoded = array("i", tokens.tobytes())
         self._restored = True
@@ -240,9 +240,9 @@ class Writer:
 
     def _step_ahead(self, drafter: Drafter, n_left: int) -> None:
         """Decodes the token that was sampled, and at most so many guesses less one."""
-        source, n = drafter.source, len(self._decoded)
-        source.cut(n)
-        source.add(np.concatenate([np.array(self._decoded[source.n :], np.int32), self._unread]))
+        n = len(self._decoded)
+        drafter.cut(n)
+        drafter.add(np.concatenate([np.array(self._decoded[drafter.n :], np.int32), self._unread]))
         guesses = drafter.guess(min(self.engine.most_ahead(), n_left - 1))
         if len(guesses):
             self.engine.step_ahead(np.concatenate([self._unread, guesses]))

@@ -26,15 +26,19 @@ class Source(Protocol):
     def add(self, tokens: np.ndarray) -> None:
         """The next tokens i32[n] of the stream."""
 
+    def guess(self, n: int) -> np.ndarray:
+        """At most n tokens i32[n] that may come next."""
+
+
+class Searched(Source, Protocol):
+    """A source that makes as many guesses as it is asked for, and costs nothing."""
+
     def look(self) -> int:
         """By how much the guesses are supported that `guess` would make now; 0 if there are none."""
 
-    def guess(self, n: int) -> np.ndarray:
-        """At most n tokens i32[n] that may come next. Called behind `look`."""
-
 
 class Drafter:
-    """Guesses for a stream, as many as pay.
+    """Guesses for a stream: what is found in it, as many as pay, else what a model thinks.
 
     Attributes
     ----------
@@ -42,20 +46,41 @@ class Drafter:
         Guesses that were made so far, and those that came true.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, lookup: Searched, model: Source | None = None) -> None:
+        self._lookup, self._model = lookup, model
+        self._sources: list[Source] = [lookup, model] if model else [lookup]
         self.n_drafted = self.n_accepted = 0
         self._pace = Pace()
+        # 0 where the guesses are a model's
         self._support = self._n = 0
         self._started = 0.0
 
+    @property
+    def n(self) -> int:
+        """Tokens of the stream that it has."""
+        return self._lookup.n
+
+    def cut(self, n: int) -> None:
+        """The stream has only its first n tokens now, if it had more."""
+        for source in self._sources:
+            source.cut(n)
+
+    def add(self, tokens: np.ndarray) -> None:
+        """The next tokens i32[n] of the stream."""
+        for source in self._sources:
+            source.add(tokens)
+
     def guess(self, most: int) -> np.ndarray:
-        """At most that many tokens i32[n] that may come behind the source's, for the step that comes now."""
-        self._started = time.perf_counter()
-        self._support = self.source.look() if most > 0 else 0
-        n = self._pace.choose(self._support, most) if self._support else 0
-        found = self.source.guess(n) if n else np.empty(0, np.int32)
+        """At most that many tokens i32[n] that may come next, for the step that comes now."""
+        found = np.empty(0, np.int32)
+        self._support = self._lookup.look() if most > 0 else 0
+        if self._support and (n := self._pace.choose(self._support, most)):
+            found = self._lookup.guess(n)
+        elif self._model and most > 0:
+            self._support = 0
+            found = self._model.guess(most)
         self._n = len(found)
+        self._started = time.perf_counter()
         return found
 
     def stepped(self) -> None:
@@ -65,7 +90,8 @@ class Drafter:
     def judge(self, n_true: int) -> None:
         """The first n_true of the last guesses came true, and the next one did not."""
         if self._n:
-            self._pace.judge(self._support, n_true, self._n)
+            if self._support:
+                self._pace.judge(self._support, n_true, self._n)
             self.n_drafted += self._n
             self.n_accepted += n_true
             self._n = 0

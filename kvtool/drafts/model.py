@@ -16,11 +16,11 @@ from kvtool.llama.model import Model
 _BUDGET, _EVICT_EVERY = 256, 64
 """Its cells, and tokens from one eviction to the next, between which it can take guesses back."""
 
-_LEAST = 0.5
-"""A guess that the model itself finds less likely is the last one, and is not made."""
+_GOES_ON, _LEAST = 0.5, 0.25
+"""How likely a guess must be, with all before it, for the next one to be made, and to be made itself.
 
-_SUPPORT = 3
-"""All of its guesses count alike."""
+A step of the small model costs more than a token more in the step that confirms it.
+"""
 
 
 class ModelDraft:
@@ -53,24 +53,23 @@ class ModelDraft:
         """The next tokens i32[n] of the stream."""
         self._stream.frombytes(tokens.astype(np.int32).tobytes())
 
-    def look(self) -> int:
-        """The same support for all guesses."""
-        return _SUPPORT
-
     def guess(self, n: int) -> np.ndarray:
-        """At most n tokens i32[n], each the likeliest, as long as each is likely."""
+        """At most n tokens i32[n], each the likeliest, as long as all are likely to come."""
         engine = self._engine
         self._catch_up()
         n = min(n, engine.most_ahead() + 1)
         found: list[int] = []
-        while len(found) < n:
+        all_true = 1.0
+        while True:
             token, p = _likeliest(engine.context.next_logits)
-            if p < _LEAST:
+            all_true *= p
+            if all_true < _LEAST:
                 break
             found.append(token)
-            if len(found) < n:
-                engine.step(np.array([token], np.int32))
-                self._ahead.append(token)
+            if len(found) == n or all_true < _GOES_ON:
+                break
+            engine.step(np.array([token], np.int32))
+            self._ahead.append(token)
         return np.array(found, np.int32)
 
     def _begin(self) -> None:

@@ -8,8 +8,8 @@ from statistics import median
 _EDGES = (3, 4, 6, 9, 17)
 """Guesses are judged with others that as many tokens before them support: from each of these on."""
 
-_PRIOR_TRUE, _PRIOR_ALL = 1.0, 2.0
-"""What is taken to have come true before anything has, and of how many."""
+_PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
+"""What is taken to have come true before anything has, and of how many: what seems not to pay is not tried."""
 
 _DECAY = 0.97
 """What was judged before counts so much for each guess since."""
@@ -17,7 +17,7 @@ _DECAY = 0.97
 _N_TIME = 9
 """Steps of each length whose times are known; their median counts."""
 
-_SLOPE = 0.17
+_SLOPE = 0.1
 """What a token more in a step is taken to cost, of a step of one, until such steps have been made."""
 
 _GAIN = 1.05
@@ -30,8 +30,8 @@ _TRY_EVERY = 32
 class Pace:
     """Chooses the number of guesses of each step.
 
-    A guess comes true with a probability that goes by how many tokens before it support it, and only behind
-    those that came true. So n guesses give p + p^2 + ... + p^n tokens.
+    A guess comes true with a probability that goes by how many tokens before it support it, the guesses
+    before it included, and only behind those that came true. So n guesses give p1 + p1 p2 + ... tokens.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,12 @@ class Pace:
 
     def choose(self, n_same: int, most: int) -> int:
         """How many guesses to make, at most `most`, which n_same tokens before them support."""
-        at = _group(n_same)
-        p = self._true[at] / self._all[at]
         best, least = 0, self._cost(1) / _GAIN
-        expected, power = 1.0, 1.0
+        expected, all_true = 1.0, 1.0
         for n in range(1, most + 1):
-            power *= p
-            expected += power
+            at = _group(n_same + n - 1)
+            all_true *= self._true[at] / self._all[at]
+            expected += all_true
             if (cost := self._cost(n + 1) / expected) < least:
                 best, least = n, cost
         self._since += 1
@@ -60,10 +59,10 @@ class Pace:
 
     def judge(self, n_same: int, n_true: int, n: int) -> None:
         """Of n guesses, which n_same tokens before them supported, the first n_true came true."""
-        at, n_judged = _group(n_same), min(n_true + 1, n)
-        keep = _DECAY**n_judged
-        self._true[at] = self._true[at] * keep + n_true
-        self._all[at] = self._all[at] * keep + n_judged
+        for i in range(min(n_true + 1, n)):
+            at = _group(n_same + i)
+            self._true[at] = self._true[at] * _DECAY + (i < n_true)
+            self._all[at] = self._all[at] * _DECAY + 1
 
     def took(self, n: int, seconds: float) -> None:
         """A step of n tokens took so long."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Drafts:
     """Makes the guesses of a run's engines. `opened` gives one.
 
-    draft: the model that guesses; None where the stream is looked up.
+    draft: the model that guesses where looking up finds nothing; None if there is none.
     """
 
     def __init__(self, draft: Model | None) -> None:
@@ -30,13 +30,14 @@ class Drafts:
         """What guesses for an engine; None where nothing is guessed."""
         if not engine.settings.n_ahead:
             return None
-        if self._draft is None:
-            from kvtool.drafts.lookup import Lookup
+        from kvtool.drafts.lookup import Lookup
 
+        if self._draft is None:
             return Drafter(Lookup())
         from kvtool.drafts.model import ModelDraft
 
-        return Drafter(self._stack.enter_context(closing(ModelDraft(self._draft, engine.settings.n_threads))))
+        source = ModelDraft(self._draft, engine.settings.n_threads)
+        return Drafter(Lookup(), self._stack.enter_context(closing(source)))
 
     def close(self) -> None:
         """Frees what the models' caches take."""
