@@ -9,7 +9,7 @@ _EDGES = (3, 4, 6, 9, 17)
 """Guesses are judged with others that as many tokens before them support: from each of these on."""
 
 _PRIOR_TRUE, _PRIOR_ALL = 2.0, 3.0
-"""What is taken to have come true before anything has, and of how many: what seems not to pay is not tried."""
+"""What is taken to have come true before anything has, and of how many: enough for guesses to be tried."""
 
 _DECAY = 0.97
 """What was judged before counts so much for each guess since."""

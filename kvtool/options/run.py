@@ -205,7 +205,7 @@ class WriteRun(Run):
         "--draft WHAT",
         "lookup",
         "Guess several tokens at a time, which the model confirms in one step: lookup, from what the chat "
-        "has said; a smaller model of the same vocabulary, as for -m; or off.",
+        "has said; a smaller model of the same vocabulary, as for -m, where that finds nothing; or off.",
         completes="models",
     )
 
