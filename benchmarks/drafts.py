@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("task", choices=["edits", "documents", "code", "prose"])
     add_common(parser, needs_file=False)
     parser.add_argument("--documents", type=Path, help="JSON lines with a prompt, or a context and an input")
-    parser.add_argument("--draft", help="a model that guesses; without it the text is looked up")
+    parser.add_argument("--draft", help="a model that guesses where looking up finds nothing")
     parser.add_argument("--policy", default="recall")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("-n", type=int, default=256, help="tokens of an answer")
