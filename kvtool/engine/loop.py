@@ -134,6 +134,8 @@ class Engine(Stream):
         Evicts if that is due for the next token. Raises what `evict_if_due` raises.
         """
         self.evict_if_due()
+        if self.crew and self.crew.is_several:
+            return 0
         n_left = min(self.n_until_plan, self.room(), self.n_ctx - self.rows.next_rot)
         return max(min(self.settings.n_ahead, n_left - 1), 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,17 @@ def on_model(policy: Policy, model: Model) -> Policy:
         raise UsageError(str(error)) from error
 
 
+class Crew(Protocol):
+    """Streams that are decoded together."""
+
+    @property
+    def is_several(self) -> bool:
+        """Whether steps are those of several streams now, so that none has guesses."""
+
+    def decode(self, context: Context, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
+        """Decodes as `Context.decode` does."""
+
+
 class Stream:
     """One stream of tokens through one cache under one policy. `Engine` says when it evicts.
 
@@ -65,6 +76,8 @@ class Stream:
         The policy at work: its state, and what it has evicted.
     layer_cells
         i32[layer]: the cells that each layer has at first.
+    crew
+        Decodes steps of several streams at once; None where this one is alone.
     pace
         In which parts the steps of a prompt are decoded, where something else waits for them.
     """
@@ -90,6 +103,7 @@ class Stream:
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
         self.pace: Pace | None = None
+        self.crew: Crew | None = None
         self._request = ask(policy, "request")
         self._needs_t = self._request.needs_t
         n_start += policy.recall.n_filled(model.layers.has_values) if policy.recall else 0
@@ -230,7 +244,11 @@ class Stream:
         if self._needs_t:
             self.context.see(rows.n_past if self._request.t == "stream" else rows.n_kv)
         began = time.perf_counter()
-        self.context.decode(tokens, rows.next_rot, n_output)
+        if self.crew:
+            assert isinstance(self.context, Context)
+            self.crew.decode(self.context, tokens, rows.next_rot, n_output)
+        else:
+            self.context.decode(tokens, rows.next_rot, n_output)
         if self.pace:
             self.pace.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvtool.errors import LibraryError, OutOfMemory, UsageError
+from kvtool.llama.batch import Batch
 from kvtool.llama.bindings import api
 from kvtool.llama.crash import crash_means, damaged
 from kvtool.llama.devices import default_threads, has_gpu
@@ -74,6 +75,7 @@ class Decoder:
         self.model = model
         self.n_batch = n_batch
         self.ragged = ragged
+        self.kv_offload = kv_offload
         params = api.llama_context_default_params()
         # the sliding layers' cache is never longer than this, and must hold what they see and a step
         params.n_ctx = max(n_cell, self.model.n_swa and self.model.n_swa + n_batch)
@@ -94,7 +96,6 @@ class Decoder:
         # flash attention adds up a float cache in parts, one a thread: their number must not change
         self._adapts = not (n_threads or has_gpu()) and (flash == "off" or type_v in _QUANTIZED)
         log_tail.clear()
-        self._batch: Any = None
         self._context = None
         with crash_means(damaged(model.path)):
             self._context = api.llama_init_from_model(model._model, params)
@@ -103,27 +104,22 @@ class Decoder:
                 raise OutOfMemory(f"no memory for a cache of {n_cell} cells{because()}")
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{because()}")
         self.n_ctx: int = api.llama_n_ctx(self._context)
-        self._batch = batch = api.llama_batch_init(n_batch, 0, 1)
-        as_array = np.ctypeslib.as_array
-        self._tokens, self._pos, self._wants = (
-            as_array(field, (n_batch,)) for field in (batch.token, batch.pos, batch.logits)
-        )
-        as_array(batch.n_seq_id, (n_batch,))[:] = 1
-        self._order = np.arange(n_batch, dtype=np.int32)
-        for i in range(n_batch):
-            batch.seq_id[i][0] = 0
+        self._batch = Batch(n_batch)
+        self._taken: np.ndarray | None = None
         self._n_output = self._next = 0
         self._logits_where = (0, 0)
         self._has_decoded = False
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of the next decode."""
+        return self._threads.n
 
     def close(self) -> None:
         """Frees the cache. A second call does nothing."""
         if self._context:
             api.llama_free(self._context)
             self._context = None
-            if self._batch:
-                api.llama_batch_free(self._batch)
-                self._batch = None
 
     @property
     def handle(self) -> object:
@@ -140,18 +136,14 @@ class Decoder:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""
         self._check_open()
         n = len(tokens)
-        self._batch.n_tokens = n
-        self._tokens[:n] = tokens
-        self._pos[:n] = self._order[:n] + pos_0
+        self._batch.clear()
         # one at least: llama.cpp aborts without in one architecture, and it takes no time that counts
-        first = n - max(n_output, 1)
-        self._wants[:first] = False
-        self._wants[first:n] = True
+        self._batch.add(tokens, pos_0, max(n_output, 1))
         log_tail.clear()
         n_threads, start = self._threads.n, time.perf_counter()
         # a damaged file shows in the first decode
         with nullcontext() if self._has_decoded else crash_means(damaged(self.model.path)):
-            status = api.llama_decode(self._context, self._batch)
+            status = api.llama_decode(self._context, self._batch.raw)
         if self._adapts:
             self._threads.took(n, time.perf_counter() - start)
             if self._threads.n != n_threads:
@@ -159,12 +151,22 @@ class Decoder:
         self._has_decoded = True
         if status != 0:
             raise LibraryError(f"llama.cpp cannot decode (status {status}){because()}")
+        self._taken = None
         self._n_output = n_output
         self._next = n_output - 1
+
+    def take_logits(self, logits: np.ndarray) -> None:
+        """A joint step has decoded for this cache: f32[n_output, n_vocab] are what it gave."""
+        self._has_decoded = True
+        self._taken = logits
+        self._n_output = len(logits)
+        self._next = self._n_output - 1
 
     def logits(self) -> np.ndarray:
         """f32[n_output, n_vocab] of the last decode: a view that the next decode overwrites."""
         self._check_open()
+        if self._taken is not None:
+            return self._taken
         pointer = api.llama_get_logits(self._context)
         where = ctypes.addressof(pointer.contents), self._n_output
         if where != self._logits_where:
@@ -192,6 +194,11 @@ class Decoder:
     def has_logits(self) -> bool:
         """Whether the last decode left logits to sample from."""
         return self._n_output > 0
+
+    @property
+    def has_own_logits(self) -> bool:
+        """Whether llama.cpp's own context has the last decode's logits: a joint step's are taken."""
+        return self._taken is None
 
     def forget_logits(self) -> None:
         """The last decode's logits are of no use any more."""

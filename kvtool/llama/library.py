@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 15
+ABI = 16
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -89,6 +89,8 @@ def _bind_all() -> None:
     bind("llama_kvtool_write", i32, pointer, u32, pointer, i32, i32)
     bind("llama_kvtool_read_recent", i32, pointer, pointer, i32, i32, i32)
     bind("llama_kvtool_write_recent", i32, pointer, pointer, i32, i32, i32)
+    bind("llama_kvtool_enable_joint", i32, pointer, pointer, i32)
+    bind("llama_kvtool_decode_joint", i32, pointer, api.llama_batch, pointer, pointer, i32)
     bind("llama_kvtool_guess", i32, pointer, i32)
     bind("llama_kvtool_take_back", i32, pointer, i32)
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)

@@ -157,10 +157,14 @@ class Sampler:
 
         Raises UsageError where the grammar allows nothing that the vocabulary has.
         """
-        if self._grammar is None:
+        if self._grammar is None and cache.has_own_logits:
             token: int = api.llama_sampler_sample(self._chain, cache.handle, cache.next_output)
         else:
-            token = self._fitting(self._grammar, cache.next_logits)
+            logits = cache.next_logits
+            if self._grammar:
+                token = self._fitting(self._grammar, logits)
+            else:
+                token = self._drawn(candidates(np.arange(len(logits), dtype=np.int32), logits))
             api.llama_sampler_accept(self._chain, token)
         self.recent.append(token)
         return token

@@ -14,6 +14,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <numeric>
 
 using namespace kvtool;
 
@@ -335,4 +336,45 @@ int32_t llama_kvtool_apply(llama_context * ctx, const llama_kvtool_edit * edit) 
         return fail("edit must not be null");
     }
     return guarded([&] { return kvtool::apply(*kvtool, *ctx, *edit); });
+}
+
+//
+// joint steps
+//
+
+int32_t llama_kvtool_enable_joint(llama_context * ctx, const llama_context * like, int32_t n_most) {
+    if (!ctx || !llama_kvtool::get(like)) {
+        return ctx ? -1 : fail("ctx must not be null");
+    }
+    if (n_most < 1 || n_most > (int32_t) llama_n_seq_max(ctx) || llama_get_model(ctx) != llama_get_model(like)) {
+        return fail(format("n_most must be in 1..%d and both contexts of one model, got %d", (int) llama_n_seq_max(ctx), n_most));
+    }
+    return guarded([&] { return llama_kvtool::enable_joint(*ctx, *like, n_most); });
+}
+
+int32_t llama_kvtool_decode_joint(
+        llama_context * ctx, llama_batch batch, llama_context ** members, const int32_t * n_tokens, int32_t n_member) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!kvtool->joint || !members || !n_tokens || n_member < 1 || n_member > kvtool->joint->n_most || !batch.token || !batch.pos) {
+        return fail(format("the context must be enabled for joint steps, no pointer null, and n_member in 1..%d, got %d",
+                kvtool->joint ? kvtool->joint->n_most : 0, n_member));
+    }
+    for (int i = 0; i < n_member; ++i) {
+        if (!llama_kvtool::get(members[i])) {
+            return -1;
+        }
+        if (llama_get_model(members[i]) != llama_get_model(ctx) || members[i] == ctx || n_tokens[i] < 1 ||
+                std::find(members, members + i, members[i]) != members + i) {
+            return fail(format("member %d must be another context of the same model, with 1 token or more", i));
+        }
+    }
+    const int64_t n = std::accumulate(n_tokens, n_tokens + n_member, (int64_t) 0);
+    if (n != batch.n_tokens || n > llama_n_ubatch(ctx)) {
+        return fail(format("the batch must have the members' %d tokens, and no more than %d, got %d",
+                (int) n, (int) llama_n_ubatch(ctx), batch.n_tokens));
+    }
+    return guarded([&] { return llama_kvtool::decode_joint(*ctx, batch, members, n_tokens, n_member); });
 }

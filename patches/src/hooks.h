@@ -7,12 +7,21 @@
 #include <vector>
 
 class  llama_kvtool_input;
+class  llm_graph_input_attn_k;
+class  llm_graph_input_attn_kv;
+class  llm_graph_input_attn_kv_iswa;
 class  llm_graph_result;
 struct ggml_tensor;
 struct llama_context;
 struct llama_hparams;
 struct llama_kvtool;
 struct llm_graph_context;
+
+namespace kvtool {
+
+class joint_input;
+
+} // namespace kvtool
 
 // what kvtool has added to a graph
 struct llama_kvtool_graph {
@@ -32,6 +41,9 @@ struct llama_kvtool_graph {
     std::vector<probe> shared;
 
     llama_kvtool_input * input = nullptr;
+
+    // of a joint step, whose members have signals of their own
+    kvtool::joint_input * joint = nullptr;
 };
 
 // Notes how the new keys are rotated; they are null where a layer reads an earlier layer's cells. Ragged rows: stores keys
@@ -53,6 +65,17 @@ void llama_kvtool_recall(
 
 // ragged rows: a mask with each row's own length; ALiBi: with each row's own distances; else kq_mask
 ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * kq_mask, int il);
+
+// a step of several contexts: the attention of each one's tokens to its own cells, one after the other; null in other steps
+ggml_tensor * llama_kvtool_join(
+        const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
+ggml_tensor * llama_kvtool_join(
+        const llm_graph_context & graph, llm_graph_input_attn_k * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
+ggml_tensor * llama_kvtool_join(
+        const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
 // log n: the queries scaled by log_512(t); else q
 ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * q, ggml_tensor * k);

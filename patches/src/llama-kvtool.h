@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 15
+#define LLAMA_KVTOOL_ABI 16
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -209,6 +209,17 @@ LLAMA_API int64_t llama_kvtool_set_beside(struct llama_context * ctx, const int3
 // The last n tokens of the next decode are guesses: none of its tokens changes what another one looks into of an archive, and what
 // they attend to is kept apart. At most n_ahead.
 LLAMA_API int32_t llama_kvtool_guess(struct llama_context * ctx, int32_t n);
+
+// Makes ctx compute steps of up to n_most contexts that are enabled as this one is; it has no tokens of its own. Its cells
+// are to be F16, and n_seq_max n_most or more.
+LLAMA_API int32_t llama_kvtool_enable_joint(struct llama_context * ctx, const struct llama_context * like, int32_t n_most);
+
+// Decodes a batch whose first n_tokens[0] tokens are the first member's, and so on, in one step: ctx has the logits, the members
+// are as if each had decoded its tokens itself. Each member's tokens need a seq_id of their own. Returns what llama_decode does, 1
+// where a member has no room: no member has decoded anything then.
+LLAMA_API int32_t llama_kvtool_decode_joint(
+        struct llama_context * ctx, struct llama_batch batch, struct llama_context ** members, const int32_t * n_tokens,
+        int32_t n_member);
 
 // The last n tokens never came: their cells are free, and what they attended to counts nowhere. At most n_ahead, and no token before
 // the last edit; with signals, only guesses of the last decode. Not where layers are recurrent.

@@ -225,7 +225,12 @@ void llama_kvtool_build(
 }
 
 void llama_kvtool_extract(llama_context & lctx, const llm_graph_result & res, uint32_t n_tokens) {
-    if (lctx.kvtool) {
+    if (res.kvtool.joint) {
+        for (size_t i = 0; i < res.kvtool.joint->parts.size(); ++i) {
+            const auto & part = *res.kvtool.joint->parts[i];
+            res.kvtool.joint->own.members[i].lctx->kvtool->decoded(lctx, part.res->kvtool, part.n);
+        }
+    } else if (lctx.kvtool) {
         lctx.kvtool->decoded(lctx, res.kvtool, n_tokens);
     }
 }
@@ -240,7 +245,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
     const bool hits = (params.signals & (LLAMA_KVTOOL_SIGNAL_HITS | LLAMA_KVTOOL_SIGNAL_IMPORTANT)) != 0;
 
     // counted closely: ggml and its scheduler keep about a kilobyte for each node that there could be
-    uint32_t res = 0;
+    uint32_t res = kvtool->joint ? kvtool->joint->n_most*kvtool->joint->n_node : 0;
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         const auto n_halving = [&](uint32_t n) { return (uint32_t) std::log2(std::max(1u, n*hparams.n_gqa(il))); };
 

@@ -9,8 +9,14 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 
 using namespace kvtool;
+
+static uint64_t next_version() {
+    static std::atomic<uint64_t> n;
+    return ++n;
+}
 
 //
 // enable
@@ -141,6 +147,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
+    res->version        = next_version();
     lctx.kvtool         = res;
     lctx.cparams.kvtool = res.get();
 
@@ -394,4 +401,7 @@ void llama_kvtool::forget_graphs(llama_context & lctx, bool reserve) {
     }
     lctx.gf_res_prev_active = nullptr;
     lctx.sched_need_reserve = reserve;
+    if (lctx.kvtool) {
+        lctx.kvtool->version = next_version();
+    }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "graphs.h"
+#include "joint.h"
 #include "layer.h"
 #include "llama-kvtool.h"
 #include "places.h"
@@ -52,6 +53,10 @@ struct llama_kvtool {
     kvtool::places  places; // with ALiBi alone
 
     std::unique_ptr<kvtool::recaller> archive; // null: there is none
+
+    uint64_t version = 0; // of the tensors that graphs view, and of what they do with them: no two contexts have the same
+
+    std::unique_ptr<kvtool::joint> joint; // null: the context's steps are its own
 
     explicit llama_kvtool(const llama_kvtool_params & params) : params(params) {}
 
@@ -132,7 +137,21 @@ struct llama_kvtool {
     // the next decode makes a new graph; reserve: it needs other compute buffers, too
     static void forget_graphs(llama_context & lctx, bool reserve);
 
+    //
+    // joint steps
+    //
+
+    static int32_t enable_joint(llama_context & lctx, const llama_context & like, int n_most);
+
+    // see llama_kvtool_decode_joint
+    static int32_t decode_joint(
+            llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member);
+
+    static llm_graph_params graph_params(const kvtool::member & m, llm_graph_result * res);
+
 private:
+    static bool begin(kvtool::member & m, const llama_batch & batch);
+
     std::string unreadable; // why it cannot be known how the keys of a layer are rotated
 
     void add_layers(const llama_context & lctx);

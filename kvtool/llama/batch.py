@@ -1,0 +1,49 @@
+"""The tokens of one decode, in arrays that llama.cpp reads."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from kvtool.llama.bindings import api
+
+
+class Batch:
+    """Up to n tokens for llama_decode.
+
+    Attributes
+    ----------
+    raw
+        llama.cpp's own struct.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._tokens, self._pos, self._seqs = np.zeros((3, n), np.int32)
+        self._wants = np.zeros(n, np.int8)
+        self._order = np.arange(n, dtype=np.int32)
+        # each token has one sequence, whose number lies in an array of one
+        self._n_seq = np.ones(n, np.int32)
+        self._where = self._seqs.ctypes.data + 4 * np.arange(n, dtype=np.uintp)
+        arrays: dict[str, np.ndarray] = {"token": self._tokens, "pos": self._pos, "logits": self._wants}
+        arrays |= {"n_seq_id": self._n_seq, "seq_id": self._where}
+        self.raw: Any = api.llama_batch()
+        for name, array in arrays.items():
+            kind = type(getattr(self.raw, name))
+            setattr(self.raw, name, ctypes.cast(array.ctypes.data, kind))
+
+    def clear(self) -> None:
+        """Empties it."""
+        self.raw.n_tokens = 0
+
+    def add(self, tokens: np.ndarray, pos_0: int, n_output: int, seq: int = 0) -> None:
+        """Adds i32[n] tokens of a sequence, at pos_0, pos_0 + 1, ...; the last n_output give logits."""
+        first, n = self.raw.n_tokens, len(tokens)
+        end = first + n
+        self.raw.n_tokens = end
+        self._tokens[first:end] = tokens
+        self._pos[first:end] = self._order[:n] + pos_0
+        self._seqs[first:end] = seq
+        self._wants[first:end] = 0
+        self._wants[end - n_output : end] = 1

@@ -1,0 +1,105 @@
+"""Steps of several contexts at once: their tokens go through the model's weights together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.errors import LibraryError, ModelError, OutOfMemory
+from kvtool.llama.batch import Batch
+from kvtool.llama.bindings import api
+from kvtool.llama.context import Context
+from kvtool.llama.library import error_text, lib
+from kvtool.llama.log import because, log_tail, no_memory
+from kvtool.models.layers import PAD
+
+
+@dataclass(eq=False)
+class Part:
+    """What one context decodes in a joint step: as the arguments of `Context.decode`."""
+
+    context: Context
+    tokens: np.ndarray
+    pos_0: int
+    n_output: int
+
+
+class Joint:
+    """Decodes for up to n_most contexts in one step. It has no tokens of its own.
+
+    Parameters
+    ----------
+    like
+        One of the contexts: the others have the same model, request and settings.
+    n_most
+        The most contexts of a step.
+    n_batch
+        The most tokens of a step.
+
+    Raises
+    ------
+    ModelError
+        For a model that takes no such steps: with recurrent layers, or with an index.
+    OutOfMemory, LibraryError
+        If llama.cpp makes no such context.
+    """
+
+    def __init__(self, like: Context, n_most: int, n_batch: int) -> None:
+        self.model = like.model
+        self.n_most, self.n_batch = n_most, n_batch
+        params = api.llama_context_default_params()
+        params.n_ctx = PAD
+        params.swa_full = False
+        params.offload_kqv = like.kv_offload
+        params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
+        params.n_seq_max = n_most
+        # one stream: no cell of it is ever attended to
+        params.kv_unified = True
+        params.flash_attn_type = 0
+        self._n_threads = params.n_threads = params.n_threads_batch = like.n_threads
+        log_tail.clear()
+        self._context = api.llama_init_from_model(like.model._model, params)
+        if not self._context:
+            if no_memory():
+                raise OutOfMemory(f"no memory to decode for {n_most} chats at once{because()}")
+            raise LibraryError(f"llama.cpp cannot decode for {n_most} chats at once{because()}")
+        if lib.llama_kvtool_enable_joint(self._context, like.handle, n_most) < 0:
+            why = error_text()
+            self.close()
+            raise ModelError(why)
+        self._batch = Batch(n_batch)
+
+    def close(self) -> None:
+        """Frees it. A second call does nothing."""
+        if self._context:
+            api.llama_free(self._context)
+            self._context = None
+
+    def decode(self, parts: list[Part]) -> None:
+        """Decodes each part, as its context's `decode` would. Raises LibraryError, and none has decoded."""
+        batch = self._batch
+        batch.clear()
+        for i, part in enumerate(parts):
+            batch.add(part.tokens, part.pos_0, part.n_output, i)
+        members = np.array([part.context.handle for part in parts], np.uintp)
+        n_tokens = np.array([len(part.tokens) for part in parts], np.int32)
+        n_threads = parts[0].context.n_threads
+        if n_threads != self._n_threads:
+            api.llama_set_n_threads(self._context, n_threads, n_threads)
+            self._n_threads = n_threads
+        log_tail.clear()
+        where = members.ctypes.data, n_tokens.ctypes.data
+        status = lib.llama_kvtool_decode_joint(self._context, batch.raw, *where, len(parts))
+        if status != 0:
+            why = error_text() if status == -1 else ""
+            what = f"llama.cpp cannot decode for {len(parts)} chats at once (status {status})"
+            raise LibraryError(f"{what}: {why}" if why else f"{what}{because()}")
+        n_output = sum(part.n_output for part in parts)
+        pointer = api.llama_get_logits(self._context)
+        logits = np.ctypeslib.as_array(pointer, (n_output, self.model.n_vocab))
+        at = 0
+        for part in parts:
+            # the next step overwrites them, and this context may not be in it
+            part.context.take_logits(logits[at : at + part.n_output].copy())
+            at += part.n_output

@@ -1,0 +1,266 @@
+// Joint steps: the graph of one, and the context that computes it.
+
+#include "error.h"
+#include "joint.h"
+#include "memory.h"
+#include "state.h"
+
+#include "llama-batch.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+
+namespace kvtool {
+
+joint_input::joint_input(const joint & own, const llm_graph_context & graph) : own(own) {
+    for (const auto & m : own.members) {
+        auto part = std::make_unique<member_graph>();
+
+        part->version = m.lctx->kvtool->version;
+        part->first   = m.first;
+        part->n       = m.n;
+        // its tensors lie in the step's graph
+        part->res     = std::make_unique<llm_graph_result>(1);
+        part->params  = llama_kvtool::graph_params(m, part->res.get());
+
+        // the step's own scheduler computes them
+        part->params.sched       = graph.sched;
+        part->params.backend_cpu = graph.backend_cpu;
+        part->params.cb          = graph.cb_func;
+
+        part->graph       = std::make_unique<llm_graph_context>(part->params);
+        part->graph->ctx0 = graph.ctx0;
+        part->graph->gf   = graph.gf;
+
+        parts.push_back(std::move(part));
+    }
+}
+
+void joint_input::set_input(const llama_ubatch *) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+        parts[i]->res->set_inputs(&own.members[i].mctx->get_ubatch());
+    }
+}
+
+bool joint_input::can_reuse(const llm_graph_params &) {
+    if (own.members.size() != parts.size()) {
+        return false;
+    }
+
+    bool res = true;
+
+    for (size_t i = 0; res && i < parts.size(); ++i) {
+        const auto & m = own.members[i];
+
+        // the inputs take over the new batch
+        res = parts[i]->version == m.lctx->kvtool->version && parts[i]->n == m.n &&
+            parts[i]->res->can_reuse(llama_kvtool::graph_params(m, parts[i]->res.get()));
+    }
+
+    return res;
+}
+
+// the inputs of the members' attention, of the kind that the model asks for
+static llm_graph_input_attn_kv      * new_attn(const llm_graph_context & graph, llm_graph_input_attn_kv      *) { return graph.build_attn_inp_kv();      }
+static llm_graph_input_attn_k       * new_attn(const llm_graph_context & graph, llm_graph_input_attn_k       *) { return graph.build_attn_inp_k();       }
+static llm_graph_input_attn_kv_iswa * new_attn(const llm_graph_context & graph, llm_graph_input_attn_kv_iswa *) { return graph.build_attn_inp_kv_iswa(); }
+
+// llama.cpp fills these, whether something reads them or not
+static void keep_inputs(const llm_graph_context & graph, llm_graph_input_attn_kv * inp) {
+    ggml_build_forward_expand(graph.gf, inp->get_kq_mask());
+}
+
+static void keep_inputs(const llm_graph_context & graph, llm_graph_input_attn_k * inp) {
+    ggml_build_forward_expand(graph.gf, inp->get_kq_mask());
+}
+
+static void keep_inputs(const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp) {
+    for (ggml_tensor * t : { inp->get_kq_mask(), inp->get_kq_mask_swa() }) {
+        if (t) {
+            ggml_build_forward_expand(graph.gf, t);
+        }
+    }
+}
+
+template <typename T>
+static ggml_tensor * join(
+        const llm_graph_context & graph, T * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * kq_b,
+        ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
+    auto * kvtool = graph.cparams.kvtool;
+
+    if (!kvtool || !kvtool->joint) {
+        return nullptr;
+    }
+    if (kvtool->joint->members.empty()) {
+        kvtool->joint->layers[il] = !kq_b;
+        return nullptr;
+    }
+
+    auto & input = graph.res->kvtool.joint;
+    if (!input) {
+        auto mine = std::make_unique<joint_input>(*kvtool->joint, graph);
+        input = mine.get();
+        graph.res->add_input(std::move(mine));
+    }
+    keep_inputs(graph, inp);
+
+    ggml_tensor * res = nullptr;
+
+    for (auto & part : input->parts) {
+        const auto own = [&](ggml_tensor * t) {
+            return t ? ggml_view_3d(graph.ctx0, t, t->ne[0], t->ne[1], part->n, t->nb[1], t->nb[2], part->first*t->nb[2]) : nullptr;
+        };
+        if (!part->attn) {
+            part->attn = new_attn(*part->graph, inp);
+        }
+        ggml_tensor * cur = part->graph->build_attn(
+                static_cast<T *>(part->attn), nullptr, nullptr, nullptr, own(q), own(k), own(v), nullptr, sinks, v_mla, kq_scale, il);
+
+        res = res ? ggml_concat(graph.ctx0, res, cur, 1) : cur;
+    }
+
+    return res;
+}
+
+} // namespace kvtool
+
+using namespace kvtool;
+
+ggml_tensor * llama_kvtool_join(
+        const llm_graph_context & graph, llm_graph_input_attn_kv * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
+    return join(graph, inp, q, k, v, kq_b, sinks, v_mla, kq_scale, il);
+}
+
+ggml_tensor * llama_kvtool_join(
+        const llm_graph_context & graph, llm_graph_input_attn_k * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
+    return join(graph, inp, q, k, v, kq_b, sinks, v_mla, kq_scale, il);
+}
+
+ggml_tensor * llama_kvtool_join(
+        const llm_graph_context & graph, llm_graph_input_attn_kv_iswa * inp, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v,
+        ggml_tensor * kq_b, ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
+    return join(graph, inp, q, k, v, kq_b, sinks, v_mla, kq_scale, il);
+}
+
+//
+// the context that computes joint steps
+//
+
+llm_graph_params llama_kvtool::graph_params(const member & m, llm_graph_result * res) {
+    auto params = m.lctx->graph_params(res, m.mctx->get_ubatch(), m.mctx.get(), LLM_GRAPH_TYPE_DEFAULT);
+    // the step's own graph has outputs, a member's part none
+    params.n_outputs = 0;
+    return params;
+}
+
+int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & like, int n_most) {
+    static constexpr uint32_t n_node_layer = 56; // of attention itself
+
+    llama_kvtool_params params = {};
+    params.n_query = 1;
+
+    const auto why_not = [&]() -> const char * {
+        if (memory::recurrent(like)) {
+            return "recurrent layers";
+        }
+        if (memory::index_cache(like)) {
+            return "an index";
+        }
+        return nullptr;
+    };
+    if (const char * why = why_not()) {
+        return fail(format("a model with %s takes no joint steps", why));
+    }
+    if (enable(lctx, params) < 0) {
+        return -1;
+    }
+
+    auto & kvtool = *lctx.kvtool;
+
+    const auto & hparams = lctx.model.hparams;
+    const auto & own     = *like.kvtool;
+
+    // its own cells are never attended to
+    kvtool.places = {};
+
+    kvtool.joint         = std::make_unique<kvtool::joint>();
+    kvtool.joint->n_most = n_most;
+    kvtool.joint->n_node = llama_kvtool_n_nodes(hparams, &own, own.params.n_ahead + 1) + n_node_layer*hparams.n_layer();
+    kvtool.joint->layers.resize(hparams.n_layer_all);
+
+    // the graph that is made now says which layers' attention can be joint
+    lctx.sched_need_reserve = true;
+    lctx.sched_reserve();
+
+    for (int il = 0; il < (int) kvtool.index_of_il.size(); ++il) {
+        const bool slides = std::any_of(kvtool.sliding.begin(), kvtool.sliding.end(), [&](const layer & l) { return l.il == il; });
+        if ((kvtool.find(il) || slides) && !kvtool.joint->layers[il]) {
+            return fail(format("layer %d attends in a way that takes no joint steps", il));
+        }
+    }
+
+    return 0;
+}
+
+// takes these tokens of a batch into a member's memory; false: they do not fit
+bool llama_kvtool::begin(member & m, const llama_batch & batch) {
+    llama_batch own = {};
+
+    std::vector<int8_t> none(m.n);
+
+    own.n_tokens = m.n;
+    own.token    = batch.token + m.first;
+    own.pos      = batch.pos + m.first;
+    own.logits   = none.data();
+
+    m.pos_0 = own.pos[0];
+
+    // what it has under way must have ended
+    m.lctx->synchronize();
+
+    llama_batch_compat compat(m.lctx, own);
+
+    if (!m.lctx->balloc->init(*compat.batch_ext, m.lctx->model.vocab, false)) {
+        return false;
+    }
+
+    m.mctx = m.lctx->memory->init_batch(*m.lctx->balloc, m.lctx->cparams.n_ubatch, false);
+
+    return m.mctx && m.mctx->get_status() == LLAMA_MEMORY_STATUS_SUCCESS && (int) m.mctx->get_ubatch().n_tokens == m.n &&
+        llama_kvtool_fits(*m.lctx, m.n) && m.mctx->apply();
+}
+
+int32_t llama_kvtool::decode_joint(
+        llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
+    auto & own = *lctx.kvtool->joint;
+
+    int first = 0;
+    for (int i = 0; i < n_member; ++i) {
+        own.members.push_back({ members[i], first, n_tokens[i], 0, nullptr });
+        first += n_tokens[i];
+    }
+
+    size_t n_begun = 0;
+    while (n_begun < own.members.size() && begin(own.members[n_begun], batch)) {
+        ++n_begun;
+    }
+
+    const int32_t status = n_begun == own.members.size() ? llama_decode(&lctx, batch) : 1;
+
+    lctx.synchronize();
+
+    for (size_t i = 0; status != 0 && i < std::min(n_begun + 1, own.members.size()); ++i) {
+        const auto & m = own.members[i];
+        m.lctx->memory->seq_rm(0, m.pos_0, -1);
+    }
+    own.members.clear();
+
+    // the tokens are their contexts'
+    lctx.memory->clear(false);
+
+    return status;
+}
