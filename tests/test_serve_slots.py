@@ -18,13 +18,14 @@ from kvtool.engine.settings import Settings
 from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
-from kvtool.serve import requests, slots
+from kvtool.serve import requests, slots, turns
 from kvtool.serve.errors import ApiError
 from kvtool.serve.jobs import Waiting
 from kvtool.serve.requests import Defaults
-from kvtool.serve.slots import Baton, Slots
+from kvtool.serve.slots import Slots
 from kvtool.serve.store import Chats
 from kvtool.serve.talk import Talk
+from kvtool.serve.turns import Baton, Crew
 from tests.crowd_serve import request, said, streaming
 from tests.held import PATIENCE_S, until
 from tests.serving import serving
@@ -89,9 +90,10 @@ class Serving:
             settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
             writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
-            rest = "forget", meta, lambda line: None, False, self.baton.step
+            rest = "forget", meta, lambda line: None, False, self.crew
             return Talk(writer, template_of(model), chats, *rest)
 
+        self.crew = stack.enter_context(closing(Crew(self.baton, n, self.said.append)))
         self.talks = []
         self.slots = Slots(self.baton, talk(), talk, n, self.said.append)
         self.talks = self.slots.talks
@@ -124,7 +126,7 @@ def served(path, policy, folder, **how):
 @pytest.fixture
 def one_step(monkeypatch):
     """A turn is a step long."""
-    monkeypatch.setattr(slots, "TURN_STEPS", 1)
+    monkeypatch.setattr(turns, "TURN_STEPS", 1)
 
 
 def question(i, n=3):
@@ -138,7 +140,7 @@ def test_who_waits_longest_gets_the_next_turn():
         baton.take()
         for _ in range(2):
             order.append(name)
-            for _ in range(slots.TURN_STEPS + 1):
+            for _ in range(turns.TURN_STEPS + 1):
                 baton.step()
         baton.give()
 
@@ -168,8 +170,8 @@ def has_ended(baton, n_left):
 @pytest.mark.parametrize("first_s", [-1, PATIENCE_S])
 def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
     """But a short prompt is read in its first turn, whose time is another."""
-    monkeypatch.setattr(slots, "FIRST_S", first_s)
-    monkeypatch.setattr(slots, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
+    monkeypatch.setattr(turns, "FIRST_S", first_s)
+    monkeypatch.setattr(turns, "TURN_S", -1 if first_s > 0 else PATIENCE_S)
 
     def ends(n_left, is_first=True):
         baton = Baton()
@@ -177,10 +179,10 @@ def test_a_turn_also_ends_when_its_time_is_over(monkeypatch, first_s):
         return has_ended(baton, n_left)
 
     is_long = first_s > 0
-    assert ends(slots.SHORT) is not is_long
+    assert ends(turns.SHORT) is not is_long
     assert ends(1) is not is_long
     # a long one, a reply, and a later turn
-    assert ends(slots.SHORT + 1) is is_long
+    assert ends(turns.SHORT + 1) is is_long
     assert ends(0) is is_long
     assert ends(1, is_first=False) is is_long
 

@@ -166,9 +166,10 @@ def _opened(
     from kvtool.llama.devices import has_gpu
     from kvtool.llama.sampler import Sampler
     from kvtool.runs import drafting
-    from kvtool.serve.slots import Baton, Slots
+    from kvtool.serve.slots import Slots
     from kvtool.serve.store import Chats, held
     from kvtool.serve.talk import N_OUTPUT, Talk
+    from kvtool.serve.turns import Baton, Crew
     from kvtool.system.memory import free_bytes
     from kvtool.units import format_bytes
 
@@ -194,11 +195,15 @@ def _opened(
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
 
+        # where a worker has no memory left, all ends
+        most, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         baton, drafts = Baton(), stack.enter_context(drafting.opened(run, engine.model))
+
+        crew = stack.enter_context(closing(Crew(baton, most, lambda line: say([line]))))
 
         def talk(engine: Engine) -> Talk:
             writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
-            rest = serving.overflow, meta, told, serving.pin, baton.step
+            rest = serving.overflow, meta, told, serving.pin, crew
             return Talk(writer, template, chats, *rest)
 
         def more() -> Talk:
@@ -211,8 +216,6 @@ def _opened(
                 found.context.archive.n_max = archive.n_max
             return talk(found)
 
-        # where a worker has no memory left, all ends
-        most, archive = 1 if run.rpc else serving.parallel, engine.context.archive
         if archive and engine.settings.archive is None:
             most = archive.share(most)
         yield Slots(baton, talk(engine), more, most, lambda line: say([line]))

@@ -80,12 +80,14 @@ class Drafter:
             self._support = 0
             found = self._model.guess(most)
         self._n = len(found)
-        self._started = time.perf_counter()
+        # a step without room for guesses may be several streams' one: its time says nothing
+        self._started = time.perf_counter() if most > 0 else 0.0
         return found
 
     def stepped(self) -> None:
         """The step with these guesses is done."""
-        self._pace.took(self._n + 1, time.perf_counter() - self._started)
+        if self._started:
+            self._pace.took(self._n + 1, time.perf_counter() - self._started)
 
     def judge(self, n_true: int) -> None:
         """The first n_true of the last guesses came true, and the next one did not."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 
 from kvtool.engine.pace import Pace
@@ -12,60 +10,10 @@ from kvtool.errors import KvtoolError
 from kvtool.serve import jobs
 from kvtool.serve.jobs import Job, Waiting
 from kvtool.serve.talk import Talk
-
-TURN_STEPS, TURN_S = 16, 0.25
-"""A turn ends after so many steps, or behind the first one that ends so many seconds after its beginning."""
-
-FIRST_S, SHORT = 2.0, 256
-"""The seconds of a request's first turn while at most so many tokens of its prompt are left to read.
-
-So a short prompt is read in one go, and who comes just behind a long one waits for no more than a usual turn.
-"""
+from kvtool.serve.turns import Baton
 
 STEP_S = 0.5
 """Seconds that a step of a prompt may take, about: so long others wait for their turn."""
-
-
-class Baton:
-    """Who has it computes; the others get it in the order in which they have come."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_held = False
-        self._waiting: deque[threading.Lock] = deque()
-        self._n_step, self._since, self._is_first = 0, 0.0, False
-
-    def take(self, *, is_first: bool = False) -> None:
-        """Waits for it. is_first: whether this is a request's first turn."""
-        mine = threading.Lock()
-        mine.acquire()
-        with self._lock:
-            if self._is_held:
-                self._waiting.append(mine)
-            else:
-                self._is_held = True
-                mine.release()
-        mine.acquire()
-        self._n_step, self._since, self._is_first = 0, time.monotonic(), is_first
-
-    def give(self) -> None:
-        """Lets the next one have it."""
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._is_held = False
-
-    def step(self, n_left: int = 0) -> None:
-        """Whoever has it calls this before each step: where others wait, they get their turn.
-
-        n_left: the tokens of a prompt that are not read yet.
-        """
-        self._n_step += 1
-        most_s = FIRST_S if self._is_first and 0 < n_left <= SHORT else TURN_S
-        if self._waiting and (self._n_step > TURN_STEPS or time.monotonic() - self._since > most_s):
-            self.give()
-            self.take()
 
 
 class Slots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvtool.serve.reply import Reply
 from kvtool.serve.requests import ChatRequest, Request, TextRequest, of_usage
 from kvtool.serve.resumer import Resumer
 from kvtool.serve.store import Chats
+from kvtool.serve.turns import Crew
 
 N_OUTPUT = 16
 """The most tokens of a step where a request asks for its prompt's log-probabilities."""
@@ -57,8 +58,8 @@ class Talk:
         Called with a line about each answer.
     pins
         Whether a chat's system prompt and tools are pinned, also where an archive keeps them.
-    step
-        Called before each step, with the tokens of a prompt that are left: then others may take their turn.
+    crew
+        Those that write answers beside it, and who takes turns with them; None where there is nobody else.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Talk:
         meta: Callable[[Conversation], session.Meta],
         say: Callable[[str], None] = lambda line: None,
         pins: bool = True,
-        step: Callable[[int], None] = lambda n_left: None,
+        crew: Crew | None = None,
     ) -> None:
         self.writer = writer
         self.engine = writer.engine
@@ -78,7 +79,7 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self.template = template
-        self._say, self._step = say, step
+        self._say, self._crew = say, crew
         # tokens of the request that is answered
         self._n_asked = 0
         self._resumer: Resumer | None = None
@@ -227,8 +228,9 @@ class Talk:
         before = self.writer.n_drafted, self.writer.n_accepted
         job.emit("read", **counts)
         try:
-            for piece in pieces:
-                job.emit("piece", deltas=reply.feed(piece), listed=self._take_listed())
+            with self._crew.writing(self.engine) if self._crew else nullcontext():
+                for piece in pieces:
+                    job.emit("piece", deltas=reply.feed(piece), listed=self._take_listed())
         except StreamEnd:
             # the cache is full: what is written so far is the answer
             if not self.writer.n_written:
@@ -271,8 +273,8 @@ class Talk:
 
         def while_reading(n_read: int, n_all: int) -> None:
             unless_gone()
-            if not self.writer.stop:
-                self._step(n_all - n_read if n_all > 1 else 0)
+            if self._crew and not self.writer.stop:
+                self._crew.step(self.engine, n_all - n_read if n_all > 1 else 0)
                 unless_gone()
             if n_all > 1:
                 job.emit("reading", n_read=n_read, n_all=n_all)
