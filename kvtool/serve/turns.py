@@ -204,7 +204,7 @@ class Crew:
         for each in waiting:
             try:
                 each.part.context.decode(each.part.tokens, each.part.pos_0, each.part.n_output)
-            except Exception as error:  # each has its own, and none another's
+            except Exception as error:  # noqa: BLE001  (each has its own, and none another's)
                 each.error = error
 
     def _decode_joint(self, parts: list[Part]) -> bool:
