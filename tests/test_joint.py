@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import ExitStack, closing
 
@@ -15,8 +16,9 @@ from kvtool.errors import LibraryError
 from kvtool.llama.joint import Joint, Part
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
+from kvtool.serve import turns
 from kvtool.serve.turns import Baton, Crew
-from tests.held import PATIENCE_S
+from tests.held import PATIENCE_S, until
 from tests.running import text
 
 pytestmark = pytest.mark.engine
@@ -213,6 +215,40 @@ def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
         alone.read(tokens[:100])
         alone.step(tokens[:1])
         assert np.abs(found - alone.context.logits()).max() < 1e-3
+
+
+def test_others_get_their_turns_beside_a_crew(tiny_model, monkeypatch):
+    monkeypatch.setattr(turns, "TURN_STEPS", 4)
+    seen, is_over = [], threading.Event()
+
+    class Crowded(Counting):
+        def _decode_joint(self, parts):
+            # who comes first waits from now on
+            if not self.sizes:
+                other.start()
+                until(lambda: self._baton._waiting)
+            return super()._decode_joint(parts)
+
+    def take_turns():
+        while not is_over.is_set():
+            made[0]._baton.take()
+            seen.append(len(made[0].sizes))
+            made[0]._baton.give()
+
+    def several(baton):
+        made.append(Crowded(baton, 2))
+        return made[0]
+
+    made, other = [], threading.Thread(target=take_turns)
+    with closing(Model(tiny_model(n_ctx_train=400))) as model:
+        try:
+            lives(model, policies.fit("h2o", 48), [text(100), text(100, 2)], (50, 50), crew=several)
+        finally:
+            is_over.set()
+        other.join(PATIENCE_S)
+    assert not other.is_alive()
+    # the crew's turn is some steps long, and then it is the other's
+    assert sum(a < b <= a + 6 for a, b in itertools.pairwise(seen)) >= 7
 
 
 @pytest.mark.parametrize("n_most", [0, 5])
