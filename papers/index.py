@@ -110,14 +110,14 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
 _COLUMNS = {model: (model, UNGROUPED) if not model else (model,) for model in tables.MODELS}
 """The models of each column. SmolLM2's has it without groups, too, in entries of its own."""
 
-_TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
+TITLES = {"weightedkv": "WeightedKV", "buzz": "BUZZ", "bumblebee": "BumbleBee", "corm": "CORM"}
 
 
 def rows(results: Path = RESULTS) -> Iterator[str]:
     """The lines of the index, a table for each paper."""
     for paper, entries in PAPERS.items():
         names = list(tables.MODELS.values())
-        yield f"**{_TITLES[paper]}**, [its page]({paper}.md)"
+        yield f"**{TITLES[paper]}**, [its page]({paper}.md)"
         yield ""
         yield f"| there | what it shows | {' | '.join(names)} | ID |"
         yield f"| --- | --- | {' | '.join('---' for _ in names)} | --- |"

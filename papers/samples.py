@@ -143,15 +143,18 @@ class Sample:
 
     def minus(self, other: Sample) -> Difference | None:
         """The mean of the differences, unit by unit; None of fewer units than a test needs."""
-        both = self.apart(other).values
-        if len(both) < 2:
+        if len(self.apart(other).values) < 2:
             return None
-        sums, weights = self._units(both)
+        sums, weights = self.differences(other)
         n_unit = np.count_nonzero(sums)
         if n_unit < _LEAST_UNITS:
             return None
         mean = float(sums.sum() / weights.sum())
         return Difference(mean, significance.sign_flip_test(sums), 2.0 ** (1 - n_unit))
+
+    def differences(self, other: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """Of each unit the sum f64[unit] of the differences from another sample, and its weight f64[unit]."""
+        return self._units(self.apart(other).values)
 
     def apart(self, other: Sample) -> Sample:
         """The differences from another sample, value by value where both have one."""
@@ -167,7 +170,7 @@ class Sample:
         value, weight = np.array(list(values.values())).T
         places = list(values)
         if self.strata:
-            weight = self._weights(places)
+            weight = self.weights(places)
         n_text = len({of for of, _ in places})
         if self.of_text and n_text == 1:
             return statistics.joined(value * weight, weight)
@@ -180,7 +183,7 @@ class Sample:
             return np.array(means), np.ones(len(means))
         return value * weight, weight
 
-    def _weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
+    def weights(self, places: Sequence[tuple[str, str]]) -> np.ndarray:
         """The part of each item in the mean of categories' means of data sets' means."""
         n_item: dict[str, int] = defaultdict(int)
         for of, _ in places:
@@ -194,7 +197,7 @@ class Sample:
     def _stratified(self) -> tuple[float, float]:
         """The mean, and its error from what items of the same data set differ."""
         places, (value, _) = list(self.values), np.array(list(self.values.values())).T
-        weight = self._weights(places)
+        weight = self.weights(places)
         variance = 0.0
         for name in dict.fromkeys(of for of, _ in places):
             of_set = np.array([of == name for of, _ in places])

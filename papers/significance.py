@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from statistics import NormalDist
 
 import numpy as np
+
+from kvtool.measure import statistics
 
 _MOST_EXACT = 16
 """Differences of which all signs are tried."""
@@ -52,3 +55,23 @@ def holm(values: np.ndarray) -> np.ndarray:
     found = np.empty(len(values))
     found[order] = np.minimum(steps, 1)
     return found
+
+
+def not_worse_test(sums: np.ndarray, weights: np.ndarray, margin: float) -> float:
+    """The chance of a mean this high if the true one were a margin below 0: one-sided, by signs.
+
+    sums, weights: f64[n], of each unit the sum of its differences and its weight.
+    """
+    shifted = sums + margin * weights
+    p = sign_flip_test(shifted)
+    # the other half of the signs are as far on the other side
+    return p / 2 if shifted.sum() > 0 else 1 - p / 2
+
+
+def power(sums: np.ndarray, weights: np.ndarray, margin: float) -> float:
+    """How often `not_worse_test` would say so with p <= 0.05 if there were no difference at all.
+
+    By the normal approximation, which flatters tests of few units.
+    """
+    _, error = statistics.mean_error(sums, weights)
+    return NormalDist().cdf(margin / error - NormalDist().inv_cdf(0.95))

@@ -31,7 +31,7 @@ VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": 
 
 def test_the_documents_are_what_the_records_kept_say():
     texts = [path.read_text(encoding="utf-8") for path in runner.DOCUMENTS]
-    assert [index.fill_index(tables.fill(text)) for text in texts] == texts
+    assert [runner.filled(text) for text in texts] == texts
     # every experiment once
     shown = re.findall(r"<!-- experiment (\S+) -->", "".join(texts))
     assert sorted(shown) == sorted(EXPERIMENTS)
