@@ -360,8 +360,8 @@ def _beside_h2o(results: Path) -> str:
     return (
         f"Beside H2O: the papers' tables have {n_all} tests, of which {n_same} are the same of the same "
         f"numbers. Of the others {len(of_h2o)} compare a paper's method with H2O by its quality, which is a "
-        f"score, a likelihood or a perplexity. The method is ahead of H2O in {ahead or 'none'} of them; H2O is "
-        f"ahead of the method in {behind.total()} ({where})."
+        f"score, a likelihood or a perplexity. The method is ahead of H2O in {ahead or 'none'} of them; H2O "
+        f"is ahead of the method in {behind.total()} ({where})."
     )
 
 

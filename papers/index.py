@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from papers.experiments.kinds import UNGROUPED
 from papers.places import samples
 from papers.samples import SCORES
 from papers.tables import RESULTS
-from papers.verdicts import Verdict, verdict
+from papers.verdicts import Verdict, listed, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,23 @@ def rows(results: Path = RESULTS) -> Iterator[str]:
     hours = {name: _hours(model, results) for model, name in tables.MODELS.items()}
     took = " and ".join(f"{hour:.1f} hours with {name}" for name, hour in hours.items())
     yield f"All this took {took}, on one core of a small machine."
+    yield ""
+    yield textwrap.fill(_mixed(results), 140, break_on_hyphens=False)
+
+
+def _mixed(results: Path) -> str:
+    """The experiments in whose tables lines of several patches stand."""
+    found = []
+    for name in (name for entries in PAPERS.values() for entry in entries for name in entry.experiments):
+        for model in tables.models_of(name):
+            lines = tables.kept(tables.of_model(EXPERIMENTS[name], model), results)
+            if len({line["patch"] for line in lines}) > 1:
+                size = " (1.5B)" if model else ""
+                found.append(f"`{name}`{size}")
+    said = ", ".join(found) or "none"
+    return (
+        f"Tables with lines of more than one patch of llama.cpp, which the last line of each names: {said}."
+    )
 
 
 def _hours(model: str, results: Path) -> float:
@@ -179,12 +197,14 @@ def _verdict(names: Sequence[str], model: str, results: Path) -> str:
 def _in_words(found: Verdict) -> str:
     if found.untested == found.n:
         return "too few texts or items for a test"
-    if not found.here and not found.reverse:
+    if not found.same and not found.other:
         return f"cannot be told ({found.n} difference{'s' * (found.n > 1)})"
-    counts = f"{found.here} of {found.n}, {found.reverse} reversed"
-    if not found.reverse:
-        return f"**reproduced** where a test tells: {counts}"
-    return f"**refuted** where a test tells: {counts}" if not found.here else f"**in part**: {counts}"
+    said = [
+        f"**{direction} direction**: {len(rivals)} of {found.n}, {listed(rivals)}"
+        for direction, rivals in (("same", found.same), ("other", found.other))
+        if rivals
+    ]
+    return "; ".join(said)
 
 
 def fill_index(text: str, results: Path = RESULTS) -> str:

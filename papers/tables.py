@@ -17,7 +17,7 @@ from papers.experiments import EXPERIMENTS, RUNS
 from papers.experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
 from papers.places import is_about, is_pooled, samples
 from papers.samples import SCORES, Sample
-from papers.verdicts import compared, verdict
+from papers.verdicts import compared, listed, size, verdict
 
 LABORATORY = Path(__file__).parent
 ROOT = LABORATORY.parent
@@ -117,7 +117,7 @@ def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator
     signs = compared(places, table)
     asked = dict.fromkeys(column for _, column in ([] if only else [*table.paper]) + [*places])
     if table.by == ("budget",) and not table.budgets:
-        asked = dict.fromkeys(sorted(asked, key=_size))
+        asked = dict.fromkeys(sorted(asked, key=size))
     heads = [column for column in asked if not is_pooled(column, table)]
     heads += [column for column in asked if is_pooled(column, table)]
     there = dict.fromkeys(row for row, _ in [*places, *table.paper])
@@ -136,12 +136,6 @@ def _drawn(places: Mapping[Place, Sample], table: Table, only: bool) -> Iterator
         for row in rows:
             name = f"`{row}`" if table.head == "policy" else row
             yield f"| {name} | {' | '.join(cells[row, column] for column in heads)} |"
-
-
-def _size(budget: str) -> float:
-    """By which columns of budgets stand in order; what is none comes first."""
-    text = budget.removesuffix("%")
-    return float(text) if text.isdecimal() else 0
 
 
 def _shown(places: Mapping[Place, Sample], table: Table, place: Place, signs: Mapping[Place, int]) -> str:
@@ -167,8 +161,10 @@ def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
     found = verdict(places, table)
     said = [f"In brackets: the paper's numbers, with {model}."] * bool(table.paper)
     if found.n:
-        parts = [f"{found.here} appear{'s' * (found.here == 1)} here"]
-        parts += [f"{found.reverse} {_are(found.reverse)} reversed", f"{found.unclear} cannot be told"]
+        parts = [f"{_counted(found.same)} the same direction here", f"{_counted(found.other)} the other"]
+        told = zip(parts, (found.same, found.other), strict=True)
+        parts = [f"{part} [{listed(rivals)}]" if rivals else part for part, rivals in told]
+        parts.append(f"{found.unclear} cannot be told")
         if found.untested:
             parts.append(f"{found.untested} {_are(found.untested)} of too few numbers for a test")
         own = f"`{table.against}`" if table.head == "policy" else table.against
@@ -176,6 +172,10 @@ def _told(places: Mapping[Place, Sample], table: Table, model: str) -> str:
         said.append(textwrap.fill(f"Of the paper's {differences} from {own}, {', '.join(parts)}.", 130))
     # a line each
     return "\n".join(said)
+
+
+def _counted(rivals: Sequence[Place]) -> str:
+    return f"{len(rivals)} {'has' if len(rivals) == 1 else 'have'}"
 
 
 def _are(n: int) -> str:

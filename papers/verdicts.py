@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,22 +17,22 @@ _LEVEL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many of the paper's differences are found here.
+    """What becomes of the paper's differences here.
 
     Attributes
     ----------
-    here
-        A test tells them, as the paper has them.
-    reverse
-        A test tells the reverse.
+    same
+        Where a test tells it, in the paper's direction: a rival, and a column if there are several.
+    other
+        Where it tells one in the other direction.
     unclear
-        A test tells nothing.
+        Of how many a test tells nothing.
     untested
-        Single numbers, or too few units for a test of so many to tell anything.
+        Of how many there are single numbers, or too few units for a test of so many to tell anything.
     """
 
-    here: int = 0
-    reverse: int = 0
+    same: tuple[Place, ...] = ()
+    other: tuple[Place, ...] = ()
     unclear: int = 0
     untested: int = 0
 
@@ -42,22 +42,56 @@ class Verdict:
     @property
     def n(self) -> int:
         """All of the paper's differences that were looked at."""
-        return self.here + self.reverse + self.unclear + self.untested
+        return len(self.same) + len(self.other) + self.unclear + self.untested
 
 
 def verdict(places: Mapping[Place, Sample], table: Table) -> Verdict:
     """The verdict on a table. A difference counts by its direction, not by its size."""
     found = _differences(places, table)
     signs = _signs(places, found)
-    counts = dict.fromkeys(("here", "reverse", "unclear", "untested"), 0)
+    same, other = [], []
+    unclear = untested = 0
+    several = len({column for _, column in found}) > 1
     for place, theirs in ordered(places, table):
         if sign := signs.get(place):
-            counts["here" if sign == theirs else "reverse"] += 1
+            name = rival(place[0], table), _short(place[1], table) if several else ""
+            (same if sign == theirs else other).append(name)
         elif place in found and found[place].least_p * len(found) <= _LEVEL:
-            counts["unclear"] += 1
+            unclear += 1
         else:
-            counts["untested"] += 1
-    return Verdict(**counts)
+            untested += 1
+    return Verdict(tuple(same), tuple(other), unclear, untested)
+
+
+def rival(row: str, table: Table) -> str:
+    """What a row is called as a rival: a policy without its options, unless it is the same policy."""
+    if table.head != "policy":
+        return row
+    name = row.partition(":")[0]
+    return f"`{row if name == table.against.partition(':')[0] else name}`"
+
+
+def _short(column: str, table: Table) -> str:
+    """A column's name without the heading that all pooled ones have."""
+    return column.rpartition(", ")[2] if table.only_pooled else column
+
+
+def listed(names: Sequence[Place]) -> str:
+    """Rivals once each, with their columns in brackets."""
+    columns: dict[str, list[str]] = {}
+    for name, column in names:
+        columns.setdefault(name, []).append(column)
+    parts = []
+    for name, of in columns.items():
+        names = ", ".join(sorted(filter(None, dict.fromkeys(of)), key=size))
+        parts.append(f"{name} ({names})" if names else name)
+    return ", ".join(parts)
+
+
+def size(budget: str) -> float:
+    """By which columns of budgets stand in order; what is none comes first."""
+    text = budget.removesuffix("%")
+    return float(text) if text.isdecimal() else 0
 
 
 def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:

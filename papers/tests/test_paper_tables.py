@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.measure import records, statistics
-from papers import index, places, tables
+from papers import index, places, tables, verdicts
 from papers.commands import Compare, Eval
 from papers.experiments import EXPERIMENTS, RUNS
 from papers.experiments.kinds import Examples, Experiment, Table, directions
@@ -171,19 +171,20 @@ def test_the_papers_differences_are_counted(measured):
     text = measured(found, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
     # h2o is as there, tova is not, local is not told; full, equal ones and what was not measured do not count
     assert (
-        "In brackets: the paper's numbers, with Llama.\n"
-        "Of the paper's 3 differences from `buzz`, 1 appears here, 1 is reversed, 1 cannot be told.\n" in text
-    )
+        "In brackets: the paper's numbers, with Llama. "
+        "Of the paper's 3 differences from `buzz`, 1 has the same direction here [`h2o`], 1 has the other "
+        "[`tova`], 1 cannot be told."
+    ) in text.replace("\n", " ")
     lower = measured(
         [line | {"scores": {"ms": line["scores"]["f1"]}} for line in found],
         Table("ms", against="buzz", paper={("buzz", "64"): "5", ("h2o", "64"): "6"}),
     )
-    assert "Of the paper's 1 difference from `buzz`, 1 appears here, 0 are" in lower
+    assert "Of the paper's 1 difference from `buzz`, 1 has the same direction here [`h2o`], " in lower
     # one number each is no test
     single = [line | {"scores": {"f1": line["scores"]["f1"][:1]}, "items": ["a"]} for line in found]
     text = measured(single, Table("f1", against="buzz", paper={(row, "64"): n for row, n in paper.items()}))
-    assert "Of the paper's 3 differences from `buzz`, 0 appear" in text
-    assert "0 cannot be told, 3 are of too few numbers for a test." in text
+    assert "3 differences from `buzz`, 0 have the same direction here, 0 have the other, 0" in text
+    assert "0 cannot be told, 3 are of too few numbers for a test." in text.replace("\n", " ")
 
 
 def test_too_few_that_differ_for_so_many_tests_are_no_test(measured):
@@ -191,13 +192,14 @@ def test_too_few_that_differ_for_so_many_tests_are_no_test(measured):
     own, other = [0.5] * 9, [0.4] * 7 + [0.5] * 2
     found = lines(buzz__64={"f1": own}, **{f"{name}__64": {"f1": other} for name in ("h2o", "tova", "cam")})
     rows = ("buzz", "h2o", "tova", "cam")
-    assert "1 appears here" in measured(found, Table("f1", against="buzz", rows=rows[:2], worse=rows[1:]))
+    told = measured(found, Table("f1", against="buzz", rows=rows[:2], worse=rows[1:]))
+    assert "1 has the same direction here [`h2o`]" in told
     more = [*found, *lines(local__64={"f1": [0.6, 0.4] * 4 + [0.5]})]
     text = measured(more, Table("f1", against="buzz", worse=rows[1:]))
-    assert "0 cannot be told, 3 are of too few" in text
+    assert "0 cannot be told, 3 are of too few" in text.replace("\n", " ")
     # of five that differ there is no test at all
     five = lines(buzz__64={"f1": own}, h2o__64={"f1": [0.4] * 5 + [0.5] * 4})
-    assert "1 is of too few numbers" in measured(five, Table("f1", against="buzz", worse=("h2o",)))
+    assert "1 is of too few" in measured(five, Table("f1", against="buzz", worse=("h2o",)))
 
 
 def test_the_rows_of_a_column_have_the_same_items(measured):
@@ -236,15 +238,14 @@ def test_what_the_paper_says_without_numbers_is_told_as_well(measured):
     better, same, own = [0.9, 0.8] * 5, [0.1, 0.8, 0.9, 0.0] * 2 + [0.5, 0.4], [0.5, 0.4] * 5
     found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, local__64={"f1": same}, full={"f1": better})
     told = {
-        "h2o": "Of the paper's 1 difference from `buzz`, 0 appear here, 1 is reversed, 0 cannot be told.",
-        "local": "Of the paper's 1 difference from `buzz`, 0 appear here, 0 are reversed, 1 cannot be told.",
+        "h2o": "0 have the same direction here, 1 has the other [`h2o`], 0 cannot be told.",
+        "local": "0 have the same direction here, 0 have the other, 1 cannot be told.",
     }
     for worse, said in told.items():
         assert said in measured(found, Table("f1", against="buzz", worse=(worse,)))
     text = measured(found, Table("f1", against="h2o", worse=("buzz", "local", "full")))
     assert (
-        "Of the paper's 3 differences from `h2o`, 2 appear here, 0 are reversed, 0 cannot be told, 1 is"
-        in text
+        "3 differences from `h2o`, 2 have the same direction here [`buzz`, `local`], 0 have the other" in text
     )
     # what was not measured tells nothing
     assert "differences" not in measured(found, Table("f1", against="buzz", worse=("tova",)))
@@ -391,9 +392,7 @@ def test_only_pooled_columns_are_compared_if_asked(measured):
     assert measured(found, Table("f1", **table)).count("worse") == 3
     text = measured(found, Table("f1", **table, only_pooled=True))
     assert text.count("worse") == 1
-    assert (
-        "Of the paper's 1 difference from `buzz`, 1 appears here, 0 are reversed, 0 cannot be told." in text
-    )
+    assert "1 difference from `buzz`, 1 has the same direction here [`h2o`], 0 have the other" in text
 
 
 def test_the_same_item_of_several_files_is_one_unit(measured):
@@ -438,10 +437,10 @@ def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean(me
     ]
     paper = {("buzz", "x"): "10", ("h2o", "x"): "11", ("buzz", "y"): "10", ("h2o", "y"): "7"}
     table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
-    assert "1 appears here, 0 are reversed" in measured(found, table)
+    assert "1 has the same direction here [`h2o`], 0 have the other" in measured(found, table)
     paper = paper | {("h2o", "x"): "14"}
     table = Table("f1", ("of",), "buzz", pooled={"all": None}, only_pooled=True, paper=paper)
-    assert "0 appear here, 1 is reversed" in measured(found, table)
+    assert "0 have the same direction here, 1 has the other [`h2o`]" in measured(found, table)
 
 
 def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
@@ -516,7 +515,7 @@ def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_p
     own = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
     other = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64=own, h2o__64=other))
-    said = "F1: too few texts or items for a test; likelihood: **reproduced** where a test tells: 1 of 1"
+    said = "F1: too few texts or items for a test; likelihood: **same direction**: 1 of 1, `h2o`"
     assert said in "".join(index.rows(tmp_path))
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(h2o__64=other))
     assert "only the other policies are measured" in "".join(index.rows(tmp_path))
@@ -542,7 +541,7 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
     monkeypatch.setitem(RUNS, "not-there", Eval("qa", ("qa.jsonl",), ("buzz",), ("64",)))
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": own}, h2o__64={"f1": other}))
     said = {
-        ("h2o",): "**reproduced** where a test tells: 1 of 1, 0 reversed",
+        ("h2o",): "**same direction**: 1 of 1, `h2o`",
         (): "numbers; nothing to compare them with",
     }
     for worse, verdict in said.items():
@@ -554,7 +553,7 @@ def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_pa
         assert "| Figure 1 | the method | a drawing |  |  |" in shown
     table = Table("f1", against="h2o", worse=("buzz",))
     monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-    assert "**refuted** where a test tells: 0 of 1, 1 reversed" in "".join(index.rows(tmp_path))
+    assert "**other direction**: 1 of 1, `buzz`" in "".join(index.rows(tmp_path))
     noise = lines(buzz__64={"f1": own}, h2o__64={"f1": own[::-1]})
     records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
     assert "cannot be told (1 difference)" in "".join(index.rows(tmp_path))
@@ -566,4 +565,51 @@ def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
     table = Table("f1", against="chance", theirs={("here", "None"): 1}, head="where")
     text = measured(found, table)
     assert "| where | None |\n| --- | ---: |\n| here | 90.0 better |\n| chance | 10.0 |" in text
-    assert "Of the paper's 1 difference from chance, 1 appears here" in text
+    assert "Of the paper's 1 difference from chance, 1 has the same direction here [here]" in text
+
+
+def test_a_rival_is_named_without_its_options_unless_it_is_the_same_policy():
+    table = Table("nll", against="buzz:kept=true")
+    rows = {"h2o:sinks=4": "`h2o`", "buzz:logn=true": "`buzz:logn=true`", "buzz": "`buzz`", "full": "`full`"}
+    assert {row: verdicts.rival(row, table) for row in rows} == rows
+    assert verdicts.rival("keys before RoPE", Table("values", against="values", head="matrix")) == (
+        "keys before RoPE"
+    )
+
+
+def test_the_index_names_the_rivals_of_each_direction(monkeypatch, tmp_path):
+    own, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
+    entry = index.Entry("Table 1", "answers", ("made-up",))
+    monkeypatch.setattr(index, "PAPERS", {"buzz": (entry,)})
+    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
+    table = Table("f1", against="buzz", worse=("h2o", "tova", "cam"))
+    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
+    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse})
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+    shown = "".join(index.rows(tmp_path))
+    assert "**same direction**: 2 of 3, `tova`, `cam`; **other direction**: 1 of 3, `h2o`" in shown
+    assert "names: none." in shown
+    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found[:2] + [found[2] | {"patch": "4"}])
+    assert "names: `made-up`." in "".join(index.rows(tmp_path))
+
+
+def test_a_verdict_names_columns_where_a_rival_has_several():
+    own, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
+    found = lines(buzz__64={"f1": own}, buzz__128={"f1": own}, h2o__64={"f1": worse}, h2o__128={"f1": better})
+    table = Table("f1", against="buzz", worse=("h2o",))
+    told = verdicts.verdict(places.samples(found, table), table)
+    assert (told.same, told.other) == ((("`h2o`", "64"),), (("`h2o`", "128"),))
+    assert verdicts.listed((("`h2o`", "64"), ("`cam`", ""), ("`h2o`", "9"))) == "`h2o` (9, 64), `cam`"
+
+
+def test_one_difference_has_one_verdict():
+    """The same two samples, wherever they stand."""
+    found = {}
+    names = [name for entries in index.PAPERS.values() for entry in entries for name in entry.experiments]
+    for name, model in [(each, model) for each in names for model in tables.models_of(each)]:
+        for table in EXPERIMENTS[name].tables:
+            kept = places.samples(tables.kept(tables.of_model(EXPERIMENTS[name], model)), table)
+            for (row, column), sign in verdicts.compared(kept, table).items():
+                both = (tuple(kept[each, column].values.items()) for each in (table.against, row))
+                found.setdefault((model, table.score, *both), {})[name, row, column] = sign
+    assert not [signs for signs in found.values() if len(set(signs.values())) > 1]
