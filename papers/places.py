@@ -18,9 +18,10 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
     All rows of a column have the same items: those that every row has.
     """
     lines = [line for line in lines if is_about(table, line)]
-    lines = [line for line in lines if not table.rows or line["label"] in (*table.rows, table.apart)]
+    lines = [line for line in lines if not table.rows or line[table.row] in (*table.rows, table.apart)]
     measured = _budgets(lines)
     places: dict[Place, Sample] = {}
+    lacking = set()
     for line in lines:
         score = table.scores.get(line["task"], "") if table.scores else table.score
         if not score:
@@ -30,11 +31,17 @@ def samples(lines: Sequence[Line], table: Table) -> dict[Place, Sample]:
         unlimited = budgets or [None] * (not table.budgets)
         for budget in {line["budget"]}.intersection(budgets) if line["budget"] else unlimited:
             for column, is_pooled in _columns(line | {"budget": budget}, table):
+                place = line[table.row], column
                 strata = table.strata if is_pooled else {}
                 sample = Sample(score, of_text, table.same_item and is_pooled, strata)
-                places.setdefault((line["label"], column), sample).values.update(found)
+                of_place = _behind(found, int(budget)) if table.late and budget else found
+                places.setdefault(place, sample).values.update(of_place)
+                if score in ("device", "host") and not found:
+                    lacking.add(place)
     _share(places)
-    places = {place: sample for place, sample in places.items() if _is_whole(place, sample, table)}
+    whole = (place for place, sample in places.items() if _is_whole(place, sample, table))
+    # a mean of some texts' bytes is none of the others'
+    places = {place: places[place] for place in whole if place not in lacking}
     if table.apart:
         return {
             (row, column): sample.apart(places[table.apart, column])
@@ -105,11 +112,25 @@ def _values(line: Line, score: str) -> dict[tuple[str, str], tuple[float, float]
     }
 
 
+def _behind(
+    found: Mapping[tuple[str, str], tuple[float, float]], budget: int
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """The blocks that begin after as many tokens as a budget."""
+    read, kept = 0.0, {}
+    for place, (value, n_token) in found.items():
+        if read >= budget:
+            kept[place] = value, n_token
+        read += n_token
+    return kept
+
+
 def _of_line(line: Line) -> dict[str, list[float | None]]:
     """The scores of a line, its bytes in MiB, and how much more alike samples are than the full cache's."""
     scores = line["scores"]
     sizes = zip(("device", "host"), line.get("bytes", ()), strict=False)
     found = scores | {name: [size / 2**20] for name, size in sizes}
+    if "tokens" in line and "evicted" in scores:
+        found["holds"] = [line["tokens"] * (1 - share) for share in scores["evicted"]]
     if "full_self_bleu" in scores:
         pairs = zip(scores["self_bleu"], scores["full_self_bleu"], strict=True)
         found["alike"] = [None if own is None else own - full for own, full in pairs]

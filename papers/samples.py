@@ -76,6 +76,7 @@ SCORES = {
     "right": Score("Log-probability of the right choice among all choices, nats", "likelihood"),
     "score": Score("LongBench's metrics, %", "LongBench", **_PERCENT),
     "cells_held": Score("Tokens a row holds at the end", digits=0),
+    "holds": Score("Tokens a row holds at the end, the mean over rows", digits=0),
     "self_bleu": Score("Self-BLEU", digits=1),
     "full_self_bleu": Score("Self-BLEU of the full cache's samples", digits=1),
     "alike": Score("Self-BLEU less that of the full cache's samples", digits=1, words=_MORE),

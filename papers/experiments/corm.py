@@ -59,6 +59,11 @@ _LONGBENCH = {
     "transposed": True,
 }
 
+_BEHIND = "Perplexity of the tokens behind as many as the budget"
+_BY_BUDGET = {"score": "nll", "by": ("of", "budget"), "names": OF_TEXTS, "pooled": ALL}
+_OF_TABLE_3 = _BY_BUDGET | {"rows": ("full", "corm", "corm, capped", *_OTHERS)}
+_LONGER = _BY_BUDGET | {"rows": ("corm", _OTHERS[-1])}
+
 EXPERIMENTS = {
     "corm-figure-1": Experiment(
         ("map-share", "map-share-1.5b"),
@@ -127,34 +132,28 @@ EXPERIMENTS = {
                 only_pooled=True,
                 worse=_WINDOWS,
             ),
-            Table("evicted", ("of",), rows=("corm", *_WINDOWS), names=OF_TEXTS, pooled=ALL),
+            *(
+                Table(score, ("of",), rows=("corm", *_WINDOWS), names=OF_TEXTS, pooled=ALL)
+                for score in ("evicted", "holds", "device")
+            ),
         ),
     ),
     "corm-table-3": Experiment(
         ("texts-corm", "texts-corm-1.5b"),
         (
-            Table(
-                *("nll", ("of", "budget"), "corm", ("full", "corm", "corm, capped", *_OTHERS)),
-                names=OF_TEXTS,
-                pooled=ALL,
-                only_pooled=True,
-                paper=numbers("corm", "table-3"),
-                worse=_OTHERS,
-            ),
+            # before, the others hold all: there CORM alone can lose
+            Table(**_OF_TABLE_3, against="corm", only_pooled=True, late=True, worse=_OTHERS, title=_BEHIND),
+            Table(**_OF_TABLE_3, paper=numbers("corm", "table-3"), title="Perplexity of all tokens"),
+            *(Table(**_OF_TABLE_3 | {"score": score}) for score in ("holds", "device")),
         ),
         "LLaMA2-7B",
     ),
     "corm-tables-7-8": Experiment(
         ("texts-corm-long", "texts-corm-long-h2o"),
         (
-            Table(
-                *("nll", ("of", "budget"), "corm", ("corm", _OTHERS[-1])),
-                names=OF_TEXTS,
-                pooled=ALL,
-                only_pooled=True,
-                worse=_OTHERS,
-            ),
-            Table("evicted", ("of",), rows=("corm",), names=OF_TEXTS, pooled=ALL),
+            Table(**_LONGER, against="corm", only_pooled=True, late=True, worse=_OTHERS, title=_BEHIND),
+            Table(**_LONGER, title="Perplexity of all tokens"),
+            *(Table(**_LONGER | {"score": score}) for score in ("evicted", "holds", "device")),
         ),
     ),
     "corm-table-4": Experiment(
@@ -166,11 +165,12 @@ EXPERIMENTS = {
                 paper=numbers("corm", "table-4"),
             ),
             Table("evicted", ("tokens",), rows=_WINDOWS[:1], paper=numbers("corm", "table-4-reduction")),
+            *(Table(score, ("tokens",), rows=("full", _WINDOWS[0])) for score in ("holds", "device")),
         ),
         "LLaMA1-7B",
     ),
     "corm-figure-4": Experiment(
         (*(f"corm-{size}" for size in _SIZES), "texts-corm", "corm-512-1.5b", "texts-corm-1.5b"),
-        (Table("evicted", ("tokens",), rows=("corm",)),),
+        tuple(Table(score, ("tokens",), rows=("corm",)) for score in ("evicted", "holds", "device")),
     ),
 }

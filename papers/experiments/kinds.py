@@ -59,6 +59,8 @@ class Table:
         The paper's own method, which the other rows are compared with.
     rows
         The rows in their order; all if empty.
+    row
+        The field of a line whose values are the rows; its label is its policy.
     budgets
         The budgets that count; all if empty.
     of
@@ -69,6 +71,9 @@ class Table:
         Headings in place of the columns' values.
     pooled
         Headings of further columns, with what they have of the first of `by`: None for all.
+    late
+        Whether only tokens count that come after as many as the column's budget; before, a policy with it
+        holds all.
     only_pooled
         Whether only those columns are compared: the others have too few units for a test.
     same_item
@@ -95,11 +100,13 @@ class Table:
     by: tuple[str, ...] = ("budget",)
     against: str = ""
     rows: tuple[str, ...] = ()
+    row: str = "label"
     budgets: tuple[str, ...] = ()
     of: tuple[str, ...] = ()
     apart: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     pooled: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    late: bool = False
     only_pooled: bool = False
     same_item: bool = False
     strata: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import pytest
 from kvtool.measure import records, statistics
 from papers import index, places, tables, verdicts
 from papers.commands import Compare, Eval
-from papers.experiments import EXPERIMENTS, RUNS
+from papers.experiments import EXPERIMENTS, RUNS, kinds
 from papers.experiments.kinds import Examples, Experiment, Table, directions
 from papers.samples import SCORES
 
@@ -368,6 +368,72 @@ def test_what_is_above_the_full_cache_is_told_text_by_text(measured):
     text = measured(found, Table("above", ("budget",), apart="full"))
     assert f"| `h2o` | {100 * above:.1f} ±{100 * error:.1f} |" in text
     assert "`full`" not in text
+
+
+def test_only_tokens_behind_the_budget_count_if_asked(measured):
+    counts = [31] * 33
+    about = {"of": "t.txt", "tokens": 1024, "weights": {"nll": counts}, "seconds": 0, **VERSIONS}
+    found = [
+        about | {"label": "corm", "budget": None, "scores": {"nll": [9.0] * 10 + [1.0] * 23}},
+        about | {"label": "h2o", "budget": "300", "scores": {"nll": [0.0] * 10 + [2.0] * 23}},
+        about | {"label": "h2o", "budget": "310", "scores": {"nll": [0.0] * 10 + [2.0] * 23}},
+        about | {"label": "h2o", "budget": "311", "scores": {"nll": [0.0] * 11 + [2.0] * 22}},
+    ]
+    text = measured(found, Table("nll", late=True))
+    # the eleventh block begins behind 310 tokens
+    assert f"| `corm` | {np.e:.2f} | {np.e:.2f} | {np.e:.2f} |" in text
+    assert f"| `h2o` | {np.e**2:.2f} | {np.e**2:.2f} | {np.e**2:.2f} |" in text
+    assert "| `corm` | 2.72" not in measured(found, Table("nll"))
+
+
+def test_rows_may_be_budgets_of_a_policy(measured):
+    found = lines(h2o__51={"ms": [2.0] * 8}, h2o__102={"ms": [1.0] * 8}, full={"ms": [3.0] * 8})
+    table = Table(
+        "ms", ("label",), "51", ("51", "102"), row="budget", theirs={("102", "h2o"): 1}, head="cells"
+    )
+    text = measured(found, table)
+    assert "| cells | h2o |\n| --- | ---: |\n| 51 | 2.00 |\n| 102 | 1.00 better |\n" in text
+    # lower is better, so what is higher in the paper is the other direction
+    assert "1 difference from 51, 0 have the same direction here, 1 has the other [102]" in text
+
+
+def test_a_mean_of_some_texts_bytes_is_not_shown(measured):
+    found = [
+        line | {"of": of, "budget": budget, "bytes": [2**20, 0]}
+        for of in ("a", "b")
+        for budget in ("1", "2")
+        for line in lines(h2o={"nll": [0.1]})
+    ]
+    assert "| policy | 1 | 2 |" in measured(found, Table("device"))
+    del found[0]["bytes"]
+    assert "| policy | 2 |\n| --- | ---: |\n| `h2o` | 1.0 |\n" in measured(found, Table("device"))
+
+
+def test_tokens_that_a_row_holds_are_those_not_evicted(measured):
+    found = [line | {"tokens": 2000} for line in lines(corm={"evicted": [0.75]}, full={"evicted": [0.0]})]
+    text = measured(found, Table("holds"))
+    assert "| `corm` | 500 |\n| `full` | 2000 |" in text
+
+
+def test_what_corm_holds_in_the_mean_of_a_stream_is_what_its_page_says():
+    """The prose of its Table 3, from the sizes of Figure 4 on the same eight texts."""
+    held = {0: 0.0}
+    for n, name in ((512, "corm-512"), (1024, "corm-1024"), (2048, "corm-2048"), (4096, "texts-corm")):
+        kept = tables.kept([name])
+        found = [
+            n * (1 - line["scores"]["evicted"][0])
+            for line in kept
+            if line["label"] == "corm" and any(line["of"] in file for file in kinds.EIGHT)
+        ]
+        assert len(found) == 8
+        held[n] = float(np.mean(found))
+    mean = np.trapezoid(list(held.values()), list(held)) / 4096
+    others = (1792 * 1792 / 2 + 1792 * (4096 - 1792)) / 4096
+    said = f"CORM holds about {round(mean, -1):,.0f} in the mean"
+    page = " ".join((tables.LABORATORY / "corm.md").read_text(encoding="utf-8").split())
+    assert said in page
+    assert f"and the others {others:,.0f}." in page
+    assert "1,653 at the end, and 39.4 MiB against 44.9" in page
 
 
 def test_bytes_are_shown_in_mib_without_an_error(measured):
