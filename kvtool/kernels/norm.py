@@ -12,3 +12,18 @@ def square_norm(key):
     for x in key:
         total += np.float64(x) * x
     return total
+
+
+@kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")
+def normalise(keys, first, unit):
+    """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i8[row, n or more, n_dim].
+
+    Each key gets the length 127; a key of zeros stays one.
+    """
+    n_row, n_new, n_dim = keys.shape
+    for row in range(n_row):
+        for i in range(n_new):
+            norm = np.sqrt(square_norm(keys[row, i]))
+            scale = 127 / norm if norm > 0 else 0.0
+            for dim in range(n_dim):
+                unit[row, first + i, dim] = np.int8(np.rint(keys[row, i, dim] * scale))

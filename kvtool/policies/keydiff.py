@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.kernels.norm import square_norm
+from kvtool.kernels.norm import normalise
 from kvtool.policies._keys import RankedKeys
 from kvtool.policy import State, View
 
@@ -40,27 +40,12 @@ class KeyDiff(RankedKeys):
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
-        _normalise(view.keys, view.n_kv - view.keys.shape[1], state[0])
+        normalise(view.keys, view.n_kv - view.keys.shape[1], state[0])
 
     def scores(self, view: View, state: State) -> np.ndarray:
         score = np.empty(view.pos.shape, np.float32)
         _difference(state[0], score)
         return score
-
-
-@kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")
-def _normalise(keys, first, unit):
-    """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i8[row, n or more, n_dim].
-
-    A key of zeros stays one.
-    """
-    n_row, n_new, n_dim = keys.shape
-    for row in range(n_row):
-        for i in range(n_new):
-            norm = np.sqrt(square_norm(keys[row, i]))
-            scale = 127 / norm if norm > 0 else 0.0
-            for dim in range(n_dim):
-                unit[row, first + i, dim] = np.int8(np.rint(keys[row, i, dim] * scale))
 
 
 @kernel("void(i1[:,:,::1], f4[:,::1])", any_order=True)

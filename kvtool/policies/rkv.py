@@ -1,0 +1,161 @@
+"""R-KV: what the newest queries attend to stays, unless its key is like others (Cai et al. 2025, arXiv:2505.24133).
+
+A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
+queries, as shares that add up to 1, of which a token gets the highest among its `kernel` neighbours in the
+order of the stream. The redundancy R is the softmax of the mean cosine of its key with all keys of the row.
+The newest tokens that are like another are spared: of each key's cosines with others, those with the
+`similar` newest tokens of a cosine above `threshold` count as 0. So the newest of several like tokens is not
+redundant. The paper's lambda, alpha, beta and T are our mixture, window, similar and threshold.
+
+As in the authors' code, which has a larger kernel and one spared token where the paper leaves them open: the
+attention of a group is that of the head that attends most, tokens of the window are neither ranked nor
+neighbours, and redundancy counts them.
+
+Differs from the paper: it compresses every 128 tokens that are generated, this whenever the cache is full
+(--evict-every 128 for the paper's), prompts as well. Keys are compared before RoPE (the authors' code
+compares them after it), rounded to eight bits. The attention of all window queries is divided by its sum
+over the tokens before the window once; the authors' code does so for each query, after it has taken the
+highest logit of a group. It also spares the first token wherever a key is like no other; here none is.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels.kernel import kernel
+from kvtool.kernels.norm import normalise
+from kvtool.policy import Ranked, Signal, State, View, protected
+
+
+@dataclass(frozen=True, slots=True)
+class RKV(Ranked):
+    """Important tokens whose keys are not redundant.
+
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted; their queries say what is important. Default: 8, or half of what is kept
+        if that is less.
+    mixture
+        Weight of importance; redundancy has the rest.
+    kernel
+        Tokens that are pooled into one: an odd number, 1 for no pooling.
+    threshold
+        Cosine above which two keys are alike.
+    similar
+        Number of the newest tokens like a token that its similarity does not make redundant.
+    sinks
+        First tokens, never evicted.
+    """
+
+    budget: int
+    slack: int
+    window: int
+    mixture: float = 0.1
+    kernel: int = 7
+    threshold: float = 0.5
+    similar: int = 1
+    sinks: int = 0
+
+    reads: ClassVar[Signal] = Signal.RECENT | Signal.KEYS
+    group: ClassVar[str] = "max"
+    paper: ClassVar[str] = "arXiv:2505.24133"
+    least_window: ClassVar[int] = 1
+    most_window: ClassVar[int] = 8
+
+    def __post_init__(self) -> None:
+        Ranked.__post_init__(self)
+        if not 0 <= self.mixture <= 1:
+            raise ValueError(f"mixture must be in 0..1, got {self.mixture}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be odd, 1 or more, got {self.kernel}")
+        if not -1 <= self.threshold <= 1:
+            raise ValueError(f"threshold must be in -1..1, got {self.threshold}")
+        if self.similar < 0:
+            raise ValueError(f"similar must not be negative, got {self.similar}")
+
+    @property
+    def n_query(self) -> int:
+        return self.window
+
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """Keys of length 127 i8[row, n_cell, n_dim]: sums of whole numbers do not depend on their order."""
+        return (np.zeros((n_row, n_cell, n_dim), np.int8),)
+
+    def observe(self, view: View, state: State) -> None:
+        normalise(view.keys, view.n_kv - view.keys.shape[1], state[0])
+
+    def scores(self, view: View, state: State) -> np.ndarray:
+        _, recent = protected(view, self.n_keep, self.sinks, self.window)
+        # no two positions of a row are equal: the sort need not be stable
+        order = np.argsort(view.pos, axis=1)
+        likeness = np.empty(view.pos.shape, np.float64)
+        _likeness(order, state[0], self.threshold * 127 * 127, self.similar, likeness)
+        score = np.zeros(view.pos.shape, np.float32)
+        _score(order, view.pos, view.recent, likeness, recent, self.kernel // 2, self.mixture, score)
+        return score
+
+
+@kernel("void(i8[:,::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
+def _likeness(order, unit, threshold, n_spared, likeness):
+    """order i64[row, n]: cells, oldest first; unit i8[row, n or more, n_dim] -> likeness f64[row, n].
+
+    likeness[row, i] is the mean product of the i-th oldest key with all others of the row, as a cosine. For
+    each key, its products above the threshold with the newest n_spared others count as 0. Float32 holds the
+    products exactly: none is above 127 * 127 by more than rounding.
+    """
+    n_row, n = order.shape
+    n_dim = unit.shape[2]
+    keys, total = np.empty((n, n_dim), np.float32), np.empty(n_dim, np.float64)
+    for row in range(n_row):
+        total[:] = 0
+        for i in range(n):
+            for dim in range(n_dim):
+                keys[i, dim] = unit[row, order[row, i], dim]
+                total[dim] += keys[i, dim]
+        for i in range(n):
+            product = 0.0
+            for dim in range(n_dim):
+                product += (total[dim] - keys[i, dim]) * keys[i, dim]
+            likeness[row, i] = product
+        for i in range(n):
+            n_left = n_spared
+            j = n - 1
+            while n_left > 0 and j >= 0:
+                alike = np.float32(0)
+                for dim in range(n_dim):
+                    alike += keys[i, dim] * keys[j, dim]
+                if alike > threshold and j != i:
+                    likeness[row, j] -= alike
+                    n_left -= 1
+                j -= 1
+        for i in range(n):
+            likeness[row, i] /= n * 127.0 * 127.0
+
+
+@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], f8[:,::1], i8, i8, f8, f4[:,::1])")
+def _score(order, pos, votes, likeness, recent, reach, mixture, score):
+    """order i64[row, n]: cells, oldest first; pos i32[row, n], votes f32[row, n], likeness f64[row, n], as in
+    `_likeness` -> score f32[row, n], for tokens before position `recent` alone.
+
+    Sums are taken from the oldest token on: they do not depend on the cells.
+    """
+    n_row, n = order.shape
+    for row in range(n_row):
+        end, all_votes, weight = 0, 0.0, 0.0
+        while end < n and pos[row, order[row, end]] < recent:
+            all_votes += votes[row, order[row, end]]
+            end += 1
+        for i in range(n):
+            weight += np.exp(likeness[row, i])
+        for i in range(end):
+            highest = np.float32(0)
+            for j in range(max(i - reach, 0), min(i + reach + 1, end)):
+                highest = max(highest, votes[row, order[row, j]])
+            importance = highest / all_votes if all_votes > 0 else 0.0
+            redundancy = np.exp(likeness[row, i]) / weight
+            score[row, order[row, i]] = mixture * importance - (1 - mixture) * redundancy
+
+
+POLICY = RKV

@@ -1,0 +1,92 @@
+"""R-KV (arXiv:2505.24133): before the window the token of the lowest score goes, one at a time.
+
+Normalised keys are rounded to whole numbers, 127 being one, so that equal scores are equal.
+"""
+
+import math
+
+# for float32 alone, whose rounding decides which scores are equal
+import numpy as np
+
+CASES = [
+    [],
+    ["window=5", "sinks=2", "kernel=1"],
+    ["mixture=0", "similar=3", "kernel=3"],
+    ["mixture=1", "window=1"],
+    ["mixture=0.5", "threshold=0.1", "similar=0"],
+    ["threshold=0.9", "kernel=101"],
+]
+
+
+def keep(rows, *, next, pinned, budget, slack, window, mixture, kernel, threshold, similar, sinks):
+    first, n_keep = max(sinks, pinned), budget - slack
+    recent = next - min(window, n_keep - first)
+    kept = []
+    for row in rows:
+        before = [token for token in row if token["pos"] < recent]
+        votes = [sum(max(heads) for t, heads in token["seen"] if t > next - window) for token in before]
+        cosines = similarities([token["key"] for token in row])
+        redundancy = softmax(means(spared(cosines, threshold * 127 * 127, similar)))
+        score = {
+            token["pos"]: np.float32(mixture * vote - (1 - mixture) * alike)
+            for token, vote, alike in zip(before, pooled(shares(votes), kernel), redundancy, strict=False)
+        }
+        alive = [token["pos"] for token in row]
+        while len(alive) > n_keep:
+            alive.remove(
+                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
+            )
+        kept.append(alive)
+    return kept
+
+
+def shares(votes):
+    total = sum(votes)
+    return [vote / total if total else 0.0 for vote in votes]
+
+
+def pooled(values, kernel):
+    """The highest of each value and its kernel // 2 neighbours on either side."""
+    reach = kernel // 2
+    padding = [float("-inf")] * reach
+    padded = padding + values + padding
+    return [max(padded[i : i + kernel]) for i in range(len(values))]
+
+
+def similarities(keys):
+    """matrix[i][j]: product of key i with key j, normalised and rounded; 0 with itself."""
+    unit = [_normalised(key) for key in keys]
+    return [
+        [sum(x * y for x, y in zip(one, other, strict=True)) if one is not other else 0 for other in unit]
+        for one in unit
+    ]
+
+
+def _normalised(key):
+    norm = math.sqrt(sum(x * x for x in key))
+    return [round(x * (127 / norm)) if norm else 0 for x in key]
+
+
+def spared(matrix, threshold, n_spared):
+    """Each row's last n_spared values above the threshold are 0, but for the one on the diagonal."""
+    result = [list(row) for row in matrix]
+    for i, row in enumerate(result):
+        alike = [j for j, value in enumerate(row) if value > threshold and j != i]
+        for j in alike[max(len(alike) - n_spared, 0) :]:
+            row[j] = 0
+    return result
+
+
+def means(matrix):
+    """Of each column, as a cosine."""
+    n = len(matrix)
+    return [sum(column) / (n * 127 * 127) for column in zip(*matrix, strict=True)]
+
+
+def softmax(values):
+    weights = [math.exp(value) for value in values]
+    total = 0.0
+    for weight in weights:
+        # one after the other, as rounding needs it
+        total += weight
+    return [weight / total for weight in weights]
