@@ -108,6 +108,7 @@ OTHERS = [
     ("snapkv", []),
     ("roco", []),
     ("keydiff", []),
+    ("rkv", []),
     ("knorm", []),
     ("weightedkv", []),
     ("weightedkv", ["merge=false"]),

@@ -33,6 +33,7 @@ ENGINES = [
     ("bumblebee", ["similarity=f32"], {}),
     ("weightedkv", [], {}),
     ("keydiff", [], {}),
+    ("rkv", [], {}),
     ("random", [], {}),
     ("corm", ["history=24", "window=8"], {}),
     ("full", [], {}),

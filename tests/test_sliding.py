@@ -87,6 +87,7 @@ def test_a_window_longer_than_the_budget(tiny_model, positions):
         ("buzz", ["logn=true"]),
         ("weightedkv", []),
         ("keydiff", []),
+        ("rkv", []),
         ("scissorhands", []),
         ("corm", ["history=8", "window=2", "t=cells"]),
     ],

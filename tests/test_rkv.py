@@ -1,0 +1,119 @@
+"""R-KV's own: what is important, which keys are redundant, and which of several like tokens stays."""
+
+import numpy as np
+import pytest
+from reference.rkv import softmax
+
+from kvtool import policies
+from kvtool.policies.rkv import RKV
+from kvtool.policy import View
+
+
+def kept(keys, votes, n_keep, batches=None, **params):
+    n = len(keys)
+    keys, votes = np.array([keys], np.float32), np.array([votes], np.float32)
+    policy = RKV.fit(n_keep + 1, 1, **params)
+    state = policy.start(1, n, keys.shape[2])
+    end = 0
+    for n_token in batches or [n]:
+        end += n_token
+        pos = np.arange(end, dtype=np.int32)[None]
+        new = np.ascontiguousarray(keys[:, end - n_token : end])
+        recent = np.ascontiguousarray(votes[:, :end])
+        view = View(pos, np.zeros(1, np.int32), end, n_new=n_token, recent=recent, keys=new)
+        policy.observe(view, state)
+    return np.flatnonzero(policy.plan(view, state).keep[0]).tolist()
+
+
+# 0, 2 and 4 are nearly alike, 1, 3 and 5 like no other; the last is the window
+KEYS = [
+    [9, 0, 0, 0, 1],
+    [0, 9, 0, 0, 0],
+    [9, 0, 0, 0, 0],
+    [0, 0, 9, 0, 0],
+    [9, 0, 0, 0, -1],
+    [0, 0, 0, 9, 0],
+]
+
+
+@pytest.mark.parametrize("batches", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
+def test_of_several_like_tokens_the_newest_stays(batches):
+    assert kept(KEYS, [0] * 6, 4, batches, window=1, mixture=0) == [1, 3, 4, 5]
+    # nobody is spared, and the one in the middle has the highest cosines
+    unspared = {"window": 1, "mixture": 0, "similar": 0}
+    assert kept(KEYS, [0] * 6, 5, batches, **unspared) == [0, 1, 3, 4, 5]
+    assert kept(KEYS, [0] * 6, 3, batches, **unspared) == [1, 3, 5]
+
+
+def test_as_many_like_tokens_are_spared_as_asked_for():
+    def stay(n_keep, **params):
+        return kept(KEYS, [0] * 6, n_keep, window=1, mixture=0, **params)
+
+    # 4 is spared by 0 and 2, and spares 2: the other two have one cosine more than 4, the oldest two
+    assert stay(5) == [1, 2, 3, 4, 5]
+    # 4 is as unlike the others as 1 and 3: of equals the newer stay
+    assert stay(3) == [3, 4, 5]
+    # all have spared all
+    assert stay(3, similar=2) == [3, 4, 5]
+    # above the highest cosine none is spared
+    assert stay(3, threshold=1.0) == stay(3, similar=0) == [1, 3, 5]
+
+
+def test_the_mixture_weighs_importance_against_redundancy():
+    votes = [9, 0, 0, 0, 0, 0]
+    only = {"window": 1, "kernel": 1}
+    assert kept(KEYS, votes, 2, mixture=1, **only) == [0, 5]
+    assert kept(KEYS, votes, 2, mixture=0, **only)[0] != 0
+    # shares of attention add up to 1 as redundancy does: a tenth of all of it outweighs a like key
+    assert kept(KEYS, votes, 2, **only) == [0, 5]
+
+
+def test_importance_is_the_highest_of_the_neighbours_before_the_window():
+    alike = [[1, 0]] * 10
+    votes = [0, 0, 0, 5, 0, 0, 0, 0, 9, 9]
+    assert kept(alike, votes, 5, window=2, mixture=1, kernel=3) == [2, 3, 4, 8, 9]
+    assert kept(alike, votes, 3, window=2, mixture=1, kernel=1) == [3, 8, 9]
+
+
+def test_redundancy_is_that_of_the_published_code():
+    """Cosines with a zero diagonal, each row's newest one above the threshold set to zero, mean of columns."""
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(40, 8)) + rng.normal(size=8) / 3
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, 0)
+    for row in cosines:
+        if (above := np.flatnonzero(row > 0.5)).size:
+            row[above[-1]] = 0
+    redundancy = np.array(softmax(cosines.mean(axis=0)))
+    least = set(np.argsort(redundancy[:32])[:12].tolist())
+    assert set(kept(keys.tolist(), [0] * 40, 20, mixture=0)) == least | set(range(32, 40))
+
+
+def test_the_newest_eight_ask_unless_told():
+    policy = policies.fit("rkv", 512)
+    assert policy.n_query == policy.window == 8
+    assert policies.fit("rkv", 512, None, ["window=7"]).n_query == 7
+    assert policies.fit("rkv", 12, 2).n_query == 5
+    assert policy.request().group == "max"
+    # generated tokens are compressed as the prompt is
+    assert policy.prefill == "stream"
+
+
+def test_keys_take_half_the_bytes_that_they_take_in_the_cache():
+    assert RKV.fit(40, 1).start(2, 40, 64)[0].nbytes == 2 * 40 * 64
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"mixture": 1.5}, r"mixture must be in 0\.\.1, got 1\.5"),
+        ({"kernel": 4}, "kernel must be odd, 1 or more, got 4"),
+        ({"threshold": 2.0}, r"threshold must be in -1\.\.1, got 2\.0"),
+        ({"similar": -1}, "similar must not be negative, got -1"),
+        ({"window": 0}, r"window must be in 1\.\.56 .*, got 0"),
+    ],
+)
+def test_refuses_what_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        RKV.fit(64, 8, **params)
