@@ -29,7 +29,7 @@ from tests.running import KINDS, LOGITS, TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
-UNIFORM = [name for name in KINDS if not policies.load(name).ragged]
+UNIFORM = [name for name in KINDS if not policies.load(name).capped]
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,9 +155,14 @@ def _budget(engine: Engine) -> str:
     cells = f"{policy.budget:,} cells per row"
     if not policy.slack:
         return f"{cells}, none evicted"
+    is_shared = policy.ragged and policy.n_asked != policy.budget
+    if is_shared:
+        cells = f"{policy.n_asked:,} cells per row in the mean"
     parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items() if n)
     cap = ", an upper limit: the policy chooses how many each row keeps" if policy.ragged else ""
-    if policy.n_asked != policy.budget:
+    if is_shared:
+        cap = f"; the rows of a layer share them, and none takes more than {policy.budget:,}"
+    elif policy.n_asked != policy.budget:
         cap = f"; at most {policy.n_asked:,} after an eviction"
     return f"{cells} = {parts}{cap}"
 

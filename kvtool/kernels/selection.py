@@ -81,3 +81,58 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
             last_out = np.int64(nth_lowest(open_keys, n_open, n_evict - 1)) if n_evict > 0 else -never
         for cell in range(n):
             keep[row, cell] = keys[cell] > last_out or keys[cell] == never
+
+
+@kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8, i8, i8, b1[:,::1])")
+def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep):
+    """Tokens before `first` and from `recent` on stay, and of a layer's others the highest scores.
+
+    pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions -> keep
+    b1[row, n]. A layer keeps n_keep tokens a row in all, a row at least its n_floor highest ones and at most
+    n_most, protected ones included. Among equal scores the newer token stays, then that of the earlier row.
+    """
+    n_row, n = pos.shape
+    bits = score.view(np.int32)
+    keys, shared = np.empty(n, np.int64), np.empty(n_row * n, np.int64)
+    # of each row: keys above `safe` stay, those above `out` may
+    safe, out = np.empty(n_row, np.int64), np.empty(n_row, np.int64)
+    never = np.int64(2**63 - 1)
+    begin = 0
+    while begin < n_row:
+        end = begin
+        while end < n_row and layer[end] == layer[begin]:
+            end += 1
+        n_left, n_shared = n_keep * (end - begin), 0
+        for row in range(begin, end):
+            n_open = 0
+            for cell in range(live[row]):
+                if first <= pos[row, cell] < recent:
+                    keys[n_open] = score_key(bits[row, cell], pos[row, cell])
+                    n_open += 1
+            n_protected = live[row] - n_open
+            n_safe = min(max(n_floor - n_protected, 0), n_open)
+            n_may = min(max(n_most - n_protected, 0), n_open)
+            safe[row] = nth_lowest(keys, n_open, n_open - n_safe - 1) if n_safe < n_open else -never
+            out[row] = nth_lowest(keys, n_open, n_open - n_may - 1) if n_may < n_open else -never
+            n_left -= n_protected + n_safe
+            for i in range(n_open):
+                if out[row] < keys[i] <= safe[row]:
+                    shared[n_shared] = keys[i]
+                    n_shared += 1
+        last_out, n_equal = -never, 0
+        if n_shared > n_left:
+            last_out = np.int64(nth_lowest(shared, n_shared, n_shared - max(n_left, 0) - 1))
+            n_equal = n_left
+            for i in range(n_shared):
+                n_equal -= shared[i] > last_out
+        for row in range(begin, end):
+            for cell in range(n):
+                stays = cell < live[row]
+                if stays and first <= pos[row, cell] < recent:
+                    key = score_key(bits[row, cell], pos[row, cell])
+                    stays = key > safe[row] or key > max(last_out, out[row])
+                    if key == last_out and out[row] < key <= safe[row] and n_equal > 0:
+                        stays = True
+                        n_equal -= 1
+                keep[row, cell] = stays
+        begin = end

@@ -149,7 +149,7 @@ def runs(
 def keeps_all_it_needs(wanted: str) -> bool:
     """Whether a policy, as typed, has a run without a budget. Raises UsageError."""
     policy = policies.load(split_policy(wanted)[0])
-    return policy.ragged or not policy.evicts
+    return policy.capped or not policy.evicts
 
 
 def full_run(common: Common) -> Run:
@@ -215,9 +215,9 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     wanted = policies.wanted(name, its.evict_every, options)
     # raises for a type that does not fit the model's heads
     layers.cell_bytes(kind, kind)
-    choose_flash(its.flash, kind, wanted.kind.ragged or layers.has_alibi)
     n = common.n_ctx if wanted.kind.evicts else min(common.n_ctx, common.n_tokens)
     found = fitted(wanted, its, str(n) if asked is None else asked, n_ctx_train, layers)
+    choose_flash(its.flash, kind, found.policy.ragged or layers.has_alibi)
     if wanted.kind.evicts:
         its = replace(its, budget=str(found.n), evict_every=found.policy.slack or None, n_batch=found.n_batch)
     limit = archive.limit(its.archive, its.archive_file)

@@ -56,6 +56,7 @@ class CORM(Policy):
     reads: ClassVar[Signal] = Signal.IMPORTANT
     paper: ClassVar[str] = "arXiv:2404.15949"
     ragged: ClassVar[bool] = True
+    capped: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.history < 1:

@@ -10,7 +10,7 @@ ones. docs/measured.md says what that is worth.
 
 Options from others: EasyKV divides by the steps a token has lived (`score=mean`) and lets the sums fade
 (`decay`), TOVA has one decision per layer (`per=layer`), llama-recipes looks at the group's first head
-(`group=first`).
+(`group=first`). Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,10 @@ class H2O(Ranked):
         Factor of the sums for every token since the last plan, applied before the new attention is added.
     decay_beyond
         The same once the stream is longer than the context, if it is less than `decay`. Not for means.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     budget: int
@@ -54,6 +58,8 @@ class H2O(Ranked):
     group: str = "sum"
     decay: float = 1.0
     decay_beyond: float = 0.99
+    heads: str = "equal"
+    floor: float = 0.2
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     sums: ClassVar[tuple[str, ...]] = ("attn",)
@@ -67,6 +73,8 @@ class H2O(Ranked):
         for name in ("decay", "decay_beyond"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
+        if self.ragged and self.per != "row":
+            raise ValueError(f"heads=adaptive needs per=row, got per={self.per}")
         if self.group == "mean":
             # what the engine is asked for
             object.__setattr__(self, "group", "sum")

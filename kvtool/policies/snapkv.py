@@ -7,7 +7,8 @@ missing neighbours as zero.
 
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (the authors'
 code keeps a cache for every query head). The paper compresses a prompt once; here the same is done whenever
-the cache is full.
+the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py), for
+which a prompt is read in batches.
 """
 
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ class SnapKV(Ranked):
         "avg" or "max".
     sinks
         First tokens, never evicted.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     budget: int
@@ -42,10 +47,11 @@ class SnapKV(Ranked):
     kernel: int = 5
     pool: str = "avg"
     sinks: int = 0
+    heads: str = "equal"
+    floor: float = 0.2
 
     reads: ClassVar[Signal] = Signal.RECENT
     paper: ClassVar[str] = "arXiv:2404.14469"
-    prefill: ClassVar[str] = "whole"
     least_window: ClassVar[int] = 1
     most_window: ClassVar[int] = 32
 
@@ -58,6 +64,11 @@ class SnapKV(Ranked):
     @property
     def n_query(self) -> int:
         return self.window
+
+    @property
+    def prefill(self) -> str:
+        """Rows that differ cannot be compressed once."""
+        return "stream" if self.ragged else "whole"
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)
@@ -78,10 +89,14 @@ def _pool(order, pos, votes, recent, reach, by_max, pooled):
     n_row, n = order.shape
     for row in range(n_row):
         end = 0
+        while end < n and pos[row, order[row, end]] < 0:
+            # of a ragged row's dead cells
+            end += 1
+        oldest = end
         while end < n and pos[row, order[row, end]] < recent:
             end += 1
-        for i in range(end):
-            begin = max(i - reach, 0)
+        for i in range(oldest, end):
+            begin = max(i - reach, oldest)
             result = votes[row, order[row, begin]]
             for j in range(begin + 1, min(i + reach + 1, end)):
                 vote = votes[row, order[row, j]]

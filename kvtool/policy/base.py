@@ -23,7 +23,7 @@ class Policy:
     """Decides which cells stay. A policy is a frozen dataclass of parameters that derives from this class.
 
     The constructor raises ValueError for parameters that cannot work. A subclass may set `reads`, `n_query`,
-    `group`, `logn` and `t` as a constant, a parameter or a property.
+    `group`, `logn`, `t`, `prefill` and `ragged` as a constant, a parameter or a property.
 
     Attributes
     ----------
@@ -54,6 +54,8 @@ class Policy:
     ragged
         Whether rows may keep different numbers of cells. The engine then asks for a plan every `slack`
         tokens, and the budget is only a cap.
+    capped
+        Whether the policy needs no budget: rows keep what they need. Such a policy is ragged.
     has_rest
         Whether it chooses among what is neither sink nor window. Otherwise all of that is window.
     most_window
@@ -71,9 +73,8 @@ class Policy:
     slack: int
 
     paper: ClassVar[str] = ""
-    prefill: ClassVar[str] = "stream"
     sums: ClassVar[tuple[str, ...]] = ()
-    ragged: ClassVar[bool] = False
+    capped: ClassVar[bool] = False
     has_rest: ClassVar[bool] = True
     most_window: ClassVar[int] = sys.maxsize
     evicts: ClassVar[bool] = True
@@ -110,13 +111,22 @@ class Policy:
         return False
 
     @property
+    def prefill(self) -> str:
+        return "stream"
+
+    @property
+    def ragged(self) -> bool:
+        return False
+
+    @property
     def n_keep(self) -> int:
         """Cells of a row after an eviction."""
         return self.n_live - self.slack
 
     @property
     def n_asked(self) -> int:
-        """The budget that was asked for: below the budget where it counts the cells after an eviction.
+        """The budget that was asked for: below the budget where it counts the cells after an eviction, or
+        those of all rows of a layer together.
 
         A prompt of more tokens is compressed if it is read whole.
         """
@@ -154,8 +164,9 @@ class Policy:
 
         An unpatched one shows no attention, and can only remove a token from all rows at once.
         """
-        pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
-        return cls.ragged or any(own for own, plain in pairs if own is not plain)
+        names = "reads", "logn", "recall", "ragged"
+        pairs = ((getattr(cls, name), getattr(Policy, name)) for name in names)
+        return any(own for own, plain in pairs if own is not plain)
 
     @classmethod
     def may_merge(cls) -> bool:

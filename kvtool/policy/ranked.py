@@ -1,22 +1,42 @@
-"""Policies that rank: sinks and window stay, and of the rest the highest scores."""
+"""Policies that rank: sinks and window stay, and of the rest the highest scores.
 
-from typing import ClassVar
+With `heads=adaptive` the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
+arXiv:2407.11550): a layer keeps its highest scores, whichever row they are of. Each row keeps at least `floor`
+of its own share (the paper's alpha), by its own scores. The budget is then what rows hold in the mean.
+
+Differs from the paper: the floor is that of kvpress, which the paper's author has reviewed: of the cells that
+stay, it counts the protected ones as well. The authors' code gives each row floor of an equal share, and
+1 - floor of what it would get by need alone. A row never holds more than twice the budget. The paper
+compresses a prompt once; here the same is done every `slack` tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels.selection import keep_highest
-from kvtool.policy.base import Policy, State
+from kvtool.kernels.selection import keep_highest, keep_shared
+from kvtool.policy.base import Policy, State, split_budget
 from kvtool.policy.checks import check_cells, check_choice, check_kept, check_whole
 from kvtool.policy.plan import Plan
 from kvtool.policy.view import View
 
+if TYPE_CHECKING:
+    from typing import Self
+
 _F32 = np.dtype(np.float32)
+
+_MOST = 2
+"""Budgets that a row may hold at most, where the rows of a layer share theirs."""
 
 
 class Ranked(Policy):
     """A policy that writes `scores` alone: sinks and window stay, and of the rest the highest scores.
 
-    Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field.
+    Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field. With fields
+    `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets. Scores of the rows
+    of a layer must then be comparable, and `scores` must expect rows with fewer live cells than n_kv.
 
     Attributes
     ----------
@@ -29,7 +49,43 @@ class Ranked(Policy):
     least_window: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        check_kept(self.budget, self.slack, *self.exempt, self.least_window)
+        check_choice("heads", self._heads, ("equal", "adaptive"))
+        if not 0 <= self._floor <= 1:
+            raise ValueError(f"floor must be in 0..1, got {self._floor}")
+        check_kept(self.n_asked, self.slack, *self.exempt, self.least_window)
+
+    @property
+    def _heads(self) -> str:
+        return getattr(self, "heads", "equal")
+
+    @property
+    def _floor(self) -> float:
+        return getattr(self, "floor", 0.0)
+
+    @property
+    def ragged(self) -> bool:
+        return self._heads == "adaptive"
+
+    @property
+    def n_asked(self) -> int:
+        return self.budget // _MOST if self.ragged else self.budget
+
+    @property
+    def n_keep(self) -> int:
+        """Cells of a row after an eviction; in the mean if rows share them."""
+        return self.n_asked - self.slack if self.ragged else super().n_keep
+
+    @classmethod
+    def fit(cls, budget: int, slack: int, **params: Any) -> Self:
+        if params.get("heads") != "adaptive":
+            return super().fit(budget, slack, **params)
+        equal = super().fit(budget, slack, **params | {"heads": "equal"})
+        return cls(budget * _MOST, slack, **params | {"window": equal.exempt[1]})
+
+    def split(self, pinned: int = 0) -> dict[str, int]:
+        if self.ragged:
+            return split_budget(self.n_asked, self.slack, *self.exempt, pinned)
+        return super().split(pinned)
 
     def scores(self, view: View, state: State) -> np.ndarray:
         """f32[row, n_kv or more]: the score of each cell. Among equal scores the newer token stays."""
@@ -40,7 +96,14 @@ class Ranked(Policy):
 
     def highest(self, view: View, scores: np.ndarray) -> np.ndarray:
         """keep b1[row, n_kv] of an eviction by these scores."""
-        return keep_ranked(view, scores, self.n_keep, *self.exempt)
+        if not self.ragged:
+            return keep_ranked(view, scores, self.n_keep, *self.exempt)
+        check_cells("the score", scores, view.pos.shape, _F32)
+        first, recent = protected(view, self.n_keep, *self.exempt)
+        sizes = self.n_keep, int(self.n_keep * self._floor), self.budget - self.slack
+        keep = np.empty(view.pos.shape, np.bool_)
+        keep_shared(view.pos, view.live, view.layer, scores, first, recent, *sizes, keep)
+        return keep
 
 
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:

@@ -223,7 +223,7 @@ def _budget(run: Run, kind: type[Policy], n_ctx: int) -> str:
     if run.budget is not None:
         return run.budget
     # rows that may differ keep what they need; the budget is only a cap
-    n = n_ctx if kind.ragged else run.default_recall if policies.recalls(kind) else run.default_budget
+    n = n_ctx if kind.capped else run.default_recall if policies.recalls(kind) else run.default_budget
     return str(min(n, n_ctx))
 
 
@@ -292,8 +292,8 @@ def fitted(
     policy = wanted.fit(n)
     if batch and policy.budget > n:
         raise UsageError(
-            f"{text} fits {n:,} cells, but this policy's budget is what an eviction leaves, and takes more "
-            "before; give it in tokens (512) or as a share (10%)"
+            f"{text} fits {n:,} cells, but with these parameters a row takes more than its budget at "
+            "times; give it in tokens (512) or as a share (10%)"
         )
     is_less = run.n_batch and batch and batch < n_batch
     note = f"-b {n_batch:,} does not fit into {text}; it runs with {batch:,}" if is_less else None

@@ -45,3 +45,31 @@ def news(row):
 def n_arrived(row):
     """Number of tokens of a row that have come since the last plan. Call it before `news`."""
     return sum("n_seen" not in token["notes"] for token in row)
+
+
+def keep_shared(scores, first, recent, n_keep, floor, most):
+    """Ada-KV (arXiv:2407.11550), with kvpress's safeguard: the rows of a layer share n_keep tokens a row.
+
+    scores: {pos: score} of each row. While there are too many, the lowest score of all rows goes, and of equals
+    the oldest token of the last row: only those from `first` to `recent`, and none of a row that is
+    down to a share `floor` of n_keep. Before that a row gives what it has above `most`.
+    """
+    alive = [sorted(row) for row in scores]
+    lowest = lambda row: min(  # noqa: E731
+        (pos for pos in alive[row] if first <= pos < recent), key=lambda pos: (scores[row][pos], pos)
+    )
+    for row, own in enumerate(alive):
+        while len(own) > most and any(first <= pos < recent for pos in own):
+            own.remove(lowest(row))
+    while sum(map(len, alive)) > n_keep * len(alive):
+        may = [
+            row
+            for row, own in enumerate(alive)
+            if len(own) > int(floor * n_keep) and any(first <= pos < recent for pos in own)
+        ]
+        if not may:
+            break
+        goes = {row: lowest(row) for row in may}
+        out = min(may, key=lambda row: (scores[row][goes[row]], goes[row], -row))
+        alive[out].remove(goes[out])
+    return alive

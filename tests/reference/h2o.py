@@ -3,7 +3,7 @@
 # for float32 alone, whose rounding decides which means are equal
 import numpy as np
 
-from . import n_arrived, news
+from . import keep_shared, n_arrived, news
 
 CASES = [
     [],
@@ -17,6 +17,10 @@ CASES = [
     ["decay=0.75"],
     ["decay=0", "window=2"],
     ["decay=0.96", "score=mean", "per=layer"],
+    ["heads=adaptive"],
+    ["heads=adaptive", "floor=0", "window=2", "sinks=3"],
+    ["heads=adaptive", "floor=0.8", "window=1", "score=mean"],
+    ["heads=adaptive", "floor=1", "decay=0.75"],
 ]
 
 GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
@@ -37,6 +41,8 @@ def keep(
     decay=1.0,
     decay_beyond=1.0,
     n_ctx=0,
+    heads="equal",
+    floor=0.2,
 ):
     """All rows given decide together where `per` is not "row"."""
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
@@ -45,7 +51,13 @@ def keep(
         scores = [{pos: sum((own[pos] for own in scores), np.float32(0)) for pos in scores[0]}] * len(rows)
     if score == "mean":
         scores = [{pos: mass / np.float32(next - pos) for pos, mass in own.items()} for own in scores]
-    return [_keep(own, next, max(sinks, pinned), budget - slack, window) for own in scores]
+    first = max(sinks, pinned)
+    if heads == "adaptive":
+        # a row holds twice the budget at most
+        n_keep = budget // 2 - slack
+        recent = next - min(window, n_keep - first)
+        return keep_shared(scores, first, recent, n_keep, floor, budget - slack)
+    return [_keep(own, next, first, budget - slack, window) for own in scores]
 
 
 def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):

@@ -1,5 +1,7 @@
 """SnapKV (arXiv:2404.14469): before the window the token of the lowest pooled vote goes, one at a time."""
 
+from . import keep_shared
+
 CASES = [
     [],
     ["pool=max"],
@@ -7,24 +9,32 @@ CASES = [
     ["kernel=3", "sinks=2", "window=5"],
     ["kernel=101", "pool=max"],
     ["kernel=101", "window=3"],
+    ["heads=adaptive"],
+    ["heads=adaptive", "floor=0", "window=2", "sinks=3", "kernel=1"],
+    ["heads=adaptive", "floor=0.8", "window=1", "pool=max"],
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks):
-    first, n_keep = max(sinks, pinned), budget - slack
+def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks, heads, floor):
+    # rows that share hold twice the budget at most
+    is_shared = heads == "adaptive"
+    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     recent = next - min(window, n_keep - first)
-    kept = []
+    kept, scores = [], []
     for row in rows:
         before = [token for token in row if token["pos"] < recent]
         votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - window) for token in before]
         score = dict(zip([token["pos"] for token in before], pooled(votes, kernel, pool), strict=True))
+        scores.append({token["pos"]: score.get(token["pos"]) for token in row})
+        if is_shared:
+            continue
         alive = [token["pos"] for token in row]
         while len(alive) > n_keep:
             alive.remove(
                 min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
             )
         kept.append(alive)
-    return kept
+    return keep_shared(scores, first, recent, n_keep, floor, budget - slack) if is_shared else kept
 
 
 def pooled(values, kernel, pool):
