@@ -157,6 +157,27 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
 
 
 @pytest.mark.share(2, "positions", "evict_every")
+@pytest.mark.parametrize(("positions", "evict_every"), [("original", 16), ("in-cache", 1), ("auto", 8)])
+@pytest.mark.parametrize("options", [["heads=adaptive"], ["heads=adaptive", "floor=0"]], ids=" ".join)
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_rows_that_share_a_budget_score_like_the_definition(
+    tiny_model, name, options, positions, evict_every
+):
+    path = tiny_model(n_head_kv=2, n_ctx_train=130)
+    # the definition evicts after the last step, however short
+    tokens = text(112 if positions == "original" else 200)
+    policy = policies.fit(name, 40, evict_every, options)
+    want = reference(path, tokens, policy, name, positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        got = perplexity.stream(engine, tokens)
+        engine.evict_if_due()
+        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
+    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
+    assert len({len(row) for row in live}) > 1
+
+
+@pytest.mark.share(2, "positions", "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "auto"])
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""Rows of a layer that share their budgets (`heads=adaptive`): by need, with a floor and a limit."""
+
+import numpy as np
+import pytest
+from fake_cache import Cache
+
+from kvtool import policies
+from kvtool.errors import UsageError
+from kvtool.kernels.selection import keep_shared
+from kvtool.policies.h2o import H2O
+from kvtool.policies.snapkv import SnapKV
+
+SHARING = ["h2o", "snapkv"]
+
+every_sharing_policy = pytest.mark.parametrize("name", SHARING)
+
+
+def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, live=None):
+    """The cells that stay, of rows whose cells hold the tokens 0, 1, ..."""
+    score = np.array(score, np.float32)
+    n_row, n = score.shape
+    pos = np.tile(np.arange(n, dtype=np.int32), (n_row, 1))
+    live = np.full(n_row, n, np.int32) if live is None else np.array(live, np.int32)
+    pos[np.arange(n) >= live[:, None]] = -1
+    layer = np.zeros(n_row, np.int32) if layer is None else np.array(layer, np.int32)
+    keep = np.empty(pos.shape, np.bool_)
+    keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep)
+    return [np.flatnonzero(row).tolist() for row in keep]
+
+
+NEEDY = [[5, 6, 7, 8, 9], [1, 2, 3, 4, 0]]
+
+
+def test_a_layer_keeps_its_highest_scores_whichever_row_they_are_of():
+    assert kept(NEEDY, 2) == [[1, 2, 3, 4], []]
+    assert kept(NEEDY, 3) == [[0, 1, 2, 3, 4], [3]]
+
+
+def test_each_row_keeps_its_floor_and_gives_what_is_above_the_limit():
+    assert kept(NEEDY, 2, n_floor=1) == [[2, 3, 4], [3]]
+    assert kept(NEEDY, 2, n_floor=2) == [[3, 4], [2, 3]]
+    assert kept(NEEDY, 3, n_most=4) == [[1, 2, 3, 4], [2, 3]]
+    # no row may take what is left
+    assert kept(NEEDY, 4, n_most=3) == [[2, 3, 4], [1, 2, 3]]
+
+
+def test_protected_tokens_stay_and_count_towards_floor_and_limit():
+    ends = {"first": 1, "recent": 4}
+    assert kept(NEEDY, 3, **ends) == [[0, 2, 3, 4], [0, 4]]
+    assert kept(NEEDY, 3, n_floor=3, **ends) == [[0, 3, 4], [0, 3, 4]]
+    assert kept(NEEDY, 3, n_floor=2, **ends) == kept(NEEDY, 3, **ends)
+    assert kept(NEEDY, 3, n_most=3, **ends) == [[0, 3, 4], [0, 3, 4]]
+
+
+def test_layers_share_nothing_and_dead_cells_are_no_tokens():
+    assert kept([*NEEDY, *NEEDY], 2, layer=[0, 0, 1, 1]) == [[1, 2, 3, 4], []] * 2
+    assert kept(NEEDY, 2, layer=[0, 1]) == [[3, 4], [2, 3]]
+    assert kept(NEEDY, 2, live=[2, 4]) == [[0, 1], [2, 3]]
+    assert kept(NEEDY, 2, live=[2, 2]) == [[0, 1], [0, 1]]
+
+
+def test_among_equals_the_newer_token_stays_then_that_of_the_earlier_row():
+    assert kept(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
+    assert kept(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
+    assert kept([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
+
+
+@every_sharing_policy
+def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice_its_own(name):
+    policy = policies.fit(name, 40, 8, ["heads=adaptive", "window=2"])
+    cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
+    # one row of each layer needs more
+    differ = False
+    for _ in range(12):
+        cache.grow(8)
+        n_live = cache.live.reshape(3, 2).sum(axis=1)
+        cache.apply(cache.plan()[1].keep)
+        n_kept = cache.live.reshape(3, 2)
+        assert n_kept.sum(axis=1).tolist() == np.minimum(n_live, 2 * 32).tolist()
+        assert (n_kept >= np.minimum(6, cache.next)).all()
+        assert (n_kept <= 2 * 40 - 8).all()
+        differ |= bool((n_kept[:, 0] != n_kept[:, 1]).any())
+    assert differ
+
+
+@every_sharing_policy
+def test_the_budget_that_is_asked_for_is_the_mean(name):
+    equal, shared = (policies.fit(name, 64, 8, options) for options in ([], ["heads=adaptive"]))
+    assert (equal.n_asked, equal.budget, equal.ragged) == (64, 64, False)
+    assert (shared.n_asked, shared.budget, shared.ragged) == (64, 128, True)
+    assert shared.n_keep == equal.n_keep == 56
+    assert shared.window == equal.window
+    assert shared.split() == equal.split()
+    assert shared.prefill == "stream"
+    # only what needs no budget runs without one
+    assert not policies.load(name).capped
+
+
+@every_sharing_policy
+def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name):
+    kept = []
+    for options in ([], ["heads=adaptive", "floor=1"]):
+        policy = policies.fit(name, 40, 8, options)
+        cache = Cache(2, 2, 120, policy, seed=0, n_value=4096, twin=False)
+        rows = []
+        for _ in range(8):
+            cache.grow(8)
+            if cache.n_kv >= 40:
+                cache.apply(cache.plan()[1].keep)
+            rows.append([sorted(pos[:n].tolist()) for pos, n in zip(cache.pos, cache.live, strict=True)])
+        kept.append(rows)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "message"),
+    [
+        (H2O, {"heads": "uneven"}, "heads must be one of equal, adaptive, got uneven"),
+        (SnapKV, {"heads": "uneven"}, "heads must be one of equal, adaptive, got uneven"),
+        (SnapKV, {"floor": 1.2}, r"floor must be in 0\.\.1, got 1\.2"),
+        (H2O, {"heads": "adaptive", "per": "layer"}, "heads=adaptive needs per=row, got per=layer"),
+        (H2O, {"heads": "adaptive", "window": 57}, r"window must be in 0\.\.56 \(the budget of 64 less"),
+    ],
+)
+def test_refuses_what_cannot_work(policy, params, message):
+    with pytest.raises(ValueError, match=message):
+        policy.fit(64, 8, **params)
+
+
+def test_the_smallest_budget_that_works_is_the_one_to_ask_for():
+    with pytest.raises(UsageError, match="use a budget of at least 71"):
+        policies.fit("h2o", 64, None, ["heads=adaptive", "window=63"])
+    assert policies.fit("h2o", 71, None, ["heads=adaptive", "window=63"]).n_asked == 71
