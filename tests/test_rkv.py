@@ -76,7 +76,7 @@ def test_importance_is_the_highest_of_the_neighbours_before_the_window():
 
 
 def test_redundancy_is_that_of_the_published_code():
-    """Cosines with a zero diagonal, each row's newest one above the threshold set to zero, mean of columns."""
+    """Cosines with a zero diagonal, each row's newest one above the threshold zeroed, mean of columns."""
     rng = np.random.default_rng(0)
     keys = rng.normal(size=(40, 8)) + rng.normal(size=8) / 3
     unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)

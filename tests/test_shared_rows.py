@@ -63,6 +63,7 @@ def test_among_equals_the_newer_token_stays_then_that_of_the_earlier_row():
     assert kept(np.zeros((3, 4)), 2) == [[2, 3], [2, 3], [2, 3]]
     assert kept(np.zeros((2, 5)), 1, n_floor=1) == [[4], [4]]
     assert kept([[0, 0, 0], [0, 0, 0], [9, 9, 9]], 2) == [[1, 2], [2], [0, 1, 2]]
+    assert kept([[0] * 4] * 3 + [[9] * 4], 3) == [[1, 2, 3], [1, 2, 3], [2, 3], [0, 1, 2, 3]]
 
 
 @every_sharing_policy

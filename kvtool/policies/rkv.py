@@ -1,4 +1,4 @@
-"""R-KV: what the newest queries attend to stays, unless its key is like others (Cai et al. 2025, arXiv:2505.24133).
+"""R-KV: tokens that are attended to and unlike others stay (Cai et al. 2025, arXiv:2505.24133).
 
 A token's score is mixture * I - (1 - mixture) * R. The importance I is the attention of the last `window`
 queries, as shares that add up to 1, of which a token gets the highest among its `kernel` neighbours in the

@@ -1,8 +1,8 @@
 """Policies that rank: sinks and window stay, and of the rest the highest scores.
 
 With `heads=adaptive` the rows of a layer share their budgets by need (Ada-KV, Feng et al. 2024,
-arXiv:2407.11550): a layer keeps its highest scores, whichever row they are of. Each row keeps at least `floor`
-of its own share (the paper's alpha), by its own scores. The budget is then what rows hold in the mean.
+arXiv:2407.11550): a layer keeps its highest scores, whichever row they are of. Each row keeps at least
+`floor` (the paper's alpha) of its own share. The budget is then what rows hold in the mean.
 
 Differs from the paper: the floor is that of kvpress, which the paper's author has reviewed: of the cells that
 stay, it counts the protected ones as well. The authors' code gives each row floor of an equal share, and
@@ -35,8 +35,8 @@ class Ranked(Policy):
     """A policy that writes `scores` alone: sinks and window stay, and of the rest the highest scores.
 
     Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field. With fields
-    `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets. Scores of the rows
-    of a layer must then be comparable, and `scores` must expect rows with fewer live cells than n_kv.
+    `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets. Their scores must
+    then be comparable, and `scores` must expect rows with fewer live cells than n_kv.
 
     Attributes
     ----------

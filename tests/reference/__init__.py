@@ -50,8 +50,8 @@ def n_arrived(row):
 def keep_shared(scores, first, recent, n_keep, floor, most):
     """Ada-KV (arXiv:2407.11550), with kvpress's safeguard: the rows of a layer share n_keep tokens a row.
 
-    scores: {pos: score} of each row. While there are too many, the lowest score of all rows goes, and of equals
-    the oldest token of the last row: only those from `first` to `recent`, and none of a row that is
+    scores: {pos: score} of each row. While there are too many, the lowest score of all rows goes, and of
+    equals the oldest token of the last row: only those from `first` to `recent`, and none of a row that is
     down to a share `floor` of n_keep. Before that a row gives what it has above `most`.
     """
     alive = [sorted(row) for row in scores]
