@@ -164,9 +164,10 @@ class Policy:
 
         An unpatched one shows no attention, and can only remove a token from all rows at once.
         """
-        names = "reads", "logn", "recall", "ragged"
-        pairs = ((getattr(cls, name), getattr(Policy, name)) for name in names)
-        return any(own for own, plain in pairs if own is not plain)
+        pairs = ((getattr(cls, name), getattr(Policy, name)) for name in ("reads", "logn", "recall"))
+        # what is ragged by a parameter ranks by a signal
+        ragged: object = cls.ragged
+        return ragged is True or any(own for own, plain in pairs if own is not plain)
 
     @classmethod
     def may_merge(cls) -> bool:

@@ -83,9 +83,9 @@ def test_every_command_is_one_that_kvtool_takes(name):
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
             # a share of the shortest prompt gives way to the smallest budget that works
             n = 4096 if budget.endswith("%") else int(budget)
-            policies.fit(policy, n, None, list(options))
+            fitted = policies.fit(policy, n, None, list(options))
+            assert not (fitted.ragged and "whole" in getattr(run, "more", ()))
         policies.parse_options(policy, policies.load(policy), list(options))
-        assert not (policies.load(policy).ragged and "whole" in getattr(run, "more", ()))
     if isinstance(run, Eval):
         given = [run.more[i + 1] for i, word in enumerate(run.more) if word == "--set"]
         tasks.make(run.task, given)
