@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
+from kvtool.chats import session
+from kvtool.serve import store
 from kvtool.serve.errors import ApiError
 from kvtool.serve.jobs import Job, Waiting
+from kvtool.system.files import locked
 from tests import tiny
 from tests.crowd_serve import request, said
 from tests.serving import serving
@@ -150,3 +154,17 @@ def test_no_more_wait_than_may():
         assert len(waiting) == 2
 
     asyncio.run(fill())
+
+
+def test_the_next_server_removes_what_killed_ones_have_left(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    old, alive, young = (tmp_path / f"serve-{name}" for name in ("old", "alive", "young"))
+    for folder in (old, alive, young):
+        folder.mkdir()
+        (folder / "0123456789abcdef.kv").write_bytes(b"\0")
+    with locked(alive / session.LOCK):
+        for folder in (old, alive):
+            os.utime(folder, (0, 0))
+        with store.held(None) as own:
+            assert own.parent == tmp_path
+            assert (old.exists(), alive.exists(), young.exists()) == (False, True, True)

@@ -457,7 +457,7 @@ def _sweep(spare: Path | None) -> None:
     """Removes the folders of servers that were killed."""
     for folder in spare.glob(f"{_PREFIX}*") if spare else ():
         with suppress(OSError):
-            # not one that is being made
-            if (folder / session.LOCK).exists() and time.time() - folder.stat().st_mtime > _YOUNG_S:
+            # not one that is being made; one whose removal was cut short has no lock
+            if time.time() - folder.stat().st_mtime > _YOUNG_S:
                 with locked(folder / session.LOCK, wait=False):
                     shutil.rmtree(folder, ignore_errors=True)
