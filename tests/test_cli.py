@@ -250,7 +250,7 @@ def test_a_policy_shows_what_is_given_by_hand():
     assert h2o["params"] == {
         **{"window": 240, "sinks": 2, "score": "sum"},
         **{"per": "row", "group": "sum", "decay": 1.0, "decay_beyond": 0.99},
-            **{"heads": "equal", "floor": 0.2},
+        **{"heads": "equal", "floor": 0.2},
     }
     table = called("policies", "buzz", *given).stdout
     lines = [line.split() for line in table.splitlines()]
