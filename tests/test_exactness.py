@@ -136,6 +136,17 @@ def test_other_policies_and_options_score_like_the_definition(
     assert np.abs(got - want.nll).max() < TOLERANCE
 
 
+def rows_differ_like_the_definition(path, tokens, policy, name, positions):
+    want = reference(path, tokens, policy, name, positions=positions)
+    with open_engine(path, policy, positions=positions) as engine:
+        got = perplexity.stream(engine, tokens)
+        engine.evict_if_due()
+        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
+    assert np.abs(got - want.nll).max() < TOLERANCE
+    assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
+    assert len({len(row) for row in live}) > 1
+
+
 @pytest.mark.share(3, "positions", "evict_every")
 @pytest.mark.parametrize("evict_every", [1, 16])
 @pytest.mark.parametrize("positions", ["original", "in-cache", "auto"])
@@ -146,14 +157,7 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
     path = tiny_model(n_head_kv=2, n_ctx_train=100)
     tokens = text(96 if positions == "original" else 160)
     policy = policies.fit("corm", 96, evict_every, options)
-    want = reference(path, tokens, policy, "corm", positions=positions)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-        engine.evict_if_due()
-        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
-    assert np.abs(got - want.nll).max() < TOLERANCE
-    assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
-    assert len({len(row) for row in live}) > 1
+    rows_differ_like_the_definition(path, tokens, policy, "corm", positions)
 
 
 @pytest.mark.share(2, "positions", "evict_every")
@@ -167,14 +171,7 @@ def test_rows_that_share_a_budget_score_like_the_definition(
     # the definition evicts after the last step, however short
     tokens = text(112 if positions == "original" else 200)
     policy = policies.fit(name, 40, evict_every, options)
-    want = reference(path, tokens, policy, name, positions=positions)
-    with open_engine(path, policy, positions=positions) as engine:
-        got = perplexity.stream(engine, tokens)
-        engine.evict_if_due()
-        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
-    assert np.abs(got - want.nll).max() < TOLERANCE
-    assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
-    assert len({len(row) for row in live}) > 1
+    rows_differ_like_the_definition(path, tokens, policy, name, positions)
 
 
 @pytest.mark.share(2, "positions", "evict_every")
