@@ -12,7 +12,7 @@ import pytest
 from kvtool import policies
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
-from kvtool.errors import LibraryError
+from kvtool.errors import LibraryError, OutOfMemory
 from kvtool.llama.joint import Joint, Part
 from kvtool.llama.model import Model
 from kvtool.policy import Signal
@@ -157,6 +157,25 @@ def test_recurrent_layers_decode_one_after_the_other(tiny_model):
     ]
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one[3], other[3])
+
+
+def test_where_there_is_no_memory_for_joint_steps_it_is_said_once(tiny_model, monkeypatch):
+    def no_room(*asked):
+        tried.append(asked)
+        raise OutOfMemory("no memory to decode for 2 chats at once")
+
+    tried, lines = [], []
+    monkeypatch.setattr(turns, "Joint", no_room)
+    with closing(Model(tiny_model(n_ctx_train=400))) as model:
+        tokens = [text(100, seed=i) for i in range(2)]
+        lives(
+            model, policies.fit("h2o", 48), tokens, (40, 40), crew=lambda baton: Crew(baton, 2, lines.append)
+        )
+    assert len(tried) == 1
+    (line,) = lines
+    assert line.startswith(
+        "answers are written one after the other: no memory to decode for 2 chats at once; "
+    )
 
 
 class Broken(Counting):

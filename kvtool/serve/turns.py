@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvtool.engine.loop import Engine
-from kvtool.errors import KvtoolError, ModelError
+from kvtool.errors import KvtoolError
 from kvtool.llama.context import Context
 from kvtool.llama.joint import Joint, Part
 
@@ -209,14 +209,16 @@ class Crew:
 
     def _decode_joint(self, parts: list[Part]) -> bool:
         """Decodes the parts in one step. Returns False where that cannot be, and nothing is decoded."""
-        try:
-            if not self._joint:
+        if not self._joint:
+            try:
                 self._joint = Joint(parts[0].context, self._most, self._most)
+            except KvtoolError as error:
+                # it would fail at each step again
+                self._is_joint = False
+                self._say(f"answers are written one after the other: {error}")
+                return False
+        try:
             self._joint.decode(parts)
-        except ModelError as error:
-            self._is_joint = False
-            self._say(f"answers are written one after the other: {error}")
-            return False
         except KvtoolError:
             # each for itself: the one whose fault it is says so
             return False
