@@ -245,24 +245,29 @@ def test_these_formats_are_json():
     assert names == {"hermes", "mistral", "granite", "nemotron", "llama", "apriel", "cohere"}
 
 
+WRAPS = [("```json", "```"), ("<tools>", "</tools>")]
+
+
 @each_json_format
+@pytest.mark.parametrize(("opening", "close"), WRAPS)
 @pytest.mark.parametrize(("inside", "calls"), BLOCKS.values(), ids=BLOCKS)
-def test_a_block_of_calls_is_calls(format, inside, calls):
-    block = f"```json\n{inside}\n```"
+def test_a_block_of_calls_is_calls(format, inside, calls, opening, close):
+    block = f"{opening}\n{inside}\n{close}"
     check_cuts(format, block, calls)
     check_cuts(format, f"I call it:\n\n{block}\n", ["I call it:", *calls])
     check_cuts(format, f"{block}\n{block}\nSo.", [*calls, *calls, "So."])
-    # models end without a fence
-    check_cuts(format, f"```json\n{inside}", calls)
+    # models end without the close
+    check_cuts(format, f"{opening}\n{inside}", calls)
     # or begin without
     bare = f"\n{inside}\n"
     check_cuts(format, bare, calls if inside[0] == "{" else [bare])
 
 
 @each_json_format
+@pytest.mark.parametrize(("opening", "close"), WRAPS)
 @pytest.mark.parametrize("inside", NO_BLOCKS)
-def test_another_block_is_text(format, inside):
-    block = f"```json\n{inside}\n```"
+def test_another_block_is_text(format, inside, opening, close):
+    block = f"{opening}\n{inside}\n{close}"
     for text in (block, f"So:\n\n  {block}\nas it is.\n"):
         check_cuts(format, text, [text])
     text, calls = WRITTEN["hermes"]["one"]

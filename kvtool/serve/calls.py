@@ -53,9 +53,9 @@ class Parser:
     goes on right behind its tag. A list of calls is one thing: if one of them is no call, all are text.
 
     Every format's parser also reads Hermes's tags, since a model may be forced to write them. Where the
-    format's calls are JSON objects, calls are also Markdown's blocks of such, and a reply that is nothing
-    else: models forget the tags. Feed it what follows a thought, as `Splitter` tells it. It needs the text of
-    the format's control tokens: see `shown_tokens`.
+    format's calls are JSON objects, calls are also Markdown's blocks of such, what stands in the tags around
+    the list of tools, and a reply that is nothing else: models mistake the tags. Feed it what follows a
+    thought, as `Splitter` tells it. It needs the text of the format's control tokens: see `shown_tokens`.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Parser:
         self._bare: _Reader | None = None
         if format.is_json:
             self._bare = _json if format is formats.LLAMA else _nothing_else
-            self._readers["```json"] = _fenced
+            self._readers |= {"```json": _wrapped("```"), "<tools>": _wrapped("</tools>")}
         self._rest = ""
         # white space before a tag: it goes with a call, and is text otherwise
         self._space = ""
@@ -272,12 +272,17 @@ def _objects(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
     return calls or _broken()
 
 
-def _fenced(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
-    calls = yield from _objects(source, tools)
-    # models end without it
-    if (yield from source.space()):
-        yield from source.need("```")
-    return calls
+def _wrapped(close: str) -> _Reader:
+    """Reads calls in JSON up to this."""
+
+    def read(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
+        calls = yield from _objects(source, tools)
+        # models end without it
+        if (yield from source.space()):
+            yield from source.need(close)
+        return calls
+
+    return read
 
 
 def _nothing_else(source: _Source, tools: Tools) -> Generator[None, None, Calls]:
