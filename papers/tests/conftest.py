@@ -1,5 +1,25 @@
-"""What the laboratory's tests need: those of tests/conftest.py that they use."""
+"""What the laboratory's tests need, and of tests/conftest.py what they use."""
 
+import pytest
+
+from kvtool.measure import records
+from papers import tables
+from papers.commands import Eval
+from papers.experiments import EXPERIMENTS, RUNS
+from papers.experiments.kinds import Experiment
 from tests.conftest import tiny_model
 
 __all__ = ["tiny_model"]
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Render a table of made-up lines."""
+
+    def render(found, *shown, model="Llama"):
+        monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
+        monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
+        records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
+        return tables.render("made-up", tmp_path)
+
+    return render

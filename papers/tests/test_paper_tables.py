@@ -8,43 +8,12 @@ import numpy as np
 import pytest
 
 from kvtool.measure import records, statistics
-from papers import index, places, tables, verdicts
-from papers.commands import Compare, Eval
+from papers import index, places, tables
+from papers.commands import Compare
 from papers.experiments import EXPERIMENTS, RUNS, kinds
-from papers.experiments.kinds import Examples, Experiment, Table, directions
+from papers.experiments.kinds import Table
 from papers.samples import SCORES
-
-VERSIONS = {"model": "m.gguf", "kvtool": "1", "llama_cpp_python": "2", "patch": "3"}
-
-
-def lines(**scores):
-    """A line per policy, "h2o__64" for a budget of 64: scores by name."""
-    found = []
-    for number, (name, of_items) in enumerate(scores.items()):
-        label, _, budget = name.partition("__")
-        items = [f"i{i}" for i in range(len(next(iter(of_items.values()))))]
-        about = {
-            "label": label,
-            "budget": budget or None,
-            "of": "file",
-            "items": items,
-            "seconds": 60 + number,
-        }
-        found.append(about | {"scores": of_items} | VERSIONS)
-    return found
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Render a table of made-up lines."""
-
-    def render(found, *shown, model="Llama"):
-        monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("full", "h2o"), ("64",)))
-        monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown, model))
-        records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
-        return tables.render("made-up", tmp_path)
-
-    return render
+from papers.tests.made_up import VERSIONS, lines
 
 
 def test_a_table_of_tasks_has_a_score_of_each(measured):
@@ -507,173 +476,9 @@ def test_a_pooled_column_without_numbers_has_the_direction_of_the_others_mean(me
     assert "0 have the same direction here, 1 has the other [`h2o`]" in measured(found, table)
 
 
-def test_each_model_has_tables_of_its_own(monkeypatch, tmp_path):
-    for name, model in (("small", ""), ("large", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")):
-        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
-        value = 0.25 if model else 0.75
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, v=value: lines(full={"f1": [v, v]}))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (Table("f1"),)))
-    first, second = tables.render("made-up", tmp_path).split("**Qwen2.5-Coder-1.5B-Instruct**")
-    assert first.startswith("**SmolLM2-135M-Instruct**\n\n    kvtool eval qa qa.jsonl --policy POLICY")
-    assert "75.0" in first
-    assert "25.0" in second
-    assert "-m qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" in second
-
-
-def test_one_table_may_have_all_models_each_with_its_own_budgets(monkeypatch, tmp_path):
-    of_model = {
-        "small": lines(full={"f1": [1, 1]}, h2o__64={"f1": [0, 0]}, h2o__32={"f1": [0, 1]}),
-        "large": [
-            line | {"model": "large.gguf"} for line in lines(full={"f1": [1, 0]}, h2o__8={"f1": [1, 1]})
-        ],
-    }
-    for name, found in of_model.items():
-        model = "" if name == "small" else "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
-        monkeypatch.setitem(RUNS, name, Eval("qa", ("qa.jsonl",), ("full",), (), model=model))
-        records.rewrite(tmp_path / f"{name}.jsonl", lambda _, found=found: found)
-    # a row that nobody measured is none
-    table = Table("f1", ("model", "budget"), rows=("full", "h2o", "roco"), names={"m.gguf": "small"})
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("small", "large"), (table,), together=True))
-    text = tables.render("made-up", tmp_path)
-    assert re.findall(r"^\| .*", text, re.M) == [
-        "| policy | small, 64 | small, 32 | large.gguf, 8 |",
-        "| --- | ---: | ---: | ---: |",
-        "| `full` | 100.0 | 100.0 | 50.0 ±50.0 |",
-        "| `h2o` | 0.0 | 50.0 ±50.0 | 100.0 |",
-    ]
-
-
-def test_an_example_is_a_quotation_with_its_scores(monkeypatch, tmp_path):
-    monkeypatch.setitem(RUNS, "made-up", Eval("summarize", ("x.jsonl",), ("full", "h2o"), ("50%", "20%")))
-    experiment = Experiment(("made-up",), examples=Examples(("h2o", "full"), ("50%", "20%")))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", experiment)
-    scores = {"rouge1": [0.1, 0.5], "rouge2": [0.1, 0.25], "rougeL": [0.1, 0.4]}
-    found = [
-        line | {"example": 1, "output": f"It is\n{line['label']} {line['budget']} %"}
-        for line in lines(full=scores, h2o__50=scores, h2o__20=scores)
-    ]
-    for line in found[1:]:
-        line["budget"] += "%"
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
-    shown = tables.render("made-up", tmp_path).split("\n\n")[1:5]
-    assert shown == [
-        "`h2o`, 50%, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
-        "> It is h2o 50 %",
-        "`full`, ROUGE-1, -2 and -L 50.0, 25.0, 40.0:",
-        "> It is full None %",
-    ]
-
-
-def test_a_papers_directions_are_those_of_its_own_method():
-    paper = {("buzz", "64"): "3", ("h2o", "64"): "2.5", ("tova", "64"): "4", ("cam", "64"): "3"}
-    paper |= {("full", "64"): "9", ("h2o", "128"): "9"}
-    assert directions(paper, "buzz") == {("h2o", "64"): -1, ("tova", "64"): 1}
-
-
-def test_the_index_tells_scores_apart_and_what_has_no_own_row(monkeypatch, tmp_path):
-    entry = index.Entry("Table 1", "answers", ("made-up",))
-    monkeypatch.setattr(index, "PAPERS", {"buzz": (entry,)})
-    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
-    shown = tuple(Table(score, against="buzz", worse=("h2o",)) for score in ("f1", "logp"))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), shown))
-    own = {"f1": [0.5, 0.4] * 3, "logp": [-1.0, -2.0] * 3}
-    other = {"f1": [0.5, 0.3] * 3, "logp": [-2.0, -3.0] * 3}
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64=own, h2o__64=other))
-    said = "F1: too few texts or items for a test; likelihood: **same direction**: 1 of 1, `h2o`"
-    assert said in "".join(index.rows(tmp_path))
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(h2o__64=other))
-    assert "only the other policies are measured" in "".join(index.rows(tmp_path))
-
-
-def test_scores_that_stand_beside_others_in_the_index_have_a_name():
-    for entry in (entry for entries in index.PAPERS.values() for entry in entries):
-        tables_of = [table for name in entry.experiments for table in EXPERIMENTS[name].tables]
-        told = {table.score for table in tables_of if table.against}
-        assert len(told) < 2 or all(SCORES[score].short for score in told), entry.name
-
-
-def test_the_index_says_what_became_of_each_table_and_figure(monkeypatch, tmp_path):
-    own, other = [0.5, 0.4] * 5, [0.4, 0.3] * 5
-    entries = (
-        index.Entry("Table 1", "answers", ("made-up",)),
-        index.Entry("Table 2", "more", ("not-run",)),
-        index.Entry("Figure 1", "the method", said="a drawing"),
-    )
-    monkeypatch.setattr(index, "PAPERS", {"buzz": entries})
-    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o", "tova"), ("64",)))
-    monkeypatch.setitem(EXPERIMENTS, "not-run", Experiment(("not-there",), (Table("f1", against="buzz"),)))
-    monkeypatch.setitem(RUNS, "not-there", Eval("qa", ("qa.jsonl",), ("buzz",), ("64",)))
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: lines(buzz__64={"f1": own}, h2o__64={"f1": other}))
-    said = {
-        ("h2o",): "**same direction**: 1 of 1, `h2o`",
-        (): "numbers; nothing to compare them with",
-    }
-    for worse, verdict in said.items():
-        table = Table("f1", against="buzz", worse=worse)
-        monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-        shown = list(index.rows(tmp_path))
-        assert f"| Table 1 | answers | {verdict} | not measured | `made-up` |" in shown
-        assert "| Table 2 | more | not measured | not measured | `not-run` |" in shown
-        assert "| Figure 1 | the method | a drawing |  |  |" in shown
-    table = Table("f1", against="h2o", worse=("buzz",))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-    assert "**other direction**: 1 of 1, `buzz`" in "".join(index.rows(tmp_path))
-    noise = lines(buzz__64={"f1": own}, h2o__64={"f1": own[::-1]})
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: noise)
-    assert "cannot be told (1 difference)" in "".join(index.rows(tmp_path))
-    assert index.fill_index("a\n<!-- index -->\nold\n<!-- end -->\n", tmp_path).count("Table 1") == 1
-
-
 def test_rows_that_are_no_policies_have_a_heading_of_their_own(measured):
     found = lines(here={"f1": [0.9] * 10}, chance={"f1": [0.1] * 10})
     table = Table("f1", against="chance", theirs={("here", "None"): 1}, head="where")
     text = measured(found, table)
     assert "| where | None |\n| --- | ---: |\n| here | 90.0 better |\n| chance | 10.0 |" in text
     assert "Of the paper's 1 difference from chance, 1 has the same direction here [here]" in text
-
-
-def test_a_rival_is_named_without_its_options_unless_it_is_the_same_policy():
-    table = Table("nll", against="buzz:kept=true")
-    rows = {"h2o:sinks=4": "`h2o`", "buzz:logn=true": "`buzz:logn=true`", "buzz": "`buzz`", "full": "`full`"}
-    assert {row: verdicts.rival(row, table) for row in rows} == rows
-    assert verdicts.rival("keys before RoPE", Table("values", against="values", head="matrix")) == (
-        "keys before RoPE"
-    )
-
-
-def test_the_index_names_the_rivals_of_each_direction(monkeypatch, tmp_path):
-    own, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
-    entry = index.Entry("Table 1", "answers", ("made-up",))
-    monkeypatch.setattr(index, "PAPERS", {"buzz": (entry,)})
-    monkeypatch.setitem(RUNS, "made-up", Eval("qa", ("qa.jsonl",), ("buzz", "h2o"), ("64",)))
-    table = Table("f1", against="buzz", worse=("h2o", "tova", "cam"))
-    monkeypatch.setitem(EXPERIMENTS, "made-up", Experiment(("made-up",), (table,)))
-    found = lines(buzz__64={"f1": own}, h2o__64={"f1": better}, tova__64={"f1": worse}, cam__64={"f1": worse})
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found)
-    shown = "".join(index.rows(tmp_path))
-    assert "**same direction**: 2 of 3, `tova`, `cam`; **other direction**: 1 of 3, `h2o`" in shown
-    assert "names: none." in shown
-    records.rewrite(tmp_path / "made-up.jsonl", lambda _: found[:2] + [found[2] | {"patch": "4"}])
-    assert "names: `made-up`." in "".join(index.rows(tmp_path))
-
-
-def test_a_verdict_names_columns_where_a_rival_has_several():
-    own, better, worse = [0.5, 0.4] * 6, [0.6, 0.5] * 6, [0.4, 0.3] * 6
-    found = lines(buzz__64={"f1": own}, buzz__128={"f1": own}, h2o__64={"f1": worse}, h2o__128={"f1": better})
-    table = Table("f1", against="buzz", worse=("h2o",))
-    told = verdicts.verdict(places.samples(found, table), table)
-    assert (told.same, told.other) == ((("`h2o`", "64"),), (("`h2o`", "128"),))
-    assert verdicts.listed((("`h2o`", "64"), ("`cam`", ""), ("`h2o`", "9"))) == "`h2o` (9, 64), `cam`"
-
-
-def test_one_difference_has_one_verdict():
-    """The same two samples, wherever they stand."""
-    found = {}
-    names = [name for entries in index.PAPERS.values() for entry in entries for name in entry.experiments]
-    for name, model in [(each, model) for each in names for model in tables.models_of(each)]:
-        for table in EXPERIMENTS[name].tables:
-            kept = places.samples(tables.kept(tables.of_model(EXPERIMENTS[name], model)), table)
-            for (row, column), sign in verdicts.compared(kept, table).items():
-                both = (tuple(kept[each, column].values.items()) for each in (table.against, row))
-                found.setdefault((model, table.score, *both), {})[name, row, column] = sign
-    assert not [signs for signs in found.values() if len(set(signs.values())) > 1]
