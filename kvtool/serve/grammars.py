@@ -19,10 +19,12 @@ from kvtool.llama.grammar import Constraint, Grammar, schema_grammar
 from kvtool.llama.model import Model
 
 STEP_S = 5.0
-"""Seconds that a grammar may take for a step, and to begin."""
+"""Seconds of CPU time that a grammar may take for a step, and to begin: a busy machine is not its fault."""
 
-_START_S = 120.0
-"""Seconds that the process may take to start."""
+_WAIT_S = 120.0
+"""Seconds that the process may take to start, and to answer."""
+
+_CAN_TIME = hasattr(signal, "setitimer")
 
 _MOST_BYTES = 2 * 2**30
 """The most memory that grammars may take."""
@@ -35,10 +37,13 @@ class Grammars:
     ----------
     model
         The file that has the vocabulary.
+    step_s
+        As `STEP_S`. Where the system cannot tell a process's CPU time, it is the clock's.
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, step_s: float = STEP_S) -> None:
         self._model = model
+        self._step_s = step_s
         self._process: BaseProcess | None = None
         self._link: Connection[Any, Any] | None = None
 
@@ -61,13 +66,17 @@ class Grammars:
             if not link:
                 raise EOFError
             link.send((what, *of))
-            if not link.poll(STEP_S):
-                self.close()
-                raise UsageError(f"a step of the grammar takes more than {STEP_S:g} s; simplify it")
-            error, answer = link.recv()
+            is_slow = not link.poll(_WAIT_S if _CAN_TIME else self._step_s)
+            if not is_slow:
+                error, answer = link.recv()
         except (EOFError, OSError):
+            is_slow = self._is_out_of_time()
+            if not is_slow:
+                self.close()
+                raise UsageError("llama.cpp has crashed on the grammar; simplify it") from None
+        if is_slow:
             self.close()
-            raise UsageError("llama.cpp has crashed on the grammar; simplify it") from None
+            raise UsageError(f"a step of the grammar takes more than {self._step_s:g} s; simplify it")
         if error:
             raise UsageError(error)
         return answer
@@ -81,19 +90,27 @@ class Grammars:
             self._link.close()
         self._process = self._link = None
 
+    def _is_out_of_time(self) -> bool:
+        """Whether the process, which has ended, was ended by its timer."""
+        if not (self._process and _CAN_TIME):
+            return False
+        self._process.join(_WAIT_S)
+        return self._process.exitcode == -signal.SIGPROF
+
     def _start(self) -> None:
         if self._process and self._process.is_alive():
             return
         self.close()
         spawn = multiprocessing.get_context("spawn")
         self._link, theirs = spawn.Pipe()
-        process = spawn.Process(target=_work, args=(str(self._model), theirs), name="grammars", daemon=True)
+        args = str(self._model), theirs, self._step_s
+        process = spawn.Process(target=_work, args=args, name="grammars", daemon=True)
         process.start()
         self._process = process
         theirs.close()
         with suppress(EOFError, OSError):
             # it says so when it has loaded the vocabulary
-            if self._link.poll(_START_S):
+            if self._link.poll(_WAIT_S):
                 self._link.recv()
                 return
         self.close()
@@ -122,7 +139,7 @@ class _Apart(Constraint):
 # in the process
 
 
-def _work(path: str, link: Connection[Any, Any]) -> None:
+def _work(path: str, link: Connection[Any, Any], step_s: float) -> None:
     """Answers what it is asked over the link, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -136,6 +153,7 @@ def _work(path: str, link: Connection[Any, Any]) -> None:
         while True:
             what, *of = link.recv()
             error, answer = "", None
+            _limit_time(step_s)
             try:
                 answer = getattr(own, what)(*of)
             except KvtoolError as said:
@@ -143,6 +161,7 @@ def _work(path: str, link: Connection[Any, Any]) -> None:
             except Exception as said:  # noqa: BLE001
                 # such as a lack of memory
                 error = f"the grammar cannot be used: {type(said).__name__}"
+            _limit_time(0)
             link.send((error, answer))
 
 
@@ -176,6 +195,12 @@ def _end_with_parent() -> None:
     if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(0)
+
+
+def _limit_time(seconds: float) -> None:
+    """Lets the system end the process after so much CPU time from now on, in llama.cpp's code as well."""
+    if _CAN_TIME:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _limit_memory() -> None:
