@@ -356,8 +356,11 @@ def _beside_h2o(results: Path) -> str:
     """How many tests the papers' tables have, and what those against H2O tell of quality."""
     found: dict[tuple[object, ...], tuple[str, str, int]] = {}
     n_all = 0
+    left_out = []
     for paper, entries in PAPERS.items():
         names = [name for entry in entries for name in entry.experiments]
+        left_out += [name for name in names if EXPERIMENTS[name].unequal]
+        names = [name for name in names if not EXPERIMENTS[name].unequal]
         for name, model in [(each, model) for each in names for model in tables.models_of(each)]:
             lines = tables.kept(tables.of_model(EXPERIMENTS[name], model), results)
             for table in EXPERIMENTS[name].tables:
@@ -377,7 +380,8 @@ def _beside_h2o(results: Path) -> str:
         f"Beside H2O: the papers' tables have {n_all} tests, of which {n_same} are the same of the same "
         f"numbers. Of the others {len(of_h2o)} compare a paper's method with H2O by its quality, which is a "
         f"score, a likelihood or a perplexity. The method is ahead of H2O in {ahead or 'none'} of them; H2O "
-        f"is ahead of the method in {behind.total()} ({where})."
+        f"is ahead of the method in {behind.total()} ({where}). Left out, because there the method holds "
+        f"more cells: {', '.join(f'`{name}`' for name in left_out)}."
     )
 
 

@@ -61,11 +61,13 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
     "buzz": (
         Entry("Figures 1 to 3, Table 1", "the method, symbols", said=_DRAWING),
         Entry("Figure 4, Table A", "threshold and window", ("buzz-figure-4", "buzz-figure-4-cnn")),
+        Entry("Figure 4, kept", "the same, of what an eviction leaves", ("buzz-figure-4-kept",)),
         Entry("Table 2", "summaries", ("buzz-table-2",)),
         Entry("Figure 5, Table B", "the three ROUGE scores", ("buzz-figure-5",)),
         Entry("Figure 6", "ten documents", ("buzz-figure-6",)),
         Entry("Figure 7", "diversity", ("buzz-figure-7",)),
         Entry("Table 3", "perplexity at small caches", ("buzz-table-3",)),
+        Entry("Table 3, kept", "the same; BUZZ holds more cells", ("buzz-table-3-kept",)),
         Entry("Figure 8", "ablations", ("buzz-figure-8",)),
         Entry("Figure 9", "four summaries of one article", ("buzz-figure-9",)),
         Entry("Table C", "a larger model: 13B there, 1.5B here", ("buzz-table-c",)),

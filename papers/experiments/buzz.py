@@ -23,12 +23,16 @@ _KEPT = "buzz:kept=true"
 _ALL = ("full", "buzz", _KEPT, "buzz:logn=true", "h2o", "streamingllm", "local")
 _FEW = ("full", "buzz", _KEPT, "h2o", "streamingllm")
 _OF_TABLE_C = tuple(label for label in _ALL if label not in ("buzz", "local"))
-# between two evictions of a stream the rows of `kept=true` would grow to nearly three times its budget
+# between two evictions of a stream the rows of `kept=true` grow to nearly three times its budget: they stand
+# in tables of their own
 _STREAMED = tuple(label for label in _ALL if label != _KEPT)
+_OF_TABLE_3 = tuple(label for label in _ALL if label != "buzz")
 _ABLATIONS = ("buzz:swap=true", "buzz:local_max=false")
 # T / w from 1.5 to 6.5 in steps of 1; of 200 cells 4 are sinks and 1 is the token being decoded
 _WINDOWS = tuple(f"buzz:window={window}" for window in (78, 56, 43, 35, 30, 26))
 _BEST_WINDOW = "buzz:window=35"
+_KEPT_WINDOWS = tuple(f"{_KEPT}:{label.partition(':')[2]}" for label in _WINDOWS)
+_BEST_KEPT_WINDOW = f"{_KEPT}:window=35"
 _SHARES = ("10%", "20%", "30%", "40%", "50%", "60%")
 _TEN = {at: f"DERIVED-nq10_random_distractors_gold_at_{at}.jsonl.gz" for at in (0, 4, 9)}
 _EXAMPLE = "xsum_0shot_first300-1"
@@ -38,8 +42,12 @@ _LIKELIHOOD = (*_WHOLE, "--set", "likelihood=true")
 RUNS: dict[str, Run] = {
     "wikitext": Compare((WIKI,), _STREAMED, ("50", "100"), 4096, minutes=7),
     "wikitext-1.5b": Compare((WIKI,), _STREAMED, ("50", "100"), 1024, model=LARGE, minutes=8),
+    "wikitext-kept": Compare((WIKI,), (_KEPT,), ("50", "100"), 4096, minutes=1),
+    "wikitext-kept-1.5b": Compare((WIKI,), (_KEPT,), ("50", "100"), 1024, model=LARGE, minutes=2),
     "ratio": Compare((WIKI,), _WINDOWS, ("200",), 4096, minutes=2),
     "ratio-1.5b": Compare((WIKI,), _WINDOWS, ("200",), 1024, model=LARGE, minutes=4),
+    "ratio-kept": Compare((WIKI,), _KEPT_WINDOWS, ("200",), 4096, minutes=2),
+    "ratio-kept-1.5b": Compare((WIKI,), _KEPT_WINDOWS, ("200",), 1024, model=LARGE, minutes=4),
     "xsum": Eval("summarize", (XSUM,), _ALL, _SHARES, _LIKELIHOOD, 24, "", _EXAMPLE, minutes=60),
     "xsum-1.5b": Eval(
         "summarize", (XSUM,), _OF_TABLE_C, ("20%", "40%"), _LIKELIHOOD, 9, LARGE, _EXAMPLE, minutes=27
@@ -87,6 +95,12 @@ EXPERIMENTS = {
         (Table("nll", against="buzz", rows=_STREAMED, paper=numbers("buzz", "table-3")),),
         "Llama-2-7B",
     ),
+    "buzz-table-3-kept": Experiment(
+        ("wikitext", "wikitext-kept", "wikitext-1.5b", "wikitext-kept-1.5b"),
+        (Table("nll", against=_KEPT, rows=_OF_TABLE_3, paper=_kept("table-3")),),
+        "Llama-2-7B",
+        unequal=True,
+    ),
     "buzz-table-2": Experiment(
         ("xsum", "xsum-1.5b"),
         (
@@ -115,6 +129,15 @@ EXPERIMENTS = {
             Table(
                 *("nll", ("budget",), _BEST_WINDOW, _WINDOWS),
                 worse=tuple(label for label in _WINDOWS if label != _BEST_WINDOW),
+            ),
+        ),
+    ),
+    "buzz-figure-4-kept": Experiment(
+        ("ratio-kept", "ratio-kept-1.5b"),
+        (
+            Table(
+                *("nll", ("budget",), _BEST_KEPT_WINDOW, _KEPT_WINDOWS),
+                worse=tuple(label for label in _KEPT_WINDOWS if label != _BEST_KEPT_WINDOW),
             ),
         ),
     ),

@@ -153,6 +153,8 @@ class Experiment:
         Whether one table has all models.
     commands
         Whether the commands are shown; not where another experiment of the same runs shows them.
+    unequal
+        Whether the paper's method holds more cells than its rivals: then being ahead of them says nothing.
     """
 
     runs: tuple[str, ...]
@@ -161,6 +163,7 @@ class Experiment:
     examples: Examples | None = None
     together: bool = False
     commands: bool = True
+    unequal: bool = False
 
 
 ALL: Mapping[str, frozenset[str] | None] = {"all": None}
