@@ -326,6 +326,11 @@ def _finish(task: Task, results: Results, to_stdout: bool, plot: Path | None) ->
     if to_stdout:
         summary = {name: asdict(score) for name, score in means.items()}
         said = {"items": len(results), "summary": summary, "more": task.summary(results.records)}
+        if groups:
+            said["by"] = [
+                dict(zip(task.by, values, strict=True)) | {name: asdict(each) for name, each in of.items()}
+                for values, of in groups.items()
+            ]
         typer.echo(json_text({**results.about, **said}))
     else:
         _print(task, results, means, groups)
@@ -339,11 +344,8 @@ def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups)
     budget = f", budget {about['budget']}" if about["budget"] else ""
     drawn = f", temperature {about['temp']:g}, seed {about['seed']}" if about["temp"] else ""
     console.print(f"{about['task']}, {len(results)} items, {about['model']}, {policy}{budget}{drawn}\n")
-    rows = [
-        (name, f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}")
-        for name, score in means.items()
-    ]
-    console.print(table(("score", "mean", "95 % interval", "items"), rows, 1))
+    rows = [(name, *_told(score)) for name, score in means.items()]
+    console.print(table(("score", *_TOLD), rows, 1))
     if more := task.summary(results.records):
         console.print()
         for name, value in more.items():
@@ -355,12 +357,29 @@ def _print(task: Task, results: Results, means: dict[str, Mean], groups: Groups)
         columns, n_left, digits = list(means), 1, 3
         lines = [(value, [group.get(name) for name in means]) for (value,), group in groups.items()]
     else:
-        first, n_left, digits = next(iter(means)), 0, 2
+        first, digits = next(iter(means)), 2
         down, columns, grid = _grid(groups, first)
+        n_left = int(isinstance(down[0], str))
         lines = list(zip(down, grid, strict=True))
         console.print(f"{first} by {task.by[0]} and {task.by[1]}\n")
-    cells = [[str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines]
-    console.print(table((task.by[0], *map(str, columns)), cells, n_left))
+    head = (task.by[0], *map(str, columns))
+    if len(columns) == 1:
+        # room for what a table of several leaves out
+        head = (*head, *_TOLD[1:])
+        cells = [[str(name), *(_told(each) if each else ())] for name, (each,) in lines]
+    else:
+        cells = [
+            [str(name), *(f"{each.mean:.{digits}f}" if each else "" for each in of)] for name, of in lines
+        ]
+    console.print(table(head, cells, n_left))
+
+
+_TOLD = ("mean", "95 % interval", "items")
+
+
+def _told(score: Mean) -> tuple[str, str, str]:
+    """What a table says of a mean, under these heads."""
+    return f"{score.mean:.3f}", f"{score.low:.3f} to {score.high:.3f}", f"{score.n}"
 
 
 def _grid(groups: Groups, score: str) -> tuple[list[Any], list[Any], list[list[Mean | None]]]:

@@ -82,17 +82,21 @@ class Haystack(Task):
 
 def sentences_of(files: Sequence[Path]) -> list[str]:
     """The sentences of text files, and of the .txt files in folders. Raises InputError if there are none."""
+    found = [sentence for text in texts_of(files) for sentence in sentences(text)]
+    if not found:
+        raise InputError(f"no text in {', '.join(map(str, files))}")
+    return found
+
+
+def texts_of(files: Sequence[Path]) -> list[str]:
+    """Text files, and the .txt files in folders in the order of their names. Raises InputError."""
     paths = [path for file in files for path in (sorted(file.rglob("*.txt")) if file.is_dir() else [file])]
     try:
-        texts = [path.read_text(encoding="utf-8-sig") for path in paths]
+        return [path.read_text(encoding="utf-8-sig") for path in paths]
     except OSError as error:
         raise InputError(f"cannot read {error.filename}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"a file of the filler text is not UTF-8 (byte {error.start})") from None
-    found = [sentence for text in texts for sentence in sentences(text)]
-    if not found:
-        raise InputError(f"no text in {', '.join(map(str, files))}")
-    return found
 
 
 def sentences(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.chats.marks import tokens_of
+from kvtool.chats.marks import escaped, tokens_of
 from kvtool.chats.prompt import wants_bos
 from kvtool.chats.template import Message, Template
 from kvtool.chats.writer import Writer
@@ -115,13 +115,32 @@ class Reader:
         template = None if as_it_is else self.template
         self.is_cut = False
         tokens = self._whole(prompt, template) if uncut else self._tokens(prompt, n_answer, template)
-        policy = self._policy_for(len(tokens), n_answer)
-        if policy.slack == 0 and len(tokens) > policy.budget:
-            raise InputError(
-                f"the prompt ({len(tokens):,} tokens) does not fit in the full cache ({policy.budget:,})"
-            )
-        self._empty(policy, template)
+        self._begin(len(tokens), n_answer, template)
         self._read(tokens)
+
+    def ask(self, prompt: str, n_answer: int, *, question: str = "", opening: str = "") -> int:
+        """Read a prompt as `read` does, uncut, and the beginning of its answer.
+
+        question: the end of the prompt, read after the rest: what evicts when the rest has been read, as
+        `--prefill whole` does, does not know it. "": the prompt is read at once. opening: how the answer
+        begins; after plain text it follows a space. Returns the tokens of what was read first. Raises as
+        `read` does.
+        """
+        self.is_cut = False
+        tokens = self._whole(prompt, self.template, opening)
+        n_first = len(tokens)
+        if question:
+            first = self._whole(prompt.removesuffix(question), self.template)
+            n = min(len(first), n_first)
+            differs = first[:n] != tokens[:n]
+            # a token with characters of both counts as the question's
+            n_first = int(differs.argmax()) if differs.any() else n
+        self._begin(len(tokens), n_answer, self.template)
+        for part in (tokens[:n_first], tokens[n_first:]):
+            if len(part):
+                self.engine.read(part)
+        self.n_read = len(tokens)
+        return n_first
 
     def start(self) -> None:
         """Empty the cache for turns. A budget that is a share is one of the context here."""
@@ -215,6 +234,13 @@ class Reader:
             self._engine.close()
             self._engine = None
 
+    def _begin(self, n: int, n_answer: int, template: Template | None) -> None:
+        """Empty the cache for a prompt of n tokens. Raises InputError where it cannot keep all and must."""
+        policy = self._policy_for(n, n_answer)
+        if policy.slack == 0 and n > policy.budget:
+            raise InputError(f"the prompt ({n:,} tokens) does not fit in the full cache ({policy.budget:,})")
+        self._empty(policy, template)
+
     def _empty(self, policy: Policy, template: Template | None) -> None:
         """Empty the cache and use this policy from now on."""
         if self._engine and self._engine.policy == policy:
@@ -257,10 +283,11 @@ class Reader:
             )
         return whole
 
-    def _whole(self, prompt: str, template: Template | None) -> np.ndarray:
+    def _whole(self, prompt: str, template: Template | None, opening: str = "") -> np.ndarray:
+        """The tokens i32[n] of a prompt, and of how its answer begins."""
         if template is None:
-            return self.model.tokenize(prompt, start=True)
-        text = template.render([{"role": "user", "content": prompt}])
+            return self.model.tokenize(f"{prompt} {opening}" if opening else prompt, start=True)
+        text = template.render([{"role": "user", "content": prompt}]) + escaped(opening)
         return tokens_of(self.model, text, start=wants_bos(self.model, text))
 
     def _text(self, tokens: np.ndarray) -> str:

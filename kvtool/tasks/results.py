@@ -115,7 +115,7 @@ class Results:
 
     def _what(self, item: Item) -> dict[str, Any]:
         """What an item's record is known by. A hash tells apart items of the same id, but of other files."""
-        parts = [item.prompt, list(item.references), list(item.choices)]
+        parts = [item.prompt, list(item.references), list(item.choices), *filter(None, [item.opening])]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return {**self.about, "id": item.id, "item_sha256": digest}
 

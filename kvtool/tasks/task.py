@@ -32,6 +32,10 @@ class Item:
         Answers to choose from.
     about
         More fields for the record; a summary may be broken down by them.
+    question
+        The end of the prompt that may be read after the rest, where a task has such a way to ask.
+    opening
+        How the answer begins. It is given to the model, and no part of what it writes.
     """
 
     id: str
@@ -39,6 +43,8 @@ class Item:
     references: Sequence[str] = ()
     choices: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
+    question: str = ""
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,11 @@ class Task(ABC):
     needs_files: ClassVar[bool] = True
     chat: ClassVar[bool] = False
     by: ClassVar[tuple[str, ...]] = ()
-    packages: ClassVar[tuple[str, ...]] = ()
     one_stream: ClassVar[bool] = False
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def draws(self) -> bool:

@@ -1,0 +1,122 @@
+"""Counts: which words of a list, or of a coded text, are the most frequent ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import ClassVar
+
+from kvtool.tasks._ruler.part import Part, Sample, Wanted
+from kvtool.tasks._ruler.sources import Sources
+
+_LIST = (
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
+    "ones that appear most often.\n{text}\n"
+)
+_COMMON = "Question: What are the 10 most common words in the above list?"
+_COMMON_ARE = "Answer: The top 10 words that appear most often in the list are:"
+_CODED = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {text}\n"
+)
+_FREQUENT = (
+    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+    "frequently appeared words in the above coded text?"
+)
+_FREQUENT_ARE = "Answer: According to the coded text above, the three most frequently appeared words are:"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonWords(Part):
+    """Ten words appear more often than all others. A piece is a word that appears, however often.
+
+    Attributes
+    ----------
+    n_common
+        Words that are asked for.
+    often
+        How often each of them is in the list.
+    seldom
+        How often each other word is.
+    """
+
+    n_common: int = 10
+    often: int = 30
+    seldom: int = 3
+
+    n_max: ClassVar[int] = 120
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("words",)
+
+    def most(self, sources: Sources) -> int:
+        return len(sources.all_words)
+
+    def least(self, wanted: Wanted, sources: Sources) -> int:
+        return self.n_common + 1
+
+    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+        draws = wanted.draws()
+        # below 4,096 tokens RULER has other numbers
+        is_short = wanted.length < 4096
+        example = (20, 3, 1) if is_short else (40, 10, 3)
+        often = (6, 1) if is_short else (self.often, self.seldom)
+        solved, right = self._list(*example, draws, sources)
+        text, common = self._list(n, *often, draws, sources)
+        shown = f"{_LIST.format(text=solved)}{_COMMON} {_COMMON_ARE} {_numbered(right)}\n"
+        return Sample(f"{shown}{_LIST.format(text=text)}", _COMMON, _COMMON_ARE, common)
+
+    def _list(
+        self, n: int, often: int, seldom: int, draws: random.Random, sources: Sources
+    ) -> tuple[str, list[str]]:
+        """A list of n words, and the common ones."""
+        words = draws.sample(sources.all_words, n)
+        common, others = words[: self.n_common], words[self.n_common :]
+        text = common * often + others * seldom
+        draws.shuffle(text)
+        return _numbered(text), common
+
+
+@dataclass(frozen=True, slots=True)
+class FrequentWords(Part):
+    """Three random words of six letters are the most frequent ones but for "...". A piece is a word.
+
+    Of n words, the one of rank k appears n / (k^2 zeta(2)) times, rounded down: RULER's alpha is 2.
+
+    Attributes
+    ----------
+    n_letter
+        Letters of a word.
+    """
+
+    n_letter: int = 6
+
+    n_max: ClassVar[int] = 50
+
+    def least(self, wanted: Wanted, sources: Sources) -> int:
+        # the word of rank 4 appears
+        return math.ceil(_n_for(4))
+
+    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+        draws = wanted.draws()
+        words = ["..."]
+        while len(words) < max((wanted.length - self.n_max) // 50, 4):
+            word = "".join(draws.choices(ascii_lowercase, k=self.n_letter))
+            if word not in words:
+                words.append(word)
+        text = [word for k, word in enumerate(words, 1) for _ in range(int(n / _n_for(k)))]
+        draws.shuffle(text)
+        return Sample(_CODED.format(text=" ".join(text)), _FREQUENT, _FREQUENT_ARE, words[1:4])
+
+
+def _n_for(k: int) -> float:
+    """How many words a text has in which the one of rank k appears once."""
+    return k**2 * math.pi**2 / 6
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))

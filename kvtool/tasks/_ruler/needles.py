@@ -1,0 +1,130 @@
+"""Needles: sentences with a key and its value, hidden in a text; the values of some keys are asked for."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.tasks._ruler.part import Part, Sample, Wanted
+from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks.haystack import FILLER, sentences
+
+_CONTEXT = (
+    "{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n{text}\n"
+)
+_QUESTION = "What {are_all} the special magic {kind} for {keys} mentioned in the provided text?"
+_OPENING = "The special magic {kind} for {keys} mentioned in the provided text {are}"
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+
+_SEVERAL = {"some": "Some", "are": "are", "are_all": "are all"}
+_ONE = {"some": "A", "are": "is", "are_all": "is"}
+
+_DEPTHS = [round(100 * i / 39) for i in range(40)]
+"""Where needles may be in an essay, in percent of its sentences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needles(Part):
+    """Parameters of a kind of needles.
+
+    Attributes
+    ----------
+    haystack
+        What the text is: "noise" repeats passkey's five sentences, "essay" is Paul Graham's, and in "needle"
+        every sentence is a needle. A piece is a line of five sentences, a word, or a needle.
+    keys
+        What keys are: "words" are an adjective and a noun, "uuids" random.
+    values
+        What values are: "numbers" of seven digits, or "uuids".
+    n_key
+        Keys that are hidden, besides those of a haystack of needles.
+    n_value
+        Values of each key.
+    n_query
+        Keys that are asked for.
+    """
+
+    haystack: str
+    keys: str = "words"
+    values: str = "numbers"
+    n_key: int = 1
+    n_value: int = 1
+    n_query: int = 1
+
+    n_max: ClassVar[int] = 128
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (("words",) if self.keys == "words" else ()) + (
+            ("essays",) if self.haystack == "essay" else ()
+        )
+
+    def least(self, wanted: Wanted, sources: Sources) -> int:
+        return self.n_key * self.n_value
+
+    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+        draws = wanted.draws()
+        hidden = [
+            (
+                self._drawn(self.keys, draws, sources),
+                [self._drawn(self.values, draws, sources) for _ in range(self.n_value)],
+            )
+            for _ in range(self.n_key)
+        ]
+        needles = [self._needle(key, value) for key, values in hidden for value in values]
+        draws.shuffle(needles)
+        asked = draws.sample(hidden, self.n_query)
+        text = self._text(n, needles, draws, sources)
+        is_one = self.n_query * self.n_value == 1
+        words = _ONE if is_one else _SEVERAL
+        kind = self.values.removesuffix("s") if is_one else self.values
+        keys = _listed([key for key, _ in asked])
+        return Sample(
+            _CONTEXT.format(kind=kind, text=text, **words),
+            _QUESTION.format(kind=kind, keys=keys, **words),
+            _OPENING.format(kind=kind, keys=keys, **words),
+            [value for _, values in asked for value in values],
+        )
+
+    def _text(self, n: int, needles: Sequence[str], draws: random.Random, sources: Sources) -> str:
+        if self.haystack == "essay":
+            places = sorted(draws.sample(_DEPTHS, len(needles)))
+            words = sources.essays
+            hay = sentences(" ".join((words * (-(-n // len(words))))[:n]))
+            ends = [len(hay) * place // 100 for place in places]
+            parts = [
+                [*hay[start:end], needle]
+                for start, end, needle in zip([0, *ends], ends, needles, strict=False)
+            ]
+            return " ".join([*(sentence for part in parts for sentence in part), *hay[ends[-1] :]])
+        # as shares: however long the text is, a needle has the same place
+        shares = sorted((draws.random() for _ in needles), reverse=True)
+        if self.haystack == "noise":
+            hay = [FILLER] * n
+        else:
+            hay = [
+                self._needle(*(self._drawn(kind, draws, sources) for kind in (self.keys, self.values)))
+                for _ in range(n)
+            ]
+        for share, needle in zip(shares, needles, strict=True):
+            hay.insert(int(share * n), needle)
+        return "\n".join(hay)
+
+    def _needle(self, key: str, value: str) -> str:
+        return _NEEDLE.format(kind=self.values, key=key, value=value)
+
+    @staticmethod
+    def _drawn(kind: str, draws: random.Random, sources: Sources) -> str:
+        if kind == "words":
+            return f"{draws.choice(sources.adjectives)}-{draws.choice(sources.nouns)}"
+        if kind == "uuids":
+            return str(uuid.UUID(int=draws.getrandbits(128), version=4))
+        return str(draws.randint(10**6, 10**7 - 1))
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return ", ".join([*keys[:-1], f"and {keys[-1]}"]) if len(keys) > 1 else keys[0]

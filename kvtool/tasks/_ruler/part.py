@@ -1,0 +1,124 @@
+"""A part of RULER: a text of n pieces with a question about it, as many pieces as fit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.errors import InputError
+from kvtool.tasks._ruler.sources import Sources
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is asked.
+
+    Attributes
+    ----------
+    context
+        The text, with RULER's words before it.
+    question
+        The question, which follows the text at once.
+    opening
+        How the answer begins: RULER's answer prefix, without the space before it.
+    answers
+        Right answers.
+    """
+
+    context: str
+    question: str
+    opening: str
+    answers: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        return f"{self.context}{self.question} {self.opening}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which sample is made.
+
+    Attributes
+    ----------
+    name
+        Its part's name.
+    number
+        Its place among the part's samples, from 0 on.
+    length
+        The most tokens of its text and answer together.
+    seed
+        Seed of everything that is drawn.
+    """
+
+    name: str
+    number: int
+    length: int
+    seed: int
+
+    def draws(self) -> random.Random:
+        """Random numbers of this sample, the same at each call."""
+        return random.Random(f"{self.seed} {self.name} {self.length} {self.number}")
+
+
+class Part(ABC):
+    """One of RULER's tasks.
+
+    Attributes
+    ----------
+    n_max
+        The most tokens of an answer.
+    needs
+        The sources that it reads: "words", "essays", "squad" or "hotpotqa".
+    is_any
+        Whether one of the right answers is enough.
+    """
+
+    n_max: ClassVar[int]
+    is_any: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ()
+
+    def most(self, sources: Sources) -> int:
+        """The most pieces that there are."""
+        return sys.maxsize
+
+    @abstractmethod
+    def least(self, wanted: Wanted, sources: Sources) -> int:
+        """The fewest pieces with which the question can be asked."""
+
+    @abstractmethod
+    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+        """The sample with n pieces, the same at each call."""
+
+    def longest(self, wanted: Wanted, sources: Sources) -> Sample:
+        """The sample with as many pieces as fit. Raises InputError if not even the fewest do."""
+        room = wanted.length - self.n_max
+
+        def fits(n: int) -> bool:
+            return sources.n_token(self.sample(n, wanted, sources).text) <= room
+
+        least = self.least(wanted, sources)
+        if not fits(least):
+            raise InputError(
+                f"{wanted.name} does not fit into {wanted.length} tokens; choose greater lengths"
+            )
+        return self.sample(largest(fits, least, self.most(sources)), wanted, sources)
+
+
+def largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """A number from least, which fits, to most that fits, though one more does not."""
+    low, high = least, least + 1
+    while high <= most and fits(high):
+        low, high = high, high + 2 * (high - least)
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,70 @@
+"""Questions: the documents that a question is about are among others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.errors import InputError
+from kvtool.tasks._ruler.part import Part, Sample, Wanted
+from kvtool.tasks._ruler.sources import Documents, Question, Sources
+
+_ASK = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words."
+)
+_CONTEXT = f"{_ASK}\n\nThe following are given documents.\n\n{{text}}\n\n"
+_QUESTION = f"{_ASK}\n\nQuestion: {{question}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Questions(Part):
+    """A piece is a document: the question's own, then those of the same article, then any other.
+
+    Attributes
+    ----------
+    file
+        "squad" or "hotpotqa".
+    """
+
+    file: str
+
+    n_max: ClassVar[int] = 32
+    is_any: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.file,)
+
+    def most(self, sources: Sources) -> int:
+        return len(self._documents(sources).texts)
+
+    def least(self, wanted: Wanted, sources: Sources) -> int:
+        return len(self._question(wanted, sources).own)
+
+    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+        draws = wanted.draws()
+        question, texts = self._question(wanted, sources), self._documents(sources).texts
+        chosen = [*question.own, *draws.sample(question.near, len(question.near))][:n]
+        others = set(chosen)
+        # one by one: more documents begin with the same ones
+        while len(chosen) < n:
+            if (other := draws.randrange(len(texts))) not in others:
+                chosen.append(other)
+                others.add(other)
+        draws.shuffle(chosen)
+        shown = "\n\n".join(f"Document {i}:\n{texts[at]}" for i, at in enumerate(chosen, 1))
+        asked = _QUESTION.format(question=question.text)
+        return Sample(_CONTEXT.format(text=shown), asked, "Answer:", question.answers)
+
+    def _documents(self, sources: Sources) -> Documents:
+        documents: Documents = getattr(sources, self.file)
+        return documents
+
+    def _question(self, wanted: Wanted, sources: Sources) -> Question:
+        questions = self._documents(sources).questions
+        if wanted.number >= len(questions):
+            raise InputError(
+                f"the file for {wanted.name} has {len(questions)} questions; choose fewer repeats"
+            )
+        return questions[wanted.number]

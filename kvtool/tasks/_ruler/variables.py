@@ -1,0 +1,77 @@
+"""Variables: assignments in a chain are hidden in a text; all variables of one value are asked for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import ClassVar
+
+from kvtool.tasks._ruler.part import Part, Sample, Wanted, largest
+from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks.haystack import FILLER
+
+_CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n"
+_QUESTION = "Question: Find all variables that are assigned the value {value} in the text above."
+_OPENING = (
+    "Answer: According to the chain(s) of variable assignment in the text above, {n} variables are assigned "
+    "the value {value}, they are: "
+)
+
+_EXAMPLE = 500
+"""The most tokens of the solved example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variables(Part):
+    """Parameters of the chain.
+
+    Attributes
+    ----------
+    n_hop
+        Assignments after the first one, each of the variable before it.
+    """
+
+    n_hop: int = 4
+
+    n_max: ClassVar[int] = 30
+
+    def least(self, wanted: Wanted, sources: Sources) -> int:
+        return self.n_hop + 1
+
+    def sample(self, n: int, wanted: Wanted, sources: Sources) -> Sample:
+        draws = wanted.draws()
+        example = self._example(draws.getrandbits(32), sources)
+        own = self._chain(n, 5, draws)
+        return Sample(f"{example}\n{own.context}", own.question, own.opening, own.answers)
+
+    def _example(self, seed: int, sources: Sources) -> str:
+        """A solved one with names of three letters, as long as fits, and at least five lines."""
+
+        def solved(n: int) -> str:
+            chain = self._chain(n, 3, random.Random(seed))
+            return f"{chain.text} {' '.join(chain.answers)}\n"
+
+        return solved(largest(lambda n: sources.n_token(solved(n)) <= _EXAMPLE, self.n_hop + 1, _EXAMPLE))
+
+    def _chain(self, n: int, n_letter: int, draws: random.Random) -> Sample:
+        """n lines of filler with a chain in them; its names have n_letter letters."""
+        names: list[str] = []
+        while len(names) <= self.n_hop:
+            name = "".join(draws.choices(ascii_uppercase, k=n_letter))
+            if name not in names:
+                names.append(name)
+        value = draws.randrange(10000, 99999)
+        lines = [f"VAR {names[0]} = {value}"]
+        # as in RULER, with a space behind each
+        lines += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
+        text = [FILLER] * n
+        # as many lines before each as were there before any was put in
+        for i, place in enumerate(sorted(draws.sample(range(n), len(lines)))):
+            text.insert(place + i, lines[i])
+        return Sample(
+            _CONTEXT.format(text="\n".join(text)),
+            _QUESTION.format(value=value),
+            _OPENING.format(n=len(names), value=value),
+            names,
+        )

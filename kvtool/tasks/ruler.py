@@ -1,0 +1,175 @@
+"""ruler: RULER's thirteen tasks: hidden facts, variables, frequent words, documents; scored by its matching.
+
+From Hsieh et al. 2024 (arXiv:2404.06654), with the prompts, numbers and limits of NVIDIA/RULER's
+scripts/synthetic.yaml and scripts/data/synthetic. A text is as long as fits: `lengths` counts it with the
+answer's beginning and the most tokens of an answer, without the chat template, in the model's own tokens.
+
+string_match: the share of the right answers that are in the output, in upper or lower case (RULER's
+string_match_all); in qa_1 and qa_2 whether any of them is (string_match_part).
+
+question=known: the prompt is read at once. question=after: the text is read first, then the question, as in
+kvpress's benchmark. The answer's beginning (RULER's answer prefix) follows in the reply.
+
+Differs from RULER: a text is fitted for each sample, not once for all; draws are Python's, so no sample is
+RULER's; sentences of essays end with . ? or !, where RULER has NLTK's; questions about documents are drawn
+from the whole file, where RULER takes the first ones; lists of words end with wonderwords' 8,500 (RULER has
+more for lengths beyond 100,000 tokens). A solved example is plain text inside the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import ClassVar
+
+from kvtool.errors import InputError
+from kvtool.llama.model import Model
+from kvtool.measure import records
+from kvtool.tasks._ruler.counts import CommonWords, FrequentWords
+from kvtool.tasks._ruler.needles import Needles
+from kvtool.tasks._ruler.part import Wanted
+from kvtool.tasks._ruler.questions import Questions
+from kvtool.tasks._ruler.sources import Sources
+from kvtool.tasks._ruler.variables import Variables
+from kvtool.tasks.reader import Reader
+from kvtool.tasks.task import Answer, Item, Task
+
+PARTS = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", values="uuids"),
+    "niah_multikey_1": Needles("essay", n_key=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": Needles("essay", n_value=4),
+    "niah_multiquery": Needles("essay", n_key=4, n_query=4),
+    "vt": Variables(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+    "qa_1": Questions("squad"),
+    "qa_2": Questions("hotpotqa"),
+}
+"""RULER's tasks, as its synthetic.yaml has them."""
+
+_FILES = {
+    "essays": "a folder of Paul Graham's essays: --set essays=FOLDER",
+    "squad": "SQuAD's dev-v2.0.json: --set squad=FILE",
+    "hotpotqa": "HotpotQA's hotpot_dev_distractor_v1.json: --set hotpotqa=FILE",
+}
+
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler(Task):
+    """Parameters of the task.
+
+    Attributes
+    ----------
+    tasks
+        Names of RULER's tasks; all thirteen if empty.
+    lengths
+        The most tokens of a prompt and its answer together.
+    repeats
+        Samples of each task and length; RULER has 500.
+    question
+        When the question is read: "known", with the text, or "after" it.
+    essays
+        A folder of texts: Paul Graham's essays.
+    squad
+        SQuAD's questions, dev-v2.0.json.
+    hotpotqa
+        HotpotQA's questions, hotpot_dev_distractor_v1.json.
+    seed
+        Seed of everything that is drawn.
+    """
+
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (4096,)
+    repeats: int = 5
+    question: str = "known"
+    essays: str = ""
+    squad: str = ""
+    hotpotqa: str = ""
+    seed: int = 0
+
+    source: ClassVar[str] = "arXiv:2404.06654"
+    needs_files: ClassVar[bool] = False
+    chat: ClassVar[bool] = True
+    by: ClassVar[tuple[str, ...]] = ("part", "length")
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.tasks if name not in PARTS]:
+            raise ValueError(f"unknown RULER task {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be numbers of tokens, such as 4096,8192, got {self.lengths}")
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+        if self.question not in ("known", "after"):
+            raise ValueError(f"question must be known or after, got {self.question!r}")
+        for source, what in _FILES.items():
+            if not getattr(self, source) and (names := [n for n in self._names if source in PARTS[n].needs]):
+                raise ValueError(f"{names[0]} needs {what}; --set tasks=... leaves it out")
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("wonderwords",) if any("words" in PARTS[name].needs for name in self._names) else ()
+
+    @property
+    def _names(self) -> Sequence[str]:
+        """The parts that are asked, in RULER's order."""
+        return [name for name in PARTS if not self.tasks or name in self.tasks]
+
+    def items(self, files: Sequence[Path], model: Model) -> Sequence[Item]:
+        """One sample of each part after the other: any number of first items has about as many of each."""
+        if files:
+            raise InputError(f"ruler takes its files as parameters: {'; '.join(_FILES.values())}")
+        sources = Sources(model, self.essays, self.squad, self.hotpotqa, self.seed)
+        found = []
+        for length, number, name in product(self.lengths, range(self.repeats), self._names):
+            sample = PARTS[name].longest(Wanted(name, number, length, self.seed), sources)
+            found.append(
+                Item(
+                    f"{name}-{length}-{number}",
+                    sample.context + sample.question,
+                    sample.answers,
+                    about={"part": name, "length": length},
+                    question=sample.question,
+                    opening=sample.opening,
+                )
+            )
+        return found
+
+    def answer(self, item: Item, reader: Reader) -> Answer:
+        part = PARTS[item.about["part"]]
+        question = item.question if self.question == "after" else ""
+        n_first = reader.ask(item.prompt, part.n_max, question=question, opening=item.opening)
+        output = reader.write(part.n_max)
+        score = string_match(output, item.references, is_any=part.is_any)
+        return Answer(output, {"string_match": score}, {"first_tokens": n_first})
+
+    def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
+        """RULER's averages: of the parts' means, for each length."""
+        values: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for record in found:
+            if "string_match" in record["scores"]:
+                values[record["length"]][record["part"]].append(record["scores"]["string_match"])
+        return {
+            f"average of {len(of)} tasks, {length} tokens": fmean(map(fmean, of.values()))
+            for length, of in sorted(values.items())
+        }
+
+
+def string_match(output: str, references: Sequence[str], *, is_any: bool) -> float:
+    """RULER's score: the share of the references that are in the output, or whether any is."""
+    text = _CONTROL.sub("\n", output).strip().lower()
+    found = [reference.lower() in text for reference in references]
+    return float(any(found)) if is_any else fmean(found)
+
+
+TASK = Ruler
