@@ -175,26 +175,21 @@ int32_t llama_kvtool::enable_joint(llama_context & lctx, const llama_context & l
     if (const char * why = why_not()) {
         return fail(format("a model with %s takes no joint steps", why));
     }
-    if (enable(lctx, params) < 0) {
-        return -1;
-    }
-
-    auto & kvtool = *lctx.kvtool;
 
     const auto & hparams = lctx.model.hparams;
     const auto & own     = *like.kvtool;
 
-    // its own cells are never attended to
-    kvtool.places = {};
+    auto joint = std::make_unique<kvtool::joint>();
 
-    kvtool.joint         = std::make_unique<kvtool::joint>();
-    kvtool.joint->n_most = n_most;
-    kvtool.joint->n_node = llama_kvtool_n_nodes(hparams, &own, own.params.n_ahead + 1) + n_node_layer*hparams.n_layer();
-    kvtool.joint->layers.resize(hparams.n_layer_all);
+    joint->n_most = n_most;
+    joint->n_node = llama_kvtool_n_nodes(hparams, &own, own.params.n_ahead + 1) + n_node_layer*hparams.n_layer();
+    joint->layers.resize(hparams.n_layer_all);
 
-    // the graph that is made now says which layers' attention can be joint
-    lctx.sched_need_reserve = true;
-    lctx.sched_reserve();
+    if (enable(lctx, params, std::move(joint)) < 0) {
+        return -1;
+    }
+
+    const auto & kvtool = *lctx.kvtool;
 
     for (int il = 0; il < (int) kvtool.index_of_il.size(); ++il) {
         const bool slides = std::any_of(kvtool.sliding.begin(), kvtool.sliding.end(), [&](const layer & l) { return l.il == il; });
@@ -237,6 +232,9 @@ bool llama_kvtool::begin(member & m, const llama_batch & batch) {
 int32_t llama_kvtool::decode_joint(
         llama_context & lctx, const llama_batch & batch, llama_context ** members, const int32_t * n_tokens, int n_member) {
     auto & own = *lctx.kvtool->joint;
+
+    // a step that threw has left its own
+    own.members.clear();
 
     int first = 0;
     for (int i = 0; i < n_member; ++i) {

@@ -87,7 +87,7 @@ std::string llama_kvtool::no_archive(const llama_hparams & hparams) const {
     return {};
 }
 
-int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & params) {
+int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & params, std::unique_ptr<kvtool::joint> joint) {
     auto why = lctx.kvtool ? lctx.kvtool->broken : std::string();
     if (why.empty()) {
         why = invalid(params);
@@ -129,7 +129,7 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     }
     res->live.resize(res->n_row);
     res->signals.resize();
-    if (hparams.use_alibi) {
+    if (hparams.use_alibi && !joint) {
         res->places.make(res->layers);
     }
 
@@ -147,11 +147,12 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         memory::resize_tables(lctx, n_cells[0], 0);
     }
 
+    res->joint          = std::move(joint);
     res->version        = next_version();
     lctx.kvtool         = res;
     lctx.cparams.kvtool = res.get();
 
-    // the graph that is made for it says how keys are rotated
+    // the graph that is made for it says how keys are rotated, and which layers' attention can be joint
     lctx.sched_need_reserve = true;
     lctx.sched_reserve();
 

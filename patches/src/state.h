@@ -62,8 +62,8 @@ struct llama_kvtool {
 
     llama_kvtool(const llama_kvtool &) = delete;
 
-    // see llama_kvtool_enable
-    static int32_t enable(llama_context & lctx, const llama_kvtool_params & params);
+    // see llama_kvtool_enable; with joint, its steps are those of others
+    static int32_t enable(llama_context & lctx, const llama_kvtool_params & params, std::unique_ptr<kvtool::joint> joint = nullptr);
 
     // null, with the error set, where kvtool is not enabled or the context may not be used any more
     static llama_kvtool * get(const llama_context * ctx);
