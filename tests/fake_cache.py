@@ -178,6 +178,7 @@ class Cache:
         new[..., : self.n_kv] = of_group.swapaxes(0, 1)
         self.queries = np.concatenate([self.queries, new])[-max(self.policy.n_query, 1) :]
         self.recent = self.queries[..., : self.n_kv].sum(axis=0)
+        self.highest = attention.max(axis=(1, 2))
         self.squares = (of_group**2).sum(axis=1)
         self.hits = important.sum(axis=(1, 2)).astype(np.float32)
         self.important = (important.any(axis=1) * (steps[:, None] + 1)).max(axis=1).astype(np.int32)

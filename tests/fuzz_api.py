@@ -42,7 +42,7 @@ class Term(ctypes.Structure):
 N_LAYER, N_HEAD_KV, N_GROUP, N_DIM, N_VOCAB = 2, 2, 2, 32, 320
 N_ROW = N_LAYER * N_HEAD_KV
 N_BATCH = 32
-N_SIGNAL = 6
+N_SIGNAL = 7
 LARGEST = 2**31 - 1
 MOST = 2**40
 """Positions in a stream are less than this."""
@@ -102,7 +102,7 @@ class Fuzz:
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
-        calls += [self.seen, self.small, self.enable if self.maybe(0.3) else self.small]
+        calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
         archive = [self.push] * 4 + [
             self.base,
             self.keep,
@@ -123,7 +123,7 @@ class Fuzz:
         calls[self.rng.integers(len(calls))]()
 
     def enable(self, signals=None, ragged=None):
-        signals = int(self.rng.integers(0, 64)) if signals is None else signals
+        signals = int(self.rng.integers(0, 1 << N_SIGNAL)) if signals is None else signals
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.n_ahead = self.one_of(0, 3, 3, 8)
@@ -139,7 +139,13 @@ class Fuzz:
         ok = not self.maybe(0.2)
         if not ok:
             bad = [
-                *(("signals", 64), ("signals", 2**32 - 1), ("group", 3), ("n_query", 0), ("n_query", -5)),
+                *(
+                    ("signals", 1 << N_SIGNAL),
+                    ("signals", 2**32 - 1),
+                    ("group", 3),
+                    ("n_query", 0),
+                    ("n_query", -5),
+                ),
                 *(("n_ahead", -1), ("n_ahead", -(2**31))),
                 *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
             ]
@@ -173,6 +179,9 @@ class Fuzz:
     def seen(self):
         n = self.one_of(0, 5, 1000, LARGEST, LARGEST - 3, -1, -(2**31))
         self.expect("seen", lib.llama_kvtool_seen(self.pointer, n), n >= 0)
+
+    def watch(self):
+        self.expect("watch", lib.llama_kvtool_watch(self.pointer, self.maybe(0.7)), True)
 
     def small(self):
         assert lib.llama_kvtool_n_dim(self.pointer) == N_DIM
@@ -221,7 +230,7 @@ class Fuzz:
     def some_signal(self):
         """A signal, n_row and n_cell, and whether it can be read with these."""
         enabled = [1 << i for i in range(N_SIGNAL) if self.signals >> i & 1]
-        signal = self.one_of(1, 2, 4, 8, 16, 32, 0, 3, 64, 2**31, *enabled * 8)
+        signal = self.one_of(1, 2, 4, 8, 16, 32, 64, 0, 3, 128, 2**31, *enabled * 8)
         most = max(self.cells)
         n_cell = self.one_of(0, 1, most, most, most // 2, most // 2, most + 1, -1)
         n_row = self.one_of(*[N_ROW] * 8, 0, -1, N_ROW + 1)
@@ -337,6 +346,8 @@ class Fuzz:
             for _ in range(int(rng.choice([1, 2, 3, 7]))):
                 terms.append([row, cell, int(rng.integers(0, min(self.cells))), float(rng.normal())])
         n_hidden = 0 if self.ragged or self.maybe(0.9) else int(rng.integers(0, n_keep + 1))
+        if n_hidden and self.maybe(0.5):
+            pos_0 = -int(rng.integers(0, n_hidden + 1))
         keep_rows = self.ragged
         spoil = int(rng.integers(0, 24))
         if spoil == 0 and len(moves):
@@ -349,7 +360,7 @@ class Fuzz:
         elif spoil == 3:
             n_keep = self.one_of(-1, most + 1, -(2**31), LARGEST)
         elif spoil == 4:
-            pos_0 = self.one_of(-1, -(2**31), LARGEST, LARGEST - most + 1)
+            pos_0 = self.one_of(-n_hidden - 1, -(2**31), LARGEST, LARGEST - most + 1)
         elif spoil == 5:
             n_hidden = self.one_of(-1, n_keep + 1, LARGEST)
         elif spoil == 6:
@@ -639,7 +650,7 @@ class Fuzz:
         """Whether the header allows the edit."""
         most, cells = max(self.cells), self.row_cells
         if (
-            not (0 <= n_keep <= most - self.n_recall and 0 <= pos_0 <= LARGEST - most)
+            not (0 <= n_keep <= most - self.n_recall and -n_hidden <= pos_0 <= LARGEST - most)
             or (rows is not None) != self.ragged
         ):
             return False
@@ -681,7 +692,7 @@ def run(n, seed=0, calls=150):
             rng = np.random.default_rng(number)
             fuzz = Fuzz(model, rng, counts)
             try:
-                fuzz.enable(signals=int(rng.integers(0, 64)) & ~int(Signal.KEYS))
+                fuzz.enable(signals=int(rng.integers(0, 1 << N_SIGNAL)))
                 for _ in range(calls):
                     fuzz.call()
             except AssertionError as error:

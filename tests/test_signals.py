@@ -23,6 +23,7 @@ ALL = (
     | Signal.SQUARES
     | Signal.HITS
     | Signal.IMPORTANT
+    | Signal.HIGHEST
     | Signal.KEYS
 )
 
@@ -93,7 +94,8 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
     want = run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores)
     for view, (rows, since, end) in zip(policy.views, want, strict=True):
         expected = {
-            name: np.zeros(view.pos.shape) for name in ("attn", "last", "squares", "hits", "important")
+            name: np.zeros(view.pos.shape)
+            for name in ("attn", "last", "squares", "hits", "important", "highest")
         }
         for number, row in enumerate(rows):
             cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
@@ -109,10 +111,12 @@ def test_signals_are_those_of_the_definition(tiny_model, group, n_head_kv, resto
                 expected["attn"][number, cell] = sum(one)
                 expected["last"][number, cell] = one[-1]
                 expected["squares"][number, cell] = sum(value**2 for value in one)
+                # whatever the group is
+                expected["highest"][number, cell] = max(a for _, _, heads in new for a in heads)
                 hits = [(step, sum(a * t >= 1 for a in heads)) for step, t, heads in new]
                 expected["hits"][number, cell] = sum(hit for _, hit in hits)
                 expected["important"][number, cell] = max((step for step, hit in hits if hit), default=0)
-        for name in ("attn", "last", "squares"):
+        for name in ("attn", "last", "squares", "highest"):
             np.testing.assert_allclose(getattr(view, name), expected[name], atol=TOLERANCE, rtol=TOLERANCE)
         for name in ("hits", "important"):
             assert (getattr(view, name) != expected[name]).mean() < AT_THE_EDGE
@@ -189,5 +193,5 @@ def test_signals_are_the_same_beside_flash_attention(tiny_model):
         run(tiny_model(), policy, SIZES[:6], flash=flash)
         views.append(policy.views)
     for one, other in zip(*views, strict=True):
-        for name in ("attn", "last", "recent", "squares"):
+        for name in ("attn", "last", "recent", "squares", "highest"):
             np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=2e-2)

@@ -154,7 +154,8 @@ class Writer:
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:
-            self.while_reading(self.engine.n_past - before, n_all)
+            # a prompt that is read twice is in the cache with what repeats it
+            self.while_reading(min(self.engine.n_past - before, n_all), n_all)
             return self.stop
 
         try:

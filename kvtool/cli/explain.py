@@ -62,6 +62,7 @@ class Notice:
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens; None if it fits in the budget."""
     from kvtool.engine.outlook import whole_bytes
+    from kvtool.engine.prefill import n_segments
 
     is_whole, settings = engine.reads_whole(n), engine.settings
     budget = engine.policy.n_asked if is_whole else engine.policy.budget
@@ -76,10 +77,11 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     percent = 100 * budget / n
     share = f"each row keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if is_whole:
-        segments = -(-n // engine.n_ctx)
+        segments = n_segments(engine, n)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
+        apart += " and read once more" if engine.policy.rehearsal else ""
         return (
             f"{start}; {share}. It is decoded whole{apart} in a cache of "
             f"{format_bytes(whole_bytes(engine, n))}, then compressed once, which frees that cache"
@@ -196,6 +198,8 @@ def _eviction(engine: Engine, what: str, n_text: int) -> str:
 
 
 def _positions(engine: Engine, what: str, n_text: int) -> str:
+    from kvtool.engine.prefill import n_segments
+
     mode, n_ctx = engine.settings.positions, engine.n_ctx
     if mode == "in-cache":
         return "in-cache from the first token"
@@ -203,7 +207,7 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
         return f"original: the stream ends after {n_ctx:,} tokens"
     if not engine.policy.slack:
         return f"original for the {engine.n_cell:,} tokens that fit"
-    if engine.reads_whole(n_text) and n_text > n_ctx:
+    if engine.reads_whole(n_text) and n_segments(engine, n_text) > 1:
         return f"auto: original within each segment of the {what}, then gaps are closed"
     return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
 
@@ -212,7 +216,7 @@ def _prefill(engine: Engine) -> str:
     if (engine.settings.prefill or engine.policy.prefill) == "whole":
         return (
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
-            "then compressed once"
+            f"{'read once more, ' if engine.policy.rehearsal else ''}then compressed once"
         )
     return f"stream: in batches of up to {_batch(engine):,} tokens"
 

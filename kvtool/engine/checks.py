@@ -29,6 +29,8 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
         )
     if how_read(policy, settings) == "whole" and (policy.ragged or policy.recall):
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
+    if policy.rehearsal and how_read(policy, settings) != "whole":
+        raise UsageError(f"{type(policy).__name__} reads a prompt twice; choose --prefill whole")
     if policy.merges and not layers.has_values:
         raise UsageError(
             f"{type(policy).__name__} merges values, which in this model are a part of its keys (MLA); "

@@ -263,12 +263,22 @@ class Eviction:
         return source
 
     def edit(
-        self, n_keep: np.ndarray, next_rot: int, moves: np.ndarray = _NO_MOVES, merge: Merge | None = None
+        self,
+        n_keep: np.ndarray,
+        next_rot: int,
+        moves: np.ndarray = _NO_MOVES,
+        merge: Merge | None = None,
+        *,
+        n_hidden: int = 0,
     ) -> None:
-        """Edits the cache, which clears the signals; the rows' table is the caller's."""
+        """Edits the cache, which clears the signals; the rows' table is the caller's.
+
+        n_hidden: first cells that later queries do not see.
+        """
         most = int(n_keep.max())
+        n_keep_row = n_keep if self.rows.ragged else None
         start = time.perf_counter()
-        self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep if self.rows.ragged else None)
+        self.cache.apply(moves, most, next_rot - most, merge, n_keep_row=n_keep_row, n_hidden=n_hidden)
         self.edit_s += time.perf_counter() - start
         self.signals.begin()
 

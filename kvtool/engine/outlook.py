@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtool.engine.loop import Engine
-from kvtool.engine.stream import pad
+from kvtool.engine.prefill import n_cells
 
 
 def first_plan(engine: Engine, n_text: int = 0) -> int | None:
@@ -27,4 +27,4 @@ def first_plan(engine: Engine, n_text: int = 0) -> int | None:
 def whole_bytes(engine: Engine, n: int) -> int:
     """Bytes of K and V while a text of n tokens is decoded whole."""
     cell_bytes = sum(map(engine.context.cell_bytes, range(len(engine.layer_cells))))
-    return engine.cache_bytes + (pad(n) - engine.context.n_cell) * cell_bytes
+    return engine.cache_bytes + (n_cells(engine, n) - engine.context.n_cell) * cell_bytes

@@ -9,23 +9,26 @@ from typing import Any
 
 import numpy as np
 
+from kvtool.engine.rehearsal import Rehearser
 from kvtool.engine.stream import Stream, pad
-from kvtool.errors import KvtoolError, StreamEnd
+from kvtool.errors import KvtoolError, StreamEnd, UsageError
 
 
 def read_whole(stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
     """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
 
-    A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4). `stopped`
-    is asked before each batch whether to end. Returns how many tokens were read: all or none. After none, or
+    A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4). If the
+    policy asks for a rehearsal, each is then read once more. `stopped` is asked before each batch whether to
+    end. Returns how many tokens were read: all or none. After none, or
     an error, the cache is empty and what was pinned and held is so again. Raises StreamEnd if original
     positions do not reach so far, and what `Engine.step` raises.
     """
     n = len(tokens)
-    segments = np.array_split(tokens, -(-n // stream.n_ctx))
+    segments = np.array_split(tokens, n_segments(stream, n))
     if len(segments) > 1 and stream.settings.positions == "original":
+        twice = ", read twice," if stream.policy.rehearsal else ""
         raise StreamEnd(
-            f"the prompt of {n} tokens is longer than the context of {stream.n_ctx}; "
+            f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}; "
             "continue with --positions auto or in-cache, or with --prefill stream"
         )
     try:
@@ -39,6 +42,23 @@ def read_whole(stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool]) 
             _empty(stream)
         raise
     return n
+
+
+def n_segments(stream: Stream, n: int) -> int:
+    """In how many segments a prompt of n tokens is read whole. Raises UsageError for too short a context."""
+    words = stream.policy.rehearsal
+    longest = Rehearser(stream, words).longest if words else stream.n_ctx
+    if longest < 1:
+        raise UsageError(f"a context of {stream.n_ctx} tokens is too short to read a prompt twice")
+    return -(-n // longest)
+
+
+def n_cells(stream: Stream, n: int) -> int:
+    """The most cells of a row while a prompt of n tokens is read whole."""
+    if words := stream.policy.rehearsal:
+        rehearser = Rehearser(stream, words)
+        n += rehearser.n_beside + rehearser.n_chunk(-(-n // n_segments(stream, n)))
+    return pad(n)
 
 
 def _empty(stream: Stream) -> None:
@@ -56,19 +76,24 @@ def _decode(
     n = sum(map(len, segments))
     # it is the small cache's
     eviction.state = ()
-    stream.resize(np.full_like(stream.layer_cells, pad(n)))
+    stream.resize(np.full_like(stream.layer_cells, n_cells(stream, n)))
+    words = stream.policy.rehearsal
+    rehearser = Rehearser(stream, words) if words else None
     signals: dict[str, np.ndarray] = {}
     for segment in segments:
+        first = rows.n_past
         rows.rotate_from(0)
-        for step in np.array_split(segment, -(-len(segment) // stream.settings.n_batch)):
-            at = 0
-            while at < len(step):
-                if stopped():
-                    return None
-                part = step[stream.part(at, len(step))]
-                at += len(part)
-                stream.decode(part, n_output=int(rows.n_past + len(part) == n))
-        for name, values in stream.signals.read().items():
+        if not stream.decode_all(segment, int(first + len(segment) == n), stopped):
+            return None
+        found: dict[str, np.ndarray] | None = None
+        if rehearser:
+            logits = stream.context.logits().copy() if rows.n_past == n else None
+            found = rehearser.read(np.concatenate(segments), first, stopped)
+            if found is None:
+                return None
+            if logits is not None:
+                stream.context.take_logits(logits)
+        for name, values in (stream.signals.read() if found is None else found).items():
             whole = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
             # no segment sees another: where one has something, the others have 0
             whole[:, : rows.n_kv] += values

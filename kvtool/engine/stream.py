@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -108,6 +109,8 @@ class Stream:
         self._needs_t = self._request.needs_t
         n_start += policy.recall.n_filled(model.layers.has_values) if policy.recall else 0
         self.context = self._cache(pad(n_start))
+        if policy.rehearsal and isinstance(self.context, Context):
+            self.context.watch(on=False)
         self.layer_cells = self.context.layer_cells
         self.rows = Rows(self.context.row_layers, self.context.n_cell, ragged=policy.ragged)
         self.signals = Signals(policy.reads, self.context, self.rows)
@@ -252,6 +255,22 @@ class Stream:
         if self.pace:
             self.pace.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))
+
+    def decode_all(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
+        """Decodes a text i32[n] behind the live cells, in as many steps as it takes; the last n_output tokens
+        of it give logits. Returns False if `stopped`, which is asked before each step, ended it.
+        """
+        n_left = len(tokens)
+        for step in np.array_split(tokens, -(-len(tokens) // self.settings.n_batch)):
+            at = 0
+            while at < len(step):
+                if stopped():
+                    return False
+                part = step[self.part(at, len(step))]
+                at += len(part)
+                n_left -= len(part)
+                self.decode(part, 0 if n_left else n_output)
+        return True
 
     def advance(self, tokens: np.ndarray, n_output: int) -> None:
         """Decodes as `decode` does, once there are cells and positions for the tokens. Raises StreamEnd."""

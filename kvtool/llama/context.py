@@ -134,6 +134,10 @@ class Context(Decoder):
             n_query[layer.owner] += n
         return n_query[self.row_layers]
 
+    def watch(self, *, on: bool) -> None:
+        """Whether later decodes compute the signals, as they do at first."""
+        check(lib.llama_kvtool_watch(self._context, on))
+
     def see(self, n_seen: int) -> None:
         """The first query of the next decode has seen n_seen tokens before: what 1 / t and log t count."""
         check(lib.llama_kvtool_seen(self._context, n_seen))
@@ -194,6 +198,7 @@ class Context(Decoder):
         merge: Merge | None = None,
         *,
         n_keep_row: np.ndarray | None = None,
+        n_hidden: int = 0,
         force_graph: bool = False,
     ) -> None:
         """Edits the cache and clears the signals: merges first, then moves; cells 0 .. n_keep - 1 stay live.
@@ -210,6 +215,8 @@ class Context(Decoder):
             New values for cells that stay.
         n_keep_row
             i32[row]: n_keep of each row, at most n_keep, if rows are ragged.
+        n_hidden
+            First cells that later queries do not see; pos_0 may then be as much below 0.
         force_graph
             Never take the short cut through host memory.
 
@@ -220,7 +227,7 @@ class Context(Decoder):
         """
         self._check_open()
         moves = np.ascontiguousarray(moves, np.int32).reshape(-1, 4)
-        edit = Edit(n_move=len(moves), n_keep=n_keep, pos_0=pos_0, force_graph=force_graph)
+        edit = Edit(n_move=len(moves), n_keep=n_keep, pos_0=pos_0, n_hidden=n_hidden, force_graph=force_graph)
         edit.moves = moves.ctypes.data
         if n_keep_row is not None:
             n_keep_row = np.ascontiguousarray(n_keep_row, np.int32)

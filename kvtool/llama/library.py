@@ -15,7 +15,7 @@ from kvtool.llama.bindings import lib as lib
 from kvtool.llama.bindings import library_path as library_path
 from kvtool.system.paths import build_command
 
-ABI = 16
+ABI = 17
 """The version of the patch's C API that this kvtool speaks."""
 
 _NO_ROOM = -2
@@ -81,6 +81,7 @@ def _bind_all() -> None:
     bind("llama_kvtool_arch", ctypes.c_char_p, i32)
     bind("llama_kvtool_enable", i32, pointer, ctypes.POINTER(EnableParams))
     bind("llama_kvtool_n_dim", i32, pointer)
+    bind("llama_kvtool_watch", i32, pointer, ctypes.c_bool)
     bind("llama_kvtool_seen", i32, pointer, i32)
     bind("llama_kvtool_resize", i32, pointer, pointer, i32)
     bind("llama_kvtool_row_layers", i32, pointer, pointer, i32)

@@ -64,13 +64,15 @@ class SequenceContext(Decoder):
         merge: Merge | None = None,
         *,
         n_keep_row: np.ndarray | None = None,
+        n_hidden: int = 0,
     ) -> None:
         """Edits the cache, as `Context.apply` says. Cells that only move within the table cost nothing.
 
-        Raises LibraryError for a merge.
+        Raises LibraryError for a merge, and for hidden cells.
         """
-        if merge is not None:
-            raise LibraryError(f"{UNPATCHED}, which merging values needs; {HOW_TO_BUILD}")
+        for is_asked, what in ((merge is not None, "merging values"), (n_hidden, "hiding cells")):
+            if is_asked:
+                raise LibraryError(f"{UNPATCHED}, which {what} needs; {HOW_TO_BUILD}")
         _, dst, src, delta = np.reshape(moves, (-1, 4)).T
         source, turn = np.arange(n_keep), np.zeros(n_keep, np.int32)
         source[dst], turn[dst] = src, delta

@@ -21,7 +21,7 @@ from kvtool.models.layers import Layers
 from kvtool.options.field import declared
 from kvtool.options.run import TextRun
 from kvtool.runs import archive
-from kvtool.runs.opening import fitted, settings_of, workers_of
+from kvtool.runs.opening import check_stream, fitted, settings_of, workers_of
 
 KEY = (
     *("model_sha256", "text_sha256", "tokens", "policy", "policy_sha256", "params", "budget"),
@@ -211,6 +211,7 @@ def _run(common: Common, n_ctx_train: int, layers: Layers, label: str, asked: st
     from kvtool.llama.decoder import choose_flash
 
     name, options = split_policy(label)
+    check_stream(common.options, name)
     its = _options(common, name, options, kind)
     wanted = policies.wanted(name, its.evict_every, options)
     # raises for a type that does not fit the model's heads

@@ -124,6 +124,13 @@ def recalls(policy: type[Policy]) -> bool:
     return policy.recall is not Policy.recall
 
 
+def rehearses(policy: type[Policy]) -> bool:
+    """Whether the policy reads a prompt once more before it compresses it."""
+    from kvtool.policy import Policy
+
+    return policy.rehearsal is not Policy.rehearsal
+
+
 def params(policy: type[Policy]) -> dict[str, object]:
     """The parameters that `-o name=value` sets, with their defaults; None where the budget decides."""
     return parameters.defaults(policy, but=_COMMON)

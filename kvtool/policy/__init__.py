@@ -8,7 +8,7 @@ from kvtool.policy.base import Policy, State, split_budget
 from kvtool.policy.checks import check_choice, check_kept, check_whole
 from kvtool.policy.plan import Merge, Plan, true_cells
 from kvtool.policy.ranked import Ranked, keep_ranked, protected, sum_rows
-from kvtool.policy.view import SIGNALS, Recalls, Request, Signal, View
+from kvtool.policy.view import SIGNALS, Recalls, Rehearsal, Request, Signal, View
 
 __all__ = [
     "SIGNALS",
@@ -17,6 +17,7 @@ __all__ = [
     "Policy",
     "Ranked",
     "Recalls",
+    "Rehearsal",
     "Request",
     "Signal",
     "State",

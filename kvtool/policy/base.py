@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from kvtool.policy.plan import Plan, true_cells
-from kvtool.policy.view import Recalls, Request, Signal, View
+from kvtool.policy.view import Recalls, Rehearsal, Request, Signal, View
 
 if TYPE_CHECKING:
     from typing import Self
@@ -135,6 +135,14 @@ class Policy:
     @property
     def recall(self) -> Recalls | None:
         """How steps recall evicted tokens; None: evicted tokens are forgotten."""
+        return None
+
+    @property
+    def rehearsal(self) -> Rehearsal | None:
+        """How a prompt is read once more before it is compressed; None: it is read once.
+
+        Such a policy reads prompts whole, and has no signals but those of a rehearsal.
+        """
         return None
 
     def on(self, n_group: int, has_values: bool) -> Policy:

@@ -29,7 +29,9 @@ class Signal(IntFlag):
     """Hits: pairs of a query since the last plan and a head of the group that found the key important."""
     IMPORTANT = 32
     """Last important step: tokens seen by the latest query that found the key important; 0: none did."""
-    KEYS = 64
+    HIGHEST = 64
+    """Highest attention: of any query since the last plan and any head of the group."""
+    KEYS = 128
     """Keys: of the cells that are new since the last plan, as they were before RoPE."""
 
 
@@ -40,6 +42,7 @@ SIGNALS = {
     Signal.SQUARES: "squares",
     Signal.HITS: "hits",
     Signal.IMPORTANT: "important",
+    Signal.HIGHEST: "highest",
 }
 """The fields of a view that hold one value per cell."""
 
@@ -68,6 +71,36 @@ class Recalls:
     def n_filled(self, made: bool) -> int:
         """Cells of each row that a step fills, at most. made: whether they are made."""
         return self.n_cell * self.chunk if made else self.n_cell
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """How a prompt that is read whole is read once more, in chunks, before it is compressed.
+
+    A request to repeat the text comes before each chunk, then what comes before a reply, then the chunk as if
+    it were the reply. All of that is forgotten again. Signals are computed then, and at no other time: each
+    token has those of the queries that come with its own chunk. Pinned and held tokens are not repeated, and
+    have zeros.
+
+    Attributes
+    ----------
+    first
+        The request before the first chunk.
+    later
+        That before each other chunk; the last tokens of the chunk before follow it.
+    close
+        What comes before a chunk where there is no reply header.
+    n_chunk
+        The most tokens of a chunk. It is less where the context has no room for so many more.
+    n_lead
+        Tokens of the chunk before that follow `later`.
+    """
+
+    first: str
+    later: str
+    close: str = "\n"
+    n_chunk: int = 2048
+    n_lead: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +177,8 @@ class View:
         Context length, which original positions cannot exceed; 0: unknown.
     n_head
         i32[row]: query heads of each row's group, for a policy that reads HITS.
-    attn, last, recent, squares, hits
-        f32[row, n_kv]: the signals ATTENTION, LAST, RECENT, SQUARES and HITS.
+    attn, last, recent, squares, hits, highest
+        f32[row, n_kv]: the signals ATTENTION, LAST, RECENT, SQUARES, HITS and HIGHEST.
     important
         i32[row, n_kv]: the signal IMPORTANT.
     keys
@@ -167,6 +200,7 @@ class View:
     squares: np.ndarray = _ABSENT
     hits: np.ndarray = _ABSENT
     important: np.ndarray = _ABSENT
+    highest: np.ndarray = _ABSENT
     keys: np.ndarray = _ABSENT
 
     @property

@@ -161,9 +161,16 @@ def resolved(run: Run) -> Resolved:
     kind = policies.load(run.policy)
     if not kind.evicts and "budget" in run.typed:
         raise UsageError(f"`{run.policy}` keeps every token and takes no --budget; -c sets its cache size")
+    check_stream(run, run.policy)
     params = policies.parse_options(run.policy, kind, run.options)
     wanted = policies.Wanted(run.policy, kind, params, run.evict_every if kind.evicts else None)
     return Resolved(wanted, archive.checked(run, {run.policy: kind}), workers_of(run.rpc, run.gpu_layers))
+
+
+def check_stream(run: Run, name: str) -> None:
+    """Raises UsageError where a text is streamed under a policy that reads it twice. name: the policy's."""
+    if run.scores and run.prefill is None and policies.rehearses(policies.load(name)):
+        raise UsageError(f"`{name}` reads a prompt twice, and a text that is streamed only once")
 
 
 def instead(run: Run, kind: type[Policy], layers: Layers) -> tuple[Run, str | None]:

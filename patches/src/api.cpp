@@ -88,6 +88,15 @@ int64_t llama_kvtool_cache_bytes(const llama_context * ctx) {
     return kvtool ? kvtool->n_bytes() : -1;
 }
 
+int32_t llama_kvtool_watch(llama_context * ctx, bool watch) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    kvtool->watch(*ctx, watch);
+    return 0;
+}
+
 int32_t llama_kvtool_seen(llama_context * ctx, int32_t n_seen) {
     auto * kvtool = llama_kvtool::get(ctx);
     if (!kvtool) {

@@ -48,14 +48,14 @@ static std::string invalid(const llama_kvtool & kvtool, const llama_kvtool_edit 
     if (edit.n_keep < 0 || edit.n_keep > n_own) {
         return format("n_keep must be in 0..%d, got %d", n_own, edit.n_keep);
     }
-    if (edit.pos_0 < 0 || edit.pos_0 > INT32_MAX - n_most) {
-        return format("pos_0 must be in 0..%d, got %d", INT32_MAX - n_most, edit.pos_0);
-    }
     if (ragged != (edit.n_keep_row != nullptr)) {
         return ragged ? "n_keep_row must not be null where rows are ragged" : "n_keep_row must be null where rows are not ragged";
     }
     if (edit.n_hidden < 0 || edit.n_hidden > (ragged ? 0 : edit.n_keep)) {
         return format("n_hidden must be in 0..%d, got %d", ragged ? 0 : edit.n_keep, edit.n_hidden);
+    }
+    if (edit.pos_0 < -edit.n_hidden || edit.pos_0 > INT32_MAX - n_most) {
+        return format("pos_0 must be in %d..%d, got %d", -edit.n_hidden, INT32_MAX - n_most, edit.pos_0);
     }
 
     const auto n_cell = kvtool.row_cells();

@@ -25,7 +25,7 @@ class joint_input;
 
 // what kvtool has added to a graph
 struct llama_kvtool_graph {
-    static constexpr int n_signal = 6;
+    static constexpr int n_signal = 7;
 
     // the signals of the rows of one layer
     struct probe {

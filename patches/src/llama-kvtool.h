@@ -19,7 +19,7 @@
 
 #include "llama.h"
 
-#define LLAMA_KVTOOL_ABI 16
+#define LLAMA_KVTOOL_ABI 17
 
 // what is returned where there is no room for the archive: the call may be made again
 #define LLAMA_KVTOOL_NO_ROOM (-2)
@@ -39,6 +39,7 @@ enum llama_kvtool_signal {
     LLAMA_KVTOOL_SIGNAL_SQUARES   = 8,  // the sum of squares over the queries
     LLAMA_KVTOOL_SIGNAL_HITS      = 16, // how many (query, head) pairs it was important to
     LLAMA_KVTOOL_SIGNAL_IMPORTANT = 32, // how many queries ago it was last important, to any head: 1 is the last query; 0: to none
+    LLAMA_KVTOOL_SIGNAL_HIGHEST   = 64, // the highest of all queries and of all heads, whatever `group` is
 };
 
 enum llama_kvtool_group {
@@ -100,7 +101,7 @@ struct llama_kvtool_edit {
 
     const int32_t * n_keep_row; // ragged: the same for each row, at most n_keep; else null
 
-    int32_t n_hidden; // the first cells, which no later query sees; 0 if ragged
+    int32_t n_hidden; // the first cells, which no later query sees; pos_0 may be as much below 0; 0 if ragged
 
     bool force_graph; // compute a graph even where the cache is in host memory
 };
@@ -171,6 +172,9 @@ LLAMA_API int32_t llama_kvtool_n_dim(const struct llama_context * ctx);
 
 // bytes of the K and V tensors, of those of sliding layers and of recurrent states
 LLAMA_API int64_t llama_kvtool_cache_bytes(const struct llama_context * ctx);
+
+// whether later decodes compute the signals, as they do at first; where they do not, their queries count in none
+LLAMA_API int32_t llama_kvtool_watch(struct llama_context * ctx, bool watch);
 
 // how many tokens the first query of the next decode has seen before it; t counts from there
 LLAMA_API int32_t llama_kvtool_seen(struct llama_context * ctx, int32_t n_seen);

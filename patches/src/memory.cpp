@@ -325,7 +325,8 @@ void memory::fill_table(llama_kv_cache & kv, int n, llama_pos pos_0, int n_hidde
         cells.reset();
     }
     for (int i = stay ? n - 1 : 0; i < n; ++i) {
-        cells.pos_set(i, pos_0 + i);
+        // where hidden cells stand is no matter
+        cells.pos_set(i, std::max(pos_0 + i, 0));
         cells.seq_add(i, i < n_hidden);
     }
     kv.v_heads[0] = n;

@@ -29,6 +29,11 @@ ggml_tensor * llama_kvtool_scale(const llm_graph_context & graph, ggml_tensor * 
     return ggml_mul(graph.ctx0, q, scale);
 }
 
+// whether a signal is a maximum over queries and heads, not a sum
+static bool is_maximum(int s) {
+    return 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT || 1u << s == LLAMA_KVTOOL_SIGNAL_HIGHEST;
+}
+
 // the place of a signal among all
 static int index_of(uint32_t signal) {
     int s = 0;
@@ -49,7 +54,7 @@ void llama_kvtool_build(
                 int   il) {
     const auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->params.signals == 0 || !kvtool->has_keys(k)) {
+    if (!kvtool || kvtool->params.signals == 0 || !kvtool->is_watching || !kvtool->has_keys(k)) {
         return;
     }
 
@@ -125,7 +130,7 @@ void llama_kvtool_build(
     // at once, so that one layer's probabilities are freed before the next layer's are made
     const auto joined = [&](int s, ggml_tensor * t) -> ggml_tensor * {
         if (sums.t[s]) {
-            t = 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
+            t = is_maximum(s) ? max_of(ctx, sums.t[s], t) : ggml_add(ctx, sums.t[s], t);
         }
         if (is_last) {
             return t;
@@ -196,6 +201,15 @@ void llama_kvtool_build(
         }
     }
 
+    // of each query, the highest of the group's heads
+    const auto each_highest = [&](ggml_tensor * t) {
+        t = max_middle(ctx, ggml_reshape_3d(ctx, t, n_kv*n_tokens, n_gqa, n_head_kv));
+        return ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv);
+    };
+
+    if (has(LLAMA_KVTOOL_SIGNAL_HIGHEST)) {
+        put(LLAMA_KVTOOL_SIGNAL_HIGHEST, is_apart ? each_highest(p) : max_middle(ctx, queries(p, n_tokens)));
+    }
     if (has(LLAMA_KVTOOL_SIGNAL_HITS) || has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
         auto & seen = graph_input(graph).seen;
         if (!seen) {
@@ -209,8 +223,7 @@ void llama_kvtool_build(
             put(LLAMA_KVTOOL_SIGNAL_HITS, is_apart ? each(hit) : sum_middle(ctx, queries(hit, n_tokens)));
         }
         if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT) && is_apart) {
-            ggml_tensor * t = max_middle(ctx, ggml_reshape_3d(ctx, hit, n_kv*n_tokens, n_gqa, n_head_kv));
-            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, ggml_reshape_3d(ctx, t, n_kv, n_tokens, n_head_kv));
+            put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, each_highest(hit));
         } else if (has(LLAMA_KVTOOL_SIGNAL_IMPORTANT)) {
             ggml_tensor * order = ggml_reshape_2d(ctx, ggml_arange(ctx, 1, n_tokens + 1, 1), 1, n_tokens);
             put(LLAMA_KVTOOL_SIGNAL_IMPORTANT, max_middle(ctx, queries(ggml_mul(ctx, hit, order), n_tokens)));
@@ -253,7 +266,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
         res += 8 + 4*llama_kvtool_graph::n_signal + (params.ragged ? 24 : 0) + (hparams.use_alibi ? 14 : 0) + (params.n_recall > 0 ? 30 : 0) + (hits ? 8 : 0);
         for (int s = 0; s < llama_kvtool_graph::n_signal; ++s) {
             // a halving is two views and a sum, and a view and a sum for an odd one; a maximum is three operations
-            const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || 1u << s == LLAMA_KVTOOL_SIGNAL_IMPORTANT;
+            const bool is_max = params.group == LLAMA_KVTOOL_GROUP_MAX || is_maximum(s);
 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
         }

@@ -1,5 +1,7 @@
 #include "signals.h"
 
+#include "halving.h"
+
 #include "llama-context.h"
 
 #include <algorithm>
@@ -102,6 +104,8 @@ ggml_tensor * signals::build_sum(ggml_context * ctx, size_t i, int s, ggml_tenso
             ggml_tensor * before = ggml_mul(ctx, sum, ggml_scale_bias(ctx, ggml_step(ctx, t), -1.0f, 1.0f));
             return ggml_cpy(ctx, ggml_scale_bias(ctx, ggml_add(ctx, before, t), 1.0f, -n_tokens), sum);
         }
+        case LLAMA_KVTOOL_SIGNAL_HIGHEST:
+            return ggml_cpy(ctx, max_of(ctx, sum, t), sum);
         default:
             return ggml_add_inplace(ctx, sum, t);
     }
@@ -182,6 +186,10 @@ void signals::fold(int s, const float * src, float * dst, size_t n, int n_query_
             const float was_hit = dst[i] > 0.0f;
             dst[i] = is_hit*(n_query + 1) - src[i] + (1 - is_hit)*(dst[i] + was_hit*n_query);
         }
+    } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {
+        for (size_t i = 0; i < n; ++i) {
+            dst[i] = src[i] <= dst[i] ? dst[i] : src[i]; // what is no number is told
+        }
     } else {
         for (size_t i = 0; i < n; ++i) {
             dst[i] += src[i];
@@ -230,6 +238,8 @@ void signals::collect(int s, const float * src, std::vector<float> & dst) const 
             // src: 0 is the last query, -1 the one before
             const float before = dst[i] > 0.0f ? dst[i] + n_query_device : 0.0f;
             dst[i] = src[i] + n_query_device > 0.0f ? 1 - src[i] : before;
+        } else if (signal == LLAMA_KVTOOL_SIGNAL_HIGHEST) {
+            dst[i] = src[i] <= dst[i] ? dst[i] : src[i];
         } else {
             dst[i] += src[i];
         }

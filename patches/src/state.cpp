@@ -328,7 +328,9 @@ int32_t llama_kvtool::n_beside() const {
 
 void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & graph, int n_tokens) {
     signals.extract(lctx, graph, n_tokens, is_apart());
-    recent.decoded(n_tokens);
+    if (is_watching) {
+        recent.decoded(n_tokens);
+    }
 
     if (params.ragged) {
         for (int32_t & n : live) {
@@ -347,6 +349,16 @@ void llama_kvtool::guess(int n) {
     if (archive) {
         archive->is_apart = n > 0;
     }
+}
+
+void llama_kvtool::watch(llama_context & lctx, bool on) {
+    if (on == is_watching || params.signals == 0) {
+        return;
+    }
+    is_watching = on;
+    n_back      = 0;
+    // graphs with the signals need more memory
+    forget_graphs(lctx, on);
 }
 
 int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
@@ -368,8 +380,10 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
         return fail("llama.cpp cannot free the cells");
     }
 
-    signals.take_back(n);
-    recent.take_back(n);
+    if (is_watching) {
+        signals.take_back(n);
+        recent.take_back(n);
+    }
 
     if (params.ragged) {
         for (int32_t & own : live) {

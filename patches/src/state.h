@@ -43,6 +43,8 @@ struct llama_kvtool {
 
     int64_t n_seen = 0; // tokens that the next query has seen before itself
 
+    bool is_watching = true; // decodes compute the signals
+
     std::vector<int32_t> live; // ragged: how many cells of each row are in use
 
     std::string broken; // why nothing may be done with the context any more; empty: it may be used
@@ -100,6 +102,9 @@ struct llama_kvtool {
     bool is_apart() const { return n_guess > 0; }
 
     void guess(int n);
+
+    // see llama_kvtool_watch
+    void watch(llama_context & lctx, bool on);
 
     // see llama_kvtool_take_back
     int32_t take_back(llama_context & lctx, int n);

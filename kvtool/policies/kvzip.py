@@ -1,0 +1,90 @@
+"""KVzip: what is needed to repeat the prompt stays (Kim et al. 2025, arXiv:2505.23416).
+
+A prompt that is longer than the budget is decoded whole. Then the model is asked to repeat it, and reads it
+once more as its own answer, in chunks of `chunk` tokens. A token's score is the highest attention that it
+gets from any query of its chunk's repetition, by any head of the group. The prompt is compressed once, by
+these scores: they do not depend on what will be asked about it.
+
+Tokens that come later have no score, and as in the paper none of them is evicted: where the budget is full
+again, the prompt's lowest scores make room. When nothing of the prompt is left, the oldest tokens go. A
+prompt that fits into the budget is not repeated, and has no scores.
+
+As in kvpress: the words of the request, and 4 sinks.
+
+Differs from the paper: all rows keep as many tokens; the paper ranks the scores of all rows of all layers
+together. Attention is what the model computes, a softmax over all that is cached; for a prompt of several
+chunks the paper takes it over the chunk and its repetition alone, to save time. A chunk is shorter where the
+context has no room for more. Pinned and held tokens (a system prompt, the reply header) stay, and are not
+repeated. The newest token stays (`-o window=0`: it competes like any other).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.policy import Plan, Ranked, Rehearsal, Signal, State, View
+
+_TINY = np.float32(1e-30)
+"""The least score: 0 is that of a token without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVzip(Ranked):
+    """The highest attention while the prompt is repeated.
+
+    Attributes
+    ----------
+    chunk
+        Tokens that are repeated at a time.
+    window
+        Newest tokens, never evicted.
+    sinks
+        First tokens, never evicted.
+    """
+
+    budget: int
+    slack: int
+    chunk: int = 2048
+    window: int = 1
+    sinks: int = 4
+
+    reads: ClassVar[Signal] = Signal.HIGHEST
+    prefill: ClassVar[str] = "whole"
+    paper: ClassVar[str] = "arXiv:2505.23416"
+
+    def __post_init__(self) -> None:
+        Ranked.__post_init__(self)
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+
+    @property
+    def rehearsal(self) -> Rehearsal:
+        return Rehearsal(
+            first="\n\nRepeat the previous context exactly.",
+            later="\n\nRepeat the part of the previous context exactly, starting with",
+            n_chunk=self.chunk,
+        )
+
+    def start(self, n_row: int, n_cell: int, n_dim: int) -> State:
+        """Scores; 0 for a token without one."""
+        return (np.zeros((n_row, n_cell), np.float32),)
+
+    def observe(self, view: View, state: State) -> None:
+        """Nothing: what comes after the prompt changes no score."""
+
+    def compress(self, view: View) -> Plan:
+        state = self.start(len(view.pos), view.n_kv, 0)
+        self.adopt(view, state)
+        return self.plan(view, state)
+
+    def adopt(self, view: View, state: State) -> None:
+        is_repeated = (view.pos >= view.pinned) & (view.pos < view.next - view.held)
+        state[0][:, : view.n_kv] = np.where(is_repeated, np.maximum(view.highest, _TINY), 0)
+
+    def scores(self, view: View, state: State) -> np.ndarray:
+        score = state[0][:, : view.n_kv]
+        return np.where(score > 0, score, np.float32(np.inf))
+
+
+POLICY = KVzip

@@ -1,0 +1,40 @@
+"""KVzip (arXiv:2505.23416): the token of the prompt goes that gets least where the prompt is repeated, one
+at a time. A token that was repeated has its score in its notes; the others go last, the oldest first.
+"""
+
+import math
+
+CASES = [[], ["sinks=0"], ["window=5", "sinks=2"], ["chunk=7"]]
+
+
+def keep(rows, *, next, pinned, budget, slack, chunk, window, sinks):
+    first, n_keep = max(sinks, pinned), budget - slack
+    recent = next - min(window, n_keep - first)
+    kept = []
+    for row in rows:
+        score = {token["pos"]: token["notes"].get("score", math.inf) for token in row}
+        alive = list(score)
+        while len(alive) > n_keep:
+            alive.remove(
+                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
+            )
+        kept.append(alive)
+    return kept
+
+
+def rehearse(stream, begin, end, asked, repeated):
+    """Lets a stream repeat its tokens from position begin to end, and forget that it has.
+
+    asked: the tokens that come before the repeated ones.
+    """
+    n, next, counter = stream.n, stream.next, stream.counter
+    seen = {row: [len(own) for own in row.seen] for rows in stream.rows for row in rows}
+    stream.decode([*asked, *repeated])
+    for row, n_seen in seen.items():
+        for i in range(n):
+            new = row.seen[i][n_seen[i] :]
+            if begin <= row.pos[i] < end:
+                row.notes[i]["score"] = max(attention for _, heads in new for attention in heads)
+        row.keep(row.pos[:n])
+        row.seen = [own[:m] for own, m in zip(row.seen, n_seen, strict=True)]
+    stream.next, stream.counter = next, counter
