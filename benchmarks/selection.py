@@ -124,7 +124,13 @@ class Cache:
             chosen = self.rng.integers(len(self.centers), size=(shape[0], n_new))
             signals["keys"] = self.rng.standard_normal((*chosen.shape, self.shape.dim), np.float32)
             signals["keys"] += self.centers[chosen]
-        if Signal.HITS in self.policy.reads:
+        if Signal.FUTURE in self.policy.reads:
+            each = shape[0], 3, shape[1]
+            signals["future_mean"] = self.rng.standard_normal(each, np.float32)
+            signals["future_variance"] = self.rng.standard_normal(each, np.float32) ** 2
+        if Signal.LENGTHS in self.policy.reads:
+            signals["lengths"] = self.rng.standard_normal(shape, np.float32) ** 2
+        if self.policy.reads & (Signal.HITS | Signal.FUTURE):
             signals["n_head"] = np.full(shape[0], 3, np.int32)
         return View(self.pos.copy(), self.layer, self.next, **signals)
 

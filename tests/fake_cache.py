@@ -63,8 +63,22 @@ class Cache:
         attention = self._attention(steps)
         self.n_new, self.next = n_token, self.next + n_token
         self._reduce(attention, seen, steps)
+        if self.reads_future:
+            self._look_ahead()
         if self.twin:
             self._record(attention, seen, steps)
+
+    @property
+    def reads_future(self):
+        return Signal.FUTURE in self.policy.reads
+
+    def _look_ahead(self):
+        """Makes up logits and lengths of values."""
+        shape = len(self.rows), self.group, self.n_kv
+        self.future_mean, self.future_variance = (
+            (self.rng.integers(low, self.n_value, shape) / 4).astype(np.float32) for low in (-self.n_value, 0)
+        )
+        self.lengths = (self.rng.integers(0, 2 * self.n_value, shape[::2]) / 8).astype(np.float32)
 
     def _record(self, attention, seen, steps):
         """Writes down for each token what its twin may ask."""
@@ -87,6 +101,12 @@ class Cache:
                 mine = attention[number, :, :, cell_of[token["pos"]]]
                 token["mass"] += float(mine.sum())
                 token["last"] = float(mine[:, -1].sum())
+                if self.reads_future:
+                    at = number, ..., cell_of[token["pos"]]
+                    token["future"] = list(
+                        zip(self.future_mean[at].tolist(), self.future_variance[at].tolist(), strict=True)
+                    )
+                    token["length"] = float(self.lengths[at])
                 token["seen"] += [
                     (int(t), mine[:, i].tolist())
                     for i, (step, t) in enumerate(zip(steps, seen, strict=True))
@@ -110,6 +130,10 @@ class Cache:
             new = self.live[:, None] - self.n_new + np.arange(self.n_new)
             new = np.take_along_axis(order, new, axis=1) - (self.live[:, None] - self.n_new)
             self.keys = np.take_along_axis(self.keys, new[..., None], axis=1)
+            if self.reads_future:
+                for name in ("future_mean", "future_variance"):
+                    setattr(self, name, np.take_along_axis(getattr(self, name), order[:, None], axis=2))
+                self.lengths = np.take_along_axis(self.lengths, order, axis=1)
 
     def view(self, pinned=0, held=0):
         """What the policy sees, with no more signals than it reads."""
@@ -118,7 +142,11 @@ class Cache:
         }
         keys = self.keys if Signal.KEYS in self.policy.reads else None
         live = self.live.copy() if self.policy.ragged else None
-        if Signal.HITS in self.policy.reads:
+        if self.reads_future:
+            signals |= {name: getattr(self, name) for name in ("future_mean", "future_variance")}
+        if Signal.LENGTHS in self.policy.reads:
+            signals["lengths"] = self.lengths
+        if self.policy.reads & (Signal.HITS | Signal.FUTURE):
             signals["n_head"] = np.full(len(self.rows), self.group, np.int32)
         return View(
             self.live_pos(), self.layer, self.next, pinned, self.n_new, live, held, keys=keys, **signals

@@ -67,6 +67,7 @@ class Fuzz:
         self.n_table = n_cell
         self.cells = [n_cell] * N_LAYER
         self.signals, self.ragged, self.n_query = 0, False, 1
+        self.n_future = 0
         self.n_recall, self.n_made, self.n_exact, self.n_traced = 0, 0, 0, 0
         self.forget()
         self.forget_archive()
@@ -78,6 +79,7 @@ class Fuzz:
     def forget(self):
         self.live = np.zeros(N_ROW, np.int64)
         self.n_used, self.next, self.any_pos = 0, 0, True
+        self.n_asked = 0
 
     @property
     def row_cells(self):
@@ -102,6 +104,7 @@ class Fuzz:
     def call(self):
         calls = [self.apply] * 10 + [self.decode] * 6
         calls += [self.read, self.write, self.recent, self.read_keys, self.resize] * 2
+        calls += [self.future, self.future, self.queries, self.lengths]
         calls += [self.seen, self.watch, self.small, self.enable if self.maybe(0.3) else self.small]
         archive = [self.push] * 4 + [
             self.base,
@@ -127,6 +130,7 @@ class Fuzz:
         ragged = self.maybe(0.4) if ragged is None else ragged
         params = EnableParams(signals, int(self.rng.integers(0, 3)), self.one_of(1, 1, 3, 50, LARGEST))
         params.n_ahead = self.one_of(0, 3, 3, 8)
+        params.n_future = self.one_of(0, 0, 1, 30)
         params.log_n, params.ragged = self.maybe(0.2), ragged
         if not ragged and self.maybe(0.8):
             params.n_recall, params.n_near = self.one_of(1, 16, 100), self.one_of(1, 20, 64)
@@ -146,7 +150,7 @@ class Fuzz:
                     ("n_query", 0),
                     ("n_query", -5),
                 ),
-                *(("n_ahead", -1), ("n_ahead", -(2**31))),
+                *(("n_ahead", -1), ("n_ahead", -(2**31)), ("n_future", -1), ("n_future", -(2**31))),
                 *(("n_recall", -1), ("n_recall", LARGEST), ("n_recall", max(self.cells))),
             ]
             if params.n_recall:
@@ -157,9 +161,9 @@ class Fuzz:
                 bad += [("n_made", -1), ("n_made", LARGEST), ("n_exact", -(2**31))]
             setattr(params, *bad[self.rng.integers(len(bad))])
         ok = ok and (ragged or len(set(self.cells)) == 1)
-        if params.signals & Signal.RECENT and params.n_query == LARGEST:
-            # of so many queries 100 cells take a terabyte: there is no memory
-            if min(self.cells) < 100:
+        if (params.signals & Signal.RECENT or params.n_future) and params.n_query == LARGEST:
+            # of so many queries 100 cells take a terabyte, as they do themselves: there is no memory
+            if min(self.cells) < 100 and not params.n_future:
                 params.n_query = 3
             else:
                 ok = False
@@ -168,6 +172,7 @@ class Fuzz:
         if ok:
             assert status == N_ROW
             self.signals, self.ragged, self.n_query = signals, ragged, params.n_query
+            self.n_future = params.n_future
             self.n_table = self.n_table if ragged else self.cells[0]
             self.forget()
             self.n_recall, self.n_made, self.n_exact = params.n_recall, params.n_made, params.n_exact
@@ -202,6 +207,9 @@ class Fuzz:
             ("write", lib.llama_kvtool_write(self.pointer, 1, None, N_ROW, 1)),
             ("read_keys", lib.llama_kvtool_read_keys(self.pointer, None, None, None, N_ROW, 1, N_DIM)),
             ("apply", lib.llama_kvtool_apply(self.pointer, None)),
+            ("read_future", lib.llama_kvtool_read_future(self.pointer, 1, 0, None, None, N_ROW, N_GROUP, 1)),
+            ("read_lengths", lib.llama_kvtool_read_lengths(self.pointer, None, N_ROW, 1)),
+            ("get_queries", lib.llama_kvtool_get_queries(None, None, None)),
         ):
             self.expect(name, status, False)
 
@@ -292,6 +300,49 @@ class Fuzz:
         self.expect("read_keys", status, ok)
         assert ok or (out == -7).all()
 
+    def future(self):
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, 30, 30, most, most + 1, -1)
+        n_head = self.one_of(*[N_GROUP] * 4, N_GROUP + 1, N_GROUP - 1, 0, -1)
+        n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
+        n_last = self.one_of(1, 1, 2, 0, -1, self.n_query, self.n_query + 1 if self.n_query < LARGEST else -2)
+        pos = self.one_of(self.next, self.next, 0, LARGEST, -1)
+        ok = n_row == N_ROW and 0 < n_cell <= most and n_head >= N_GROUP and bool(self.n_future)
+        ok = ok and 0 < n_last <= min(self.n_query, self.n_asked) and pos >= 0
+        mean, variance = (np.empty((N_ROW, max(n_head, 0), max(n_cell, 0)), np.float32) for _ in range(2))
+        pointers = mean.ctypes.data, variance.ctypes.data
+        shape = n_row, n_head, n_cell
+        status = lib.llama_kvtool_read_future(self.pointer, n_last, pos, *pointers, *shape)
+        self.expect("read_future", status, ok)
+        assert not ok or not (variance < 0).any()
+
+    def queries(self):
+        """Out of the cache, and now and then into it."""
+        n = lib.llama_kvtool_get_queries(self.pointer, None, None)
+        self.expect("get_queries", n, bool(self.n_future))
+        if n < 0 or self.n_query == LARGEST:
+            return
+        assert n == N_LAYER * N_HEAD_KV * N_GROUP * N_DIM
+        values, pos = np.empty((self.n_query, n), np.float32), np.empty(self.n_query, np.int32)
+        where = values.ctypes.data, pos.ctypes.data
+        check(lib.llama_kvtool_get_queries(self.pointer, *where))
+        assert (pos >= 0).sum() == min(self.n_asked, self.n_query)
+        check(lib.llama_kvtool_set_queries(self.pointer, *where))
+        again, again_pos = np.empty_like(values), np.empty_like(pos)
+        check(lib.llama_kvtool_get_queries(self.pointer, again.ctypes.data, again_pos.ctypes.data))
+        np.testing.assert_array_equal(again, values)
+        np.testing.assert_array_equal(again_pos, pos)
+
+    def lengths(self):
+        most = max(self.cells)
+        n_cell = self.one_of(0, 1, 30, most, most + 1, -1)
+        n_row = self.one_of(*[N_ROW] * 6, 0, -1, N_ROW + 1)
+        ok = n_row == N_ROW and 0 < n_cell <= most
+        out = np.empty((N_ROW, max(n_cell, 0)), np.float32)
+        status = lib.llama_kvtool_read_lengths(self.pointer, out.ctypes.data, n_row, n_cell)
+        self.expect("read_lengths", status, ok)
+        assert not ok or not out[np.arange(n_cell) >= self.row_cells[:, None]].any()
+
     def decode(self):
         """As the engine does, and now and then as it never would."""
         n = int(self.rng.integers(1, N_BATCH + 1))
@@ -320,6 +371,7 @@ class Fuzz:
         if not ok:
             return
         self.next, self.any_pos = pos + n, False
+        self.n_asked += n
         self.n_used += n
         self.live += n
         if self.ragged:
@@ -397,6 +449,7 @@ class Fuzz:
         assert before is None or self.context.state() == before, "a refused edit has changed the cache"
         if ok:
             self.n_used, self.next = n_keep, pos_0 + n_keep
+            self.n_asked *= n_keep > 0
             # of nothing that later queries see
             self.any_pos = n_hidden == n_keep
             if self.any_pos:

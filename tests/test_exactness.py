@@ -17,6 +17,7 @@ from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
+from kvtool.policy import Signal
 from tests.reference import transformer
 from tests.running import LOGITS, TOLERANCE, open_engine, text
 
@@ -53,6 +54,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         t=policy.t,
         logn=policy.logn,
         ragged=policy.ragged,
+        future=(policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None,
         **kwargs,
     )
 
@@ -109,6 +111,8 @@ OTHERS = [
     ("roco", []),
     ("keydiff", []),
     ("rkv", []),
+    ("expected", []),
+    ("expected", ["queries=9", "ahead=7", "epsilon=0"]),
     ("knorm", []),
     ("weightedkv", []),
     ("weightedkv", ["merge=false"]),
@@ -163,7 +167,7 @@ def test_ragged_rows_score_like_the_definition(tiny_model, positions, evict_ever
 @pytest.mark.share(2, "positions", "evict_every")
 @pytest.mark.parametrize(("positions", "evict_every"), [("original", 16), ("in-cache", 1), ("auto", 8)])
 @pytest.mark.parametrize("options", [["heads=adaptive"], ["heads=adaptive", "floor=0"]], ids=" ".join)
-@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "expected"])
 def test_rows_that_share_a_budget_score_like_the_definition(
     tiny_model, name, options, positions, evict_every
 ):

@@ -73,6 +73,7 @@ OTHERS = [
     ("keydiff", []),
     ("roco", ["keep_std=6", "window=3"]),
     ("scissorhands", []),
+    ("expected", ["queries=30"]),
     ("corm", ["history=8", "window=2", "t=cells"]),
     ("recall", []),
     ("recall", ["search=all"]),

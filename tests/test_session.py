@@ -34,6 +34,7 @@ ENGINES = [
     ("weightedkv", [], {}),
     ("keydiff", [], {}),
     ("rkv", [], {}),
+    ("expected", ["queries=20"], {}),
     ("random", [], {}),
     ("corm", ["history=24", "window=8"], {}),
     ("full", [], {}),

@@ -10,7 +10,7 @@ from kvtool.kernels.selection import keep_shared
 from kvtool.policies.h2o import H2O
 from kvtool.policies.snapkv import SnapKV
 
-SHARING = ["h2o", "snapkv"]
+SHARING = ["expected", "h2o", "snapkv"]
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 

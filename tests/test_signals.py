@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.policy import Plan, Policy, Signal
-from tests.reference import transformer
+from tests.reference import models, transformer
 from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -40,6 +40,8 @@ class Recorder(Policy):
     n_query: int = 5
     t: str = "stream"
     reads: Signal = ALL
+    n_future: int = 0
+    n_skip: int = 0
     views: list = field(default_factory=list)
 
     def plan(self, view, state):
@@ -54,7 +56,8 @@ def run(path, policy, sizes, *, restores=False, **settings):
 
     restores: save and restore the engine after every batch, with something else read in between.
     """
-    stream = transformer.Stream(transformer.Llama(path), positions="in-cache", t=policy.t)
+    future = (policy.n_query, policy.n_future, policy.n_skip) if policy.n_future else None
+    stream = transformer.Stream(models.load(path), positions="in-cache", t=policy.t, future=future)
     tokens, at, since, want = text(sum(sizes)), 0, 0, []
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
         for size in sizes:
@@ -64,7 +67,12 @@ def run(path, policy, sizes, *, restores=False, **settings):
             if len(policy.views) > n_view:
                 rows = [row for rows in stream.rows for row in rows]
                 # `seen` goes on growing
-                now = [[token | {"seen": list(token["seen"])} for token in row.records()] for row in rows]
+                records = [
+                    each
+                    for layer, own in zip(stream.layers, stream.rows, strict=True)
+                    for each in stream.records(layer, own)
+                ]
+                now = [[token | {"seen": list(token["seen"])} for token in row] for row in records]
                 want.append((now, since, stream.next))
                 since = stream.next
                 for row, pos, live in zip(rows, engine.rows.pos, engine.rows.live, strict=True):
@@ -184,6 +192,60 @@ def test_keys_are_those_before_rope_of_the_new_cells(tiny_model, flash):
             # the reference has the axes in another order: products tell
             tolerance = TOLERANCE if flash == "off" else 0.2
             np.testing.assert_allclose(got @ got.T, new @ new.T, atol=tolerance, rtol=tolerance)
+
+
+FUTURE = Signal.FUTURE | Signal.LENGTHS
+
+
+def check_future(views, want):
+    assert len(views) == len(want) > 2
+    for view, (rows, _, _) in zip(views, want, strict=True):
+        for number, row in enumerate(rows):
+            cell_of = {int(pos): cell for cell, pos in enumerate(view.pos[number])}
+            cells = [cell_of[token["pos"]] for token in row]
+            future = np.array([token["future"] for token in row])
+            n_head = future.shape[1]
+            assert view.n_head[number] == n_head
+            assert not view.future_mean[number, n_head:].any()
+            got = np.stack((view.future_mean, view.future_variance), axis=-1)[number][:n_head, cells]
+            np.testing.assert_allclose(got.swapaxes(0, 1), future, atol=TOLERANCE, rtol=TOLERANCE)
+            lengths = [token["length"] for token in row]
+            np.testing.assert_allclose(view.lengths[number, cells], lengths, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.share(3, "n_head_kv", "restores")
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
+@pytest.mark.parametrize(("n_query", "n_future", "n_skip"), [(5, 7, 0), (40, 16, 3), (90, 1, 200)])
+def test_future_logits_are_those_of_the_last_queries_at_later_positions(
+    tiny_model, n_query, n_future, n_skip, n_head_kv, restores
+):
+    ahead = {"n_query": n_query, "n_future": n_future, "n_skip": n_skip}
+    policy = Recorder(48, 16, reads=FUTURE, **ahead)
+    check_future(policy.views, run(tiny_model(n_head_kv=n_head_kv), policy, SIZES, restores=restores))
+
+
+@pytest.mark.parametrize(
+    "arch", ["smollm3", "maincoder", "qwen2vl", "gpt_oss", "lfm2", "deepseek2", "gemma4", "refact", "gpt2"]
+)
+def test_future_logits_are_so_in_any_kind_of_model(tiny_model, arch):
+    policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9, n_skip=2)
+    check_future(policy.views, run(tiny_model(arch), policy, SIZES))
+
+
+def test_future_logits_are_nearly_so_with_keys_in_eight_bits(tiny_model):
+    # stored under a map, and values as they are
+    policy = Recorder(48, 16, n_query=20, reads=FUTURE, n_future=9)
+    kept = {"type_k": "q8_0", "type_v": "q8_0", "flash": "on"}
+    path = tiny_model(n_head_kv=2, head_dim=64)
+    for view, (rows, _, _) in zip(policy.views, run(path, policy, SIZES, **kept), strict=True):
+        for number, row in enumerate(rows):
+            order = np.argsort(view.pos[number])
+            future = np.array([token["future"] for token in row])
+            got = view.future_mean[number][:, order].T
+            assert np.abs(got - future[..., 0]).max() < 0.1 * np.abs(future[..., 0]).max()
+            lengths = np.array([token["length"] for token in row])
+            np.testing.assert_allclose(view.lengths[number, order], lengths, rtol=0.05)
 
 
 def test_signals_are_the_same_beside_flash_attention(tiny_model):

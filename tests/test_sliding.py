@@ -88,6 +88,7 @@ def test_a_window_longer_than_the_budget(tiny_model, positions):
         ("weightedkv", []),
         ("keydiff", []),
         ("rkv", []),
+        ("expected", []),
         ("scissorhands", []),
         ("corm", ["history=8", "window=2", "t=cells"]),
     ],

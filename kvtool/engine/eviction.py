@@ -59,7 +59,7 @@ class Eviction:
         self.signals = signals
         self.n_ctx = n_ctx
         self.in_cache = in_cache
-        self._reads_keys = Signal.KEYS in policy.reads
+        self._reads = policy.reads
         self._name = type(policy).__name__
 
     def reset(self) -> None:
@@ -136,12 +136,18 @@ class Eviction:
     def view(self, signals: dict[str, np.ndarray], n_new: int) -> View:
         """What the policy sees now: these signals by their fields' names, and the n_new last tokens' keys."""
         rows = self.rows
-        if self._reads_keys:
+        if Signal.KEYS in self._reads:
             # as before RoPE
             signals = signals | {"keys": self.cache.read_keys(rows.live - n_new, -rows.new_rot(n_new))}
+        if self.cache.queries:
+            n_last = max(min(self.cache.queries.n, rows.n_past - self.policy.n_skip), 1)
+            future = self.cache.queries.future(n_last, rows.next_rot, rows.n_kv)
+            signals = signals | dict(zip(("future_mean", "future_variance"), future, strict=True))
+        if Signal.LENGTHS in self._reads:
+            signals = signals | {"lengths": self.cache.read_lengths(rows.n_kv)}
         if rows.ragged:
             signals = signals | {"live": rows.live.copy()}
-        if "hits" in signals:
+        if self._reads & (Signal.HITS | Signal.FUTURE):
             signals = signals | {"n_head": self.cache.n_head}
         return View(
             pos=rows.view_pos(),

@@ -116,8 +116,13 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
     stream.resize(stream.layer_cells)
     eviction.start()
     kept: dict[str, Any] = {
-        field: np.take_along_axis(values, source if values.ndim == 2 else source[..., None], axis=1)
-        for field in ("pos", *signals, "keys")
+        field: np.take_along_axis(values, which, axis=axis)
+        for fields, which, axis in (
+            (("pos", *signals, "lengths"), source, 1),
+            (("keys",), source[..., None], 1),
+            (("future_mean", "future_variance"), source[:, None], 2),
+        )
+        for field in fields
         if (values := getattr(view, field)) is not None
     }
     eviction.ask("adopt", replace(view, **kept), eviction.state)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from kvtool.llama.sequence import Cache
 
 
+_QUERIES = ("queries", "queries_pos")
+"""The last queries, and what they are rotated to, of a policy that reads FUTURE."""
+
+
 class Signals:
     """A policy's signals: sums over the attention of a window, which ends with the newest token.
 
@@ -64,11 +68,15 @@ class Signals:
         """What `restore` takes, by name: `Context.history`, but IMPORTANT counts the window's queries."""
         for name, signal in self.of.items():
             yield name, self._turned(signal, self._cache.history(signal, self._rows.n_kv))
+        if self._cache.queries:
+            yield from zip(_QUERIES, self._cache.queries.save(), strict=True)
         if self.is_observed:
             yield "is_observed", np.ones(1, np.bool_)
 
     def fits(self, saved: Mapping[str, np.ndarray], n_kv: int) -> bool:
         """Whether `save` may have given these for rows of n_kv cells. Raises KeyError if one is missing."""
+        if self._cache.queries and not self._cache.queries.fits(*(saved[name] for name in _QUERIES)):
+            return False
         return all(
             values.dtype == np.float32 and values.shape == self._cache.history_shape(signal, n_kv)
             for signal, values in self._parts(saved)
@@ -79,6 +87,8 @@ class Signals:
         self.since, self.is_observed = since, "is_observed" in saved
         for signal, values in self._parts(saved):
             self._cache.write(signal, self._turned(signal, values))
+        if self._cache.queries:
+            self._cache.queries.restore(*(saved[name] for name in _QUERIES))
 
     def _parts(self, saved: Mapping[str, np.ndarray]) -> Iterator[tuple[Signal, np.ndarray]]:
         for name, signal in self.of.items():

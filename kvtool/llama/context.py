@@ -13,6 +13,7 @@ from kvtool.llama.archive import Archive
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
+from kvtool.llama.queries import Queries
 from kvtool.policy import Merge, Recalls, Request, Signal
 from kvtool.units import CACHE_TYPES
 
@@ -59,6 +60,8 @@ class Context(Decoder):
         i32[layer]: the cells of each layer that has rows.
     archive
         What has left the cache and may be recalled; None without recall.
+    queries
+        The last queries; None unless the request looks ahead.
 
     Raises
     ------
@@ -85,8 +88,8 @@ class Context(Decoder):
     ) -> None:
         super().__init__(model, n_cell, n_batch, ragged=ragged, **how)
         ask = request or Request()
-        # keys are no signal of the graph's: they are read from the cache
-        signals = int(ask.signals & ~Signal.KEYS)
+        # these are no signals of the decode's graph: they are read from the cache
+        signals = int(ask.signals & ~(Signal.KEYS | Signal.FUTURE | Signal.LENGTHS))
         self._cleared = [each for each in Signal if each & signals and each is not Signal.RECENT]
         self._n_query = max(ask.n_query, 1)
         type_archive = CACHE_TYPES[archive_type]
@@ -94,7 +97,8 @@ class Context(Decoder):
         cells = n_filled or recall.n_filled(made), recall.n_cell if made else 0
         archive = *cells, recall.n_exact, n_near, type_archive, type_archive
         group, n_query = GROUPS[ask.group], self._n_query
-        wanted = EnableParams(signals, group, n_query, n_ahead, *archive, ask.log_n, ragged)
+        ahead = ask.n_future if Signal.FUTURE in ask.signals else 0, n_ahead
+        wanted = EnableParams(signals, group, n_query, *ahead, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = error_text()
@@ -103,6 +107,7 @@ class Context(Decoder):
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        self.queries = Queries(self, self._n_query) if ahead[0] else None
         n_layer = int(np.count_nonzero(np.diff(self.row_layers))) + 1
         self.archive: Archive | None = None
         if ask.recall:
@@ -188,6 +193,12 @@ class Context(Decoder):
         first, delta = (np.ascontiguousarray(array, np.int32) for array in (first, delta))
         pointers = (array.ctypes.data for array in (first, delta, out))
         check(lib.llama_kvtool_read_keys(self._context, *pointers, n_row, n, self.n_dim))
+        return out
+
+    def read_lengths(self, n_kv: int) -> np.ndarray:
+        """f32[row, n_kv]: the length of each cell's value."""
+        out = np.empty((self.n_row, n_kv), np.float32)
+        check(lib.llama_kvtool_read_lengths(self._context, out.ctypes.data, *out.shape))
         return out
 
     def apply(

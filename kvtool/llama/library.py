@@ -43,8 +43,7 @@ class EnableParams(ctypes.Structure):
     _fields_ = [
         ("signals", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
-        ("n_query", ctypes.c_int32),
-        ("n_ahead", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("n_query", "n_future", "n_ahead")),
         *((name, ctypes.c_int32) for name in _ARCHIVE),
         ("log_n", ctypes.c_bool),
         ("ragged", ctypes.c_bool),
@@ -95,6 +94,10 @@ def _bind_all() -> None:
     bind("llama_kvtool_guess", i32, pointer, i32)
     bind("llama_kvtool_take_back", i32, pointer, i32)
     bind("llama_kvtool_read_keys", i32, pointer, pointer, pointer, pointer, i32, i32, i32)
+    bind("llama_kvtool_read_future", i32, pointer, i32, i64, pointer, pointer, i32, i32, i32)
+    bind("llama_kvtool_get_queries", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_set_queries", i64, pointer, pointer, pointer)
+    bind("llama_kvtool_read_lengths", i32, pointer, pointer, i32, i32)
     bind("llama_kvtool_get_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_cells", i64, pointer, i32, pointer, i32)
     bind("llama_kvtool_set_places", i32, pointer, pointer, i32, i32)

@@ -34,7 +34,7 @@ class SequenceContext(Decoder):
     # no policy that reads keys runs here
     n_dim = 0
     n_beside = 0
-    archive = None
+    archive = queries = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)
@@ -94,6 +94,7 @@ class SequenceContext(Decoder):
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
     see = read = history = history_shape = write = read_keys = hide = resize = beside = set_beside = _refuse
+    read_lengths = _refuse
     beside_shapes: list[tuple[int]] = []
 
     def cell_bytes(self, layer: int) -> int:

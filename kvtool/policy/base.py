@@ -23,7 +23,8 @@ class Policy:
     """Decides which cells stay. A policy is a frozen dataclass of parameters that derives from this class.
 
     The constructor raises ValueError for parameters that cannot work. A subclass may set `reads`, `n_query`,
-    `group`, `logn`, `t`, `prefill` and `ragged` as a constant, a parameter or a property.
+    `n_future`, `n_skip`, `group`, `logn`, `t`, `prefill` and `ragged` as a constant, a parameter or a
+    property.
 
     Attributes
     ----------
@@ -35,7 +36,12 @@ class Policy:
     reads
         Signals that the policy wants.
     n_query
-        Number of queries of `Signal.RECENT`. The library keeps that many floats per row and cell.
+        Number of queries of `Signal.RECENT`, for which the library keeps that many floats per row and cell,
+        and of `Signal.FUTURE`, for which it keeps the queries themselves.
+    n_future
+        Positions that `Signal.FUTURE` looks ahead.
+    n_skip
+        First tokens of the stream whose queries do not count in `Signal.FUTURE`, unless there are no others.
     group
         How the attention of a group of query heads becomes one: "sum", "max", or "first" (the first head's).
     logn
@@ -92,6 +98,14 @@ class Policy:
 
     @property
     def n_query(self) -> int:
+        return 0
+
+    @property
+    def n_future(self) -> int:
+        return 0
+
+    @property
+    def n_skip(self) -> int:
         return 0
 
     @property
@@ -164,7 +178,8 @@ class Policy:
 
     def request(self) -> Request:
         """What llama.cpp computes for this policy, as one object."""
-        return Request(self.reads, self.n_query, self.group, self.t, self.logn, self.recall)
+        ahead = self.n_future, self.n_skip
+        return Request(self.reads, self.n_query, self.group, self.t, self.logn, self.recall, *ahead)
 
     @classmethod
     def needs_patch(cls) -> bool:

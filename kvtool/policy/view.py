@@ -33,6 +33,12 @@ class Signal(IntFlag):
     """Highest attention: of any query since the last plan and any head of the group."""
     KEYS = 128
     """Keys: of the cells that are new since the last plan, as they were before RoPE."""
+    FUTURE = 256
+    """Future logits: their mean and variance over the last `n_query` queries, if these came next: each of
+    them at all of the next `n_future` positions, its logits averaged. Soft caps are left out, and what falls
+    with distance (ALiBi)."""
+    LENGTHS = 512
+    """Lengths of values: the Euclidean norm of each cell's; 1 where values are a part of the keys (MLA)."""
 
 
 SIGNALS = {
@@ -112,7 +118,8 @@ class Request:
     signals
         What the engine reads after a step.
     n_query
-        Number of queries of `Signal.RECENT`. The library keeps that many floats per row and cell.
+        Number of queries of `Signal.RECENT`, for which the library keeps that many floats per row and cell,
+        and of `Signal.FUTURE`, for which it keeps the queries themselves.
     group
         How the attention of a group of query heads becomes one: "sum", "max" or "first".
     t
@@ -121,6 +128,10 @@ class Request:
         Whether attention logits are multiplied by log_512(t).
     recall
         How steps recall evicted tokens; None: they do not.
+    n_future
+        Positions that `Signal.FUTURE` looks ahead.
+    n_skip
+        First tokens of the stream whose queries do not count in `Signal.FUTURE`, unless there are no others.
 
     Raises ValueError or TypeError for a field out of its range.
     """
@@ -131,15 +142,20 @@ class Request:
     t: str = "stream"
     log_n: bool = False
     recall: Recalls | None = None
+    n_future: int = 0
+    n_skip: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.signals, Signal):
             raise TypeError(f"reads must be a Signal, such as Signal.ATTENTION, got {self.signals!r}")
         check_choice("group", self.group, ("sum", "max", "first"))
         check_choice("t", self.t, ("stream", "cells"))
-        check_whole("n_query", self.n_query)
-        if self.n_query < 0:
-            raise ValueError(f"n_query must not be negative, got {self.n_query}")
+        for name in ("n_query", "n_future", "n_skip"):
+            check_whole(name, n := getattr(self, name))
+            if n < 0:
+                raise ValueError(f"{name} must not be negative, got {n}")
+        if Signal.FUTURE in self.signals and not (self.n_query and self.n_future):
+            raise ValueError("Signal.FUTURE needs n_query and n_future of 1 or more")
 
     @property
     def needs_t(self) -> bool:
@@ -176,13 +192,18 @@ class View:
     n_ctx
         Context length, which original positions cannot exceed; 0: unknown.
     n_head
-        i32[row]: query heads of each row's group, for a policy that reads HITS.
+        i32[row]: query heads of each row's group, for a policy that reads HITS or FUTURE.
     attn, last, recent, squares, hits, highest
         f32[row, n_kv]: the signals ATTENTION, LAST, RECENT, SQUARES, HITS and HIGHEST.
     important
         i32[row, n_kv]: the signal IMPORTANT.
     keys
         f32[row, n_new, n_dim]: the signal KEYS. Zero beyond a layer's own head dimension.
+    future_mean, future_variance
+        f32[row, head, n_kv]: the signal FUTURE, by the heads of a row's group. Zero for heads that a smaller
+        group lacks.
+    lengths
+        f32[row, n_kv]: the signal LENGTHS.
     """
 
     pos: np.ndarray
@@ -202,6 +223,9 @@ class View:
     important: np.ndarray = _ABSENT
     highest: np.ndarray = _ABSENT
     keys: np.ndarray = _ABSENT
+    future_mean: np.ndarray = _ABSENT
+    future_variance: np.ndarray = _ABSENT
+    lengths: np.ndarray = _ABSENT
 
     @property
     def n_kv(self) -> int:

@@ -4,6 +4,7 @@
 #include "edit.h"
 #include "edit-graph.h"
 #include "error.h"
+#include "future.h"
 #include "llama-kvtool.h"
 #include "memory.h"
 #include "state.h"
@@ -300,6 +301,65 @@ int32_t llama_kvtool_read_recent(llama_context * ctx, float * out, int32_t n_que
 
 int32_t llama_kvtool_write_recent(llama_context * ctx, const float * in, int32_t n_query, int32_t n_row, int32_t n_cell) {
     return copy_recent(ctx, nullptr, in, n_query, n_row, n_cell);
+}
+
+//
+// queries
+//
+
+int32_t llama_kvtool_read_future(
+        llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_row, int32_t n_head, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    const auto & params = kvtool->params;
+    if (!kvtool->queries.is_on() || n_last < 1 || n_last > params.n_query || pos < 0 || pos > INT32_MAX) {
+        return fail(format("n_future must be enabled, n_last in 1..%d and pos in 0..%d, got %d, %d and %lld",
+                params.n_query, INT32_MAX, params.n_future, n_last, (long long) pos));
+    }
+    if (!mean || !variance || n_row != kvtool->n_row || n_head < 1 || n_cell < 1 || n_cell > kvtool->most_cells()) {
+        return fail(format("the buffers must not be null, n_row must be %d, n_head 1 or more and n_cell in 1..%d, got %d, %d and %d",
+                kvtool->n_row, kvtool->most_cells(), n_row, n_head, n_cell));
+    }
+    return guarded([&] { return read_future(*kvtool, *ctx, n_last, pos, mean, variance, n_head, n_cell); });
+}
+
+static int64_t copy_queries(llama_context * ctx, float * out, const float * in, int32_t * pos) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!kvtool->queries.is_on()) {
+        return fail("n_future must be enabled");
+    }
+    return guarded([&]() -> int64_t {
+        if ((out || in) && pos) {
+            ctx->synchronize();
+            kvtool->queries.copy(out, in, pos);
+        }
+        return kvtool->queries.n_number();
+    });
+}
+
+int64_t llama_kvtool_get_queries(llama_context * ctx, float * out, int32_t * pos) {
+    return copy_queries(ctx, out, nullptr, pos);
+}
+
+int64_t llama_kvtool_set_queries(llama_context * ctx, const float * in, const int32_t * pos) {
+    return copy_queries(ctx, nullptr, in, const_cast<int32_t *>(pos));
+}
+
+int32_t llama_kvtool_read_lengths(llama_context * ctx, float * out, int32_t n_row, int32_t n_cell) {
+    auto * kvtool = llama_kvtool::get(ctx);
+    if (!kvtool) {
+        return -1;
+    }
+    if (!out || n_row != kvtool->n_row || n_cell < 1 || n_cell > kvtool->most_cells()) {
+        return fail(format("the buffer must not be null, n_row must be %d and n_cell in 1..%d, got %d and %d",
+                kvtool->n_row, kvtool->most_cells(), n_row, n_cell));
+    }
+    return guarded([&] { return read_lengths(*kvtool, *ctx, out, n_cell); });
 }
 
 int32_t llama_kvtool_guess(llama_context * ctx, int32_t n) {

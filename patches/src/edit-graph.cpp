@@ -36,8 +36,7 @@ static void repeated(const std::vector<T> & list, int64_t n, F && f) {
     }
 }
 
-// adds the positions that a layer's keys turn by: text has the same in all sections but the last
-static void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list) {
+void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list) {
     for (int s = 0; s < (l.rope.is_multi() ? GGML_MROPE_SECTIONS : 1); ++s) {
         for (const int32_t delta : deltas) {
             list.push<int32_t>(s < GGML_MROPE_SECTIONS - 1 ? delta : 0);
@@ -45,8 +44,7 @@ static void push_deltas(const layer & l, const std::vector<int32_t> & deltas, in
     }
 }
 
-// so many of them
-static int64_t n_deltas(const layer & l, int64_t n) {
+int64_t n_deltas(const layer & l, int64_t n) {
     return l.rope.is_multi() ? GGML_MROPE_SECTIONS*n : n;
 }
 
@@ -130,8 +128,7 @@ static graph_inputs fill_inputs(
     return in;
 }
 
-// quantized keys as they were, or as they are stored: the map undoes itself
-static ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot) {
+ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot) {
     return rot && l.rope.is_mapped ? llama_mul_mat_hadamard(ctx, keys, rot) : keys;
 }
 

@@ -24,4 +24,13 @@ bool edit_graph(
 int32_t read_keys(
         llama_kvtool & kvtool, llama_context & lctx, const int32_t * first, const int32_t * delta, float * out, int32_t n, int32_t n_dim);
 
+// adds the positions that a layer's keys turn by: text has the same in all sections but the last
+void push_deltas(const layer & l, const std::vector<int32_t> & deltas, input & list);
+
+// so many of them
+int64_t n_deltas(const layer & l, int64_t n);
+
+// quantized keys as they were, or as they are stored: the map undoes itself; rot: that of a graph, see graphs::build_t
+ggml_tensor * mapped(ggml_context * ctx, const layer & l, ggml_tensor * keys, ggml_tensor * rot);
+
 } // namespace kvtool

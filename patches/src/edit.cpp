@@ -218,6 +218,9 @@ int32_t apply(llama_kvtool & kvtool, llama_context & lctx, const llama_kvtool_ed
     }
 
     kvtool.signals.clear(lctx);
+    if (edit.n_keep == 0) {
+        kvtool.queries.clear();
+    }
     if (edit.n_hidden > 0) {
         kvtool.recent.clear();
     } else {

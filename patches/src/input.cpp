@@ -35,6 +35,15 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         ggml_backend_tensor_set(slots, idx.data(), 0, ggml_nbytes(slots));
     }
 
+    if (asked && asked->buffer) {
+        idx.clear();
+        for (int64_t t = n_tokens - asked->ne[0]; t < n_tokens; ++t) {
+            idx.push_back(kvtool.queries.slot(t));
+        }
+        kvtool.queries.note(*ubatch, asked->ne[0]);
+        ggml_backend_tensor_set(asked, idx.data(), 0, ggml_nbytes(asked));
+    }
+
     if (rot && rot->buffer) {
         ggml_backend_tensor_set(rot, ubatch->pos, 0, ggml_nbytes(rot));
     }

@@ -40,6 +40,8 @@ public:
 
     ggml_tensor * slots = nullptr; // I64 [q]: where the last q queries' attention is stored
 
+    ggml_tensor * asked = nullptr; // I64 [q]: where the last q queries are stored themselves
+
     ggml_tensor * rot  = nullptr; // I32 [1]: the position that the first query is rotated to
     ggml_tensor * live = nullptr; // [n_live, n_tokens]: the mask of the live cells, which is made of llama.cpp's
 

@@ -52,15 +52,26 @@ void llama_kvtool_build(
         ggml_tensor * sinks,
               float   kq_scale,
                 int   il) {
-    const auto * kvtool = graph.cparams.kvtool;
+    auto * kvtool = graph.cparams.kvtool;
 
-    if (!kvtool || kvtool->params.signals == 0 || !kvtool->is_watching || !kvtool->has_keys(k)) {
+    if (!kvtool || !kvtool->is_watching || !kvtool->has_keys(k)) {
         return;
     }
 
     const auto & params = kvtool->params;
 
     ggml_context * ctx = graph.ctx0;
+
+    if (kvtool->queries.is_on()) {
+        auto & asked = graph_input(graph).asked;
+        if (!asked) {
+            asked = new_input(ctx, GGML_TYPE_I64, std::min<int64_t>(kvtool->queries.n_slot(), q->ne[1]), 1, 1);
+        }
+        ggml_build_forward_expand(graph.gf, kvtool->queries.build(ctx, il, q, asked, kq_scale));
+    }
+    if (params.signals == 0) {
+        return;
+    }
 
     if (!p) {
         p = ggml_mul_mat(ctx, k, q);
@@ -270,6 +281,7 @@ uint32_t llama_kvtool_n_nodes(const llama_hparams & hparams, const llama_kvtool 
 
             res += kvtool->signals.has(s) ? (is_max ? 16 + 9*n_halving(n_tokens) : 8 + 5*n_halving(n_tokens)) : 0;
         }
+        res += kvtool->queries.is_on() ? 8 : 0;
         if (kvtool->recent.is_on()) {
             // a group's maximum is taken once for all signals
             res += 16 + 9*n_halving(1);

@@ -171,14 +171,14 @@ std::string rope::read(const ggml_tensor * keys) {
     return {};
 }
 
-ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta) const {
+ggml_tensor * rope::build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta, int64_t n_head) const {
     const int64_t n_embd = keys->ne[0];
     const int64_t n      = keys->ne[1];
 
     if (scale) {
         keys = ggml_div(ctx, keys, scale);
     }
-    ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, 1, n, keys->nb[1], keys->nb[1], first*sizeof(float));
+    ggml_tensor * x = ggml_view_3d(ctx, keys, n_embd - first, n_head, n/n_head, keys->nb[1], n_head*keys->nb[1], first*sizeof(float));
 
     // YaRN scaled the key at its first rotation, and must not scale it again
     const float attn_factor = ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;

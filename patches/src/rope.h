@@ -41,8 +41,9 @@ struct rope {
     // Sets this from what computes a layer's keys. Returns why it cannot be known how they depend on positions, or nothing.
     std::string read(const ggml_tensor * keys);
 
-    // rotates keys F32 [n_embd, n] by so many positions; delta: I32 [n], or [4*n] where tokens have several positions
-    ggml_tensor * build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta) const;
+    // rotates keys F32 [n_embd, n] by so many positions, n_head of them, one after the other, by as many; delta: I32 [n/n_head], or
+    // four times that where tokens have several positions
+    ggml_tensor * build(ggml_context * ctx, ggml_tensor * keys, ggml_tensor * delta, int64_t n_head = 1) const;
 };
 
 } // namespace kvtool

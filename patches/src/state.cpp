@@ -36,6 +36,9 @@ static std::string invalid(const llama_kvtool_params & params) {
     if (params.n_ahead < 0) {
         return format("n_ahead must be 0 or more, got %d", params.n_ahead);
     }
+    if (params.n_future < 0) {
+        return format("n_future must be 0 or more, got %d", params.n_future);
+    }
     if (params.n_recall < 0 || (params.n_recall > 0 && params.ragged)) {
         return format("n_recall must be 0 or more, and 0 where rows are ragged, got %d", params.n_recall);
     }
@@ -138,6 +141,9 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
         return fail(format("no memory for the attention of the last %d queries", params.n_query));
     }
     res->recent.take(std::move(rings));
+    if (!res->keep_queries(hparams)) {
+        return fail(format("no memory for the last %d queries", params.n_query));
+    }
 
     lctx.synchronize();
 
@@ -169,6 +175,18 @@ int32_t llama_kvtool::enable(llama_context & lctx, const llama_kvtool_params & p
     }
 
     return res->n_row;
+}
+
+bool llama_kvtool::keep_queries(const llama_hparams & hparams) {
+    std::vector<queries::asker> all;
+    for (int il = 0; il < (int) index_of_il.size() && params.n_future > 0; ++il) {
+        if (const auto * l = find(il)) {
+            all.push_back({ il, (size_t) index_of_il[il], l->n_embd_k, (int) hparams.n_head(il), 0.0f, nullptr });
+        }
+    }
+    mean_turns.resize(layers.size());
+
+    return queries.make(std::move(all), layers);
 }
 
 void llama_kvtool::make_archive(const llama_kv_cache & kv) {
@@ -330,6 +348,7 @@ void llama_kvtool::decoded(llama_context & lctx, const llama_kvtool_graph & grap
     signals.extract(lctx, graph, n_tokens, is_apart());
     if (is_watching) {
         recent.decoded(n_tokens);
+        queries.decoded(n_tokens);
     }
 
     if (params.ragged) {
@@ -352,7 +371,7 @@ void llama_kvtool::guess(int n) {
 }
 
 void llama_kvtool::watch(llama_context & lctx, bool on) {
-    if (on == is_watching || params.signals == 0) {
+    if (on == is_watching || (params.signals == 0 && !queries.is_on())) {
         return;
     }
     is_watching = on;
@@ -383,6 +402,7 @@ int32_t llama_kvtool::take_back(llama_context & lctx, int n) {
     if (is_watching) {
         signals.take_back(n);
         recent.take_back(n);
+        queries.take_back(n);
     }
 
     if (params.ragged) {

@@ -7,6 +7,7 @@
 #include "layer.h"
 #include "llama-kvtool.h"
 #include "places.h"
+#include "queries.h"
 #include "recaller.h"
 #include "recent.h"
 #include "signals.h"
@@ -51,8 +52,11 @@ struct llama_kvtool {
 
     kvtool::signals signals { layers, params };
     kvtool::recent  recent  { layers, params };
+    kvtool::queries queries { params };
     kvtool::graphs  graphs;
     kvtool::places  places; // with ALiBi alone
+
+    std::vector<std::vector<float>> mean_turns; // of each layer, once it has been needed: see read_future
 
     std::unique_ptr<kvtool::recaller> archive; // null: there is none
 
@@ -160,6 +164,7 @@ private:
     std::string unreadable; // why it cannot be known how the keys of a layer are rotated
 
     void add_layers(const llama_context & lctx);
+    bool keep_queries(const llama_hparams & hparams);
     void make_archive(const llama_kv_cache & kv);
 
     // why a layer's keys cannot be turned; empty: all can

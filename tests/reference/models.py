@@ -25,6 +25,7 @@ class Llama:
     pairs_are_halves = True
     output_norm_name = "output_norm"
     slopes = None
+    has_values = True
 
     def __init__(self, path):
         reader = gguf.GGUFReader(path)
@@ -337,6 +338,7 @@ class DeepSeek2(Llama):
 
     archs = ("deepseek2",)
     pairs_are_halves = False
+    has_values = False
 
     def configure(self, number):
         self.n_latent = number("attention.kv_lora_rank")

@@ -31,6 +31,7 @@ class Row:
     RoPE. value f64[n, value_dim]. mass f64[n]: attention sum over all queries so far and the group, of all
     layers that read the row. last f64[n]: that of the newest query. seen: for each entry, the attention of
     each query since it came, as records have it. old, notes: the policy's own, False and empty at first.
+    asked: each query so far, what it was rotated by and f64[group, head_dim], of all layers that read it.
     number: of the row among those of all layers.
     """
 
@@ -45,6 +46,7 @@ class Row:
         self.seen = []
         self.old = []
         self.notes = []
+        self.asked = []
         self.archive = Archive(head_dim, value_dim or head_dim)
         self.clusters = None
 
@@ -135,7 +137,8 @@ class Stream:
     beside each row's own; math.inf: all of them. far: those that at the last eviction were farther than
     n_near from the next token are taken to be n_near away from the step's first; of these whole blocks of
     n_block tokens where that is given, the later a row the later, within a quarter of a block. exact: tokens
-    of the archive's clusters that a step of one token looks into; None: all.
+    of the archive's clusters that a step of one token looks into; None: all. future: (n_query, n_future,
+    n_skip) as a policy has them, for records with `future` and `length`; None: without.
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class Stream:
         n_near=None,
         n_block=None,
         exact=None,
+        future=None,
     ):
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions}")
@@ -167,6 +171,7 @@ class Stream:
         self.n_near = n_near or self.n_ctx_train // 2
         self.n_block = n_block
         self.exact = exact
+        self.future = future
         self.far = 0
         self.next = 0
         self._batch = None
@@ -214,7 +219,7 @@ class Stream:
     def evict(self, keep, *, pinned, budget, slack, **params):
         """Lets `keep` choose, layer by layer, and takes out what does not stay."""
         for layer, rows in zip(self.layers, self.rows, strict=True):
-            records = [row.records(partial(self.model.scaled, i=layer)) for row in rows]
+            records = self.records(layer, rows)
             answer = keep(records, next=self.next, pinned=pinned, budget=budget, slack=slack, **params)
             kept, merges = answer if isinstance(answer, tuple) else (answer, [{}] * len(rows))
             for row, own, positions, terms in zip(rows, records, kept, merges, strict=True):
@@ -226,6 +231,29 @@ class Stream:
         self.far = self.next - self.n_near
         if self.in_cache:
             self._close_gaps(self.counter)
+
+    def records(self, layer, rows):
+        """A list for each of a layer's rows."""
+        records = [row.records(partial(self.model.scaled, i=layer)) for row in rows]
+        if self.future:
+            for row, own in zip(rows, records, strict=True):
+                self._look_ahead(layer, row, own)
+        return records
+
+    def _look_ahead(self, layer, row, records):
+        """Notes what the last queries would make of a row's tokens at the next positions, on average."""
+        model, (n_query, n_future, n_skip) = self.model, self.future
+        row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
+        logits = []
+        for rot, heads in row.asked:
+            # later queries are those to which keys are as much farther
+            farther = np.outer(rot - self.counter - np.arange(n_future), model.freq[layer])
+            keys = model.rotate(row.key * np.exp(1j * farther).mean(axis=0), row.rot, layer)
+            logits.append(heads @ keys.T * model.scale)
+        future = np.stack((np.mean(logits, axis=0), np.var(logits, axis=0)), axis=-1).swapaxes(0, 1)
+        lengths = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
+        for record, own, length in zip(records, future.tolist(), lengths.tolist(), strict=True):
+            record |= {"future": own, "length": length}
 
     def attend(self, layer, query, key=None, value=None):
         """What the query heads c128[n_head, n_tokens, head_dim / 2] read: f64[n_head, n_tokens, value_dim].
@@ -242,6 +270,8 @@ class Stream:
             if key is not None:
                 row.append(pos, rot, key[i], value[i])
             mine = slice(i * group, (i + 1) * group)
+            if self.future and row.number >= 0:
+                self._ask(row, query[mine], is_first=key is not None)
             own_sinks = None if sinks is None else sinks[mine]
             asked, keys = query[mine], model.rotate(row.key, row.rot, layer)
             if half_precision and len(pos) > 1:
@@ -270,6 +300,15 @@ class Stream:
         both = np.concatenate((self._carried.get(layer, np.zeros((n, x.shape[1]))), x))
         self._carried[layer] = both[len(both) - n :]
         return both
+
+    def _ask(self, row, queries, is_first):
+        """A batch's rotated queries f64[group, n_tokens, head_dim] join those that a row has met."""
+        rot = self._batch.rot.tolist()
+        for i, heads in enumerate(queries.swapaxes(0, 1), -len(rot)):
+            if is_first:
+                row.asked.append((rot[i], heads))
+            else:
+                row.asked[i] = rot[i], np.concatenate((row.asked[i][1], heads))
 
     def _note(self, row, attn, is_first):
         """A batch's f64[group, n_tokens, n] goes into a row's signals. is_first: it is the owner's."""
@@ -363,6 +402,7 @@ def run(
     n_block=None,
     exact=None,
     n_made=0,
+    future=None,
     **params,
 ):
     """Scores a text in batches of n_batch tokens (slack; all at once without one), never over the budget.
@@ -383,6 +423,7 @@ def run(
         recalled=recalled,
         n_block=n_block,
         exact=exact,
+        future=future,
     )
     n_live = None if budget is None else budget - (n_made or recalled)
     nll, kept_logits, at = [], [], 0

@@ -1,0 +1,59 @@
+"""The last queries of each layer, kept beside a cache, and what they would make of its cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.llama.library import check, lib
+
+if TYPE_CHECKING:
+    from kvtool.llama.context import Context
+
+
+class Queries:
+    """The last n queries of a context. Attributes: n."""
+
+    def __init__(self, context: Context, n: int) -> None:
+        self._context = context
+        self.n = n
+
+    def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of the logits that the last n_last queries would give the first n_kv cells.
+
+        Both are f32[row, head, n_kv]. pos: where the next token's key is rotated to.
+        """
+        context = self._context
+        shape = context.n_row, int(context.n_head.max()), n_kv
+        mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        where = mean.ctypes.data, variance.ctypes.data
+        check(lib.llama_kvtool_read_future(context.handle, n_last, pos, *where, *shape))
+        return mean, variance
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the queries that `save` returns."""
+        n_number: int = lib.llama_kvtool_get_queries(self._context.handle, None, None)
+        check(n_number)
+        return self.n, n_number
+
+    def save(self) -> tuple[np.ndarray, np.ndarray]:
+        """The queries f32[n, n_number], the oldest first, and what each is rotated to i32[n].
+
+        -1: there has been none.
+        """
+        out, pos = np.empty(self.shape, np.float32), np.empty(self.n, np.int32)
+        check(lib.llama_kvtool_get_queries(self._context.handle, out.ctypes.data, pos.ctypes.data))
+        return out, pos
+
+    def fits(self, queries: np.ndarray, pos: np.ndarray) -> bool:
+        """Whether `save` may have returned these."""
+        kinds = (queries.dtype, queries.shape), (pos.dtype, pos.shape)
+        return kinds == ((np.float32, self.shape), (np.int32, (self.n,)))
+
+    def restore(self, queries: np.ndarray, pos: np.ndarray) -> None:
+        """Continues from what `save` returned."""
+        assert self.fits(queries, pos)
+        queries, pos = np.ascontiguousarray(queries), np.ascontiguousarray(pos)
+        check(lib.llama_kvtool_set_queries(self._context.handle, queries.ctypes.data, pos.ctypes.data))

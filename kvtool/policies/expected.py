@@ -1,0 +1,145 @@
+"""Expected Attention: what later queries may attend to stays (Devoto et al. 2025, arXiv:2510.00636).
+
+Queries before RoPE are taken to be normal, with the mean and covariance of the last `queries` ones. RoPE's
+rotations over the next `ahead` positions are averaged, so that the logits of a key are normal as well, with
+mean m and variance v, and exp(m + v / 2) is expected of them. A head's shares of these add up to 1 over the
+tokens behind the sinks, and are averaged over the group. A token's score is its share plus `epsilon`, times
+the length of its value.
+
+As in kvpress (expected_attention_press.py), which the authors have written: the queries of sinks do not
+count, nor do their keys, and the covariance is that of the queries as they are.
+
+Differs from the paper: it takes the queries of the whole prompt, or, as kvpress does while it generates, of
+the last tokens. Here they are always the last ones, as many as there are numbers in a key or a few times
+that: so they take no more memory than their covariances would. The newest tokens stay (`window`); the paper
+protects none. The paper compresses a prompt once; here the same is done whenever the cache is full. Ada-KV's
+rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py), for which a prompt is read in
+batches.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.kernels.kernel import kernel
+from kvtool.policy import Ranked, Signal, State, View
+
+
+@dataclass(frozen=True, slots=True)
+class Expected(Ranked):
+    """The highest expected attention.
+
+    Attributes
+    ----------
+    window
+        Newest tokens, never evicted. Default: 8, or half of what is kept if that is less.
+    sinks
+        First tokens, never evicted; their queries do not count.
+    queries
+        Newest queries, which later ones are taken to be like.
+    ahead
+        Later positions that a query may have.
+    covariance
+        Whether the variance of logits counts; their mean alone if not.
+    lengths
+        Whether scores are multiplied by the lengths of values.
+    epsilon
+        What is added to a share of attention before that.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
+    """
+
+    budget: int
+    slack: int
+    window: int
+    sinks: int = 4
+    queries: int = 128
+    ahead: int = 512
+    covariance: bool = True
+    lengths: bool = True
+    epsilon: float = 0.02
+    heads: str = "equal"
+    floor: float = 0.2
+
+    paper: ClassVar[str] = "arXiv:2510.00636"
+    least_window: ClassVar[int] = 1
+    most_window: ClassVar[int] = 8
+
+    def __post_init__(self) -> None:
+        Ranked.__post_init__(self)
+        for name in ("queries", "ahead"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon must not be negative, got {self.epsilon}")
+
+    @property
+    def reads(self) -> Signal:
+        return Signal.FUTURE | Signal.LENGTHS if self.lengths else Signal.FUTURE
+
+    @property
+    def n_query(self) -> int:
+        return self.queries
+
+    @property
+    def n_future(self) -> int:
+        return self.ahead
+
+    @property
+    def n_skip(self) -> int:
+        return self.sinks
+
+    @property
+    def prefill(self) -> str:
+        """Rows that differ cannot be compressed once."""
+        return "stream" if self.ragged else "whole"
+
+    def scores(self, view: View, state: State) -> np.ndarray:
+        # no two positions of a row are equal: the sort need not be stable
+        order = np.argsort(view.pos, axis=1)
+        lengths, epsilon = view.lengths, self.epsilon
+        if not self.lengths:
+            lengths, epsilon = np.ones(view.pos.shape, np.float32), 0.0
+        score = np.zeros(view.pos.shape, np.float32)
+        spread = 0.5 if self.covariance else 0.0
+        logits = view.future_mean, view.future_variance, spread
+        _expect(order, view.pos, view.n_head, *logits, lengths, self.sinks, epsilon, score)
+        return score
+
+
+@kernel("void(i8[:,::1], i4[:,::1], i4[::1], f4[:,:,::1], f4[:,:,::1], f8, f4[:,::1], i8, f8, f4[:,::1])")
+def _expect(order, pos, n_head, mean, variance, spread, lengths, first, epsilon, score):
+    """order i64[row, n]: cells, oldest first; pos i32[row, n], n_head i32[row], mean and variance
+    f32[row, n_head or more, n], lengths f32[row, n] -> score f32[row, n], for tokens from position `first`
+    on.
+
+    Sums are taken from the oldest token on: they do not depend on the cells.
+    """
+    n_row, n = order.shape
+    weight, share = np.empty(n, np.float64), np.empty(n, np.float64)
+    for row in range(n_row):
+        begin = 0
+        while begin < n and pos[row, order[row, begin]] < first:
+            # sinks, and of a ragged row dead cells
+            begin += 1
+        share[:] = 0
+        for head in range(n_head[row]):
+            most, total = -np.inf, 0.0
+            for i in range(begin, n):
+                cell = order[row, i]
+                weight[i] = np.float64(mean[row, head, cell]) + spread * variance[row, head, cell]
+                most = max(most, weight[i])
+            for i in range(begin, n):
+                weight[i] = np.exp(weight[i] - most)
+                total += weight[i]
+            for i in range(begin, n):
+                share[i] += weight[i] / total
+        for i in range(begin, n):
+            cell = order[row, i]
+            score[row, cell] = (share[i] / n_head[row] + epsilon) * lengths[row, cell]
+
+
+POLICY = Expected
