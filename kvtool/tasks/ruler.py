@@ -154,7 +154,7 @@ class Ruler(Task):
         return Answer(output, {"string_match": score}, {"first_tokens": n_first})
 
     def summary(self, found: Sequence[records.Record]) -> dict[str, float]:
-        """RULER's averages: of the parts' means, for each length."""
+        """RULER's averages: of several parts' means, for each length."""
         values: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for record in found:
             if "string_match" in record["scores"]:
@@ -162,6 +162,7 @@ class Ruler(Task):
         return {
             f"average of {len(of)} tasks, {length} tokens": fmean(map(fmean, of.values()))
             for length, of in sorted(values.items())
+            if len(of) > 1
         }
 
 
