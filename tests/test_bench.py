@@ -123,6 +123,17 @@ def test_a_table_of_80_columns_is_no_wider(whole):
         assert ("resident" in out.getvalue()) == (width == 120)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_device_that_does_not_count_is_said(whole, is_known):
+    records = read(whole.stdout)
+    if not is_known:
+        records = [row | {"device_bytes": None} for row in records]
+    out = io.StringIO()
+    said = {"model": records[0]["model"], "machine": records[0]["machine"]}
+    bench_table.show(Console(file=out, width=120), records, said, has_device=True)
+    assert ("not known, as the devices' counters stand still" in " ".join(out.getvalue().split())) != is_known
+
+
 @pytest.mark.engine
 def test_where_memory_is_too_small_a_row_says_so(loaded, monkeypatch):
     rows = [bench.sized(way, 256, 64) for way in bench.ways({"recall": 64}, has_device=False)]

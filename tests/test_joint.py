@@ -19,7 +19,7 @@ from kvtool.policy import Signal
 from kvtool.serve import turns
 from kvtool.serve.turns import Baton, Crew
 from tests.held import PATIENCE_S, until
-from tests.running import text
+from tests.running import LOGITS, TOLERANCE, text
 
 pytestmark = pytest.mark.engine
 
@@ -127,9 +127,9 @@ def same_together(path, name, n=220, said=(90, 60, 90), budget=48, options=(), *
     for one, other in zip(alone, together, strict=True):
         assert np.array_equal(one[0], other[0])
         assert np.array_equal(one[1], other[1])
-        assert np.abs(one[3] - other[3]).max() < 1e-3
+        assert np.abs(one[3] - other[3]).max() < LOGITS
         for field, values in one[2].items():
-            assert np.abs(values - other[2][field]).max() < 1e-4, field
+            assert np.abs(values - other[2][field]).max() < TOLERANCE, field
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -196,7 +196,7 @@ def test_a_step_that_fails_is_made_up_one_by_one(tiny_model):
         beside = lives(model, policy, tokens, said, crew=lambda baton: Broken(baton, 2))
     for one, other in zip(alone, beside, strict=True):
         assert np.array_equal(one[0], other[0])
-        assert np.abs(one[3] - other[3]).max() < 1e-3
+        assert np.abs(one[3] - other[3]).max() < LOGITS
 
 
 def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
@@ -233,7 +233,7 @@ def test_nothing_is_decoded_where_one_has_no_room(tiny_model):
         alone = stack.enter_context(closing(Engine(model, policy, Settings(**EXACT))))
         alone.read(tokens[:100])
         alone.step(tokens[:1])
-        assert np.abs(found - alone.context.logits()).max() < 1e-3
+        assert np.abs(found - alone.context.logits()).max() < LOGITS
 
 
 def test_others_get_their_turns_beside_a_crew(tiny_model, monkeypatch):

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import numpy as np
 import pytest
 
-from kvtool.llama.devices import has_gpu
+from kvtool.engine.settings import Settings
+from kvtool.llama.devices import devices, has_gpu
 from kvtool.llama.log import set_verbose
+from kvtool.llama.model import Model
 from kvtool.llama.workers import add_rpc
-from kvtool.measure import perplexity
+from kvtool.measure import bench, machine, perplexity
 from tests import rpc_server, saved
 from tests.running import open_engine, text
 from tests.test_rpc import N_TOKENS, POLICIES
@@ -98,6 +100,23 @@ def test_edits_of_both_halves_score_like_edits_here(split, tiny_model, number):
             assert np.median(off) < 2e-3
         else:
             assert off.max() < 2e-2
+
+
+def test_what_q8_0_saves_the_devices_own_counter_has(tiny_model):
+    """Mesa's, to the byte: the drivers of cards count in larger pieces."""
+    if not any("llvmpipe" in each["description"] for each in devices()):
+        pytest.skip("the device is not Mesa's, on the CPU")
+    with closing(Model(tiny_model(n_ctx_train=512))) as model:
+        rows = [bench.sized(way, 64, 16) for way in bench.ways({}, has_device=True)[1:]]
+        list(bench.Bench(model, Settings(n_batch=16, n_threads=1), rows, rounds=1, row_s=0.1).measure())
+        assert not any(row.why for row in rows)
+        (f16,), (q8_0,), (on_host,) = (row.device_bytes for row in rows)
+        cache = 256 * model.layers.cell_bytes("f16", "f16")
+    # a block of 32 numbers in q8_0 has 34 bytes
+    assert f16 - q8_0 == cache * 30 // 64
+    assert f16 > cache > f16 - on_host > 0
+    assert [row.host_bytes >= cache for row in rows] == [False, False, True]
+    assert machine.line(machine.machine()).count("; Vulkan0: llvmpipe (") == 1
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ LEGEND = (
     "host: cache if it lies there, archive, policy state{resident}"
 )
 DEVICE = "device: by the devices' counters, without the model"
+STILL = "device: not known, as the devices' counters stand still"
 CACHE = "cache: bytes allocated"
 OLD = "; /old: the median over that of the earlier run"
 
@@ -57,10 +58,12 @@ def show(console: Console, records: Sequence[Record], said: Record, *, has_devic
                 put(record["what"], measured[id(record)])
             else:
                 console.print(Text(f"{record['what']:{first}}  {record['why']}", "dim"))
+    is_known = any(record["device_bytes"] is not None for record in records)
+    device = (DEVICE if is_known or not measured else STILL) if has_device else CACHE
     parts = {
         "n_read": _range([record["n_read"] for record in records if _is_measured(record)]),
         "range": " (least-most)" if wide else "",
-        "device": DEVICE if has_device else CACHE,
+        "device": device,
         "resident": "; resident: of the process, model included" if wide else "",
     }
     console.print(Text(f"\n{LEGEND.format(**parts)}{OLD * compares}", "dim"))
