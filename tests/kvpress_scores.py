@@ -1,13 +1,14 @@
-"""Scores of a press of kvpress on the weights of a tiny model: for a Python that has kvpress, torch and gguf.
+"""Scores of presses of kvpress on the weights of a tiny model: for a Python that has kvpress, torch and gguf.
 
-    python tests/kvpress_scores.py PRESS MODEL.gguf TOKENS.npy OUT.npy [NAME=VALUE ...]
+    python tests/kvpress_scores.py MODEL.gguf TOKENS.npy OUT.npy PRESSES.json
 
-Writes scores f32[row, n] of a text that is read whole. The model is one of tests/tiny.py with rope="neox". A
-value is a number or a truth value of the press.
+Writes scores f32[press, row, n] of a text that is read whole. The model is one of tests/tiny.py with
+rope="neox". The presses are a list of their names and parameters: [["KnormPress", {}], ...].
 """
 
 import json
 import sys
+from pathlib import Path
 
 import gguf
 import kvpress
@@ -62,21 +63,26 @@ def load(path):
     return model
 
 
-def main(press, path, tokens, out, *options):
-    model = load(path)
-    given = {name: json.loads(value) for name, _, value in (option.partition("=") for option in options)}
-    made, scores = getattr(kvpress, press)(compression_ratio=0.5, **given), []
-    score = made.score
+def score(model, ids, press, params):
+    """f32[row, n]"""
+    made, found = getattr(kvpress, press)(compression_ratio=0.5, **params), []
+    own = made.score
 
     def noted(*args, **kwargs):
-        scores.append(score(*args, **kwargs))
-        return scores[-1]
+        found.append(own(*args, **kwargs))
+        return found[-1]
 
     made.score = noted
-    ids = torch.tensor(np.load(tokens)[None], dtype=torch.long)
     with torch.no_grad(), made(model):
         model.model(input_ids=ids, past_key_values=DynamicCache())
-    np.save(out, torch.cat(scores, dim=1)[0].numpy())
+    return torch.cat(found, dim=1)[0].numpy()
+
+
+def main(path, tokens, out, presses):
+    model = load(path)
+    ids = torch.tensor(np.load(tokens)[None], dtype=torch.long)
+    asked = json.loads(Path(presses).read_text())
+    np.save(out, np.stack([score(model, ids, *each) for each in asked]))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class Queries:
 
     def fits(self, queries: np.ndarray, pos: np.ndarray) -> bool:
         """Whether `save` may have returned these."""
-        kinds = (queries.dtype, queries.shape), (pos.dtype, pos.shape)
-        return kinds == ((np.float32, self.shape), (np.int32, (self.n,)))
+        is_shaped = queries.shape == self.shape and pos.shape == (self.n,)
+        return is_shaped and queries.dtype == np.float32 and pos.dtype == np.int32
 
     def restore(self, queries: np.ndarray, pos: np.ndarray) -> None:
         """Continues from what `save` returned."""

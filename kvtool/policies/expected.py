@@ -33,7 +33,7 @@ class Expected(Ranked):
     Attributes
     ----------
     window
-        Newest tokens, never evicted. Default: 8, or half of what is kept if that is less.
+        Newest tokens, never evicted. Default: 32, or half of what is kept if that is less.
     sinks
         First tokens, never evicted; their queries do not count.
     queries
@@ -66,7 +66,7 @@ class Expected(Ranked):
 
     paper: ClassVar[str] = "arXiv:2510.00636"
     least_window: ClassVar[int] = 1
-    most_window: ClassVar[int] = 8
+    most_window: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         Ranked.__post_init__(self)

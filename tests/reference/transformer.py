@@ -244,13 +244,15 @@ class Stream:
         """Notes what the last queries would make of a row's tokens at the next positions, on average."""
         model, (n_query, n_future, n_skip) = self.model, self.future
         row.asked = row.asked[-max(min(n_query, self.next - n_skip), 1) :]
-        logits = []
-        for rot, heads in row.asked:
-            # later queries are those to which keys are as much farther
-            farther = np.outer(rot - self.counter - np.arange(n_future), model.freq[layer])
-            keys = model.rotate(row.key * np.exp(1j * farther).mean(axis=0), row.rot, layer)
-            logits.append(heads @ keys.T * model.scale)
-        future = np.stack((np.mean(logits, axis=0), np.var(logits, axis=0)), axis=-1).swapaxes(0, 1)
+        rot, asked = (np.array(own) for own in zip(*row.asked, strict=True))
+        freq = model.freq[layer]
+        # later queries are those to which keys are as much farther
+        farther = np.exp(1j * np.outer(rot - self.counter, freq))
+        farther *= np.exp(-1j * np.outer(np.arange(n_future), freq)).mean(axis=0)
+        keys = model.rotate(row.key * farther[:, None], row.rot, layer)
+        # by query, head and entry
+        logits = asked @ keys.mT * model.scale
+        future = np.stack((logits.mean(axis=0), logits.var(axis=0)), axis=-1).swapaxes(0, 1)
         lengths = np.linalg.norm(row.value, axis=1) if model.has_values else np.ones(len(row))
         for record, own, length in zip(records, future.tolist(), lengths.tolist(), strict=True):
             record |= {"future": own, "length": length}

@@ -1,0 +1,92 @@
+"""Expected Attention's own: what is expected of logits, lengths of values, and which queries count."""
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.policies.expected import Expected
+from kvtool.policy import Signal, View
+
+
+def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
+    """The tokens that stay, whose cells are in their order. mean, variance: of each head."""
+    mean = np.array([mean], np.float32)
+    variance = np.zeros_like(mean) if variance is None else np.array([variance], np.float32)
+    n = mean.shape[2]
+    norms = np.ones((1, n), np.float32) if norms is None else np.array([norms], np.float32)
+    pos, layer = np.arange(n, dtype=np.int32)[None], np.zeros(1, np.int32)
+    view = View(
+        pos,
+        layer,
+        n,
+        n_head=np.full(1, n_head, np.int32),
+        future_mean=mean,
+        future_variance=variance,
+        lengths=norms,
+    )
+    policy = Expected.fit(n_keep + 1, 1, window=1, **params)
+    return np.flatnonzero(policy.plan(view, ()).keep[0]).tolist()
+
+
+def test_half_of_the_variance_counts_as_much_as_the_mean():
+    mean, variance = [[0, 3, 1, 1, 0]], [[0, 0, 4.1, 3.9, 0]]
+    assert kept(mean, 2, variance, sinks=0) == [2, 4]
+    assert kept(mean, 3, variance, sinks=0) == [1, 2, 4]
+    assert kept(mean, 2, variance, sinks=0, covariance=False) == [1, 4]
+
+
+def test_each_head_has_as_much_attention_to_give():
+    # the first head's logits are the higher ones; its share of the first token is the smaller one
+    mean = [[7, 7.5, 7, 0], [-9, -9, 0, 0]]
+    assert kept(mean, 2, n_head=2, sinks=0) == [2, 3]
+    # heads that the group lacks
+    assert kept(mean, 2, n_head=1, sinks=0) == [1, 3]
+
+
+def test_keys_of_sinks_take_no_share():
+    # behind a sink that takes all, shares are below epsilon, and lengths decide
+    mean, lengths = [[90, 2, 0, 0, 0]], [1, 1, 2, 1, 1]
+    assert kept(mean, 3, None, lengths, sinks=1, epsilon=0.02) == [0, 1, 4]
+    assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [0, 4]
+    assert kept(mean, 3, None, lengths, sinks=0, epsilon=0.02) == [0, 2, 4]
+
+
+def test_shares_are_multiplied_by_the_lengths_of_values():
+    mean, lengths = [[1, 0.5, 0, 0]], [1, 2, 1, 1]
+    assert kept(mean, 2, None, lengths, sinks=0) == [1, 3]
+    assert kept(mean, 2, None, lengths, sinks=0, lengths=False) == [0, 3]
+    # a long value that nobody may attend to stays by epsilon alone
+    mean, lengths = [[5, -20, 5, 0]], [1, 90, 1, 1]
+    assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.0) == [2, 3]
+    assert kept(mean, 2, None, lengths, sinks=0, epsilon=0.02) == [1, 3]
+
+
+def test_looks_at_as_many_queries_as_asked_for_but_those_of_sinks():
+    policy = policies.fit("expected", 512, None, ["queries=20", "ahead=7", "sinks=3"])
+    request = policy.request()
+    assert (request.n_query, request.n_future, request.n_skip) == (20, 7, 3)
+    assert policy.reads == Signal.FUTURE | Signal.LENGTHS
+    assert policies.fit("expected", 512, None, ["lengths=false"]).reads == Signal.FUTURE
+    # nothing is remembered of a cell
+    assert policy.start(2, 512, 64) == ()
+
+
+def test_a_prompt_is_compressed_once_unless_rows_share():
+    assert policies.fit("expected", 512).prefill == "whole"
+    assert policies.fit("expected", 512, None, ["heads=adaptive"]).prefill == "stream"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"queries": 0}, "queries must be 1 or more, got 0"),
+        ({"ahead": 0}, "ahead must be 1 or more, got 0"),
+        ({"epsilon": -0.1}, r"epsilon must not be negative, got -0\.1"),
+        ({"epsilon": float("nan")}, "epsilon must not be negative, got nan"),
+        ({"window": 0}, r"window must be in 1\.\.52 .*, got 0"),
+        ({"heads": "other"}, "heads must be one of equal, adaptive, got other"),
+    ],
+)
+def test_refuses_what_cannot_work(params, message):
+    with pytest.raises(ValueError, match=message):
+        Expected.fit(64, 8, **params)
