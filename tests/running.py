@@ -10,6 +10,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
+from kvtool.policy import Signal
 from tests.reference import transformer
 
 transformer.half_precision = has_gpu()
@@ -41,6 +42,11 @@ def open_engine(path, policy, n_gpu_layers=None, **settings):
         if engine:
             engine.close()
         model.close()
+
+
+def future_of(policy):
+    """What a definition's stream needs to know of a policy that reads FUTURE; None for others."""
+    return (policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None
 
 
 def text(n, seed=1, n_vocab=259):

@@ -17,9 +17,8 @@ from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
-from kvtool.policy import Signal
 from tests.reference import transformer
-from tests.running import LOGITS, TOLERANCE, open_engine, text
+from tests.running import LOGITS, TOLERANCE, future_of, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +53,7 @@ def reference(path, tokens, policy, name, made=True, exact=None, **kwargs):
         t=policy.t,
         logn=policy.logn,
         ragged=policy.ragged,
-        future=(policy.n_query, policy.n_future, policy.n_skip) if Signal.FUTURE in policy.reads else None,
+        future=future_of(policy),
         **kwargs,
     )
 

@@ -12,7 +12,7 @@ from kvtool import policies
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policy import Plan, Policy, Signal
 from tests.reference import bumblebee, transformer
-from tests.running import LOGITS, open_engine, text
+from tests.running import LOGITS, future_of, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -42,11 +42,12 @@ def live(engine):
 
 @pytest.mark.share(1, "positions")
 @pytest.mark.parametrize("positions", ["original", "in-cache"])
-@pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm", "snapkv"])
+@pytest.mark.parametrize("name", ["h2o", "tova", "buzz", "streamingllm", "snapkv", "expected"])
 def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name, positions):
     path, tokens = tiny_model(), text(330)
     policy = policies.fit(name, 48, 8)
-    stream = transformer.Stream(transformer.Llama(path), positions=positions)
+    model = transformer.Llama(path)
+    stream = transformer.Stream(model, positions=positions, future=future_of(policy))
     with open_engine(path, policy, positions=positions, prefill="whole") as engine:
         small = engine.cache_bytes
         engine.read(tokens[:310])

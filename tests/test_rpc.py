@@ -37,6 +37,7 @@ POLICIES = {
     "tova": policies.fit("tova", 48, 16),
     # queries vote from before the last plan as well
     "snapkv": policies.fit("snapkv", 48, 16, ["window=24"]),
+    "expected": policies.fit("expected", 48, 16, ["queries=24"]),
     "roco": policies.fit("roco", 48, 16),
     "logn": policies.fit("buzz", 48, 16, ["logn=true"]),
     # the archive stays here
@@ -55,6 +56,8 @@ RUNS = [
     ("scissorhands", "in-cache", "on"),
     ("tova", "original", "off"),
     ("snapkv", "original", "off"),
+    ("expected", "in-cache", "on"),
+    ("expected", "auto", "off", "gemma3"),
     ("roco", "original", "off"),
     ("logn", "original", "off"),
     ("corm", "in-cache", "off"),

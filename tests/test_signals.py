@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.policy import Plan, Policy, Signal
 from tests.reference import models, transformer
-from tests.running import TOLERANCE, open_engine, text
+from tests.running import TOLERANCE, future_of, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -56,8 +56,8 @@ def run(path, policy, sizes, *, restores=False, **settings):
 
     restores: save and restore the engine after every batch, with something else read in between.
     """
-    future = (policy.n_query, policy.n_future, policy.n_skip) if policy.n_future else None
-    stream = transformer.Stream(models.load(path), positions="in-cache", t=policy.t, future=future)
+    model = models.load(path)
+    stream = transformer.Stream(model, positions="in-cache", t=policy.t, future=future_of(policy))
     tokens, at, since, want = text(sum(sizes)), 0, 0, []
     with open_engine(path, policy, positions="in-cache", over_budget=False, **settings) as engine:
         for size in sizes:
