@@ -170,7 +170,10 @@ def resolved(run: Run) -> Resolved:
 def check_stream(run: Run, name: str) -> None:
     """Raises UsageError where a text is streamed under a policy that reads it twice. name: the policy's."""
     if run.scores and run.prefill is None and policies.rehearses(policies.load(name)):
-        raise UsageError(f"`{name}` reads a prompt twice, and a text that is streamed only once")
+        raise UsageError(
+            f"`{name}` reads a prompt twice, and this text is read once; choose another policy, or "
+            "use generate or eval"
+        )
 
 
 def instead(run: Run, kind: type[Policy], layers: Layers) -> tuple[Run, str | None]:

@@ -101,13 +101,17 @@ class Part(ABC):
         """The sample with as many pieces as fit. Raises InputError if not even the fewest do."""
         room = wanted.length - self.n_max
 
+        def n_token(n: int) -> int:
+            return sources.n_token(self.sample(n, wanted, sources).text)
+
         def fits(n: int) -> bool:
-            return sources.n_token(self.sample(n, wanted, sources).text) <= room
+            return n_token(n) <= room
 
         least = self.least(wanted, sources)
         if not fits(least):
             raise InputError(
-                f"{wanted.name} does not fit into {wanted.length} tokens; choose greater lengths"
+                f"{wanted.name} does not fit into {wanted.length} tokens: it takes about "
+                f"{n_token(least) + self.n_max}; choose greater lengths, or leave it out of tasks"
             )
         return self.sample(largest(fits, least, self.most(sources)), wanted, sources)
 
