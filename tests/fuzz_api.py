@@ -80,6 +80,7 @@ class Fuzz:
         self.live = np.zeros(N_ROW, np.int64)
         self.n_used, self.next, self.any_pos = 0, 0, True
         self.n_asked = 0
+        self.watches = True
 
     @property
     def row_cells(self):
@@ -186,7 +187,9 @@ class Fuzz:
         self.expect("seen", lib.llama_kvtool_seen(self.pointer, n), n >= 0)
 
     def watch(self):
-        self.expect("watch", lib.llama_kvtool_watch(self.pointer, self.maybe(0.7)), True)
+        watches = self.maybe(0.7)
+        self.expect("watch", lib.llama_kvtool_watch(self.pointer, watches), True)
+        self.watches = watches
 
     def small(self):
         assert lib.llama_kvtool_n_dim(self.pointer) == N_DIM
@@ -371,7 +374,7 @@ class Fuzz:
         if not ok:
             return
         self.next, self.any_pos = pos + n, False
-        self.n_asked += n
+        self.n_asked += n * self.watches
         self.n_used += n
         self.live += n
         if self.ragged:

@@ -96,9 +96,8 @@ class Context(Decoder):
         recall, made = ask.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         cells = n_filled or recall.n_filled(made), recall.n_cell if made else 0
         archive = *cells, recall.n_exact, n_near, type_archive, type_archive
-        group, n_query = GROUPS[ask.group], self._n_query
         ahead = ask.n_future if Signal.FUTURE in ask.signals else 0, n_ahead
-        wanted = EnableParams(signals, group, n_query, *ahead, *archive, ask.log_n, ragged)
+        wanted = EnableParams(signals, GROUPS[ask.group], self._n_query, *ahead, *archive, ask.log_n, ragged)
         self.n_row: int = lib.llama_kvtool_enable(self._context, ctypes.byref(wanted))
         if self.n_row < 0:
             why = error_text()
@@ -107,7 +106,7 @@ class Context(Decoder):
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
-        self.queries = Queries(self, self._n_query) if ahead[0] else None
+        self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if ahead[0] else None
         n_layer = int(np.count_nonzero(np.diff(self.row_layers))) + 1
         self.archive: Archive | None = None
         if ask.recall:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import check, lib
-
-if TYPE_CHECKING:
-    from kvtool.llama.context import Context
 
 
 class Queries:
-    """The last n queries of a context. Attributes: n."""
+    """The last n queries of a context with n_row rows, whose groups have n_head heads, i32[row]."""
 
-    def __init__(self, context: Context, n: int) -> None:
+    def __init__(self, context: Decoder, n: int, n_row: int, n_head: np.ndarray) -> None:
         self._context = context
+        self._shape = n_row, int(n_head.max())
         self.n = n
 
     def future(self, n_last: int, pos: int, n_kv: int) -> tuple[np.ndarray, np.ndarray]:
@@ -24,11 +21,10 @@ class Queries:
 
         Both are f32[row, head, n_kv]. pos: where the next token's key is rotated to.
         """
-        context = self._context
-        shape = context.n_row, int(context.n_head.max()), n_kv
+        shape = *self._shape, n_kv
         mean, variance = np.empty(shape, np.float32), np.empty(shape, np.float32)
         where = mean.ctypes.data, variance.ctypes.data
-        check(lib.llama_kvtool_read_future(context.handle, n_last, pos, *where, *shape))
+        check(lib.llama_kvtool_read_future(self._context.handle, n_last, pos, *where, *shape))
         return mean, variance
 
     @property
