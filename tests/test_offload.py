@@ -35,7 +35,6 @@ RUNS = [
     ("bumblebee", "in-cache", "off"),
     ("corm", "in-cache", "off"),
     ("snapkv", "original", "off"),
-    ("expected", "in-cache", "on"),
     ("recall", "original", "off"),
     ("recall", "auto", "on"),
 ]
