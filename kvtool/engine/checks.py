@@ -58,5 +58,6 @@ def how_read(policy: Policy, settings: Settings) -> str:
 
 def check_devices(policy: Policy, model: Model) -> None:
     """Raises UsageError where layers lie on several devices, and the policy looks ahead: that crashes."""
-    if Signal.FUTURE in policy.reads and model.is_split:
+    # what is no Signal is refused where the request is made
+    if isinstance(policy.reads, Signal) and Signal.FUTURE in policy.reads and model.is_split:
         raise UsageError(f"{type(policy).__name__} needs all layers on one device; choose -ngl 99, or -ngl 0")
