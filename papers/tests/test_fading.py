@@ -50,7 +50,7 @@ def test_the_next_queries_are_another_choice(rule):
     one, other = (attend(*given, Rule.parse(f"h2o+6:{name}"), 20, 4) for name in (rule, rule[5:]))
     differ = np.abs(one - other).max(axis=(1, 2)) > 1e-5
     assert np.isfinite(one).all()
-    # the first two places are taken, then there is a choice
+    # until the places are taken there is no choice
     assert not differ[:20].any()
     assert differ[20:].any()
 
