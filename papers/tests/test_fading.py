@@ -7,7 +7,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.measure import perplexity
-from papers.fading import Rule, attend, nll
+from papers.fading import MERGES, STRIDE, Rule, attend, nll
 from tests.reference import models
 from tests.running import TOLERANCE, open_engine, text
 
@@ -15,7 +15,7 @@ from tests.running import TOLERANCE, open_engine, text
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["h2o", "roco", "streamingllm"])
 def test_a_rule_without_means_is_the_policy(tiny_model, name):
-    path, tokens, budget = tiny_model(), text(120), 40
+    path, tokens, budget = tiny_model(), text(130), 60
     with open_engine(path, policies.fit(name, budget, 1)) as engine:
         want = perplexity.stream(engine, tokens)
     found = nll(models.load(path), tokens, Rule.parse(name), budget)
@@ -30,9 +30,6 @@ def test_no_rule_is_the_full_cache(tiny_model):
     assert nll(models.load(path), tokens, None, 0) == pytest.approx(want, abs=10 * TOLERANCE)
 
 
-MERGES = ("output", "near", "cosine", "age", "spare")
-
-
 @pytest.mark.parametrize("merge", MERGES)
 def test_means_are_those_of_the_definition(merge):
     rng = np.random.default_rng(1)
@@ -41,18 +38,6 @@ def test_means_are_those_of_the_definition(merge):
     given = (each.astype(np.float32) for each in (query, key, value))
     found = attend(*given, Rule.parse(f"streamingllm+6:{merge}"), budget, n_query)
     assert np.abs(found - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-4
-
-
-@pytest.mark.parametrize("rule", ["next-output", "next-spare"])
-def test_the_next_queries_are_another_choice(rule):
-    rng = np.random.default_rng(2)
-    given = [rng.normal(size=shape).astype(np.float32) for shape in ((60, 2, 8), (60, 8), (60, 8))]
-    one, other = (attend(*given, Rule.parse(f"h2o+6:{name}"), 20, 4) for name in (rule, rule[5:]))
-    differ = np.abs(one - other).max(axis=(1, 2)) > 1e-5
-    assert np.isfinite(one).all()
-    # until the places are taken there is no choice
-    assert not differ[:20].any()
-    assert differ[20:].any()
 
 
 def test_a_rule_that_is_none_is_refused():
@@ -78,8 +63,18 @@ def _attend(query, key, value, n_cell, n_mean, merge, n_query):
             continue
         means.append(live.pop(4))
         if len(means) > n_mean:
-            _merge(means, merge, scale, asked[-n_query * query.shape[1] :])
+            some = asked[-n_query * query.shape[1] :]
+            if merge.startswith("next-"):
+                at = [min(t + 1 + i * STRIDE, len(query) - 1) for i in range(n_query)]
+                some = [_full(own, key[: u + 1], value[: u + 1], scale) for u in at for own in query[u]]
+            _merge(means, merge.removeprefix("next-"), scale, some)
     return output
+
+
+def _full(query, key, value, scale):
+    logits = scale * key @ query
+    total = np.logaddexp.reduce(logits)
+    return query, total, np.exp(logits - total) @ value
 
 
 def _merge(means, merge, scale, asked):
