@@ -13,6 +13,7 @@ import numpy as np
 from kvtool import policies
 from kvtool.measure import records, statistics
 from kvtool.measure.grid import split_policy
+from papers.parts import PARTS, item_scores
 
 Line = dict[str, Any]
 """A line of papers/records: one policy with one budget on one file.
@@ -220,7 +221,7 @@ class Eval:
         for (label, budget, of), items in groups.items():
             if label not in self.policies or budget not in (None, *self.budgets):
                 continue
-            scored = [_scores(record) for record in items]
+            scored = [item_scores(record) for record in items]
             names = dict.fromkeys(name for scores in scored for name in scores)
             yield {
                 "label": self.named or label,
@@ -351,7 +352,7 @@ class Map(_ByText):
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
-            parts = list(_MAPS[self.kind](record))
+            parts = list(PARTS[self.kind](record))
             for part, label, value in parts:
                 yield {
                     "label": label,
@@ -397,39 +398,45 @@ class Chosen(_ByText):
         return ("papers.chosen_keys", file, "--policies", labels, "--max-tokens", str(self.max_tokens))
 
 
-_Parts = Iterator[tuple[str, str, float]]
-"""Column, row and value."""
+@dataclass(frozen=True, slots=True)
+class Fading(_ByText):
+    """A `papers.fading` for each text: what rows predict that keep means, by rule."""
+
+    files: tuple[str, ...]
+    rules: tuple[str, ...]
+    budget: int
+    max_tokens: int
+    model: str = ""
+    minutes: int = 0
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return ()
+
+    def shown(self) -> str:
+        return shell(self._command("FILE"), self.model) + _each(self.files)
+
+    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
+        for record in found:
+            counts = statistics.block_counts(record["tokens"] - 1)
+            for label in self.rules:
+                yield {
+                    "label": label,
+                    "budget": None if label == "full" else str(record["budget"]),
+                    "of": record["file"],
+                    "tokens": record["tokens"],
+                    "scores": {"nll": (np.array(record["nll_blocks"][label]) / counts).tolist()},
+                    "weights": {"nll": counts.astype(int).tolist()},
+                    "bytes": [record["bytes"][label], 0],
+                    **_about(record | {"cpu_s": record["cpu_s"][label]}),
+                }
+
+    def _command(self, file: str) -> tuple[str, ...]:
+        size = ("--budget", str(self.budget), "--max-tokens", str(self.max_tokens))
+        return ("papers.fading", file, "--rules", ",".join(self.rules), *size)
 
 
-def _share(record: records.Record) -> _Parts:
-    """Of the first two layers and of the others."""
-    share, first = np.array(record["share"]), np.array(record["layer"]) < 2
-    yield "important keys", "the first two layers", share[first].mean()
-    yield "important keys", "all other layers", share[~first].mean()
-
-
-def _overlap(record: records.Record) -> _Parts:
-    for name, label in (("similar", "the most similar query"), ("previous", "the query before")):
-        yield "overlap", label, record["mean"][name]
-    yield "overlap", "a random query", record["mean"]["random"]
-
-
-def _near(record: records.Record) -> _Parts:
-    for n in (1, 16, 256):
-        yield f"within {n}", "the most similar query", record["mean"][f"within_{n}"]
-        yield f"within {n}", "by chance", record["chance"][f"within_{n}"]
-
-
-def _ranks(record: records.Record) -> _Parts:
-    """The part of the dimensions that the ranks are, the mean over heads."""
-    for name, label in (("keys_before", "keys before RoPE"), ("keys", "keys"), ("values", "values")):
-        n_dim = len(record[name]["normalised"])
-        yield "rank", label, float(np.mean(record[name]["rank"])) / n_dim
-
-
-_MAPS = {"share": _share, "attention": _overlap, "queries": _near, "values": _ranks}
-
-Run = Compare | Eval | Inspect | Map | Chosen
+Run = Compare | Eval | Inspect | Map | Chosen | Fading
 
 
 def is_program(command: Sequence[str]) -> bool:
@@ -473,21 +480,6 @@ def _names(label: str, record: records.Record) -> bool:
         return False
     asked = policies.parse_options(name, policies.load(name), list(options))
     return asked.items() <= record["params"].items()
-
-
-def _scores(record: records.Record) -> dict[str, float]:
-    """An item's scores and how many cells it held.
-
-    For `choice` also the log-probability of the right choice among all, in nats.
-    """
-    scores = dict(record["scores"])
-    if scores and "cells" in record:
-        scores["cells_held"] = record["cells"]
-    if scores and record["task"] == "choice":
-        logp = np.array(record["logp"])
-        right = record["choices"].index(record["references"][0])
-        scores["right"] = float(logp[right] - np.logaddexp.reduce(logp))
-    return scores
 
 
 def _about(*found: records.Record, lines: int = 1) -> Line:

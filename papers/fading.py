@@ -1,30 +1,32 @@
 """Does a row gain by keeping means of what it evicts? Fewer cells of a policy, and means beside them.
 
-    python -m papers.fading wiki.test.raw --budget 128 --rules h2o,h2o+16,h2o+16:spare,h2o+16:near --nll runs
+    python -m papers.fading wiki.test.raw --budget 128 --rules full,h2o,h2o+16:cells,h2o+16,h2o+16:spare
 
 A row of `h2o+16` has 16 places for what its policy evicts, and as many cells less: a query sees `--budget`
 cells and means. A token that leaves takes a place as it is. Where there is one too many, two of them become
 one, with a mean key, a mean value and a number that is added to its logit. Behind a colon stands which two:
 
-output  the default: the two whose merge changes the outputs of the last `--queries` tokens least. Their means
-        are weighted by the attention that these queries pay, and the number keeps the sum of that attention.
+output  the default: the two whose merge changes the outputs of the last queries least. Their means are
+        weighted by the attention that these queries pay, and the number keeps the sum of that attention.
+next    the same with queries of the next tokens, in place of the last. No policy can know them.
 near    the two nearest keys by Ward's criterion (cosine: by the angle). Means are weighted by tokens, and the
         number is the logarithm of how many there are.
 age     the two neighbours in the order of leaving that have the fewest tokens together, weighted as in near.
-spare   none: the one goes whose loss changes the outputs of the last `--queries` tokens least. So the places
-        hold tokens, chosen as `output` chooses, and no means.
+spare   none: the one goes whose loss changes the outputs of the last queries least. So the places hold
+        tokens, chosen much as `output` chooses, and no means.
+cells   no means and no places, but as many cells as fit into the bytes of a row of `output`.
 
-Ahead of `output` and `spare` may stand "next-": with the queries of the next tokens, in place of the last. No
-policy can know them.
+Behind a second colon stands of how many tokens the queries are kept: `h2o+16:output:4`; without it 16.
 
 Policies decide for each row by that row's attention alone. So a layer is done for all tokens before the next
 one, in F32 and with an eviction at each token: as `kvtool perplexity --evict-every 1` computes. Runs a llama
-or qwen2 in NumPy. What is in the folder of --nll is not measured again.
+or qwen2 in NumPy. papers/fading.md says what was found.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,17 +34,18 @@ import numba
 import numpy as np
 
 from benchmarks.common import add_common, load_model, load_tokens, make_parser, note, write_json
+from kvtool.measure import records, statistics
 from kvtool.models.resolve import resolve
 from kvtool.policies.h2o import H2O
 from kvtool.policies.roco import RoCo
 from tests import tiny
 from tests.reference.models import Llama
 
-MERGES = ("output", "near", "cosine", "age", "spare", "next-output", "next-spare")
-OUTPUT, NEAR, COSINE, AGE, SPARE = range(5)
+MERGES = ("output", "near", "cosine", "age", "spare", "next", "cells")
+OUTPUT, NEAR, COSINE, AGE, SPARE, NEXT = range(6)
 WINDOW, HEAVY, STEADY = range(3)
 STRIDE = 8
-BLOCK = 64
+"""Tokens between the next queries that `next` looks at."""
 _CHUNK = 256
 _SINKS = 4
 _FAR = np.float32(1e30)
@@ -54,67 +57,82 @@ class Rule(NamedTuple):
     policy: str
     n_mean: int
     merge: str
+    n_query: int
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """From POLICY, POLICY+N or POLICY+N:MERGE. Raises ValueError."""
-        own, _, merge = text.partition(":")
+        """From POLICY, POLICY+N, POLICY+N:MERGE or POLICY+N:MERGE:QUERIES. Raises ValueError."""
+        own, _, how = text.partition(":")
         policy, _, n_mean = own.partition("+")
+        merge, _, n_query = how.partition(":")
         if policy not in ("h2o", "roco", "streamingllm") or (merge or "output") not in MERGES:
             raise ValueError(f"not a rule: {text}")
-        return cls(policy, int(n_mean or 0), merge or "output")
+        return cls(policy, int(n_mean or 0), merge or "output", int(n_query or 16))
 
-    def numbers(self, budget: int) -> tuple[int, int, int, int, int]:
-        """Cells, which kind of policy, sinks, window and how many stay for their deviation."""
-        n_cell = budget - self.n_mean
+    def n_byte(self, budget: int, group: int, dim: int) -> int:
+        """What a row holds: keys, values and queries in two bytes a number, all others in four.
+
+        A cell has a key and a value; a mean its size and the number of its logit, too. Of a query that is
+        kept there is the logarithm of its sum of exponentials, and for `spare` its output.
+        """
+        cell = 4 * dim
+        if not self.n_mean:
+            return budget * cell
+        if self.merge == "cells":
+            return self._n_cell(budget, group, dim) * cell
+        numbers = {"output": 2 * dim + 4, "next": 2 * dim + 4, "spare": 4 * dim + 4}.get(self.merge, 0)
+        return budget * cell + self.n_mean * 8 + self.n_query * group * numbers
+
+    def _n_cell(self, budget: int, group: int, dim: int) -> int:
+        if self.merge != "cells":
+            return budget - self.n_mean
+        return self._replace(merge="output").n_byte(budget, group, dim) // (4 * dim)
+
+    def numbers(self, budget: int, group: int, dim: int) -> tuple[int, int, int, int, int, int]:
+        """Cells, which kind of policy, sinks, window, how many stay for their deviation, and places."""
+        n_cell = self._n_cell(budget, group, dim)
+        n_mean = 0 if self.merge == "cells" else self.n_mean
         if self.policy == "h2o":
             h2o = H2O.fit(n_cell, 1)
-            return n_cell, HEAVY, h2o.sinks, h2o.window, 0
+            return n_cell, HEAVY, h2o.sinks, h2o.window, 0, n_mean
         if self.policy == "roco":
             roco = RoCo.fit(n_cell, 1)
-            return n_cell, STEADY, roco.sinks, roco.window, roco.keep_std
-        return n_cell, WINDOW, _SINKS, 0, 0
+            return n_cell, STEADY, roco.sinks, roco.window, roco.keep_std, n_mean
+        return n_cell, WINDOW, _SINKS, 0, 0, n_mean
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     add_common(parser)
-    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--rules", default="full,h2o,h2o+16:cells,h2o+16,h2o+16:spare")
     parser.add_argument("--budget", type=int, default=128, help="cells and means of a row")
-    parser.add_argument("--rules", default="h2o,h2o+16,h2o+16:spare")
-    parser.add_argument("--queries", type=int, default=16, help="tokens whose queries are kept")
-    parser.add_argument("--nll", type=Path, metavar="FOLDER", help="keep each token's nll here")
+    parser.add_argument("--max-tokens", type=int, default=2048)
     args = parser.parse_args()
 
+    rules = {name: None if name == "full" else Rule.parse(name) for name in args.rules.split(",")}
     tokens = load_tokens(load_model(args.model), args.file, args.max_tokens)
     with tempfile.TemporaryDirectory() as folder:
         tiny.dequantize(resolve(args.model), Path(folder) / "f32.gguf")
         model = Llama(Path(folder) / "f32.gguf")
-    found: dict[str, np.ndarray] = {}
-    for name in ("full", *args.rules.split(",")):
-        at = None
-        if args.nll:
-            at = args.nll / f"{args.file.stem}-{len(tokens)}-{args.budget}-{name.replace(':', '-')}.npy"
-        if at and at.exists():
-            found[name] = np.load(at)
-            continue
-        note(name)
-        rule = None if name == "full" else Rule.parse(name)
-        found[name] = nll(model, tokens, rule, args.budget, args.queries)
-        if at:
-            at.parent.mkdir(exist_ok=True)
-            np.save(at, found[name])
-    print("| rule | perplexity | nll against the first rule |")
+    n_row, group = len(model.layers) * model.n_head_kv, model.n_head // model.n_head_kv
+    blocks, seconds, n_byte = {}, {}, {}
+    print("| rule | perplexity | a row's bytes |")
     print("| --- | ---: | ---: |")
-    first = found[args.rules.split(",")[0]]
-    for name, each in found.items():
-        difference = (each - first)[: len(first) // BLOCK * BLOCK].reshape(-1, BLOCK).mean(axis=1)
-        error = difference.std(ddof=1) / np.sqrt(len(difference))
-        print(f"| `{name}` | {np.exp(each.mean()):.3f} | {(each - first).mean():+.4f} +- {error:.4f} |")
-    write_json(args.json, {name: each.tolist() for name, each in found.items()})
+    for name, rule in rules.items():
+        note(name)
+        started = time.process_time()
+        found = nll(model, tokens, rule, args.budget)
+        seconds[name] = time.process_time() - started
+        blocks[name] = statistics.block_sums(found.astype(np.float64)).tolist()
+        of_row = rule.n_byte(args.budget, group, model.head_dim) if rule else len(tokens) * 4 * model.head_dim
+        n_byte[name] = of_row * n_row
+        print(f"| `{name}` | {np.exp(found.mean()):.3f} | {of_row:,} |", flush=True)
+    about = {"file": args.file.name, "model": resolve(args.model).name, "tokens": len(tokens)}
+    about |= {"budget": args.budget, **records.versions()}
+    write_json(args.json, about | {"nll_blocks": blocks, "cpu_s": seconds, "bytes": n_byte})
 
 
-def nll(model: Llama, tokens: np.ndarray, rule: Rule | None, budget: int, n_query: int = 16) -> np.ndarray:
+def nll(model: Llama, tokens: np.ndarray, rule: Rule | None, budget: int) -> np.ndarray:
     """Of each token after the first, f32[n - 1]; None: with the full cache."""
     n, group = len(tokens), model.n_head // model.n_head_kv
     x = model.embd[tokens]
@@ -129,7 +147,7 @@ def nll(model: Llama, tokens: np.ndarray, rule: Rule | None, budget: int, n_quer
         for head in range(model.n_head_kv):
             mine = slice(head * group, (head + 1) * group)
             own = (np.ascontiguousarray(each) for each in (query[:, mine], key[:, head], value[:, head]))
-            output[:, mine] = attend(*own, rule, budget, n_query)
+            output[:, mine] = attend(*own, rule, budget)
         x = x + output.reshape(n, -1) @ layer["attn_output"].T
         h = _norm(model, x, layer["ffn_norm"])
         gate = h @ layer["ffn_gate"].T
@@ -158,19 +176,18 @@ def _rotated(model: Llama, x: np.ndarray, i: int) -> np.ndarray:
 
 
 def attend(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, rule: Rule | None, budget: int, n_query: int
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, rule: Rule | None, budget: int
 ) -> np.ndarray:
     """A row's outputs f32[n, group, dim], for query f32[n, group, dim], key and value f32[n, dim]."""
     query = query / np.float32(np.sqrt(query.shape[-1]))
-    is_oracle = rule is not None and rule.merge.startswith("next-")
-    full = np.zeros((1, 1, 1), np.float32), np.zeros((1, 1), np.float32)
-    if rule is None or is_oracle:
-        full = _attend_all(query, key, value)
     if rule is None:
-        return full[0]
+        return _attend_all(query, key, value)[0]
+    sums = np.zeros((1, 1), np.float32)
+    if rule.merge == "next":
+        sums = _attend_all(query, key, value)[1]
     output = np.empty_like(query)
-    merge = MERGES.index(rule.merge.removeprefix("next-"))
-    _evict(query, key, value, *rule.numbers(budget), rule.n_mean, merge, n_query, is_oracle, *full, output)
+    numbers = rule.numbers(budget, *query.shape[1:])
+    _evict(query, key, value, *numbers, MERGES.index(rule.merge), rule.n_query, sums, output)
     return output
 
 
@@ -307,12 +324,10 @@ def _evict(
     n_mean,
     merge,
     n_query,
-    is_oracle,
-    known,
     sums,
     output,
 ):
-    """A row's stream; query: scaled. known, sums: the full cache's outputs and totals, of an oracle."""
+    """A row's stream; query: scaled. sums: the full cache's totals, for NEXT."""
     n_token, group, dim = query.shape
     f32 = np.float32
     keys, values = np.zeros((n_cell, dim), f32), np.zeros((n_cell, dim), f32)
@@ -352,7 +367,7 @@ def _evict(
                     attn[c] += w
             output[t, g] = out
             r = t % n_query * group + g
-            if not is_oracle:
+            if merge != NEXT:
                 queries[r], outputs[r], totals[r] = query[t, g], out, most + np.log(z)
         for c in range(n):
             mass[c] += attn[c]
@@ -368,29 +383,30 @@ def _evict(
         mass[gone], squares[gone] = mass[n], squares[n]
         if m <= n_mean:
             continue
-        if merge in (OUTPUT, SPARE):
-            if is_oracle:
-                for r in range(n_query * group):
-                    at, g = min(t + 1 + r // group * STRIDE, n_token - 1), r % group
-                    queries[r], outputs[r], totals[r] = query[at, g], known[at, g], sums[at, g]
+        if merge == NEXT:
+            for r in range(n_query * group):
+                at, g = min(t + 1 + r // group * STRIDE, n_token - 1), r % group
+                queries[r], totals[r] = query[at, g], sums[at, g]
+        by_output = merge in (OUTPUT, NEXT)
+        if by_output or merge == SPARE:
             for x in range(m):
                 paid[x] = _seen(mean_keys[x], bias[x], queries, totals, seen[x])
         if merge == SPARE:
             b, a = _least_seen(m, seen, mean_values, outputs), -1
-        elif merge == OUTPUT:
+        elif by_output:
             a, b = _least_changed(m, seen, paid, mean_values)
         else:
             a, b = _nearest(merge, m, mean_keys, size, order)
         if a >= 0:
             both = size[a] + size[b]
             share = size[a] / both
-            if merge == OUTPUT:
+            if by_output:
                 share = max(min(paid[a] / (paid[a] + paid[b]), f32(0.99)), f32(0.01))
             for e in range(dim):
                 mean_keys[a, e] = share * mean_keys[a, e] + (1 - share) * mean_keys[b, e]
                 mean_values[a, e] = share * mean_values[a, e] + (1 - share) * mean_values[b, e]
             size[a], bias[a] = both, np.log(both)
-            if merge == OUTPUT:
+            if by_output:
                 now = f32(1e-20)
                 for r in range(n_query * group):
                     now += np.exp(min(_dot(mean_keys[a], queries[r]) - totals[r], f32(60)))

@@ -40,7 +40,7 @@ from papers.tables import LABORATORY, RESULTS, ROOT
 DOCUMENTS = (
     *(
         LABORATORY / f"{name}.md"
-        for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "policy-numbers")
+        for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "fading", "policy-numbers")
     ),
     ROOT / "docs" / "which-policy.md",
 )

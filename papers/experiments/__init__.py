@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from papers.commands import Run
-from papers.experiments import bumblebee, buzz, corm, tasks, weightedkv, which
+from papers.experiments import bumblebee, buzz, corm, fading, tasks, weightedkv, which
 from papers.experiments.kinds import Experiment
 
-_MODULES = (weightedkv, buzz, bumblebee, corm, tasks, which)
+_MODULES = (weightedkv, buzz, bumblebee, corm, tasks, which, fading)
 
 RUNS: dict[str, Run] = {name: run for module in _MODULES for name, run in module.RUNS.items()}
 EXPERIMENTS: dict[str, Experiment] = {

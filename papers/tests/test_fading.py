@@ -30,14 +30,31 @@ def test_no_rule_is_the_full_cache(tiny_model):
     assert nll(models.load(path), tokens, None, 0) == pytest.approx(want, abs=10 * TOLERANCE)
 
 
-@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("merge", [name for name in MERGES if name != "cells"])
 def test_means_are_those_of_the_definition(merge):
     rng = np.random.default_rng(1)
     n, group, dim, budget, n_query = 60, 2, 8, 20, 4
     query, key, value = (rng.normal(size=shape) for shape in ((n, group, dim), (n, dim), (n, dim)))
     given = (each.astype(np.float32) for each in (query, key, value))
-    found = attend(*given, Rule.parse(f"streamingllm+6:{merge}"), budget, n_query)
+    found = attend(*given, Rule.parse(f"streamingllm+6:{merge}:{n_query}"), budget)
     assert np.abs(found - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-4
+
+
+def test_cells_that_take_the_bytes_of_means():
+    query, key, value = (np.zeros(shape, np.float32) for shape in ((60, 2, 8), (60, 8), (60, 8)))
+    # 6 means have two numbers more; 4 tokens have two queries of 16 bytes and a number each
+    rule, cells = (Rule.parse(f"streamingllm+6:{merge}:4") for merge in ("output", "cells"))
+    assert rule.n_byte(20, 2, 8) == 20 * 32 + 6 * 8 + 4 * 2 * (16 + 4)
+    n_cell = 26
+    assert cells.n_byte(20, 2, 8) == n_cell * 32 <= rule.n_byte(20, 2, 8) < (n_cell + 1) * 32
+    value[:, 0] = np.arange(60)
+    found = attend(query, key, value, cells, 20)
+    kept = [*range(4), *range(60 - n_cell + 5 - 1, 60)]
+    assert found[-1, :, 0] == pytest.approx(np.mean(kept))
+    # spare keeps outputs, too; what merges by keys keeps no queries
+    assert Rule.parse("h2o+6:spare:4").n_byte(20, 2, 8) - rule.n_byte(20, 2, 8) == 4 * 2 * 16
+    assert Rule.parse("h2o+6:near").n_byte(20, 2, 8) == 20 * 32 + 6 * 8
+    assert Rule.parse("h2o").n_byte(20, 2, 8) == 20 * 32
 
 
 def test_a_rule_that_is_none_is_refused():
@@ -64,10 +81,10 @@ def _attend(query, key, value, n_cell, n_mean, merge, n_query):
         means.append(live.pop(4))
         if len(means) > n_mean:
             some = asked[-n_query * query.shape[1] :]
-            if merge.startswith("next-"):
+            if merge == "next":
                 at = [min(t + 1 + i * STRIDE, len(query) - 1) for i in range(n_query)]
                 some = [_full(own, key[: u + 1], value[: u + 1], scale) for u in at for own in query[u]]
-            _merge(means, merge.removeprefix("next-"), scale, some)
+            _merge(means, "output" if merge == "next" else merge, scale, some)
     return output
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from papers.commands import Chosen, Compare, Eval, Inspect, Map
+from papers.commands import Chosen, Compare, Eval, Fading, Inspect, Map
 from papers.tests.made_up import VERSIONS, answered, compared
 
 
@@ -124,6 +124,32 @@ def test_of_chosen_keys_the_mean_over_rows_is_kept():
         ("buzz", [pytest.approx(0.95)]),
     ]
     assert [ask.command[1] for ask in run.missing(found, "made-up")] == ["b.txt"]
+
+
+def test_of_rules_the_means_of_blocks_and_the_bytes_are_kept():
+    run = Fading(("a.txt", "b.txt"), ("full", "h2o+2"), 8, 65)
+    found = {
+        "nll_blocks": {"full": [1.0] * 32, "h2o+2": [2.0] * 32},
+        "bytes": {"full": 2**20, "h2o+2": 2**18},
+        "cpu_s": {"full": 3.0, "h2o+2": 4.0},
+    }
+    record = {"file": "a.txt", "tokens": 65, "budget": 8, "seconds": 9.0, **found, **VERSIONS}
+    first, second = run.lines([record])
+    assert (first["label"], first["budget"], first["bytes"], first["seconds"]) == (
+        "full",
+        None,
+        [2**20, 0],
+        3,
+    )
+    assert (second["label"], second["budget"], second["bytes"]) == ("h2o+2", "8", [2**18, 0])
+    assert second["scores"]["nll"] == [1.0] * 32
+    assert second["weights"]["nll"] == [2] * 32
+    (ask,) = run.missing([first, second], "made-up")
+    assert ask.command == (
+        *("papers.fading", "b.txt", "--rules", "full,h2o+2"),
+        *("--budget", "8", "--max-tokens", "65"),
+    )
+    assert run.shown().startswith("python -m papers.fading FILE --rules full,h2o+2 --budget 8")
 
 
 def test_of_one_item_the_output_is_kept_if_asked():

@@ -20,8 +20,9 @@ from kvtool.cli import app
 from kvtool.measure import grid, records
 from kvtool.measure.grid import split_policy
 from papers import index, runner, samples, tables
-from papers.commands import Compare, Eval, Inspect, Map, is_program
+from papers.commands import Compare, Eval, Fading, Inspect, Map, is_program
 from papers.experiments import EXPERIMENTS, RUNS, kinds
+from papers.fading import Rule
 from papers.tests.made_up import VERSIONS, answered, compared
 
 # the document
@@ -49,6 +50,9 @@ def test_what_is_kept_is_of_a_run_and_tells_no_folder():
     for path in tables.RESULTS.glob("*.jsonl"):
         assert path.stem in RUNS, path.name
         labels = {split_policy(label.partition(",")[0])[0] for label in RUNS[path.stem].policies}
+        if isinstance(RUNS[path.stem], Fading):
+            assert {line["label"] for line in records.read(path)} == set(RUNS[path.stem].rules)
+            continue
         if isinstance(RUNS[path.stem], Map):
             continue
         labels |= {
@@ -89,6 +93,8 @@ def test_every_command_is_one_that_kvtool_takes(name):
         tasks.make(run.task, given)
     if isinstance(run, Compare) and not run.budgets:
         assert all(map(grid.keeps_all_it_needs, run.policies))
+    for rule in getattr(run, "rules", ()):
+        assert rule == "full" or Rule.parse(rule).n_byte(run.budget, 3, 64)
     commands = list(run.commands())
     assert commands
     for command in commands:
@@ -111,6 +117,7 @@ def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
             asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
             asked = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in asked}
             labels |= {getattr(RUNS[run], "named", "") for run in each.runs}
+            labels |= {rule for run in each.runs for rule in getattr(RUNS[run], "rules", ())}
             if table.row == "budget":
                 asked -= {budget for run in each.runs for budget in RUNS[run].budgets}
             # a map's rows are no policies
