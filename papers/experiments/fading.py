@@ -32,7 +32,7 @@ _LARGE = tuple(rule for policy in _POLICIES for rule in _rules(policy, 32))
 
 RUNS: dict[str, Run] = {
     "fading-512": Fading(_FOUR, ("full", *_LARGE), 512, 4096, minutes=11),
-    "fading": Fading(_THREE, ("full", *_SMALL, *_FEWER_QUERIES), 128, 2048, minutes=5),
+    "fading": Fading(_FOUR, ("full", *_SMALL, *_FEWER_QUERIES), 128, 2048, minutes=6),
     "fading-ways": Fading(_THREE, (*_WINDOW, *_WAYS), 128, 2048, minutes=4),
 }
 
