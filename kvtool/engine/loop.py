@@ -9,6 +9,7 @@ import numpy as np
 from kvtool.engine import prefill
 from kvtool.engine.cells import Cells
 from kvtool.engine.stream import Stream
+from kvtool.engine.whole import Whole
 from kvtool.errors import UsageError
 
 _I32 = np.dtype(np.int32)
@@ -111,15 +112,24 @@ class Engine(Stream):
                     self.evict_if_due(0)
                 yield part
 
-    def read(self, tokens: np.ndarray, stopped: Callable[[], bool] = lambda: False) -> int:
+    def read(
+        self,
+        tokens: np.ndarray,
+        stopped: Callable[[], bool] = lambda: False,
+        whole: Whole | None = None,
+    ) -> int:
         """Decodes a text i32[n] of any length; its last token gives logits.
 
         The first text of a stream is read whole if policy or settings say so. `stopped` is asked before each
-        step, or part of one, whether to end. Returns how many tokens were read; of a text read whole all or
-        none. Raises what `step` raises.
+        step, or part of one, whether to end. whole: what another stream of the same model and cache types has
+        read; where the text is the same and nothing of it is evicted amid it, it is not read again. Returns
+        how many tokens were read; of a text read whole all or none. Raises what `step` raises.
         """
         if self.reads_whole(len(tokens)):
-            return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped)
+            return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, whole)
+        if whole and self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell:
+            n = whole.put(self, tokens)
+            return n + self.read(tokens[n:], stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():
             done = next(steps).stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,17 +11,21 @@ import numpy as np
 
 from kvtool.engine.rehearsal import Rehearser
 from kvtool.engine.stream import Stream, pad
+from kvtool.engine.whole import Whole
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 
 
-def read_whole(stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool]) -> int:
+def read_whole(
+    stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool], whole: Whole | None = None
+) -> int:
     """Decodes a prompt into a cache that holds all of it, and lets the policy compress it once.
 
     A prompt beyond the context is decoded in segments that do not see each other (BumbleBee 6.4). If the
     policy asks for a rehearsal, each is then read once more. `stopped` is asked before each batch whether to
-    end. Returns how many tokens were read: all or none. After none, or
-    an error, the cache is empty and what was pinned and held is so again. Raises StreamEnd if original
-    positions do not reach so far, and what `Engine.step` raises.
+    end. whole: what another stream has read; of the same prompt, only what that lacks is read here. Returns
+    how many tokens were read: all or none. After none, or an error, the cache is empty and what was pinned
+    and held is so again. Raises StreamEnd if original positions do not reach so far, and what `Engine.step`
+    raises.
     """
     n = len(tokens)
     segments = np.array_split(tokens, n_segments(stream, n))
@@ -32,7 +36,7 @@ def read_whole(stream: Stream, tokens: np.ndarray, stopped: Callable[[], bool]) 
             "continue with --positions auto or in-cache, or with --prefill stream"
         )
     try:
-        signals = _decode(stream, segments, stopped)
+        signals = _decode(stream, segments, stopped, whole if len(segments) == 1 else None)
         if signals is None:
             _empty(stream)
             return 0
@@ -69,7 +73,7 @@ def _empty(stream: Stream) -> None:
 
 
 def _decode(
-    stream: Stream, segments: list[np.ndarray], stopped: Callable[[], bool]
+    stream: Stream, segments: list[np.ndarray], stopped: Callable[[], bool], whole: Whole | None
 ) -> dict[str, np.ndarray] | None:
     """Decodes the segments into a cache made for them. Returns the signals of all; None if stopped."""
     rows, eviction = stream.rows, stream.eviction
@@ -83,9 +87,12 @@ def _decode(
     for segment in segments:
         first = rows.n_past
         rows.rotate_from(0)
-        if not stream.decode_all(segment, int(first + len(segment) == n), stopped):
+        n_known = whole.put(stream, segment) if whole else 0
+        if not stream.decode_all(segment[n_known:], int(first + len(segment) == n), stopped):
             return None
-        found: dict[str, np.ndarray] | None = None
+        found: Mapping[str, np.ndarray] | None = None
+        if whole and n_known == n:
+            found = {name: whole.signals[name] for name in stream.signals.of if name in whole.signals}
         if rehearser:
             logits = stream.context.logits().copy() if rows.n_past == n else None
             found = rehearser.read(np.concatenate(segments), first, stopped)

@@ -262,7 +262,7 @@ class Stream:
         of it give logits. Returns False if `stopped`, which is asked before each step, ended it.
         """
         n_left = len(tokens)
-        for step in np.array_split(tokens, -(-len(tokens) // self.settings.n_batch)):
+        for step in np.array_split(tokens, max(-(-len(tokens) // self.settings.n_batch), 1)):
             at = 0
             while at < len(step):
                 if stopped():
