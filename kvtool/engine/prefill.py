@@ -90,23 +90,43 @@ def _decode(
         n_known = whole.put(stream, segment) if whole else 0
         if not stream.decode_all(segment[n_known:], int(first + len(segment) == n), stopped):
             return None
-        found: Mapping[str, np.ndarray] | None = None
-        if whole and n_known == n:
-            found = {name: whole.signals[name] for name in stream.signals.of if name in whole.signals}
+        found: Mapping[str, np.ndarray] | None
         if rehearser:
-            logits = stream.context.logits().copy() if rows.n_past == n else None
-            found = rehearser.read(np.concatenate(segments), first, stopped)
+            found = _rehearsed(stream, rehearser, np.concatenate(segments), first, stopped, whole)
             if found is None:
                 return None
-            if logits is not None:
-                stream.context.take_logits(logits)
-        for name, values in (stream.signals.read() if found is None else found).items():
-            whole = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
+        elif whole and n_known == n:
+            found = {name: whole.signals[name] for name in stream.signals.of}
+        else:
+            found = stream.signals.read()
+        for name, values in found.items():
+            total = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
             # no segment sees another: where one has something, the others have 0
-            whole[:, : rows.n_kv] += values
+            total[:, : rows.n_kv] += values
         if rows.n_past < n:
             eviction.hide()
     return signals
+
+
+def _rehearsed(
+    stream: Stream,
+    rehearser: Rehearser,
+    tokens: np.ndarray,
+    first: int,
+    stopped: Callable[[], bool],
+    whole: Whole | None,
+) -> dict[str, np.ndarray] | None:
+    """The signals of a rehearsal, as `Rehearser.read` gives them; the logits stay those of the prompt."""
+    stays = stream.policy.request(), rehearser.words, stream.n_pinned, stream.n_held
+    if whole and (known := whole.rehearsed.get(stays)):
+        return known
+    logits = stream.context.logits().copy() if stream.n_past == len(tokens) else None
+    found = rehearser.read(tokens, first, stopped)
+    if found is not None and logits is not None:
+        stream.context.take_logits(logits)
+    if found is not None and whole:
+        whole.rehearsed[stays] = found
+    return found
 
 
 def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) -> None:

@@ -21,13 +21,13 @@ class Rehearser:
     """Repeats what is in a stream's cache, chunk by chunk, as its policy's `Rehearsal` says.
 
     Pinned and held tokens are not repeated: they stay anyway. The held ones are the reply header; they come
-    again before each chunk, so that the model seems to answer.
+    again before each chunk, so that the model seems to answer. words: the policy's.
     """
 
     def __init__(self, stream: Stream, words: Rehearsal) -> None:
         tokenize = stream.model.tokenize
         self._stream = stream
-        self._words = words
+        self.words = words
         self._first, self._later = tokenize(words.first), tokenize(words.later)
         self._close = tokenize(words.close)
 
@@ -35,17 +35,17 @@ class Rehearser:
     def n_beside(self) -> int:
         """The most tokens that are decoded before a chunk."""
         n_header = self._stream.n_held or len(self._close)
-        return max(len(self._first), len(self._later) + self._words.n_lead) + n_header
+        return max(len(self._first), len(self._later) + self.words.n_lead) + n_header
 
     @property
     def longest(self) -> int:
         """Tokens of the longest segment that can be repeated within the context; 0 or less: none can."""
         n_ctx = self._stream.n_ctx
-        return n_ctx - self.n_beside - min(self._words.n_chunk, _LEAST, n_ctx // 4)
+        return n_ctx - self.n_beside - min(self.words.n_chunk, _LEAST, n_ctx // 4)
 
     def n_chunk(self, n: int) -> int:
         """Tokens that are repeated at a time, of a segment of n tokens."""
-        return min(self._words.n_chunk, n, self._stream.n_ctx - self.n_beside - n)
+        return min(self.words.n_chunk, n, self._stream.n_ctx - self.n_beside - n)
 
     def read(
         self, tokens: np.ndarray, first: int, stopped: Callable[[], bool]
@@ -56,7 +56,7 @@ class Rehearser:
         the signals of the queries of its own chunk, and zeros if it is not repeated. The cache is then as it
         was, but for the signals, and there are no logits. Returns None if stopped, with the cache as it is.
         """
-        stream, words = self._stream, self._words
+        stream, words = self._stream, self.words
         rows, context = stream.rows, stream.context
         assert isinstance(context, Context)
         end, n_chunk = rows.n_past, self.n_chunk(rows.n_past - first)

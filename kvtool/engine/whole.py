@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvtool.engine.stream import Stream
 from kvtool.llama.context import Context
-from kvtool.policy import Request, Signal
+from kvtool.policy import Rehearsal, Request, Signal
 
 _OF_CELLS = Signal.KEYS | Signal.LENGTHS
 """What a view reads from the cache."""
@@ -34,6 +34,9 @@ class Whole:
         What the policy that read it asked of the attention.
     signals
         f32[row, n]: its signals, by their fields in a view.
+    rehearsed
+        The same of policies that have rehearsed the prompt, by their requests and rehearsals, and by how
+        many tokens were pinned and held then.
     """
 
     tokens: np.ndarray
@@ -41,6 +44,7 @@ class Whole:
     logits: np.ndarray
     request: Request
     signals: Mapping[str, np.ndarray]
+    rehearsed: dict[tuple[Request, Rehearsal, int, int], dict[str, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stream: Stream, tokens: np.ndarray) -> Whole:

@@ -20,6 +20,7 @@ from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.options.sampling import Sampling
 from kvtool.policy import Policy
+from kvtool.tasks.shared import Shared
 
 N_OUTPUT = 64
 """The most tokens of an answer that are scored in one batch."""
@@ -64,6 +65,8 @@ class Reader:
         Tokens of the last prompt, as it was read.
     is_cut
         Whether its middle was cut out.
+    shared
+        What reads prompts once for several readers; None: each reads its own.
     full
         A reader with the policy that keeps everything; this one, if it has that.
     """
@@ -89,6 +92,7 @@ class Reader:
         self.full = self
         if full_for:
             self.full = Reader(model, full_for, settings, template, n_prompt, sampling=sampling, seed=seed)
+        self.shared: Shared | None = None
         self._sampling, self._seed = sampling, seed
         self._policy_for = policy_for
         self._engine: Engine | None = None
@@ -136,9 +140,14 @@ class Reader:
             # a token with characters of both counts as the question's
             n_first = int(differs.argmax()) if differs.any() else n
         self._begin(len(tokens), n_answer, self.template)
-        for part in (tokens[:n_first], tokens[n_first:]):
-            if len(part):
-                self.engine.read(part)
+        first, rest = tokens[:n_first], tokens[n_first:]
+        if len(rest):
+            # no reply header is at its end
+            self.engine.hold(0)
+        self.engine.read(first, whole=self.shared.whole(first) if self.shared else None)
+        if len(rest):
+            self.engine.hold(self._n_held if self.template else 0)
+            self.engine.read(rest)
         self.n_read = len(tokens)
         return n_first
 

@@ -1,0 +1,60 @@
+"""Reads each prompt once, for readers of several policies and budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvtool.engine.loop import Engine
+from kvtool.engine.settings import Settings
+from kvtool.engine.whole import Whole
+from kvtool.llama.model import Model
+from kvtool.models.layers import PAD
+from kvtool.policy import Plan, Policy, Signal, State, View
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch(Policy):
+    """Keeps everything, and reads the sums that policies want most often."""
+
+    budget: int
+    slack: int = 0
+
+    evicts: ClassVar[bool] = False
+    reads: ClassVar[Signal] = Signal.ATTENTION | Signal.SQUARES
+
+    def plan(self, view: View, state: State) -> Plan:
+        return Plan(np.ones(view.pos.shape, np.bool_))
+
+
+class Shared:
+    """The last prompt that was read, and a way to read another one.
+
+    settings: the readers' own, so that the cells are those that each of them would have read.
+    """
+
+    def __init__(self, model: Model, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self._last: Whole | None = None
+
+    def whole(self, tokens: np.ndarray) -> Whole:
+        """The prompt i32[n]. What the last one had at its beginning, all of it, is not read again.
+
+        Raises what Engine raises.
+        """
+        last, self._last = self._last, None
+        if last is None or not np.array_equal(last.tokens, tokens):
+            n_cell = -(-(len(tokens) + 1) // PAD) * PAD
+            engine = Engine(self._model, _Watch(n_cell), self._settings)
+            try:
+                n = last.put(engine, tokens[: len(last.tokens)]) if last else 0
+                if last and n:
+                    engine.signals.restore(last.signals, 0)
+                engine.read(tokens[n:])
+                last = Whole.of(engine, tokens)
+            finally:
+                engine.close()
+        self._last = last
+        return last
