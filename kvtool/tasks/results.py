@@ -106,6 +106,7 @@ class Results:
                     "cells": reader.engine.mean_kv,
                     "evicted": reader.engine.n_evicted,
                     "kv_bytes": reader.engine.cache_bytes,
+                    "archive_bytes": reader.engine.archive_bytes,
                     "seconds": time.monotonic() - started,
                 }
             if self.path:
