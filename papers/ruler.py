@@ -200,9 +200,9 @@ def table(args: Namespace) -> None:
     """Prints the tables of these records, of the items that all rows have."""
     every = [record for path in args.records for record in records.read(path)]
     for question in ("after", "known"):
-        found = [record for record in every if record["question"] == question]
+        found = [record for record in every if record["question"] == question or _label(record) == _FULL[0]]
         here = places(found)
-        if not here:
+        if len(here) < 2:
             continue
         ids = set.intersection(*map(set, here.values()))
         here = {place: {i: score for i, score in of.items() if i in ids} for place, of in here.items()}
@@ -255,7 +255,7 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("measure", help="ask, and append to records")
@@ -275,7 +275,7 @@ def main() -> None:
     other.add_argument("records", type=Path, nargs="+")
     other.add_argument("--removed", type=float, help="also by task, with this share removed")
     other.set_defaults(run=table)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.run(args)
 
 

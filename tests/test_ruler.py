@@ -572,6 +572,26 @@ def test_another_opening_is_another_record(tmp_path):
     assert len(hashes) == 3
 
 
+@pytest.mark.engine
+def test_the_end_of_a_text_is_no_reply_header(tiny_model, monkeypatch):
+    """What stays as the header is what comes before the answer; before the question there is none."""
+    held = []
+    read = Engine.read
+    monkeypatch.setattr(
+        Engine, "read", lambda self, *part, **more: (held.append(self.n_held), read(self, *part, **more))[1]
+    )
+    path = tiny_model(chat_template=tiny.CHAT_TEMPLATE)
+    policy = policies.fit("h2o", 128)
+    with closing(Model(path)) as model:
+        template = Template(tiny.CHAT_TEMPLATE, "", "")
+        n = len(model.tokenize(template.reply_start(), special=True))
+        with closing(Reader(model, lambda *_: policy, Settings(), template)) as reader:
+            reader.ask("some text. what?", 8, question=" what?")
+            reader.ask("some text. what?", 8)
+    assert n > 0
+    assert held == [0, n, n]
+
+
 SMALL = ("--set", "tasks=fwe,niah_multikey_3,qa_2", "--set", "lengths=1500", "--set", "repeats=2", "-t", 1)
 HOTPOT = ("--set", f"hotpotqa={DATA / 'hotpotqa.jsonl'}")
 
