@@ -10,54 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from kvpress.presses import kvzip_press
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def load(path):
-    reader = gguf.GGUFReader(path)
-    arch = reader.fields["general.architecture"].contents()
-    of = lambda name: reader.fields[f"{arch}.{name}"].contents()  # noqa: E731
-    weights = {tensor.name: torch.tensor(np.array(tensor.data)) for tensor in reader.tensors}
-    config = LlamaConfig(
-        vocab_size=len(weights["token_embd.weight"]),
-        hidden_size=of("embedding_length"),
-        intermediate_size=of("feed_forward_length"),
-        num_hidden_layers=of("block_count"),
-        num_attention_heads=of("attention.head_count"),
-        num_key_value_heads=of("attention.head_count_kv"),
-        head_dim=weights["blk.0.attn_q.weight"].shape[0] // of("attention.head_count"),
-        max_position_embeddings=of("context_length"),
-        rms_norm_eps=of("attention.layer_norm_rms_epsilon"),
-        rope_theta=of("rope.freq_base"),
-        attn_implementation="sdpa",
-    )
-    model = LlamaForCausalLM(config).eval()
-    named = {
-        "model.embed_tokens.weight": weights["token_embd.weight"],
-        "model.norm.weight": weights["output_norm.weight"],
-        "lm_head.weight": weights["output.weight"],
-    }
-    for i in range(config.num_hidden_layers):
-        for ours, theirs in NAMES.items():
-            named[f"model.layers.{i}.{theirs}.weight"] = weights[f"blk.{i}.{ours}.weight"]
-    model.load_state_dict(named)
-    return model
+from kvpress_model import load
+from transformers import DynamicCache
 
 
 class Tokenizer:
@@ -86,7 +43,7 @@ class Press(kvzip_press.KVzipPress):
 def main(path, prompt, out, chunk="2048"):
     prompt = json.loads(Path(prompt).read_text())
     kvzip_press.AutoTokenizer = Tokenizer(prompt["texts"])
-    model = load(path)
+    model = load(path, "sdpa")
     press = Press(compression_ratio=0.5, layerwise=True, chunk_size=int(chunk))
     ids = torch.tensor([prompt["tokens"]], dtype=torch.long)
     with torch.no_grad(), press(model):
