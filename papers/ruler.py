@@ -138,14 +138,14 @@ def measure(args: Namespace) -> None:
                 reader.shared = shared if row.is_shared else None
                 stack.callback(reader.close)
                 about = {"task": "ruler", "question": question, **asdict(row), **of_model}
-                asked.append((reader, Results(about, items, args.json).measure(task, reader)))
+                asked.append((about, task, items, reader))
         for number in range(len(items)):
-            for reader, found in asked:
-                record = next(found, None)
+            for about, task, items, reader in asked:
+                # one item at a time: rows that lack other items must not take turns at reading
+                for record in Results(about, items[number : number + 1], args.json).measure(task, reader):
+                    sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
                 # so many caches at once are more than a machine has
                 reader.close()
-                if record:
-                    sys.stderr.write(f"{number + 1}/{len(items)} {_line(record)}\n")
 
 
 def _line(record: records.Record) -> str:
