@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvtool.engine.whole import Whole
 from kvtool.measure import records
 from papers import ruler
 from papers.ruler import Row
@@ -80,7 +81,7 @@ def test_a_test_tells_who_is_behind(tmp_path, capsys):
 
 
 @pytest.mark.engine
-def test_it_is_measured_and_goes_on(tiny_model, tmp_path, capsys):
+def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     path, out = tiny_model(chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=4096), tmp_path / "out.jsonl"
     size = ["--tasks", "niah_single_1,vt", "--length", "1700"]
     command = ["measure", "-m", str(path), *size, "--json", str(out)]
@@ -98,6 +99,17 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, capsys):
     before = out.read_bytes()
     ruler.main([*command, *rows])
     assert out.read_bytes() == before
+    # nor is it read twice where some rows have an item that others lack
+    records.rewrite(
+        out, lambda there: [each for each in there if each["policy"] != "full" or "vt" in each["id"]]
+    )
+    read = []
+    of = Whole.of
+    monkeypatch.setattr(Whole, "of", lambda *what: (read.append(what), of(*what))[1])
+    ruler.main(
+        [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
+    )
+    assert len(read) == 2
     capsys.readouterr()
     ruler.main(["table", str(out)])
     assert capsys.readouterr().out.count("2 items of 2 tasks") == 2
