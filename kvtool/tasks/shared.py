@@ -9,9 +9,9 @@ import numpy as np
 
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.engine.stream import pad
 from kvtool.engine.whole import Whole
 from kvtool.llama.model import Model
-from kvtool.models.layers import PAD
 from kvtool.policy import Plan, Policy, Signal, State, View
 
 
@@ -46,8 +46,7 @@ class Shared:
         """
         last, self._last = self._last, None
         if last is None or not np.array_equal(last.tokens, tokens):
-            n_cell = -(-(len(tokens) + 1) // PAD) * PAD
-            engine = Engine(self._model, _Watch(n_cell), self._settings)
+            engine = Engine(self._model, _Watch(pad(len(tokens) + 1)), self._settings)
             try:
                 n = last.put(engine, tokens[: len(last.tokens)]) if last else 0
                 if last and n:
