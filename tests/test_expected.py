@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 
 from kvtool import policies
-from kvtool.errors import UsageError
-from kvtool.llama.model import Model
 from kvtool.policies.expected import Expected
 from kvtool.policy import Signal, View
-from tests.running import open_engine
 
 
 def kept(mean, n_keep, variance=None, norms=None, n_head=1, **params):
@@ -93,15 +90,3 @@ def test_a_prompt_is_compressed_once_unless_rows_share():
 def test_refuses_what_cannot_work(params, message):
     with pytest.raises(ValueError, match=message):
         Expected.fit(64, 8, **params)
-
-
-@pytest.mark.engine
-def test_layers_on_several_devices_are_refused(tiny_model, monkeypatch):
-    monkeypatch.setattr(Model, "is_split", True)
-    with open_engine(tiny_model(), policies.fit("h2o", 64, 8)):
-        pass
-    with (
-        pytest.raises(UsageError, match="Expected needs all layers on one device; choose -ngl 99"),
-        open_engine(tiny_model(), policies.fit("expected", 64, 8)),
-    ):
-        pass

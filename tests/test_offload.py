@@ -35,6 +35,7 @@ RUNS = [
     ("bumblebee", "in-cache", "off"),
     ("corm", "in-cache", "off"),
     ("snapkv", "original", "off"),
+    ("expected", "in-cache", "on"),
     ("recall", "original", "off"),
     ("recall", "auto", "on"),
 ]

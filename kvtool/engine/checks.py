@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvtool.engine.settings import Settings
 from kvtool.errors import UsageError
-from kvtool.llama.model import Model
 from kvtool.models.layers import Layers
-from kvtool.policy import Policy, Signal
+from kvtool.policy import Policy
 
 _COARSE = ("q4_0", "q4_1")
 """Types of keys that lose too much each time they are re-rotated."""
@@ -54,10 +53,3 @@ def how_read(policy: Policy, settings: Settings) -> str:
     if how not in ("stream", "whole"):
         raise UsageError(f"{type(policy).__name__}: prefill must be stream or whole, got {how!r}")
     return how
-
-
-def check_devices(policy: Policy, model: Model) -> None:
-    """Raises UsageError where layers lie on several devices, and the policy looks ahead: that crashes."""
-    # what is no Signal is refused where the request is made
-    if isinstance(policy.reads, Signal) and Signal.FUTURE in policy.reads and model.is_split:
-        raise UsageError(f"{type(policy).__name__} needs all layers on one device; choose -ngl 99, or -ngl 0")

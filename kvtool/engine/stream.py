@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvtool.engine.checks import check, check_devices, how_read
+from kvtool.engine.checks import check, how_read
 from kvtool.engine.eviction import Eviction, ask
 from kvtool.engine.pace import Pace
 from kvtool.engine.rows import Rows
@@ -94,7 +94,6 @@ class Stream:
         self.policy = policy
         self.n_ctx = min(settings.n_ctx or model.n_ctx_train, model.n_ctx_train)
         check(policy, settings, model.layers, self.n_ctx, model.n_ctx_train)
-        check_devices(policy, model)
         self.prefill = how_read(policy, settings)
         self.n_cell = n_start = self._n_live = policy.n_live
         if policy.ragged:

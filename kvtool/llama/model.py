@@ -12,7 +12,6 @@ import numpy as np
 
 from kvtool.errors import InputError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.crash import crash_means, damaged
-from kvtool.llama.devices import devices
 from kvtool.llama.library import (
     HOW_TO_BUILD,
     UNPATCHED,
@@ -83,7 +82,6 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
-        self._n_gpu_layers: int | None = n_gpu_layers
         self._model = None
         with crash_means(damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
@@ -103,15 +101,6 @@ class Model:
         """llama.cpp's own vocabulary, for its own functions. Raises UsageError once the model is closed."""
         self._check_open()
         return self._vocab
-
-    @cached_property
-    def is_split(self) -> bool:
-        """Whether its layers may lie on several devices."""
-        n_device = sum(device["type"] in ("gpu", "igpu") for device in devices())
-        n = self._n_gpu_layers
-        # one more is for the output
-        is_part = n is not None and 0 < n <= api.llama_model_n_layer(self._model)
-        return n_device > 1 and n != 0 or n_device == 1 and is_part
 
     @cached_property
     def layers(self) -> Layers:

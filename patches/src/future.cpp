@@ -80,8 +80,37 @@ static ggml_tensor * build_queries(
     return ggml_cont(ctx, ggml_permute(ctx, q, 0, 2, 1, 3));
 }
 
+// computes what `build` makes of each layer, device by device, and hands the results on, layer by layer
+static bool compute_layers(
+        llama_kvtool & kvtool, llama_context & lctx, size_t max_nodes, const std::vector<input *> & inputs, const graphs::build_t & build,
+        const std::function<void (size_t i, const float * from)> & read) {
+    lctx.synchronize();
+
+    for (const auto & p : by_device(kvtool.layers)) {
+        const auto build_own = [&](ggml_context * ctx, ggml_cgraph * gf, size_t i, ggml_tensor * rot) {
+            return build(ctx, gf, p.layers[i], rot);
+        };
+        const auto read_own = [&](const std::vector<ggml_tensor *> & found) {
+            std::vector<float> tmp;
+            for (size_t i = 0; i < found.size(); ++i) {
+                if (!found[i]) {
+                    continue;
+                }
+                tmp.resize(ggml_nelements(found[i]));
+                ggml_backend_tensor_get(found[i], tmp.data(), 0, ggml_nbytes(found[i]));
+                read(p.layers[i], tmp.data());
+            }
+        };
+        if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), kvtool.layers, p, max_nodes, inputs, build_own, read_own)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 int32_t read_future(
-        llama_kvtool & kvtool, llama_context & lctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_head, int32_t n_cell) {
+        llama_kvtool & kvtool, llama_context & lctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_head,
+        int32_t n_cell) {
     const auto & layers = kvtool.layers;
     const auto & asked  = kvtool.queries;
 
@@ -92,7 +121,7 @@ int32_t read_future(
     input in_delta { GGML_TYPE_I32, {}, nullptr };
     input in_turn  { GGML_TYPE_F32, {}, nullptr };
 
-    const auto p = all_of(layers);
+    const size_t align = part {}.align();
 
     std::vector<int32_t> deltas;
     for (int32_t t = kvtool.params.n_query - n_last; t < kvtool.params.n_query; ++t) {
@@ -122,7 +151,7 @@ int32_t read_future(
         if (!l.rope.is_rotary()) {
             continue;
         }
-        at.back().delta = in_delta.start(p.align());
+        at.back().delta = in_delta.start(align);
         push_deltas(l, deltas, in_delta);
 
         auto & turn = kvtool.mean_turns[a.i];
@@ -133,7 +162,7 @@ int32_t read_future(
             at.back().turn = at[at.size() - 2].turn;
             continue;
         }
-        at.back().turn = in_turn.start(p.align());
+        at.back().turn = in_turn.start(align);
         for (const float x : turn) {
             in_turn.push(x);
         }
@@ -190,25 +219,19 @@ int32_t read_future(
         return out;
     };
 
-    const auto read = [&](const std::vector<ggml_tensor *> & found) {
-        std::vector<float> tmp;
-        for (size_t i = 0; i < found.size(); ++i) {
-            tmp.resize(ggml_nelements(found[i]));
-            ggml_backend_tensor_get(found[i], tmp.data(), 0, ggml_nbytes(found[i]));
+    const auto read = [&](size_t i, const float * from) {
+        const auto & l = layers[i];
 
-            const auto & l = layers[i];
-            const int64_t n = n_own(l);
+        const int64_t n = n_own(l);
 
-            const float * from = tmp.data();
-            for (size_t j = 0; j < asked.askers.size(); ++j) {
-                const auto & a = asked.askers[j];
-                for (int head = 0; a.i == i && head < a.n_head; ++head, from += 2*n) {
-                    const int n_group = a.n_head/l.n_head;
+        for (size_t j = 0; j < asked.askers.size(); ++j) {
+            const auto & a = asked.askers[j];
+            for (int head = 0; a.i == i && head < a.n_head; ++head, from += 2*n) {
+                const int n_group = a.n_head/l.n_head;
 
-                    const size_t to = ((size_t) (l.row_0 + head/n_group)*n_head + first[j] + head % n_group)*n_cell;
-                    std::copy_n(from,     n, mean     + to);
-                    std::copy_n(from + n, n, variance + to);
-                }
+                const size_t to = ((size_t) (l.row_0 + head/n_group)*n_head + first[j] + head % n_group)*n_cell;
+                std::copy_n(from,     n, mean     + to);
+                std::copy_n(from + n, n, variance + to);
             }
         }
     };
@@ -218,10 +241,7 @@ int32_t read_future(
         max_nodes += 96 + (n_own(layers[a.i])/n_together + 1)*64;
     }
 
-    lctx.synchronize();
-
-    const std::vector<input *> inputs = { &in_idx, &in_delta, &in_turn };
-    if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, p, max_nodes, inputs, build, read)) {
+    if (!compute_layers(kvtool, lctx, max_nodes, { &in_idx, &in_delta, &in_turn }, build, read)) {
         return fail("the device failed to read logits");
     }
     return 0;
@@ -274,28 +294,19 @@ int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, i
         return x;
     };
 
-    const auto read = [&](const std::vector<ggml_tensor *> & found) {
-        std::vector<float> tmp;
-        for (size_t i = 0; i < found.size(); ++i) {
-            if (!found[i]) {
-                continue;
-            }
-            tmp.resize(ggml_nelements(found[i]));
-            ggml_backend_tensor_get(found[i], tmp.data(), 0, ggml_nbytes(found[i]));
+    const auto read = [&](size_t i, const float * from) {
+        const auto & l = layers[i];
 
-            const auto & l = layers[i];
-            const int64_t n = n_own(l);
-            for (int head = 0; head < l.n_head; ++head) {
-                for (int64_t c = 0; c < n; ++c) {
-                    out[(size_t) (l.row_0 + head)*n_cell + c] = tmp[kvtool.v_trans ? head*n + c : c*l.n_head + head];
-                }
+        const int64_t n = n_own(l);
+
+        for (int head = 0; head < l.n_head; ++head) {
+            for (int64_t c = 0; c < n; ++c) {
+                out[(size_t) (l.row_0 + head)*n_cell + c] = from[kvtool.v_trans ? head*n + c : c*l.n_head + head];
             }
         }
     };
 
-    lctx.synchronize();
-
-    if (!kvtool.graphs.compute(lctx, *memory::cache(lctx), layers, all_of(layers), layers.size()*64 + 16, { &in_idx }, build, read)) {
+    if (!compute_layers(kvtool, lctx, layers.size()*64 + 16, { &in_idx }, build, read)) {
         return fail("the device failed to read values");
     }
     return 0;

@@ -11,7 +11,8 @@ namespace kvtool {
 
 // see llama_kvtool_read_future
 int32_t read_future(
-        llama_kvtool & kvtool, llama_context & lctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_head, int32_t n_cell);
+        llama_kvtool & kvtool, llama_context & lctx, int32_t n_last, int64_t pos, float * mean, float * variance, int32_t n_head,
+        int32_t n_cell);
 
 // see llama_kvtool_read_lengths
 int32_t read_lengths(llama_kvtool & kvtool, llama_context & lctx, float * out, int32_t n_cell);

@@ -38,6 +38,20 @@ part all_of(const std::vector<layer> & layers) {
     return res;
 }
 
+std::vector<part> by_device(const std::vector<layer> & layers) {
+    const auto buft_of = [&](size_t i) { return ggml_backend_buffer_get_type(layers[i].k->buffer); };
+
+    std::vector<part> res;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        auto it = std::find_if(res.begin(), res.end(), [&](const part & p) { return buft_of(p.layers[0]) == buft_of(i); });
+        if (it == res.end()) {
+            it = res.insert(it, { {}, nullptr });
+        }
+        it->layers.push_back(i);
+    }
+    return res;
+}
+
 // null where the layer's device has no spares
 kept_graph * graphs::kept_of(const layer & l, kept_use use) {
     const auto buft = ggml_backend_buffer_get_type(l.k->buffer);
@@ -208,7 +222,7 @@ bool graphs::compute(
         }
         for (int j = first; home != backends.end() && j < ggml_graph_n_nodes(gf); ++j) {
             ggml_tensor * node = ggml_graph_node(gf, j);
-            if (!node->view_src && ggml_backend_supports_op(*home, node)) {
+            if (!ggml_op_is_empty(node->op) && ggml_backend_supports_op(*home, node)) {
                 ggml_backend_sched_set_tensor_backend(sched.get(), node, *home);
             }
         }

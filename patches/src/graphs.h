@@ -85,6 +85,9 @@ struct part {
 // a part of all these layers, for the scheduler
 part all_of(const std::vector<layer> & layers);
 
+// parts whose layers lie on one device each, for the scheduler: lists go to each device once
+std::vector<part> by_device(const std::vector<layer> & layers);
+
 class graphs {
 public:
     // adds the part's layer i to the graph and returns its result, or what that is written to, null if it has none; rot: the rotation of

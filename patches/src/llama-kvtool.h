@@ -53,7 +53,7 @@ struct llama_kvtool_params {
     uint32_t group;
     int32_t  n_query; // of the recent signal, at least 1: so many floats per row and cell are kept
 
-    int32_t  n_future; // positions that `llama_kvtool_read_future` looks ahead: the last n_query queries are kept for it; 0: it is not called
+    int32_t  n_future; // positions that `llama_kvtool_read_future` looks ahead: the last n_query queries are kept for it; 0: none are
 
     int32_t n_ahead; // the most tokens that `llama_kvtool_take_back` can leave out
 
@@ -200,7 +200,8 @@ LLAMA_API int32_t llama_kvtool_write_recent(struct llama_context * ctx, const fl
 // What the last n_last queries would make of each row's first n_cell cells if they came at pos .. pos + n_future - 1, where pos is what
 // the next token is rotated to: each query at the mean of these places. mean[n_row][n_head][n_cell] and variance, over the
 // queries, of the logits that each head of a row's group gives a cell, without soft caps and what falls with distance (ALiBi).
-// n_head: those of the largest group, of all layers that read a row's cells; heads that a group lacks, and cells beyond a layer's own, have 0
+// n_head: those of the largest group, of all layers that read a row's cells; heads that a group lacks have 0, and so have cells
+// beyond a layer's own
 LLAMA_API int32_t llama_kvtool_read_future(
         struct llama_context * ctx, int32_t n_last, int64_t pos, float * mean, float * variance,
         int32_t n_row, int32_t n_head, int32_t n_cell);
@@ -210,7 +211,8 @@ LLAMA_API int32_t llama_kvtool_read_future(
 LLAMA_API int64_t llama_kvtool_get_queries(struct llama_context * ctx, float * out, int32_t * pos);
 LLAMA_API int64_t llama_kvtool_set_queries(struct llama_context * ctx, const float * in, const int32_t * pos);
 
-// out[n_row][n_cell]: the Euclidean length of each cell's value; 1 where values are a part of the keys (MLA), 0 beyond a layer's own cells
+// out[n_row][n_cell]: the Euclidean length of each cell's value; 1 where values are a part of the keys (MLA), 0 beyond a layer's own
+// cells
 LLAMA_API int32_t llama_kvtool_read_lengths(struct llama_context * ctx, float * out, int32_t n_row, int32_t n_cell);
 
 // Copy a layer's first n_cell cells as they are stored, keys and then values, each cell by cell, between the cache and a
