@@ -310,6 +310,13 @@ def test_perplexity_json_has_the_promised_keys(text_file, default_talker):
 
 
 @pytest.mark.engine
+def test_perplexity_scores_in_batches_whatever_a_policy_does_with_prompts(text_file, default_talker):
+    done = kvtool("perplexity", text_file, "-t", 1, "--policy", "snapkv", "--budget", 64, "--max-tokens", 100)
+    assert done.returncode == 0
+    assert "at most 64 of them (64 %). It is read in batches" in done.stderr
+
+
+@pytest.mark.engine
 def test_perplexity_reads_stdin_and_prints_one_number(smollm2):
     done = kvtool("perplexity", "-", "-t", 1, "--max-tokens", 64, stdin=TEXT)
     assert done.returncode == 0

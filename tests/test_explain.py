@@ -8,6 +8,7 @@ from kvtool import policies
 from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
 from kvtool.engine.outlook import first_plan, whole_bytes
 from kvtool.measure import perplexity
+from kvtool.runs import report
 from tests.running import open_engine, text
 from tests.test_cli import kvtool
 
@@ -218,3 +219,17 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
         engine.reset()
         engine.read(text(300))
         assert engine.n_kv == 32
+
+
+@pytest.mark.engine
+def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
+    with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
+        assert engine.policy.budget == 64
+        assert long_text(engine, "text", 32) is None
+        assert "; in the mean a row keeps at most 32 of them (80 %). It is read in" in long_text(
+            engine, "text", 40
+        )
+        engine.read(text(40))
+        assert report.line(report.report(engine, "h2o")).startswith(
+            f"{engine.mean_kv:.0f}/32 cells per row, "
+        )

@@ -13,6 +13,7 @@ from kvtool.units import format_bytes
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
     from kvtool.engine.loop import Engine
+    from kvtool.policy import Policy
 
 
 def explain_run(engine: Engine, policy: str, what: str, n_text: int = 0) -> None:
@@ -65,7 +66,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     from kvtool.engine.prefill import n_segments
 
     is_whole, settings = engine.reads_whole(n), engine.settings
-    budget = engine.policy.n_asked if is_whole else engine.policy.budget
+    is_shared = _shares(engine.policy)
+    budget = engine.policy.n_asked if is_whole or is_shared else engine.policy.budget
     if n <= budget:
         return None
     if not engine.policy.slack:
@@ -75,7 +77,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         )
     start = f"the {what} has {n:,} tokens"
     percent = 100 * budget / n
-    share = f"each row keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
+    rows = "in the mean a row" if is_shared else "each row"
+    share = f"{rows} keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if is_whole:
         segments = n_segments(engine, n)
         if segments > 1 and settings.positions == "original":
@@ -157,7 +160,7 @@ def _budget(engine: Engine) -> str:
     cells = f"{policy.budget:,} cells per row"
     if not policy.slack:
         return f"{cells}, none evicted"
-    is_shared = policy.ragged and policy.n_asked != policy.budget
+    is_shared = _shares(policy)
     if is_shared:
         cells = f"{policy.n_asked:,} cells per row in the mean"
     parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items() if n)
@@ -167,6 +170,11 @@ def _budget(engine: Engine) -> str:
     elif policy.n_asked != policy.budget:
         cap = f"; at most {policy.n_asked:,} after an eviction"
     return f"{cells} = {parts}{cap}"
+
+
+def _shares(policy: Policy) -> bool:
+    """Whether the rows of a layer share what was asked for, so that one may hold more."""
+    return policy.ragged and policy.n_asked != policy.budget
 
 
 def _memory(engine: Engine) -> str:

@@ -13,13 +13,17 @@ import numpy as np
 
 from kvtool.cli.inspect_terminal import BOUNDS, visible
 from kvtool.measure.holdings import Holdings
+from kvtool.runs.report import budget
 
 
 def page(result: dict[str, Any], found: Holdings, texts: list[str], last: int) -> bytes:
     """The web page, with all its data inside."""
     first = max(len(texts) - last, 0)
     data = {
-        "about": {key: result[key] for key in ("policy", "params", "budget", "tokens", "rows", "cells")},
+        "about": {
+            **{key: result[key] for key in ("policy", "params", "tokens", "rows", "cells")},
+            "budget": budget(result),
+        },
         "model": Path(result["model"]).name,
         "first": first,
         "bounds": BOUNDS,

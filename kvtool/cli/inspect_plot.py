@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvtool.measure.holdings import Holdings
 from kvtool.measure.maps import Attention, Place, Queries, Share, Values
+from kvtool.runs.report import budget
 
 MOST_PIXELS, MOST_COLUMNS = 800, 1600
 """Longer texts have several tokens in a pixel of a map, and in a column of the picture of rows."""
@@ -34,7 +35,7 @@ def held(result: dict[str, Any], found: Holdings) -> Figure:
     # one label per layer, fewer where they would touch
     layer, first, n_head = np.unique(found.layer, return_index=True, return_counts=True)
     step, name = -(-len(layer) // 32), Path(result["model"]).stem
-    what = f"{result['policy']}, {result['budget']:,} cells per row: which of {n:,} tokens are held ({name})"
+    what = f"{result['policy']}, {budget(result):,} cells per row: which of {n:,} tokens are held ({name})"
     down = f"row: layer, and {int(n_head.max())} KV heads in each"
     axes = figure.add_subplot(title=what, xlabel="position of the token in the text", ylabel=down)
     image = axes.imshow(

@@ -63,6 +63,7 @@ def perplexity(
 
     from kvtool.llama.model import Model
     from kvtool.measure import perplexity as measure
+    from kvtool.runs.opening import check_stream
     from kvtool.runs.report import line, report
     from kvtool.system.memory import peak_rss_bytes
 
@@ -75,7 +76,9 @@ def perplexity(
             raise too_short(file, len(tokens), own.windows or 2)
         return own.windows or len(tokens)
 
-    with open_run(asked, length=length) as opened:
+    check_stream(asked, asked.policy)
+    # a policy's own way with prompts is not taken: each token is scored
+    with open_run(asked.changed(prefill="stream"), length=length) as opened:
         engine, run = opened.engine, opened.run
         if own.windows is None:
             check_length(engine, len(tokens))

@@ -32,10 +32,15 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
     }
 
 
+def budget(said: Mapping[str, Any]) -> int:
+    """The cells that a report's rows may hold; in the mean, if those of a layer share them."""
+    return int(said["asked"] if said["params"].get("heads") == "adaptive" else said["budget"])
+
+
 def line(said: Mapping[str, Any]) -> str:
     """A report for people: cells and bytes."""
     parts = [
-        f"{said['cells']:.0f}/{said['budget']} cells per row",
+        f"{said['cells']:.0f}/{budget(said)} cells per row",
         f"cache {format_bytes(said['kv_bytes'])}",
         f"policy state {format_bytes(said['state_bytes'])}",
     ]
