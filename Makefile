@@ -22,7 +22,7 @@ SANITIZED := $(foreach part,GGML LLAMA,-D$(part)_SANITIZE_ADDRESS=ON -D$(part)_S
 MESA := /usr/share/vulkan/icd.d/lvp_icd.*.json:mesa-vulkan-drivers /usr/include/vulkan/vulkan.h:libvulkan-dev \
 	/usr/bin/glslc:glslc /usr/include/spirv/unified1/spirv.hpp:spirv-headers
 DEVICE_TESTS := $(addsuffix .py,$(addprefix tests/test_,offload exactness llama engine session signals prefill sliding \
-	recall))
+	recall joint))
 # only to see whether it compiles: one architecture, no optimization, no driver to link to
 CUDA_ARCH ?= 86
 CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
