@@ -36,11 +36,11 @@ def test_half_of_the_variance_counts_as_much_as_the_mean():
 
 
 def test_each_head_has_as_much_attention_to_give():
-    # the first head's logits are the higher ones; its share of the first token is the smaller one
-    mean = [[7, 7.5, 7, 0], [-9, -9, 0, 0]]
-    assert kept(mean, 2, n_head=2, sinks=0) == [2, 3]
+    # four tokens share the first head's attention, two the second head's
+    mean = [[9, 9, 9, 9, -99, -99], [-99, -99, -99, -99, -0.1, 0]]
+    assert kept(mean, 2, n_head=2, sinks=0) == [4, 5]
     # heads that the group lacks
-    assert kept(mean, 2, n_head=1, sinks=0) == [1, 3]
+    assert kept(mean, 2, n_head=1, sinks=0) == [3, 5]
 
 
 def test_keys_of_sinks_take_no_share():

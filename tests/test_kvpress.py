@@ -27,7 +27,7 @@ ALL_QUERIES = ["window=1", f"queries={N}"]
 
 SAME = [
     ("expected", [*ALL_QUERIES, "epsilon=0"], "ExpectedAttentionPress", {}),
-    ("expected", ALL_QUERIES, "ExpectedAttentionPress", {"epsilon": 0.02}),
+    ("expected", [*ALL_QUERIES, "epsilon=0.02"], "ExpectedAttentionPress", {"epsilon": 0.02}),
     (
         "expected",
         [*ALL_QUERIES, "sinks=6", "ahead=33", "covariance=false", "lengths=false"],

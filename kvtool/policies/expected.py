@@ -11,10 +11,11 @@ count, nor do their keys, and the covariance is that of the queries as they are.
 
 Differs from the paper: it takes the queries of the whole prompt, or, as kvpress does while it generates, of
 the last tokens. Here they are always the last ones, as many as there are numbers in a key or a few times
-that: so they take no more memory than their covariances would. The newest tokens stay (`window`); the paper
-protects none. The paper compresses a prompt once; here the same is done whenever the cache is full. Ada-KV's
-rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py), for which a prompt is read in
-batches.
+that: so they take about the memory of their covariances. The newest tokens stay (`window`); the paper
+protects none. Its `epsilon` is 0.02, more than most shares among a few hundred tokens: with 0.001 SmolLM2's
+perplexity with 256 was lower on ten of ten texts, by 7 % in the mean. The paper compresses a prompt once;
+here the same is done whenever the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`;
+kvtool/policy/ranked.py), for which a prompt is read in batches.
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Expected(Ranked):
     ahead: int = 512
     covariance: bool = True
     lengths: bool = True
-    epsilon: float = 0.02
+    epsilon: float = 0.001
     heads: str = "equal"
     floor: float = 0.2
 
