@@ -3,6 +3,7 @@
 #include "state.h"
 
 #include <cmath>
+#include <numeric>
 
 bool llama_kvtool_input::can_reuse(const llm_graph_params &) {
     return kvtool.params.signals == 0 || is_apart == kvtool.is_apart();
@@ -83,6 +84,14 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
             }
         }
         ggml_backend_tensor_set(m.seen, f.data(), 0, ggml_nbytes(m.seen));
+    }
+
+    for (const auto & m : filled) {
+        if (m.idx->buffer) {
+            idx.resize(m.idx->ne[0]);
+            std::iota(idx.begin(), idx.end(), m.first);
+            ggml_backend_tensor_set(m.idx, idx.data(), 0, ggml_nbytes(m.idx));
+        }
     }
 
     for (const auto & r : ragged) {

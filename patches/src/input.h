@@ -59,6 +59,15 @@ public:
 
     std::vector<made> made;
 
+    // the cells that a step fills from the archive, of layers where they begin at the same one
+    struct filled {
+        int64_t first;
+
+        ggml_tensor * idx; // I64 [n]: first, first + 1, ...
+    };
+
+    std::vector<filled> filled;
+
     bool is_apart = false; // the signals of guesses are kept apart
 
     ggml_tensor * queries = nullptr; // F32 [1, n_tokens]: where they stand, with ALiBi

@@ -52,6 +52,19 @@ static logit_params logits_of(const llm_graph_context & graph, float scale) {
     return { scale, hparams.attn_soft_cap || graph.arch == LLM_ARCH_GROK ? hparams.f_attn_logit_softcapping : 0.0f };
 }
 
+// I64 [n]: first, first + 1, ...
+static ggml_tensor * cells_from(const llm_graph_context & graph, int64_t first, int64_t n) {
+    auto & all = graph_input(graph).filled;
+
+    for (const auto & own : all) {
+        if (own.first == first && own.idx->ne[0] == n) {
+            return own.idx;
+        }
+    }
+    all.push_back({ first, new_input(graph.ctx0, GGML_TYPE_I64, n, 1, 1) });
+    return all.back().idx;
+}
+
 } // namespace kvtool
 
 using namespace kvtool;
@@ -100,6 +113,12 @@ void llama_kvtool_recall(
     // the first k cells behind those of the rows' own tokens
     const auto write = [&](ggml_tensor * cache, int64_t n_embd, int64_t at) {
         ggml_tensor * from = ggml_view_2d(ctx, t, n_embd, k, ggml_row_size(type, n_embd), at*ggml_type_size(type));
+        if (ggml_is_quantized(cache->type)) {
+            // Vulkan does not copy to blocks that begin anywhere, but it writes rows, as llama.cpp's caches are written
+            ggml_tensor * all = ggml_reshape_2d(ctx, cache, n_embd, ggml_nelements(cache)/n_embd);
+            ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, all, from, cells_from(graph, first, k)));
+            return;
+        }
         ggml_tensor * to   = ggml_view_2d(ctx, cache, n_embd, k, cache->nb[1], first*cache->nb[1]);
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx, from, to));
     };
