@@ -37,6 +37,7 @@ RUNS: dict[str, Run] = {
     "texts-corm-1.5b": Compare(EIGHT, ("full", "corm", *_OTHERS), ("448",), 1024, model=LARGE, minutes=30),
     "texts-corm-long": Compare(_SIX, ("corm",), (), 8192, minutes=12),
     "texts-corm-long-h2o": Compare(_SIX, _OTHERS[-1:], ("2304",), 8192, minutes=13),
+    "texts-corm-long-full": Compare(_SIX, ("full",), (), 8192, minutes=15),
     "texts-corm-windows": Compare(EIGHT, ("corm", *_WINDOWS), (), 2048, minutes=12),
     "texts-corm-windows-1.5b": Compare(EIGHT, (_WINDOWS[0], _WINDOWS[-1]), (), 1024, model=LARGE, minutes=10),
     "corm-128": Compare(TEXTS, ("full", _WINDOWS[0]), (), 2048, minutes=7),
@@ -62,7 +63,7 @@ _LONGBENCH = {
 _BEHIND = "Perplexity of the tokens behind as many as the budget"
 _BY_BUDGET = {"score": "nll", "by": ("of", "budget"), "names": OF_TEXTS, "pooled": ALL}
 _OF_TABLE_3 = _BY_BUDGET | {"rows": ("full", "corm", "corm, capped", *_OTHERS)}
-_LONGER = _BY_BUDGET | {"rows": ("corm", _OTHERS[-1])}
+_LONGER = _BY_BUDGET | {"rows": ("full", "corm", _OTHERS[-1])}
 
 EXPERIMENTS = {
     "corm-figure-1": Experiment(
@@ -149,7 +150,7 @@ EXPERIMENTS = {
         "LLaMA2-7B",
     ),
     "corm-tables-7-8": Experiment(
-        ("texts-corm-long", "texts-corm-long-h2o"),
+        ("texts-corm-long", "texts-corm-long-h2o", "texts-corm-long-full"),
         (
             Table(**_LONGER, against="corm", only_pooled=True, late=True, worse=_OTHERS, title=_BEHIND),
             Table(**_LONGER, title="Perplexity of all tokens"),
