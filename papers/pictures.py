@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ _STYLES = {
     "weightedkv": ("tab:purple", "X"),
     "streamingllm": ("tab:gray", "*"),
 }
+
+_APART = 1.3
+"""By how much two sizes differ so that both are written under an axis."""
 
 
 def curve(path: Path) -> None:
@@ -48,19 +52,26 @@ def curve(path: Path) -> None:
     figure.savefig(path)
 
 
-def _points(lines: Sequence[tables.Line]) -> Mapping[str, Mapping[str, list[tuple[float, float]]]]:
-    """By kind of text and policy: MiB on the device, and percent above the perplexity of the full cache."""
+def _points(
+    lines: Sequence[tables.Line], *, host: bool
+) -> Mapping[str, Mapping[str, list[tuple[float, float]]]]:
+    """By kind of text and policy: MiB, and percent above the perplexity of the full cache.
+
+    host: whether what lies in host memory counts, too.
+    """
     full = {line["of"]: _mean(line) for line in lines if line["label"] == "full"}
-    sums: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+    sums: dict[tuple[str, str, str | None], list[tuple[float, float]]] = defaultdict(list)
     for line in lines:
-        name = line["label"].partition(" ")[0]
+        name, _, type_k = line["label"].partition(" ")
         above = 100 * (np.exp(_mean(line) - full[line["of"]]) - 1)
         if line["label"] != "full":
-            sums[which.KINDS[line["of"]], name, line["bytes"][0] / 2**20].append(above)
+            size = sum(line["bytes"][: 1 + host]) / 2**20
+            sums[which.KINDS[line["of"]], name, line["budget"] or type_k].append((size, above))
     found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for (kind, name, size), values in sorted(sums.items()):
-        found[kind][name].append((size, float(np.mean(values))))
-    return found
+    for (kind, name, _), values in sorted(sums.items()):
+        size, above = np.mean(values, axis=0).tolist()
+        found[kind][name].append((size, above))
+    return {kind: {name: sorted(points) for name, points in of.items()} for kind, of in found.items()}
 
 
 def _mean(line: tables.Line) -> float:
@@ -68,33 +79,42 @@ def _mean(line: tables.Line) -> float:
 
 
 def quality(path: Path, run: str, title: str) -> None:
-    """Quality by bytes on the device, a panel for each kind of text."""
+    """Quality by bytes, on the device and with the host's; a column for each kind of text."""
     from matplotlib.figure import Figure
 
-    found = _points(records.read(tables.RESULTS / f"{run}.jsonl"))
-    figure = Figure(figsize=(10, 3.4), dpi=100, layout="constrained")
-    panels = figure.subplots(1, len(found), sharey=True)
-    for axes, (kind, policies) in zip(np.atleast_1d(panels), found.items(), strict=True):
-        for name, points in policies.items():
-            colour, mark = _STYLES[name]
-            # an excess below a tenth of a percent is drawn as one
-            values = [(size, max(above, 0.1)) for size, above in points]
-            label = "full, 8 and 4 bits" if name == "full" else name
-            axes.plot(*zip(*values, strict=True), color=colour, marker=mark, markersize=5, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_title(kind, fontsize="medium")
-        axes.set_xticks(sorted({size for points in policies.values() for size, _ in points}))
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.minorticks_off()
-        axes.margins(x=0.1)
-        axes.yaxis.set_major_formatter("{x:g}")
-    figure.supxlabel("MiB of keys and values on the device", fontsize="medium")
-    figure.supylabel("% above the full cache's perplexity", fontsize="medium")
+    lines = records.read(tables.RESULTS / f"{run}.jsonl")
+    named = ("on the device", False), ("on the device and the host", True)
+    figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize="medium")
-    handles, labels = np.atleast_1d(panels)[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize="small")
+    for part, (where, host) in zip(figure.subfigures(2, 1), named, strict=True):
+        found = _points(lines, host=host)
+        panels = np.atleast_1d(part.subplots(1, len(found), sharey=True))
+        for axes, (kind, policies) in zip(panels, found.items(), strict=True):
+            _panel(axes, policies)
+            axes.set_title(kind, fontsize="medium")
+        part.supxlabel(f"MiB of keys and values {where}", fontsize="medium")
+        part.supylabel("% above the full cache's perplexity", fontsize="medium")
+        handles, labels = panels[0].get_legend_handles_labels()
+        part.legend(handles, labels, loc="outside right center", frameon=False, fontsize="small")
     figure.savefig(path)
+
+
+def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None:
+    for name, points in policies.items():
+        colour, mark = _STYLES[name]
+        # an excess below a tenth of a percent is drawn as one
+        values = [(size, max(above, 0.1)) for size, above in points]
+        label = "full, 8 and 4 bits" if name == "full" else name
+        axes.plot(*zip(*values, strict=True), color=colour, marker=mark, markersize=5, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted({size for points in policies.values() for size, _ in points})
+    # of numbers that would lie on each other the first one
+    axes.set_xticks([size for i, size in enumerate(sizes) if not i or size > _APART * sizes[i - 1]])
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.margins(x=0.1)
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 PICTURES: dict[str, Callable[[], None]] = {
