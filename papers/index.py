@@ -55,7 +55,9 @@ PAPERS: dict[str, tuple[Entry, ...]] = {
         Entry("Figure 3", "an example of the algorithm", said=_DRAWING),
         Entry("Figure 4", "merging against evicting", ("weightedkv-figure-4", "weightedkv-figure-4-curve")),
         Entry("Figure 4, no groups", "the same, as in the paper's model", ("weightedkv-figure-4-ungrouped",)),
+        Entry("Figure 4, each token", "the paper's schedule and window", ("weightedkv-figure-4-each",)),
         Entry("Table I, 4k", "perplexity of policies", ("weightedkv-table-1",)),
+        Entry("Table I, each token", "the paper's schedule and window", ("weightedkv-table-1-each",)),
         Entry("Table I, 8k and 16k", "longer contexts", ("weightedkv-table-1-long",)),
     ),
     "buzz": (

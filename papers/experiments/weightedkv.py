@@ -13,6 +13,7 @@ from papers.experiments.kinds import (
     UNGROUPED,
     Experiment,
     Table,
+    columns,
     numbers,
     of_map,
 )
@@ -46,6 +47,7 @@ _MERGING = Table(
     *("nll", ("of", "budget"), "weightedkv", ("weightedkv", _EVICTS)), worse=(_EVICTS,), **_POOLED
 )
 _TABLE_1 = numbers("weightedkv", "table-1")
+_OF_256 = ("PG19, 256", "ProofPile, 256", "ArXiv, 256")
 
 EXPERIMENTS = {
     "weightedkv-table-1": Experiment(
@@ -58,7 +60,10 @@ EXPERIMENTS = {
         (
             Table(
                 *("nll", ("of", "budget"), _EACH, _OF_EACH[:-1]),
-                paper={(_EACH if row == "weightedkv" else row, at): n for (row, at), n in _TABLE_1.items()},
+                paper={
+                    (_EACH if row == "weightedkv" else row, at): number
+                    for (row, at), number in columns(_TABLE_1, _OF_256).items()
+                },
                 **_POOLED,
             ),
         ),
