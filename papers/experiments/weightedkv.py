@@ -88,7 +88,6 @@ EXPERIMENTS = {
     "weightedkv-figure-4-each": Experiment(
         ("texts-each", "texts-each-ungrouped"),
         (Table(*("nll", ("of", "budget"), _EACH, (_EACH, _EACH_EVICTS)), worse=(_EACH_EVICTS,), **_POOLED),),
-        commands=False,
     ),
     "weightedkv-figure-4-ungrouped": Experiment(("texts-ungrouped",), (_MERGING,)),
     "weightedkv-figure-4-curve": Experiment(
