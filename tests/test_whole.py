@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,10 +34,10 @@ def whole(model):
     return Shared(model, SETTINGS).whole(TOKENS)
 
 
-def left(model, name, whole=None, tokens=TOKENS, budget=64):
+def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
     """What a policy leaves of a prompt, what comes next, and how many tokens were decoded for it."""
     policy = policies.wanted(name).fit(512 if name == "full" else budget)
-    with closing(Engine(model, policy, SETTINGS)) as engine:
+    with closing(Engine(model, policy, replace(SETTINGS, **settings))) as engine:
         n_decoded = []
         decode = engine.context.decode
         engine.context.decode = lambda part, *more: (n_decoded.append(len(part)), decode(part, *more))
@@ -76,14 +77,47 @@ def test_a_rehearsal_is_done_once(model):
     assert together[1][3] == 0
 
 
-def test_other_tokens_are_read(model, whole):
+def test_a_rehearsal_in_other_chunks_is_another(model):
+    whole = Shared(model, SETTINGS).whole(TOKENS)
+    alone = left(model, "kvzip", n_ctx=512)
+    left(model, "kvzip", whole)
+    assert np.array_equal(left(model, "kvzip", whole, n_ctx=512)[0], alone[0])
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "kvzip"])
+def test_other_tokens_are_read(model, name):
     other = TOKENS.copy()
     other[7] += 1
+    whole = Shared(model, SETTINGS).whole(TOKENS)
     for tokens in (other, TOKENS[:299]):
-        alone, after = left(model, "h2o", tokens=tokens), left(model, "h2o", whole, tokens)
+        alone, after = left(model, name, tokens=tokens), left(model, name, whole, tokens)
         assert np.array_equal(alone[0], after[0])
         assert np.array_equal(alone[2], after[2])
-        assert after[3] == len(tokens)
+        assert after[3] == alone[3]
+    # nor is anything known of the prompt since
+    alone, after = left(model, name), left(model, name, whole)
+    assert np.array_equal(alone[0], after[0])
+
+
+@pytest.mark.parametrize("type_k", ["f16", "bf16"])
+def test_cells_of_another_type_are_read(model, whole, type_k):
+    alone, after = left(model, "h2o", type_k=type_k), left(model, "h2o", whole, type_k=type_k)
+    assert np.array_equal(alone[2], after[2])
+    assert after[3] == len(TOKENS)
+
+
+def test_cells_of_another_model_are_read(tiny_model, whole):
+    with closing(Model(tiny_model(n_layer=3))) as other:
+        alone, after = left(other, "h2o"), left(other, "h2o", whole)
+        assert np.array_equal(alone[2], after[2])
+        assert after[3] == len(TOKENS)
+
+
+def test_what_no_context_holds_is_not_read_for_all(model):
+    shared = Shared(model, replace(SETTINGS, n_ctx=300))
+    assert shared.whole(TOKENS) is None
+    assert shared.whole(TOKENS[:0]) is None
+    assert len(shared.whole(TOKENS[:299]).tokens) == 299
 
 
 def test_a_model_that_keeps_more_than_cells_reads_itself(tiny_model):
@@ -116,7 +150,9 @@ def test_what_begins_as_the_last_prompt_is_read_on_from_it(model, whole, monkeyp
 def test_signals_are_known_only_if_they_are_the_same():
     def known(**asked):
         own = Request(Signal.ATTENTION | Signal.RECENT | Signal.HITS, n_query=8)
-        return Whole(TOKENS, [], np.zeros((1, 1), np.float32), own, {}).has(Request(**asked))
+        return Whole(TOKENS, None, ("f16", "f16"), [], np.zeros((1, 1), np.float32), own, {}).has(
+            Request(**asked)
+        )
 
     assert known(signals=Signal.ATTENTION)
     assert known(signals=Signal.ATTENTION | Signal.KEYS)
@@ -125,6 +161,5 @@ def test_signals_are_known_only_if_they_are_the_same():
     assert known(signals=Signal.HITS)
     assert not known(signals=Signal.SQUARES)
     assert not known(signals=Signal.ATTENTION, group="max")
-    assert not known(signals=Signal.ATTENTION, log_n=True)
     assert not known(signals=Signal.RECENT, n_query=9)
     assert not known(signals=Signal.HITS, t="cells")

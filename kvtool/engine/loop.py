@@ -121,14 +121,15 @@ class Engine(Stream):
         """Decodes a text i32[n] of any length; its last token gives logits.
 
         The first text of a stream is read whole if policy or settings say so. `stopped` is asked before each
-        step, or part of one, whether to end. whole: what another stream of the same model and cache types has
-        read; where the text is the same and nothing of it is evicted amid it, it is not read again. Returns
-        how many tokens were read; of a text read whole all or none. Raises what `step` raises.
+        step, or part of one, whether to end. whole: what another stream has read; where that is the same
+        text with the same model and cache types, and nothing is evicted amid it, it is not read again.
+        Returns how many tokens were read; of a text read whole all or none. Raises what `step` raises.
         """
         if self.reads_whole(len(tokens)):
             return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, whole)
-        if whole and self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell:
-            n = whole.put(self, tokens)
+        fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
+        if whole and fits_in and whole.fits(self, tokens):
+            n = whole.put(self)
             return n + self.read(tokens[n:], stopped)
         steps, done = self.steps(tokens, late=True, every=False), 0
         while done < len(tokens) and not stopped():

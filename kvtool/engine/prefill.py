@@ -36,7 +36,8 @@ def read_whole(
             "continue with --positions auto or in-cache, or with --prefill stream"
         )
     try:
-        signals = _decode(stream, segments, stopped, whole if len(segments) == 1 else None)
+        fits = whole and len(segments) == 1 and whole.fits(stream, tokens)
+        signals = _decode(stream, segments, stopped, whole if fits else None)
         if signals is None:
             _empty(stream)
             return 0
@@ -87,7 +88,7 @@ def _decode(
     for segment in segments:
         first = rows.n_past
         rows.rotate_from(0)
-        n_known = whole.put(stream, segment) if whole else 0
+        n_known = whole.put(stream) if whole else 0
         if not stream.decode_all(segment[n_known:], int(first + len(segment) == n), stopped):
             return None
         found: Mapping[str, np.ndarray] | None
@@ -117,15 +118,16 @@ def _rehearsed(
     whole: Whole | None,
 ) -> dict[str, np.ndarray] | None:
     """The signals of a rehearsal, as `Rehearser.read` gives them; the logits stay those of the prompt."""
-    stays = stream.policy.request(), rehearser.words, stream.n_pinned, stream.n_held
-    if whole and (known := whole.rehearsed.get(stays)):
+    n_chunk = rehearser.n_chunk(stream.n_past - first)
+    how = stream.policy.request(), rehearser.words, stream.n_pinned, stream.n_held, n_chunk
+    if whole and (known := whole.rehearsed.get(how)):
         return known
     logits = stream.context.logits().copy() if stream.n_past == len(tokens) else None
     found = rehearser.read(tokens, first, stopped)
     if found is not None and logits is not None:
         stream.context.take_logits(logits)
     if found is not None and whole:
-        whole.rehearsed[stays] = found
+        whole.rehearsed[how] = found
     return found
 
 

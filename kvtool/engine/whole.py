@@ -9,6 +9,7 @@ import numpy as np
 
 from kvtool.engine.stream import Stream
 from kvtool.llama.context import Context
+from kvtool.llama.model import Model
 from kvtool.policy import Rehearsal, Request, Signal
 
 _OF_CELLS = Signal.KEYS | Signal.LENGTHS
@@ -26,6 +27,8 @@ class Whole:
     ----------
     tokens
         i32[n]: the prompt.
+    model, types
+        The model that read it, and the number formats of its K and V.
     cells
         K and V of each layer's cells, as they are stored.
     logits
@@ -36,15 +39,19 @@ class Whole:
         f32[row, n]: its signals, by their fields in a view.
     rehearsed
         The same of policies that have rehearsed the prompt, by their requests and rehearsals, and by how
-        many tokens were pinned and held then.
+        many tokens were pinned, held and repeated at a time.
     """
 
     tokens: np.ndarray
+    model: Model
+    types: tuple[str, str]
     cells: Sequence[np.ndarray]
     logits: np.ndarray
     request: Request
     signals: Mapping[str, np.ndarray]
-    rehearsed: dict[tuple[Request, Rehearsal, int, int], dict[str, np.ndarray]] = field(default_factory=dict)
+    rehearsed: dict[tuple[Request, Rehearsal, int, int, int], dict[str, np.ndarray]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(cls, stream: Stream, tokens: np.ndarray) -> Whole:
@@ -52,46 +59,57 @@ class Whole:
         context, n = stream.context, len(tokens)
         assert stream.n_past == stream.n_kv == n
         cells = [context.cells(layer, n) for layer in range(len(stream.layer_cells))]
-        request = stream.policy.request()
-        return cls(tokens, cells, context.logits()[-1:].copy(), request, stream.signals.read())
+        logits = context.logits()[-1:].copy()
+        how = stream.model, _types(stream), cells, logits, stream.policy.request(), stream.signals.read()
+        return cls(tokens, *how)
 
-    def put(self, stream: Stream, tokens: np.ndarray) -> int:
-        """Puts the first of these tokens i32[n] into a stream's empty cache. Returns how many.
+    def fits(self, stream: Stream, tokens: np.ndarray) -> bool:
+        """Whether the stream would read this prompt into the same cells, and nothing beside them."""
+        return (
+            np.array_equal(tokens, self.tokens)
+            and isinstance(stream.context, Context)
+            and not stream.context.n_beside
+            and (stream.model, _types(stream)) == (self.model, self.types)
+            and not (stream.policy.logn or self.request.log_n)
+        )
+
+    def put(self, stream: Stream) -> int:
+        """Puts the first tokens of the prompt into the empty cache of a stream that fits. Returns how many.
 
         The others are to be decoded there, so that the stream has its signals: none if `signals` has them, or
-        the policy rehearses; the queries that it looks at, if those are the last ones; else all, as where the
-        tokens are others or the model keeps more than cells.
+        the policy rehearses; the queries that it looks at, if those are the last ones; else all.
         """
         context, rows = stream.context, stream.rows
-        n = self._n_known(stream, tokens)
+        n = self._n_known(stream)
         if not n:
             return 0
         assert isinstance(context, Context)
         for layer, cells in enumerate(self.cells):
-            context.set_cells(layer, len(tokens), cells)
+            context.set_cells(layer, len(self.tokens), cells)
         # cells beyond these are free again
         rows.append(n)
         stream.eviction.edit(rows.live, rows.next_rot)
-        if n == len(tokens):
+        if n == len(self.tokens):
             context.take_logits(self.logits)
         return n
 
-    def _n_known(self, stream: Stream, tokens: np.ndarray) -> int:
-        context, asked = stream.context, stream.policy.request()
-        if not np.array_equal(tokens, self.tokens) or not isinstance(context, Context) or context.n_beside:
-            return 0
-        n = len(tokens)
+    def _n_known(self, stream: Stream) -> int:
+        asked, n = stream.policy.request(), len(self.tokens)
         if self.has(asked) or stream.policy.rehearsal:
             return n
-        if not asked.log_n and not asked.signals & ~(_OF_CELLS | _OF_LAST):
+        if not asked.signals & ~(_OF_CELLS | _OF_LAST):
             return max(n - max(asked.n_query, 1), 0)
         return 0
 
     def has(self, asked: Request) -> bool:
         """Whether `signals` are what a policy with this request would have read."""
         wanted, own = asked.signals & ~_OF_CELLS, self.request
-        if asked.log_n or wanted & ~own.signals:
+        if wanted & ~own.signals:
             return False
         same_queries = not wanted & (Signal.RECENT | Signal.FUTURE) or asked.n_query == own.n_query
         same_t = not wanted & (Signal.HITS | Signal.IMPORTANT) or asked.t == own.t
         return not wanted or (asked.group == own.group and same_queries and same_t)
+
+
+def _types(stream: Stream) -> tuple[str, str]:
+    return stream.settings.type_k, stream.settings.type_v

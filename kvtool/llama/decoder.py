@@ -156,7 +156,7 @@ class Decoder:
         self._next = n_output - 1
 
     def take_logits(self, logits: np.ndarray) -> None:
-        """A joint step has decoded for this cache: f32[n_output, n_vocab] are what it gave."""
+        """What the last decode would have given, f32[n_output, n_vocab]: something else has computed it."""
         self._has_decoded = True
         self._taken = logits
         self._n_output = len(logits)

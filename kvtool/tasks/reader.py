@@ -144,7 +144,8 @@ class Reader:
         if len(rest):
             # no reply header is at its end
             self.engine.hold(0)
-        self.engine.read(first, whole=self.shared.whole(first) if self.shared else None)
+        if len(first):
+            self.engine.read(first, whole=self.shared.whole(first) if self.shared else None)
         if len(rest):
             self.engine.hold(self._n_held if self.template else 0)
             self.engine.read(rest)

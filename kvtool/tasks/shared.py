@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,21 +40,25 @@ class Shared:
         self._model, self._settings = model, settings
         self._last: Whole | None = None
 
-    def whole(self, tokens: np.ndarray) -> Whole:
+    def whole(self, tokens: np.ndarray) -> Whole | None:
         """The prompt i32[n]. What the last one had at its beginning, all of it, is not read again.
 
-        Raises what Engine raises.
+        None for an empty prompt, and for one that is longer than the context. Raises what Engine raises.
         """
+        n_ctx = min(self._settings.n_ctx or self._model.n_ctx_train, self._model.n_ctx_train)
+        if not 0 < len(tokens) < n_ctx:
+            return None
         last, self._last = self._last, None
         if last is None or not np.array_equal(last.tokens, tokens):
-            engine = Engine(self._model, _Watch(pad(len(tokens) + 1)), self._settings)
-            try:
-                n = last.put(engine, tokens[: len(last.tokens)]) if last else 0
-                if last and n:
+            policy = _Watch(min(pad(len(tokens) + 1), n_ctx))
+            with closing(Engine(self._model, policy, self._settings)) as engine:
+                n = 0
+                if last and last.fits(engine, tokens[: len(last.tokens)]):
+                    n = last.put(engine)
                     engine.signals.restore(last.signals, 0)
+                # two would be in memory else
+                last = None
                 engine.read(tokens[n:])
                 last = Whole.of(engine, tokens)
-            finally:
-                engine.close()
         self._last = last
         return last
