@@ -304,10 +304,9 @@ def _least_changed(m, seen, total, values):
             for r in range(seen.shape[1]):
                 u = seen[x, r] * (1 - share) - seen[y, r] * share
                 cost += u * u
+            cost *= _apart(values[x], values[y])
             if cost < least:
-                cost *= _apart(values[x], values[y])
-                if cost < least:
-                    one, other, least = x, y, cost
+                one, other, least = x, y, cost
     return one, other
 
 

@@ -35,9 +35,11 @@ def test_means_are_those_of_the_definition(merge):
     rng = np.random.default_rng(1)
     n, group, dim, budget, n_query = 60, 2, 8, 20, 4
     query, key, value = (rng.normal(size=shape) for shape in ((n, group, dim), (n, dim), (n, dim)))
+    # values that are close to each other, as a model's are
+    value *= 0.05
     given = (each.astype(np.float32) for each in (query, key, value))
     found = attend(*given, Rule.parse(f"streamingllm+6:{merge}:{n_query}"), budget)
-    assert np.abs(found - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-4
+    assert np.abs(found - _attend(query, key, value, budget - 6, 6, merge, n_query)).max() < 1e-5
 
 
 def test_cells_that_take_the_bytes_of_means():
