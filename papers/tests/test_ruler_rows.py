@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
+from kvtool.engine.stream import pad
 from kvtool.engine.whole import Whole
+from kvtool.errors import InputError
 from kvtool.measure import records
+from kvtool.system import interrupt
 from papers import ruler
 from papers.ruler import Row
 from tests import tiny
 
 
-def record(item, score, policy="full", removed=0.0, budget=0, type_kv="f16", question="after"):
+def record(item, score, policy="full", removed=0.0, budget=0, type_kv="f16", question="after", **more):
     return {
         "id": item,
+        **{"model": "a.gguf", "model_sha256": "1", "length": 4096, "patch": "p"},
         "question": question,
         **{"policy": policy, "removed": removed, "budget": budget, "type_kv": type_kv},
         **{"scores": {"string_match": score}, "kv_bytes": 2**20, "archive_bytes": 2**21 * bool(budget)},
+        **more,
     }
+
+
+def table(path, capsys, *found, more=()):
+    """What `table` prints of these records."""
+    records.rewrite(path, lambda _: found)
+    ruler.main(["table", str(path), *more])
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    """The one line with which the program ends."""
+    with pytest.raises(SystemExit) as ended:
+        ruler.main(list(words))
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert not said.out
+    *usage, line = said.err.splitlines()
+    assert not usage or usage[0].startswith("usage: ")
+    return line
 
 
 def test_rows_are_policies_with_shares_and_others():
@@ -35,23 +60,41 @@ def test_rows_are_policies_with_shares_and_others():
 
 
 def test_a_policy_keeps_its_share_and_has_room_for_the_answer():
-    policy = Row("h2o:sinks=4", 0.75).fit(1000, 50)
+    policy = Row("h2o:sinks=4", 0.75).fit(1000, 50, 4096)
     assert policy.n_keep == 250
     assert policy.budget == 250 + 256
     assert policy.sinks == 4
-    assert Row("recall", budget=128).fit(1000, 50).budget == 128
-    assert Row("full").fit(1000, 50).budget == 1280
+    assert Row("recall", budget=128).fit(1000, 50, 4096).budget == 128
+    assert Row("full").fit(1000, 50, 4096).budget == 1280
+
+
+def test_the_full_cache_has_no_more_cells_than_the_context():
+    assert Row("full").fit(1000, 50, 1100).budget == 1100
+    assert Row("full", type_kv="q4_0").fit(1000, 150, 1100).budget == 1100
+    with pytest.raises(InputError, match="a prompt of 1,100 tokens and its answer do not fit"):
+        Row("h2o", 0.75).fit(1100, 50, 1100)
+
+
+def test_a_prompt_too_short_to_be_compressed_is_an_error():
+    with pytest.raises(InputError, match="25 % of 1,024 tokens .* nothing would be evicted"):
+        Row("h2o", 0.25).fit(1024, 50, 4096)
+    # the first that is longer than its budget
+    assert Row("h2o", 0.25).fit(1028, 50, 4096).budget == 1027
+
+
+def test_only_what_streams_may_go_over_its_budget():
+    assert not Row("h2o", 0.5).settings(1).over_budget
+    assert not Row("full").settings(1).over_budget
+    assert Row("recall", budget=128).settings(1).over_budget
 
 
 def test_what_cannot_know_the_question_is_not_asked_twice():
-    assert [row.knows("known") for row in (Row("full"), Row("h2o", 0.5), Row("snapkv", 0.5))] == [
-        False,
-        True,
-        True,
-    ]
-    others = Row("kvzip", 0.5), Row("recall", budget=128), Row("full", type_kv="q4_0")
-    assert not any(row.knows("known") for row in others)
-    assert all(row.knows("after") for row in others)
+    never = Row("full"), Row("full", type_kv="q4_0"), Row("recall", budget=128)
+    assert not any(row.knows("known") for row in never)
+    # a rehearsal comes after the question, and sees it
+    both = Row("h2o", 0.5), Row("kvzip", 0.5), Row("h2o:sinks=4", 0.5), Row("snapkv", budget=128)
+    assert all(row.knows("known") for row in both)
+    assert all(row.knows("after") for row in never + both)
 
 
 def test_the_average_is_that_of_tasks():
@@ -68,9 +111,12 @@ def test_a_test_tells_who_is_behind(tmp_path, capsys):
         records.append(path, record(item, 1, "recall", budget=128))
     # what not all rows have is in no table
     records.append(path, record("vt-4096-9", 0))
+    records.append(path, record("vt-4096-8", 0, "knorm", 0.75, scores={}, error="too short"))
     ruler.main(["table", str(path), "--removed", "0.75"])
     said = capsys.readouterr().out
-    assert "Question after, 10 items of 2 tasks, %:" in said
+    assert "Question after, 10 items of 2 tasks (1 left out, which a row lacks), %:" in said
+    assert "Without any score: `knorm` -75 %." in said
+    assert said.count("| policy | all | -75 % |") == 3
     assert "| `full` | 100 |  |" in said
     assert "| `h2o` |  | 0 worse |" in said
     assert "| `kvzip` |  | 90 |" in said
@@ -78,6 +124,84 @@ def test_a_test_tells_who_is_behind(tmp_path, capsys):
     assert "| `recall` 128 cells | 2 |" in said.partition("MiB on the host")[2]
     assert "| `kvzip` | 80 | 100 |" in said.partition("By task")[2]
     assert "known" not in said
+
+
+FOUND = record("vt-4096-0", 1), record("vt-4096-0", 0, "h2o", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([*FOUND, record("vt-4096-1", 1, model="b.gguf")], "more than one model: a.gguf, b.gguf"),
+        ([*FOUND, record("vt-4096-1", 1, model_sha256="2")], "more than one model_sha256: 1, 2"),
+        ([*FOUND, record("vt-8192-1", 1, length=8192)], "more than one length: 4096, 8192"),
+        ([*FOUND, record("vt-4096-1", 1, patch="q")], "more than one patch: p, q"),
+        (FOUND[1:], "question after: no scores of `full`"),
+        (FOUND[:1], "no row has scores beside `full`"),
+        ([], "no row has scores beside `full`"),
+        ([FOUND[0], record("vt-4096-1", 0, "h2o", 0.5)], "no item is in all rows"),
+        ([{"id": "a", "scores": {}}], "not of `measure`: without budget"),
+    ],
+)
+def test_records_that_make_no_table_are_refused(tmp_path, capsys, found, said):
+    records.rewrite(tmp_path / "found.jsonl", lambda _: found)
+    assert said in refused(capsys, "table", str(tmp_path / "found.jsonl"))
+
+
+def test_a_table_needs_its_file_and_share(tmp_path, capsys):
+    path = tmp_path / "found.jsonl"
+    assert f"no file {path}" in refused(capsys, "table", str(path))
+    assert "left out" not in table(path, capsys, *FOUND)
+    line = refused(capsys, "table", str(path), "--removed", "0.25")
+    assert "no row has --removed 0.25; there are: 0.5" in line
+    assert "between 0 and 1" in refused(capsys, "table", str(path), "--removed", "25")
+
+
+MEASURE = "measure", "-m", "there-is-none.gguf", "--json", "out.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--removed", "0.5,1"], "a share must be between 0 and 1, such as 0.75, got '1'"),
+        (["--removed", "half"], "a share must be between 0 and 1, such as 0.75, got 'half'"),
+        (["--items", "5:5"], "must be FROM:TO with FROM less than TO"),
+        (["--items", "5"], "must be FROM:TO with FROM less than TO"),
+        (["--question", "after,before"], "must be after, known or both"),
+        (["--others", "recall"], "must be POLICY@CELLS or full@TYPE"),
+        (["--others", "h2o@q4_0"], "only full takes a type; h2o takes a budget, as in h2o@128"),
+        (["--others", "full@128"], "full evicts nothing"),
+        (["--others", "full@q4_7"], "type_k must be one of"),
+        (["--policies", "full"], "full evicts nothing"),
+        (["--policies", "nope"], "unknown policy 'nope'"),
+        (["--policies", "h2o:sinks=9999"], "sinks"),
+        (["--policies", "h2o,recall"], "--policies: recall cannot compress a prompt that was read whole"),
+        (["--policies", "recall"], "choose --others recall@128"),
+        (["--policies", "corm"], "choose --others corm@128"),
+        (["--policies", "h2o:heads=adaptive"], "choose --others h2o:heads=adaptive@128"),
+        (["--length", "1000"], "25 % of 1,000 tokens"),
+        ([], "there is no file there-is-none.gguf"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_read(capsys, words, said):
+    assert said in refused(capsys, *MEASURE, *words)
+
+
+def test_an_interrupt_ends_it_with_one_line(monkeypatch):
+    def end(*_, said):
+        raise SystemExit(said)
+
+    monkeypatch.setattr(interrupt, "end", end)
+    monkeypatch.setattr(ruler, "measure", lambda args: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit, match="stopped; what was measured is kept"):
+        ruler.main(list(MEASURE))
+
+
+def test_the_policies_unless_given_can_all_be_measured():
+    rows = list(ruler.rows(ruler._POLICIES.split(","), [0.25, 0.97], ["recall@128", "full@q4_0"]))
+    for row in rows:
+        row.check(4096)
+    assert {"tova", "expected:epsilon=0.02"} <= {row.policy for row in rows}
 
 
 @pytest.mark.engine
@@ -89,12 +213,16 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     ruler.main([*command, *rows])
     found = records.read(out)
     labels = [(each["id"], each["question"], each["policy"]) for each in found]
-    one = [("after", "full"), ("after", "h2o"), ("after", "kvzip"), ("after", "recall"), ("known", "h2o")]
+    after, known = ["full", "h2o", "kvzip", "recall"], ["h2o", "kvzip"]
+    one = [*(("after", name) for name in after), *(("known", name) for name in known)]
     ids = ["niah_single_1-1700-0", "vt-1700-0"]
     assert labels == [(item, *how) for item in ids for how in one]
     by_policy = {each["policy"]: each for each in found}
     assert by_policy["recall"]["archive_bytes"] > 0
     assert by_policy["h2o"]["evicted"] > 0
+    # its cells are those of its budget
+    shared = [each for each in found if each["policy"] != "recall"]
+    assert len({each["kv_bytes"] / pad(each["budget_cells"]) for each in shared}) == 1
     # each prompt was read once: h2o and kvzip begin where full ended
     before = out.read_bytes()
     ruler.main([*command, *rows])
@@ -113,5 +241,9 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     ruler.main(["table", str(out)])
     assert capsys.readouterr().out.count("2 items of 2 tasks") == 2
+    # samples are told by their numbers, not by how many names there are
+    names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
+    ruler.main([*command, *names, "--length", "700"])
+    assert [each["id"] for each in records.read(out)[-1:]] == ["niah_single_1-700-1"]
     # what is asked in one run is what eval asks
     assert json.loads(before.splitlines()[0])["references"]
