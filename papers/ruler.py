@@ -284,7 +284,7 @@ def _table(every: Sequence[records.Record], question: str, removed: float | None
     n_left = len(set().union(*here.values())) - len(ids)
     here = {place: {i: score for i, score in of.items() if i in ids} for place, of in here.items()}
     n_task = len({i.partition("-")[0] for i in ids})
-    left = f" ({n_left} left out, which a row lacks)" if n_left else ""
+    left = f" ({n_left} left out: not in all rows)" if n_left else ""
     print(f"\nQuestion {question}, {len(ids)} items of {n_task} tasks{left}, %:\n")
     is_behind = behind(here, here[_FULL])
     cells = {

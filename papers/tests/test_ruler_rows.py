@@ -76,10 +76,10 @@ def test_the_full_cache_has_no_more_cells_than_the_context():
 
 
 def test_a_prompt_too_short_to_be_compressed_is_an_error():
-    with pytest.raises(InputError, match="25 % of 1,024 tokens .* nothing would be evicted"):
-        Row("h2o", 0.25).fit(1024, 50, 4096)
+    with pytest.raises(InputError, match="25 % of 1,026 tokens .* nothing would be evicted"):
+        Row("h2o", 0.25).fit(1026, 50, 4096)
     # the first that is longer than its budget
-    assert Row("h2o", 0.25).fit(1028, 50, 4096).budget == 1027
+    assert Row("h2o", 0.25).fit(1027, 50, 4096).budget == 1026
 
 
 def test_only_what_streams_may_go_over_its_budget():
@@ -114,7 +114,7 @@ def test_a_test_tells_who_is_behind(tmp_path, capsys):
     records.append(path, record("vt-4096-8", 0, "knorm", 0.75, scores={}, error="too short"))
     ruler.main(["table", str(path), "--removed", "0.75"])
     said = capsys.readouterr().out
-    assert "Question after, 10 items of 2 tasks (1 left out, which a row lacks), %:" in said
+    assert "Question after, 10 items of 2 tasks (1 left out: not in all rows), %:" in said
     assert "Without any score: `knorm` -75 %." in said
     assert said.count("| policy | all | -75 % |") == 3
     assert "| `full` | 100 |  |" in said
@@ -244,6 +244,9 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     # samples are told by their numbers, not by how many names there are
     names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
     ruler.main([*command, *names, "--length", "700"])
-    assert [each["id"] for each in records.read(out)[-1:]] == ["niah_single_1-700-1"]
+    assert records.read(out)[-1]["id"] == "niah_single_1-700-1"
+    capsys.readouterr()
+    too_long = refused(capsys, *command, "--length", "5000")
+    assert "--length must be at most the trained context, 4096" in too_long
     # what is asked in one run is what eval asks
     assert json.loads(before.splitlines()[0])["references"]
