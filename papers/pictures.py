@@ -29,7 +29,7 @@ _STYLES = {
     "streamingllm": ("tab:gray", "*"),
 }
 
-_APART = 1.3
+_APART = 1.2
 """By how much two sizes differ so that both are written under an axis."""
 
 
@@ -109,8 +109,11 @@ def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     sizes = sorted({size for points in policies.values() for size, _ in points})
-    # of numbers that would lie on each other the first one
-    axes.set_xticks([size for i, size in enumerate(sizes) if not i or size > _APART * sizes[i - 1]])
+    ticks = [0.0]
+    for size in sizes:
+        # of numbers that would lie on each other the first one
+        ticks += [size] * (size > _APART * ticks[-1])
+    axes.set_xticks(ticks[1:])
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()
     axes.margins(x=0.1)

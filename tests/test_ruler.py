@@ -491,7 +491,7 @@ def bytewise(tiny_model):
 @pytest.mark.parametrize("after", [False, True])
 def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeypatch):
     said = []
-    monkeypatch.setattr(Engine, "read", lambda self, tokens: said.append(bytes(tokens.tolist())))
+    monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: said.append(bytes(tokens.tolist())))
     with closing(reader_of(bytewise, "full", chat=chat)) as reader:
         monkeypatch.setattr(bytewise, "tokenize", lambda text, **_: np.frombuffer(text.encode(), np.uint8))
         question = QUESTIONS[0] if after else ""
@@ -509,7 +509,7 @@ def test_text_question_and_opening_are_one_prompt(bytewise, chat, after, monkeyp
 @pytest.mark.engine
 def test_a_token_of_text_and_question_is_the_questions(model, monkeypatch):
     read = []
-    monkeypatch.setattr(Engine, "read", lambda self, tokens: read.append(tokens))
+    monkeypatch.setattr(Engine, "read", lambda self, tokens, **_: read.append(tokens))
     with closing(reader_of(model, "full")) as reader:
         reader.ask("A mill, a town, a riverbank", 8, question="verbank")
     assert [b"".join(map(model.piece, part.tolist())) for part in read] == [
