@@ -306,7 +306,7 @@ class Nothing:
     n_read, is_cut = 3, False
 
     class engine:
-        n_evicted, cache_bytes, mean_kv = 0, 1, 5.0
+        n_evicted, cache_bytes, archive_bytes, mean_kv = 0, 1, 0, 5.0
 
         class policy:
             budget = n_asked = 7
