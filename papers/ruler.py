@@ -324,8 +324,10 @@ def _parts(scores: Scores) -> Iterator[tuple[str, str]]:
 
 
 def _print(head: str, cells: Mapping[tuple[str, Any], str], named: Callable[[Any], str]) -> None:
-    """Prints a table in Markdown of cells by their rows and columns."""
+    """Prints a table in Markdown of cells by their rows and columns; columns that are numbers are sorted."""
     columns = list(dict.fromkeys(column for _, column in cells))
+    if not any(isinstance(column, str) for column in columns):
+        columns.sort()
     print("| " + " | ".join([head, *map(named, columns)]) + " |")
     print("| --- |" + " ---: |" * len(columns))
     for label in dict.fromkeys(label for label, _ in cells):

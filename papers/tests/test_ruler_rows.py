@@ -112,15 +112,18 @@ def test_a_test_tells_who_is_behind(tmp_path, capsys):
     # what not all rows have is in no table
     records.append(path, record("vt-4096-9", 0))
     records.append(path, record("vt-4096-8", 0, "knorm", 0.75, scores={}, error="too short"))
+    # measured later, and yet its column is the second one
+    for item in items:
+        records.append(path, record(item, 1, "h2o", 0.5))
     ruler.main(["table", str(path), "--removed", "0.75"])
     said = capsys.readouterr().out
     assert "Question after, 10 items of 2 tasks (1 left out: not in all rows), %:" in said
     assert "Without any score: `knorm` -75 %." in said
-    assert said.count("| policy | all | -75 % |") == 3
-    assert "| `full` | 100 |  |" in said
-    assert "| `h2o` |  | 0 worse |" in said
-    assert "| `kvzip` |  | 90 |" in said
-    assert "| `recall` 128 cells | 100 |  |" in said
+    assert said.count("| policy | all | -50 % | -75 % |") == 3
+    assert "| `full` | 100 |  |  |" in said
+    assert "| `h2o` |  | 100 | 0 worse |" in said
+    assert "| `kvzip` |  |  | 90 |" in said
+    assert "| `recall` 128 cells | 100 |  |  |" in said
     assert "| `recall` 128 cells | 2 |" in said.partition("MiB on the host")[2]
     assert "| `kvzip` | 80 | 100 |" in said.partition("By task")[2]
     assert "known" not in said
