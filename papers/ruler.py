@@ -28,6 +28,7 @@ from benchmarks.common import make_parser
 from kvtool import policies, tasks
 from kvtool.chats.prompt import template_of
 from kvtool.engine.settings import Settings
+from kvtool.engine.stream import pad
 from kvtool.errors import InputError, KvtoolError, UsageError
 from kvtool.llama.model import Model
 from kvtool.measure import records
@@ -112,7 +113,7 @@ class Row:
         if n >= n_ctx:
             raise InputError(f"a prompt of {n:,} tokens and its answer do not fit in a context of {n_ctx:,}")
         if not wanted.kind.evicts:
-            return wanted.fit(min(-(-(n + n_answer) // _ROOM) * _ROOM, n_ctx))
+            return wanted.fit(min(pad(n + n_answer), n_ctx))
         n_kept = round(n * (1 - self.removed))
         if n - n_kept <= _ROOM:
             raise InputError(
