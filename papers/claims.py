@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from papers import significance, tables
-from papers.commands import Line
 from papers.experiments import EXPERIMENTS
 from papers.experiments.kinds import Place, Table
 from papers.index import PAPERS, TITLES
+from papers.lines import Line
 from papers.places import samples
 from papers.samples import SCORES, Sample
 from papers.tables import RESULTS

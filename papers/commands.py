@@ -1,4 +1,4 @@
-"""The commands that an experiment is made of, and the lines that papers/records keeps of them."""
+"""The commands of kvtool that an experiment is made of."""
 
 from __future__ import annotations
 
@@ -6,55 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvtool import policies
 from kvtool.measure import records, statistics
 from kvtool.measure.grid import split_policy
+from papers.lines import Ask, ByText, Line, about, each_of, option_words, shell, typed
 from papers.parts import PARTS, item_scores
 
-Line = dict[str, Any]
-"""A line of papers/records: one policy with one budget on one file.
-
-label
-    The policy as it was asked for.
-budget
-    As it was asked for; None for a policy that keeps all it needs.
-of
-    The file or the data set.
-scores
-    By name a list with a number for each item, or for each block of tokens.
-weights
-    By name the tokens of each block.
-cells
-    The budget of each item, in cells.
-bytes
-    Of keys and values on the device, and of the archive on the host.
-seconds, and VERSIONS
-    The time that it took, and what it was measured with.
-"""
-
-VERSIONS = ("model", "kvtool", "llama_cpp_python", "patch")
-
 _QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A command that is still to be run.
-
-    Attributes
-    ----------
-    command
-        Its words after `kvtool`, or after `python benchmarks/`, without the model.
-    store
-        The name of its file of records.
-    """
-
-    command: tuple[str, ...]
-    store: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +66,7 @@ class Compare:
     def shown(self) -> str:
         if len(self.files) == 1:
             return shell(self._command(self.files[0], self.policies), self.model)
-        return shell(self._command("FILE", self.policies), self.model) + _each(self.files)
+        return shell(self._command("FILE", self.policies), self.model) + each_of(self.files)
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         texts = {Path(file).name for file in self.files}
@@ -122,7 +83,7 @@ class Compare:
             if label == "corm" and not has_all:
                 label = "corm, capped"
             line = {
-                "label": _typed(label, record["type_k"]),
+                "label": typed(label, record["type_k"]),
                 "budget": None if has_all else str(record["budget"]),
                 "of": record["text"],
                 "tokens": record["tokens"],
@@ -133,7 +94,7 @@ class Compare:
                 },
                 "weights": {"nll": counts.astype(int).tolist()},
                 "bytes": [record["kv_bytes"], record["archive_bytes"]],
-                **_about(record),
+                **about(record),
             }
             yield line
             for tokens in self.upto:
@@ -145,7 +106,7 @@ class Compare:
         """What a policy's runs on a text are kept as."""
         name, _ = split_policy(label)
         if not policies.load(name).evicts:
-            return {(_typed(label, type_k), None) for type_k in self.types}
+            return {(typed(label, type_k), None) for type_k in self.types}
         capped = f"{label}, capped" if label == "corm" else label
         return {(capped, budget) for budget in self.budgets} or {(label, None)}
 
@@ -232,7 +193,7 @@ class Eval:
                 "cells": [record.get("asked_cells", record.get("budget_cells")) for record in items],
                 "scores": {name: [scores.get(name) for scores in scored] for name in names},
                 **self._example(items),
-                **_about(*items),
+                **about(*items),
             }
 
     def _example(self, items: Sequence[records.Record]) -> Line:
@@ -252,7 +213,7 @@ class Eval:
     def _command(self, label: str, budget: str | None) -> tuple[str, ...]:
         size = ["--budget", budget] if budget else []
         limit = ["--limit", str(self.limit)] if self.limit else []
-        return ("eval", self.task, *self.files, "--policy", *_options(label), *size, *self.more, *limit)
+        return ("eval", self.task, *self.files, "--policy", *option_words(label), *size, *self.more, *limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +241,7 @@ class Inspect:
 
     def shown(self) -> str:
         size = f"--budget {self.budget} --max-tokens {self.max_tokens}"
-        chosen = ", ".join(" ".join(_options(label)) for label in self.policies)
+        chosen = ", ".join(" ".join(option_words(label)) for label in self.policies)
         command = shell(("inspect", "FILE", "--policy", "POLICY", *size.split()), self.model)
         return f"{command} --png POLICY.png\n    # POLICY: {chosen}"
 
@@ -294,38 +255,16 @@ class Inspect:
                     "of": record["file"],
                     "part": part,
                     "scores": {"held": [of_part.mean()]},
-                    **_about(record, lines=len(_QUARTERS)),
+                    **about(record, lines=len(_QUARTERS)),
                 }
 
     def _command(self, file: str, label: str) -> tuple[str, ...]:
         size = ("--budget", self.budget, "--max-tokens", str(self.max_tokens))
-        return ("inspect", file, "--policy", *_options(label), *size, "--json")
-
-
-class _ByText:
-    """A run of one command for each text."""
-
-    __slots__ = ()
-
-    files: tuple[str, ...]
-    max_tokens: int
-
-    def missing(self, kept: Sequence[Line], name: str) -> Iterator[Ask]:
-        there = {line["of"] for line in kept if line["tokens"] == self.max_tokens}
-        for file in self.files:
-            if Path(file).name not in there:
-                yield Ask(self._command(file), name)
-
-    def commands(self) -> Iterator[tuple[str, ...]]:
-        for file in self.files:
-            yield self._command(file)
-
-    def _command(self, file: str) -> tuple[str, ...]:
-        raise NotImplementedError
+        return ("inspect", file, "--policy", *option_words(label), *size, "--json")
 
 
 @dataclass(frozen=True, slots=True)
-class Map(_ByText):
+class Map(ByText):
     """A `kvtool inspect --map` for each text; instead of policies, a line has a part of what the map says.
 
     Attributes
@@ -342,13 +281,9 @@ class Map(_ByText):
     model: str = ""
     minutes: int = 0
 
-    @property
-    def policies(self) -> tuple[str, ...]:
-        return ()
-
     def shown(self) -> str:
         command = shell(self._command("FILE")[:-1], self.model)
-        return f"{command} --png {self.kind}.png{_each(self.files)}"
+        return f"{command} --png {self.kind}.png{each_of(self.files)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
@@ -361,110 +296,11 @@ class Map(_ByText):
                     "part": part,
                     "tokens": record["tokens"],
                     "scores": {self.kind: [value]},
-                    **_about(record, lines=len(parts)),
+                    **about(record, lines=len(parts)),
                 }
 
     def _command(self, file: str) -> tuple[str, ...]:
         return ("inspect", file, "--map", self.kind, "--max-tokens", str(self.max_tokens), "--json")
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen(_ByText):
-    """A `papers.chosen_keys` for each text: how near the keys of all tokens are to those that stay."""
-
-    files: tuple[str, ...]
-    policies: tuple[str, ...]
-    max_tokens: int
-    model: str = ""
-    minutes: int = 0
-
-    def shown(self) -> str:
-        return f"{shell(self._command('FILE'), self.model)} --png chosen.png{_each(self.files)}"
-
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        for record in found:
-            for label in self.policies:
-                yield {
-                    "label": label,
-                    "budget": None,
-                    "of": record["file"],
-                    "tokens": record["tokens"],
-                    "scores": {"nearest": [float(np.mean(record["nearest"][label]))]},
-                    **_about(record, lines=len(self.policies)),
-                }
-
-    def _command(self, file: str) -> tuple[str, ...]:
-        labels = ",".join(self.policies)
-        return ("papers.chosen_keys", file, "--policies", labels, "--max-tokens", str(self.max_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class Fading(_ByText):
-    """A `papers.fading` for each text: what rows predict that keep means, by rule."""
-
-    files: tuple[str, ...]
-    rules: tuple[str, ...]
-    budget: int
-    max_tokens: int
-    model: str = ""
-    minutes: int = 0
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        return ()
-
-    def shown(self) -> str:
-        return shell(self._command("FILE"), self.model) + _each(self.files)
-
-    def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
-        for record in found:
-            counts = statistics.block_counts(record["tokens"] - 1)
-            for label in self.rules:
-                yield {
-                    "label": label,
-                    "budget": None if label == "full" else str(record["budget"]),
-                    "of": record["file"],
-                    "tokens": record["tokens"],
-                    "scores": {"nll": (np.array(record["nll_blocks"][label]) / counts).tolist()},
-                    "weights": {"nll": counts.astype(int).tolist()},
-                    "bytes": [record["bytes"][label], 0],
-                    **_about(record | {"cpu_s": record["cpu_s"][label]}),
-                }
-
-    def _command(self, file: str) -> tuple[str, ...]:
-        size = ("--budget", str(self.budget), "--max-tokens", str(self.max_tokens))
-        return ("papers.fading", file, "--rules", ",".join(self.rules), *size)
-
-
-Run = Compare | Eval | Inspect | Map | Chosen | Fading
-
-
-def is_program(command: Sequence[str]) -> bool:
-    """Whether it is a module of this folder and no command of kvtool."""
-    return command[0].startswith("papers.")
-
-
-def shell(command: Sequence[str], model: str = "") -> str:
-    """The command as one types it: without folders, with quotes around an empty argument."""
-    program = "python -m " if is_program(command) else "kvtool "
-    words = [*command, *(("-m", model) if model else ())]
-    return program + " ".join(Path(part).name if "/" in part else part or "''" for part in words)
-
-
-def _each(files: Sequence[str]) -> str:
-    """The line below a command that stands for one of each text."""
-    return f"\n    # FILE: {', '.join(Path(file).name for file in files)}"
-
-
-def _typed(label: str, type_k: str) -> str:
-    """The policy with the type of its cache, if that is not f16."""
-    return label if type_k == "f16" else f"{label} {type_k}"
-
-
-def _options(label: str) -> list[str]:
-    """A policy as kvtool's commands take it: its name, and -o for each parameter."""
-    name, options = split_policy(label)
-    return [name, *(part for option in options for part in ("-o", option))]
 
 
 def _label(labels: Sequence[str], record: records.Record) -> str:
@@ -480,11 +316,3 @@ def _names(label: str, record: records.Record) -> bool:
         return False
     asked = policies.parse_options(name, policies.load(name), list(options))
     return asked.items() <= record["params"].items()
-
-
-def _about(*found: records.Record, lines: int = 1) -> Line:
-    """The time of these records, of which so many lines have a part each, and what measured them."""
-    versions = {name: found[0][name] for name in VERSIONS} | {"model": Path(found[0]["model"]).name}
-    # CPU time if it is known: it does not depend on what else was running
-    seconds = sum(record.get("cpu_s", record.get("seconds", 0)) for record in found)
-    return {"seconds": seconds / lines, **versions}

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from papers.commands import Line
 from papers.experiments.kinds import Place, Table
+from papers.lines import Line
 from papers.samples import SCORES, Sample
 
 

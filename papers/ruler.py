@@ -1,28 +1,21 @@
 """RULER under many policies and budgets, each prompt read once: what `kvtool eval ruler` has for one of them.
 
-    python -m papers.ruler measure -m MODEL --essays DIR --squad FILE --hotpotqa FILE --json FILE
-    python -m papers.ruler table FILE...
+    python -m papers.ruler -m MODEL --essays DIR --squad FILE --hotpotqa FILE --json FILE
 
 A policy's budget is a share of the prompt, and room for the question and the answer, as in kvpress's
 benchmark: what is evicted is evicted once, behind the text (question after) or behind all of the prompt
-(question known). `measure` goes on where it has ended; its records are in the form of those of `kvtool eval`.
-`table` prints the scores of one model, length and patch, the memory and, if asked, the scores by task.
+(question known). Its records are in the form of those of `kvtool eval`; papers/ruler.md shows them.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
-
-import numpy as np
 
 from benchmarks.common import make_parser
 from kvtool import policies, tasks
@@ -39,23 +32,18 @@ from kvtool.policy import Policy
 from kvtool.system import interrupt
 from kvtool.tasks.reader import N_OUTPUT, Reader
 from kvtool.tasks.results import Results
-from kvtool.tasks.ruler import PARTS, Ruler
+from kvtool.tasks.ruler import Ruler
 from kvtool.tasks.shared import Shared
-from papers import significance
 
 _ROOM = 256
 """Cells beyond a share of the prompt: nothing is evicted for them."""
 
 _BATCH = 512
 
-_LEVEL = 0.05
-
 _POLICIES = "streamingllm,knorm,keydiff,h2o,tova,snapkv,expected:epsilon=0.02,kvzip"
 """`epsilon` is kvpress's."""
 
 _QUESTIONS = ("after", "known")
-
-_FULL = ("`full`", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +124,14 @@ class Row:
         )
 
     def knows(self, question: str) -> bool:
-        """Whether its numbers for a question that is known can differ from those for one that comes after.
+        """Whether it is asked so.
 
-        They cannot where nothing is evicted, or what is evicted is recalled.
+        A question that is known changes nothing where nothing is evicted, or what is evicted is recalled. And
+        what rehearses its prompt does so for questions that nobody knows yet.
         """
         kind = policies.load(split_policy(self.policy)[0])
-        return question == "after" or (kind.evicts and not policies.recalls(kind))
+        forgets = kind.evicts and not policies.recalls(kind)
+        return question == "after" or (forgets and not policies.rehearses(kind))
 
 
 def rows(names: Sequence[str], removed: Sequence[float], others: Sequence[str]) -> Iterator[Row]:
@@ -191,148 +181,11 @@ def measure(args: Namespace) -> None:
 
 
 def _line(record: records.Record) -> str:
+    """What a record says, in a line."""
+    how = f"@{record['budget']}" if record["budget"] else record["type_kv"].replace("f16", "")
+    share = f" -{100 * record['removed']:g} %" if record["removed"] else ""
     score = record["scores"].get("string_match", record.get("error"))
-    return f"{record['id']} {record['question']}: {_named((_label(record), record['removed']))}: {score}"
-
-
-def _label(record: records.Record) -> str:
-    how = f"{record['budget']} cells" if record["budget"] else record["type_kv"].replace("f16", "")
-    return f"`{record['policy']}` {how}".rstrip()
-
-
-Place = tuple[str, float]
-"""A row's label, and the share that is removed."""
-
-Scores = dict[str, float]
-"""The scores of items, by their ids."""
-
-
-def places(found: Sequence[records.Record]) -> dict[Place, Scores]:
-    """The scores of each place of a table."""
-    of: dict[Place, Scores] = defaultdict(dict)
-    for record in found:
-        if "string_match" in record["scores"]:
-            of[_label(record), record["removed"]][record["id"]] = record["scores"]["string_match"]
-    return dict(of)
-
-
-def mean(scores: Scores) -> float:
-    """RULER's average: of the means of tasks."""
-    of = defaultdict(list)
-    for item, score in scores.items():
-        of[item.partition("-")[0]].append(score)
-    return fmean(map(fmean, of.values()))
-
-
-def behind(here: Mapping[Place, Scores], full: Scores) -> dict[Place, bool]:
-    """Which places a test tells from the full cache, all of them together wrong with a chance of 5 %."""
-    gaps = {
-        place: np.array([score - full[item] for item, score in sorted(scores.items())])
-        for place, scores in here.items()
-        if scores is not full
-    }
-    adjusted = significance.holm(np.array([significance.sign_flip_test(gap) for gap in gaps.values()]))
-    return {
-        place: p <= _LEVEL and gap.mean() < 0 for (place, gap), p in zip(gaps.items(), adjusted, strict=True)
-    }
-
-
-def table(args: Namespace) -> None:
-    """Prints the tables of these records, of the items that all rows have. Raises InputError."""
-    every = [record for path in args.records for record in _read(path)]
-    _check_alike(every)
-    shares = sorted({record["removed"] for record in every} - {0})
-    if args.removed not in (None, *shares):
-        raise InputError(f"no row has --removed {args.removed:g}; there are: {', '.join(map(str, shares))}")
-    asked = [question for question in _QUESTIONS if _table(every, question, args.removed)]
-    if not asked:
-        raise InputError("no row has scores beside `full`")
-
-
-_NEEDED = {"id", "question", "policy", "removed", "budget", "type_kv", "scores"}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The records of `measure` in a file. Raises InputError."""
-    if not path.is_file():
-        raise InputError(f"no file {path}")
-    found = records.read(path)
-    if lacking := [name for record in found for name in sorted(_NEEDED - record.keys())]:
-        raise InputError(f"{path} has records that are not of `measure`: without {lacking[0]}")
-    return found
-
-
-def _check_alike(found: Sequence[records.Record]) -> None:
-    """Raises InputError for records that are not of one model, length and patch."""
-    for name in ("model", "model_sha256", "length", "patch"):
-        # a record of an item that did not fit has these, too
-        if len(values := {str(record.get(name)) for record in found}) > 1:
-            raise InputError(f"records of more than one {name}: {', '.join(sorted(values))}")
-
-
-def _table(every: Sequence[records.Record], question: str, removed: float | None) -> bool:
-    """Prints the tables of a question; returns whether there are rows to compare. Raises InputError."""
-    found = [record for record in every if record["question"] == question or _label(record) == _FULL[0]]
-    here = places(found)
-    if not here.keys() - {_FULL}:
-        return False
-    if _FULL not in here:
-        raise InputError(f"question {question}: no scores of `full`, which the others are compared with")
-    ids = set.intersection(*map(set, here.values()))
-    if not ids:
-        few = min(here, key=lambda place: len(here[place]))
-        raise InputError(f"question {question}: no item is in all rows; {_named(few)} has the fewest")
-    n_left = len(set().union(*here.values())) - len(ids)
-    here = {place: {i: score for i, score in of.items() if i in ids} for place, of in here.items()}
-    n_task = len({i.partition("-")[0] for i in ids})
-    left = f" ({n_left} left out: not in all rows)" if n_left else ""
-    print(f"\nQuestion {question}, {len(ids)} items of {n_task} tasks{left}, %:\n")
-    is_behind = behind(here, here[_FULL])
-    cells = {
-        place: f"{100 * mean(of):.0f}{' worse' if is_behind.get(place) else ''}" for place, of in here.items()
-    }
-    _print("policy", cells, _share)
-    if none := {(_label(record), record["removed"]) for record in found} - here.keys():
-        print(f"\nWithout any score: {', '.join(map(_named, sorted(none)))}.")
-    for name, title in (("kv_bytes", "device"), ("archive_bytes", "host")):
-        sizes = defaultdict(list)
-        for record in found:
-            if record["id"] in ids and name in record:
-                sizes[_label(record), record["removed"]].append(record[name] / 2**20)
-        print(f"\nMiB on the {title}:\n")
-        _print("policy", {place: f"{fmean(of):.0f}" for place, of in sizes.items()}, _share)
-    if removed is not None:
-        at = {place[0]: of for place, of in here.items() if place[1] in (0, removed)}
-        print(f"\nBy task, {100 * removed:g} % removed, %:\n")
-        parts = {(label, part): score for label, of in at.items() for part, score in _parts(of)}
-        _print("policy", parts, str)
-    return True
-
-
-def _share(removed: float) -> str:
-    return f"-{100 * removed:g} %" if removed else "all"
-
-
-def _named(place: Place) -> str:
-    label, removed = place
-    return f"{label} {_share(removed)}" if removed else label
-
-
-def _parts(scores: Scores) -> Iterator[tuple[str, str]]:
-    for part in PARTS:
-        if of := [score for item, score in scores.items() if item.partition("-")[0] == part]:
-            yield part, f"{100 * fmean(of):.0f}"
-
-
-def _print(head: str, cells: Mapping[tuple[str, Any], str], named: Callable[[Any], str]) -> None:
-    """Prints a table in Markdown of cells by their rows and columns; columns that are numbers are sorted."""
-    columns = list(dict.fromkeys(column for _, column in cells))
-    if not any(isinstance(column, str) for column in columns):
-        columns.sort()
-    print("| " + " | ".join([head, *map(named, columns)]) + " |")
-    print("| --- |" + " ---: |" * len(columns))
-    for label in dict.fromkeys(label for label, _ in cells):
-        print("| " + " | ".join([label, *(cells.get((label, column), "") for column in columns)]) + " |")
+    return f"{record['id']} {record['question']}: {record['policy']}{how}{share}: {score}"
 
 
 def _removed(text: str) -> float:
@@ -371,29 +224,26 @@ def _others(text: str) -> list[str]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.prog = "python -m papers.ruler"
-    commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("measure", help="ask, and append to records")
-    one.add_argument("-m", "--model", required=True, help="a name of models.txt or a path")
-    one.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("-m", "--model", required=True, help="a name of models.txt or a path")
+    parser.add_argument("-t", "--threads", type=int, default=1)
     for name in ("essays", "squad", "hotpotqa", "tasks"):
-        one.add_argument(f"--{name}", default="", help="as in kvtool eval ruler --set")
-    one.add_argument("--length", type=int, default=4096)
-    one.add_argument("--items", type=_range, default=(0, 1), metavar="FROM:TO", help="samples of each task")
-    one.add_argument("--question", type=_questions, default=_QUESTIONS, help="after, known or both")
-    one.add_argument("--policies", default=_POLICIES)
-    one.add_argument("--removed", type=_shares, default="0.25,0.5,0.75,0.875,0.97")
+        parser.add_argument(f"--{name}", default="", help="as in kvtool eval ruler --set")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument(
+        "--items", type=_range, default=(0, 1), metavar="FROM:TO", help="samples of each task"
+    )
+    parser.add_argument("--question", type=_questions, default=_QUESTIONS, help="after, known or both")
+    parser.add_argument("--policies", default=_POLICIES)
+    parser.add_argument("--removed", type=_shares, default="0.25,0.5,0.75,0.875,0.97")
     help_ = "POLICY@CELLS or full@TYPE, separated by commas"
-    one.add_argument("--others", type=_others, default="recall@128", help=help_)
-    one.add_argument("--json", type=Path, required=True)
-    one.set_defaults(run=measure)
-    other = commands.add_parser("table", help="print the tables")
-    other.add_argument("records", type=Path, nargs="+")
-    other.add_argument("--removed", type=_removed, help="also by task, with this share removed")
-    other.set_defaults(run=table)
+    parser.add_argument("--others", type=_others, default="recall@128", help=help_)
+    parser.add_argument(
+        "--json", type=Path, required=True, help="where records are kept; what is there is not asked"
+    )
     args = parser.parse_args(words)
     with interrupt.ending(lambda: "stopped; what was measured is kept"):
         try:
-            args.run(args)
+            measure(args)
         except (KvtoolError, OSError) as error:
             parser.exit(2, f"{parser.prog}: {error}\n")
 

@@ -32,15 +32,15 @@ from benchmarks.common import make_parser, note
 from kvtool.measure import records
 from papers import tables
 from papers.claims import fill_claims
-from papers.commands import Ask, Line, is_program, shell
 from papers.experiments import EXPERIMENTS, RUNS
 from papers.index import fill_index
+from papers.lines import Ask, Line, is_program, shell
 from papers.tables import LABORATORY, RESULTS, ROOT
 
 DOCUMENTS = (
     *(
         LABORATORY / f"{name}.md"
-        for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "fading", "policy-numbers")
+        for name in ("README", "weightedkv", "buzz", "bumblebee", "corm", "fading", "ruler", "policy-numbers")
     ),
     ROOT / "docs" / "which-policy.md",
 )
@@ -79,7 +79,9 @@ def run(
             path_of_model = model or (str(models / asked.model) if asked.model else "")
             own = ["-m", path_of_model] if path_of_model else []
             words = [str(data / part) if "/" in part else part for part in ask.command]
-            if is_program(ask.command):
+            if ask.goes_on:
+                _python("-m", *words, *own, *more, "--json", str(store))
+            elif is_program(ask.command):
                 _script(store, [*words, *own, *more])
             elif ask.command[0] == "inspect":
                 _inspected(store, ask.command, [*words, *own, *more])

@@ -61,6 +61,7 @@ SCORES = {
     "above": Score(
         "Perplexity above the full cache's, %", lower=True, scale=100, digits=1, exp=True, less=1, of="nll"
     ),
+    "string_match": Score("RULER's score, %", "RULER", scale=100, digits=0),
     "device": Score("Keys and values on the device, MiB", lower=True, digits=1),
     "host": Score("In host memory, MiB", lower=True, digits=1),
     "rouge": Score("Geometric mean of ROUGE-1, ROUGE-2 and ROUGE-L, %", "ROUGE", **_PERCENT),

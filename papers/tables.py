@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.measure import records
-from papers.commands import VERSIONS, Line
 from papers.experiments import EXPERIMENTS, RUNS
 from papers.experiments.kinds import LARGE, SMALL, UNGROUPED, Examples, Experiment, Place, Table
+from papers.lines import VERSIONS, Line
 from papers.places import is_about, is_pooled, samples
 from papers.samples import SCORES, Sample
 from papers.verdicts import compared, listed, size, verdict

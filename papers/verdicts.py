@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,8 +91,8 @@ def listed(names: Sequence[Place]) -> str:
 
 def size(budget: str) -> float:
     """By which columns of budgets stand in order; what is none comes first."""
-    text = budget.removesuffix("%")
-    return float(text) if text.isdecimal() else 0
+    number = re.match(r"\d+(\.\d+)?", budget)
+    return float(number[0]) if number else 0
 
 
 def compared(places: Mapping[Place, Sample], table: Table) -> dict[Place, int]:

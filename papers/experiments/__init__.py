@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from papers.commands import Run
-from papers.experiments import bumblebee, buzz, corm, fading, tasks, weightedkv, which
-from papers.experiments.kinds import Experiment
+from papers.experiments import bumblebee, buzz, corm, fading, ruler, tasks, weightedkv, which
+from papers.experiments.kinds import Experiment, Run
 
-_MODULES = (weightedkv, buzz, bumblebee, corm, tasks, which, fading)
+_MODULES = (weightedkv, buzz, bumblebee, corm, tasks, which, fading, ruler)
 
 RUNS: dict[str, Run] = {name: run for module in _MODULES for name, run in module.RUNS.items()}
 EXPERIMENTS: dict[str, Experiment] = {

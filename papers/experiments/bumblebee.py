@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from papers.commands import Chosen, Compare, Eval, Inspect, Run
+from papers.commands import Compare, Eval, Inspect
 from papers.experiments.kinds import (
     ALL,
     EIGHT,
     LARGE,
     XSUM,
     Experiment,
+    Run,
     Table,
     columns,
     directions,
@@ -16,6 +17,7 @@ from papers.experiments.kinds import (
     numbers,
 )
 from papers.experiments.longbench import ENGLISH, ONLY_SIX
+from papers.programs import Chosen
 
 CHOICES = {
     "OpenBookQA": "openbookqa_test.jsonl",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from papers.commands import Compare, Eval, Run
+from papers.commands import Compare, Eval
 from papers.experiments.kinds import (
     ALL,
     CNN,
@@ -12,6 +12,7 @@ from papers.experiments.kinds import (
     Examples,
     Experiment,
     Place,
+    Run,
     Table,
     directions,
     each,

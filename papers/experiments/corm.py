@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from papers.commands import Compare, Eval, Map, Run
+from papers.commands import Compare, Eval, Map
 from papers.experiments.kinds import (
     ALL,
     BOOKS,
@@ -12,6 +12,7 @@ from papers.experiments.kinds import (
     OF_TEXTS,
     TEXTS,
     Experiment,
+    Run,
     Table,
     columns,
     numbers,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from papers.commands import Fading, Run
-from papers.experiments.kinds import ALL, WIKI, Experiment, Table
+from papers.experiments.kinds import ALL, WIKI, Experiment, Run, Table
+from papers.programs import Fading
 
 _THREE = (WIKI, "pg19/10321.txt", "proofpile/hott-basics.tex")
 _FOUR = (*_THREE, "pg19/10146.txt")

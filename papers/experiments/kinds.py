@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from papers.commands import Compare, Eval, Inspect, Map
+from papers.programs import Chosen, Fading, Ruler
+
 NUMBERS = Path(__file__).parents[1] / "numbers"
 
 LARGE = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
@@ -21,6 +24,9 @@ UNGROUPED = "SmolLM2-135M-Instruct.Q4_1-ungrouped.gguf"
 
 SMALL = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 """A third model, for docs/which-policy.md."""
+
+Run = Compare | Eval | Inspect | Map | Chosen | Fading | Ruler
+"""What measures, a command for each part of it."""
 
 Place = tuple[str, str]
 """Row and column of a table: a policy, and a budget or a text."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from papers.commands import Eval, Run
+from papers.commands import Eval
 from papers.experiments.bumblebee import CHOICES
-from papers.experiments.kinds import XSUM, Experiment, Table
+from papers.experiments.kinds import XSUM, Experiment, Run, Table
 from papers.experiments.longbench import ENGLISH
 
 _POLICIES = ("full", "recall", "roco", "h2o", "buzz", "streamingllm", "snapkv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from papers.commands import Compare, Map, Run
+from papers.commands import Compare, Map
 from papers.experiments.kinds import (
     ALL,
     BOOKS,
@@ -12,6 +12,7 @@ from papers.experiments.kinds import (
     TEXTS,
     UNGROUPED,
     Experiment,
+    Run,
     Table,
     columns,
     numbers,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from papers.commands import Compare, Eval, Run
-from papers.experiments.kinds import ALL, LARGE, SMALL, WIKI, Experiment, Table
+from papers.commands import Compare, Eval
+from papers.experiments.kinds import ALL, LARGE, SMALL, WIKI, Experiment, Run, Table
 
 POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
 # larger models are asked less, as they take longer

@@ -58,3 +58,12 @@ def answered(policy, options, budget, number, scores, **more):
         **VERSIONS,
         **more,
     }
+
+
+def ruled(policy, number, score, removed=0.0, budget=0, type_kv="f16", question="after", **more):
+    return {
+        **{"task": "ruler", "question": question, "policy": policy, "removed": removed, "budget": budget},
+        **{"type_kv": type_kv, "id": f"vt-4096-{number}", "part": "vt", "length": 4096},
+        **{"scores": {"string_match": score}, "kv_bytes": 2**20, "archive_bytes": 2**21 * bool(budget)},
+        **{"output": "of a data set", "seconds": 2.0, **VERSIONS, **more},
+    }

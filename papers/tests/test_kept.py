@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from papers.commands import Chosen, Compare, Eval, Fading, Inspect, Map
-from papers.tests.made_up import VERSIONS, answered, compared
+from papers.commands import Compare, Eval, Inspect, Map
+from papers.programs import Chosen, Fading, Ruler
+from papers.tests.made_up import VERSIONS, answered, compared, ruled
 
 
 def test_of_a_comparison_its_own_cells_are_kept_with_the_most_exact_name():
@@ -150,6 +151,63 @@ def test_of_rules_the_means_of_blocks_and_the_bytes_are_kept():
         *("--budget", "8", "--max-tokens", "65"),
     )
     assert run.shown().startswith("python -m papers.fading FILE --rules full,h2o+2 --budget 8")
+
+
+RULER = Ruler(
+    *(("vt", "cwe"), ("full", "recall", "h2o", "kvzip"), ("0.5", "0.875"), 128, ("f16", "q4_0")),
+    *(("after", "known"), 4096, 2),
+)
+
+
+def test_of_rulers_items_what_both_protocols_share_is_in_both():
+    # each place with two items
+    after = [("full", {}), ("full", {"type_kv": "q4_0"}), ("recall", {"budget": 128})]
+    after += [(label, {"removed": share}) for label in ("h2o", "kvzip") for share in (0.5, 0.875)]
+    known = [("h2o", {"removed": share, "question": "known"}) for share in (0.5, 0.875)]
+    found = [ruled(label, i, i / 2, **how) for label, how in [*after, *known] for i in range(2)]
+    others = [
+        {**ruled("h2o", 2, 1, removed=0.5), "error": "too short"},
+        ruled("h2o", 2, 1, removed=0.5, length=512),
+        ruled("h2o", 2, 1, removed=0.5, part="fwe"),
+        ruled("snapkv", 2, 1, removed=0.5),
+        ruled("h2o", 2, 1, removed=0.25),
+    ]
+    kept = list(RULER.lines(found + others))
+    assert {(line["task"], line["label"], line["budget"], line["seconds"]) for line in kept} == {
+        ("after", "full", None, 4),
+        ("after", "full q4_0", None, 4),
+        ("after", "recall", None, 4),
+        ("known", "full", None, 0),
+        ("known", "full q4_0", None, 0),
+        ("known", "recall", None, 0),
+        ("after", "h2o", "50 % removed", 4),
+        ("after", "h2o", "87.5 % removed", 4),
+        ("after", "kvzip", "50 % removed", 4),
+        ("after", "kvzip", "87.5 % removed", 4),
+        ("known", "h2o", "50 % removed", 4),
+        ("known", "h2o", "87.5 % removed", 4),
+    }
+    for line in kept:
+        host = 2.0 * (line["label"] == "recall")
+        assert line["of"] == "vt"
+        assert line["items"] == ["vt-4096-0", "vt-4096-1"]
+        assert line["scores"] == {"string_match": [0, 0.5], "device": [1, 1], "host": [host, host]}
+    # all of the first task is there
+    (ask,) = RULER.missing(kept, "made-up")
+    assert ask.goes_on
+    assert ask.command[:3] == ("papers.ruler", "--tasks", "cwe")
+    for i, line in enumerate(kept):
+        fewer = [*kept[:i], line | {"items": line["items"][:1]}, *kept[i + 1 :]]
+        assert len(list(RULER.missing(fewer, "made-up"))) == 2
+
+
+def test_of_rulers_tasks_each_has_a_command():
+    assert [command[2] for command in RULER.commands()] == ["vt", "cwe"]
+    assert RULER.shown() == (
+        "python -m papers.ruler --tasks TASK --length 4096 --items 0:2 --question after,known "
+        "--policies h2o,kvzip --removed 0.5,0.875 --others recall@128,full@q4_0 --essays paul_graham_essays "
+        "--squad dev-v2.0.json --hotpotqa hotpotqa_distractor_100.jsonl\n    # TASK: vt, cwe"
+    )
 
 
 def test_of_one_item_the_output_is_kept_if_asked():

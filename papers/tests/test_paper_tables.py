@@ -183,10 +183,18 @@ def test_how_much_more_alike_samples_are_is_told_item_by_item(measured):
     assert "| `h2o` | -1.5 ±0.5 |" in text
 
 
+def test_columns_of_shares_stand_in_order(measured):
+    found = lines(full={"f1": [0.1, 0.2]})
+    for share in ("50 % removed", "8 % removed", "87.5 % removed"):
+        found += [line | {"budget": share} for line in lines(h2o__1={"f1": [0.3, 0.4]})]
+    text = measured(found, Table("f1"))
+    assert "| policy | 8 % removed | 50 % removed | 87.5 % removed |" in text
+
+
 def test_every_experiment_can_be_shown_once_something_is_measured(monkeypatch, tmp_path):
     for name, run in RUNS.items():
         named = getattr(run, "named", "")
-        labels = [named] if named else run.policies or ("a", "b")
+        labels = [named] if named else getattr(run, "policies", ()) or ("a", "b")
         for number, label in enumerate(labels):
             line = {
                 **{"label": label, "budget": "64", "of": "qasper", "part": "p", "task": "qa", "tokens": 9},

@@ -20,10 +20,12 @@ from kvtool.cli import app
 from kvtool.measure import grid, records
 from kvtool.measure.grid import split_policy
 from papers import index, runner, samples, tables
-from papers.commands import Compare, Eval, Fading, Inspect, Map, is_program
+from papers.commands import Compare, Eval, Inspect, Map
 from papers.experiments import EXPERIMENTS, RUNS, kinds
 from papers.fading import Rule
-from papers.tests.made_up import VERSIONS, answered, compared
+from papers.lines import is_program
+from papers.programs import Fading, Ruler
+from papers.tests.made_up import VERSIONS, answered, compared, ruled
 
 # the document
 
@@ -49,7 +51,9 @@ def test_the_documents_show_the_commands_of_every_run():
 def test_what_is_kept_is_of_a_run_and_tells_no_folder():
     for path in tables.RESULTS.glob("*.jsonl"):
         assert path.stem in RUNS, path.name
-        labels = {split_policy(label.partition(",")[0])[0] for label in RUNS[path.stem].policies}
+        labels = {
+            split_policy(label.partition(",")[0])[0] for label in getattr(RUNS[path.stem], "policies", ())
+        }
         if isinstance(RUNS[path.stem], Fading):
             assert {line["label"] for line in records.read(path)} == set(RUNS[path.stem].rules)
             continue
@@ -80,7 +84,7 @@ def test_unknown_experiments_are_refused(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_command_is_one_that_kvtool_takes(name):
     run = RUNS[name]
-    for label in run.policies:
+    for label in getattr(run, "policies", ()):
         policy, options = split_policy(label)
         for budget in getattr(run, "budgets", None) or [getattr(run, "budget", "4096")]:
             # a share of the shortest prompt gives way to the smallest budget that works
@@ -109,11 +113,13 @@ def test_every_command_is_one_that_kvtool_takes(name):
 def test_every_run_belongs_to_an_experiment_and_every_table_to_a_score():
     assert {run for each in EXPERIMENTS.values() for run in each.runs} == set(RUNS)
     for each in EXPERIMENTS.values():
-        labels = {label for run in each.runs for label in RUNS[run].policies}
+        labels = {label for run in each.runs for label in getattr(RUNS[run], "policies", ())}
         for table in each.tables:
             scores = table.scores.values() or [table.score]
             assert set(scores) <= set(samples.SCORES)
-            assert set(table.scores) <= {getattr(RUNS[run], "task", None) for run in each.runs}
+            asked_for = {getattr(RUNS[run], "task", None) for run in each.runs}
+            asked_for |= {name for run in each.runs for name in getattr(RUNS[run], "questions", ())}
+            assert set(table.scores) <= asked_for
             asked = {*table.rows, *(row for row, _ in table.paper), *filter(None, [table.against])}
             asked = {row.removesuffix(" q8_0").removesuffix(" q4_0") for row in asked}
             labels |= {getattr(RUNS[run], "named", "") for run in each.runs}
@@ -190,6 +196,27 @@ def test_a_run_asks_for_what_is_missing_and_keeps_what_tables_need(monkeypatch, 
     runner.run(data, tmp_path / "other", ["made-up"], [], results)
     assert [arguments[arguments.index("--policy") + 1] for arguments in asked] == ["full", "h2o"]
     assert [line["label"] for line in records.read(results / "made-up.jsonl")] == ["full", "h2o"]
+
+
+def test_a_program_that_goes_on_keeps_its_records_itself(monkeypatch, tmp_path):
+    tasks = ("vt", "cwe")
+    run = Ruler(tasks, ("full",), (), 128, ("f16",), ("after",), 4096, 1, model="m.gguf")
+    monkeypatch.setitem(RUNS, "made-up", run)
+    asked = []
+
+    def python(*words):
+        asked.append(words)
+        given = dict(zip(words[2::2], words[3::2], strict=True))
+        records.append(Path(given["--json"]), ruled("full", 0, 1, part=given["--tasks"]))
+
+    monkeypatch.setattr(runner, "_python", python)
+    for _ in range(2):
+        runner.run(tmp_path, tmp_path / "work", ["made-up"], ["-t", "1"], tmp_path, tmp_path)
+    assert [words[:2] for words in asked] == [("-m", "papers.ruler")] * 2
+    # both tasks are in one file
+    assert {words[-1] for words in asked} == {str(tmp_path / "work" / "m" / "made-up.jsonl")}
+    assert str(tmp_path / "paul_graham_essays") in " ".join(asked[0])
+    assert [line["of"] for line in records.read(tmp_path / "made-up.jsonl")] == list(tasks)
 
 
 def program(monkeypatch, *arguments):

@@ -1,4 +1,4 @@
-"""RULER under many policies: its rows, and the tables of its records."""
+"""RULER under many policies: its rows, and how they are measured."""
 
 from __future__ import annotations
 
@@ -15,24 +15,6 @@ from kvtool.system import interrupt
 from papers import ruler
 from papers.ruler import Row
 from tests import tiny
-
-
-def record(item, score, policy="full", removed=0.0, budget=0, type_kv="f16", question="after", **more):
-    return {
-        "id": item,
-        **{"model": "a.gguf", "model_sha256": "1", "length": 4096, "patch": "p"},
-        "question": question,
-        **{"policy": policy, "removed": removed, "budget": budget, "type_kv": type_kv},
-        **{"scores": {"string_match": score}, "kv_bytes": 2**20, "archive_bytes": 2**21 * bool(budget)},
-        **more,
-    }
-
-
-def table(path, capsys, *found, more=()):
-    """What `table` prints of these records."""
-    records.rewrite(path, lambda _: found)
-    ruler.main(["table", str(path), *more])
-    return capsys.readouterr().out
 
 
 def refused(capsys, *words):
@@ -89,78 +71,14 @@ def test_only_what_streams_may_go_over_its_budget():
 
 
 def test_what_cannot_know_the_question_is_not_asked_twice():
-    never = Row("full"), Row("full", type_kv="q4_0"), Row("recall", budget=128)
+    never = Row("full"), Row("full", type_kv="q4_0"), Row("recall", budget=128), Row("kvzip", 0.5)
     assert not any(row.knows("known") for row in never)
-    # a rehearsal comes after the question, and sees it
-    both = Row("h2o", 0.5), Row("kvzip", 0.5), Row("h2o:sinks=4", 0.5), Row("snapkv", budget=128)
+    both = Row("h2o", 0.5), Row("h2o:sinks=4", 0.5), Row("snapkv", budget=128)
     assert all(row.knows("known") for row in both)
     assert all(row.knows("after") for row in never + both)
 
 
-def test_the_average_is_that_of_tasks():
-    assert ruler.mean({"vt-1": 1.0, "vt-2": 1.0, "vt-3": 1.0, "cwe-1": 0.0}) == 0.5
-
-
-def test_a_test_tells_who_is_behind(tmp_path, capsys):
-    path = tmp_path / "found.jsonl"
-    items = [f"{name}-4096-{i}" for name in ("vt", "cwe") for i in range(5)]
-    for item in items:
-        records.append(path, record(item, 1))
-        records.append(path, record(item, 0, "h2o", 0.75))
-        records.append(path, record(item, float(item != items[0]), "kvzip", 0.75))
-        records.append(path, record(item, 1, "recall", budget=128))
-    # what not all rows have is in no table
-    records.append(path, record("vt-4096-9", 0))
-    records.append(path, record("vt-4096-8", 0, "knorm", 0.75, scores={}, error="too short"))
-    # measured later, and yet its column is the second one
-    for item in items:
-        records.append(path, record(item, 1, "h2o", 0.5))
-    ruler.main(["table", str(path), "--removed", "0.75"])
-    said = capsys.readouterr().out
-    assert "Question after, 10 items of 2 tasks (1 left out: not in all rows), %:" in said
-    assert "Without any score: `knorm` -75 %." in said
-    assert said.count("| policy | all | -50 % | -75 % |") == 3
-    assert "| `full` | 100 |  |  |" in said
-    assert "| `h2o` |  | 100 | 0 worse |" in said
-    assert "| `kvzip` |  |  | 90 |" in said
-    assert "| `recall` 128 cells | 100 |  |  |" in said
-    assert "| `recall` 128 cells | 2 |" in said.partition("MiB on the host")[2]
-    assert "| `kvzip` | 80 | 100 |" in said.partition("By task")[2]
-    assert "known" not in said
-
-
-FOUND = record("vt-4096-0", 1), record("vt-4096-0", 0, "h2o", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ([*FOUND, record("vt-4096-1", 1, model="b.gguf")], "more than one model: a.gguf, b.gguf"),
-        ([*FOUND, record("vt-4096-1", 1, model_sha256="2")], "more than one model_sha256: 1, 2"),
-        ([*FOUND, record("vt-8192-1", 1, length=8192)], "more than one length: 4096, 8192"),
-        ([*FOUND, record("vt-4096-1", 1, patch="q")], "more than one patch: p, q"),
-        (FOUND[1:], "question after: no scores of `full`"),
-        (FOUND[:1], "no row has scores beside `full`"),
-        ([], "no row has scores beside `full`"),
-        ([FOUND[0], record("vt-4096-1", 0, "h2o", 0.5)], "no item is in all rows"),
-        ([{"id": "a", "scores": {}}], "not of `measure`: without budget"),
-    ],
-)
-def test_records_that_make_no_table_are_refused(tmp_path, capsys, found, said):
-    records.rewrite(tmp_path / "found.jsonl", lambda _: found)
-    assert said in refused(capsys, "table", str(tmp_path / "found.jsonl"))
-
-
-def test_a_table_needs_its_file_and_share(tmp_path, capsys):
-    path = tmp_path / "found.jsonl"
-    assert f"no file {path}" in refused(capsys, "table", str(path))
-    assert "left out" not in table(path, capsys, *FOUND)
-    line = refused(capsys, "table", str(path), "--removed", "0.25")
-    assert "no row has --removed 0.25; there are: 0.5" in line
-    assert "between 0 and 1" in refused(capsys, "table", str(path), "--removed", "25")
-
-
-MEASURE = "measure", "-m", "there-is-none.gguf", "--json", "out.jsonl"
+MEASURE = "-m", "there-is-none.gguf", "--json", "out.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -211,12 +129,12 @@ def test_the_policies_unless_given_can_all_be_measured():
 def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     path, out = tiny_model(chat_template=tiny.CHAT_TEMPLATE, n_ctx_train=4096), tmp_path / "out.jsonl"
     size = ["--tasks", "niah_single_1,vt", "--length", "1700"]
-    command = ["measure", "-m", str(path), *size, "--json", str(out)]
+    command = ["-m", str(path), *size, "--json", str(out)]
     rows = ["--policies", "h2o,kvzip", "--removed", "0.5", "--others", "recall@128"]
     ruler.main([*command, *rows])
     found = records.read(out)
     labels = [(each["id"], each["question"], each["policy"]) for each in found]
-    after, known = ["full", "h2o", "kvzip", "recall"], ["h2o", "kvzip"]
+    after, known = ["full", "h2o", "kvzip", "recall"], ["h2o"]
     one = [*(("after", name) for name in after), *(("known", name) for name in known)]
     ids = ["niah_single_1-1700-0", "vt-1700-0"]
     assert labels == [(item, *how) for item in ids for how in one]
@@ -241,9 +159,6 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
         [*command, "--policies", "h2o,snapkv", "--removed", "0.5", "--others", "", "--question", "after"]
     )
     assert len(read) == 2
-    capsys.readouterr()
-    ruler.main(["table", str(out)])
-    assert capsys.readouterr().out.count("2 items of 2 tasks") == 2
     # samples are told by their numbers, not by how many names there are
     names = ["--tasks", "niah_single_1,niah_single_1", "--items", "1:2", "--policies", "", "--others", ""]
     ruler.main([*command, *names, "--length", "700"])

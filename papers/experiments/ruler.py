@@ -1,0 +1,64 @@
+"""What papers/ruler.md says: RULER under many policies, from one reading of each prompt. No paper's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.tasks.ruler import PARTS
+from papers.experiments.kinds import LARGE, Experiment, Run, Table
+from papers.programs import Ruler
+
+_FORGET = ("kvzip", "expected:epsilon=0.02", "keydiff", "tova", "snapkv", "h2o", "knorm", "streamingllm")
+_REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
+_TYPES = ("f16", "q8_0", "q4_0")
+_PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
+
+ROWS = ("full", "full q8_0", "full q4_0", "recall", *_FORGET)
+
+RUNS: dict[str, Run] = {
+    "ruler": Ruler(
+        *(tuple(PARTS), ("full", "recall", *_FORGET), _REMOVED, 128, _TYPES),
+        *(tuple(_PROTOCOLS), 4096, 1),
+        model=LARGE,
+        minutes=180,
+    ),
+}
+
+
+def _scores(question: str, score: str = "string_match", title: str = "", **how: Any) -> Table:
+    """A table of one protocol."""
+    title = title or f"RULER's score, %, {_PROTOCOLS[question]}"
+    return Table("", **{"rows": ROWS, **how}, scores={question: score}, title=title)
+
+
+EXPERIMENTS = {
+    "ruler": Experiment(
+        ("ruler",),
+        (
+            _scores("after", against="full"),
+            _scores("known", against="full"),
+            # at a share all that forget have the same cells
+            _scores("after", "device", "Keys and values on the device, MiB", rows=(*ROWS[:4], "kvzip")),
+            _scores(
+                *("after", "host", "In host memory, MiB"),
+                rows=("full", "recall", "kvzip"),
+                budgets=("87.5 % removed",),
+                names={"87.5 % removed": "with every share"},
+            ),
+        ),
+    ),
+    "ruler-tasks": Experiment(
+        ("ruler",),
+        tuple(
+            _scores(
+                question,
+                by=("of",),
+                budgets=("87.5 % removed",),
+                transposed=True,
+                title=f"By task with 87.5 % removed, %, {words}",
+            )
+            for question, words in _PROTOCOLS.items()
+        ),
+        commands=False,
+    ),
+}
