@@ -39,6 +39,14 @@ SAME = [
 ]
 """A policy with its options, and the press that scores alike."""
 
+SHARED = [
+    ("expected", [*ALL_QUERIES, "epsilon=0"], "ExpectedAttentionPress", {}, 0.2),
+    ("expected", [*ALL_QUERIES, "epsilon=0.02"], "ExpectedAttentionPress", {"epsilon": 0.02}, 0.5),
+    ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.2),
+    ("snapkv", ["window=16"], "SnapKVPress", {"window_size": 16}, 0.6),
+]
+"""The same where rows share a budget, and which part of its own each keeps at least."""
+
 
 def scores_of(path, tokens, presses, folder):
     """f32[press, row, n]"""
@@ -65,3 +73,26 @@ def test_a_prompt_is_compressed_to_the_tokens_that_kvpress_keeps(tmp_path, tiny_
             kept = np.sort(engine.rows.pos[:, : engine.n_kv], axis=1)
         best = np.argsort(own, axis=1)[:, -policy.n_keep :]
         assert kept.tolist() == np.sort(best, axis=1).tolist(), (name, options)
+
+
+@pytest.mark.parametrize("n_head_kv", [2, 4])
+def test_rows_that_share_a_budget_keep_what_ada_kv_keeps(tmp_path, tiny_model, n_head_kv):
+    tokens = np.random.default_rng(2).permutation(np.arange(3, 259))[:N].astype(np.int32)
+    path = tiny_model(rope="neox", n_head_kv=n_head_kv)
+    presses = [
+        (press, params | {"keep": 70, "alpha_safeguard": floor}) for _, _, press, params, floor in SHARED
+    ]
+    differ = False
+    for (name, options, _, _, floor), stays in zip(
+        SHARED, scores_of(path, tokens, presses, tmp_path), strict=True
+    ):
+        policy = policies.fit(name, 80, 10, [*options, "heads=adaptive", f"floor={floor}"])
+        assert policy.n_keep == 70
+        with open_engine(path, policy, prefill="whole") as engine:
+            engine.read(tokens)
+            kept = [
+                sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)
+            ]
+        assert kept == [np.flatnonzero(row).tolist() for row in stays], (name, floor)
+        differ |= len({len(row) for row in kept}) > 1
+    assert differ

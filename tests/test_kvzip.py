@@ -96,8 +96,10 @@ def goes_on_as_the_definition(engine, stream, tokens):
     assert live(engine) == positions_of(stream)
     # rows choose for themselves
     assert len({tuple(row) for row in live(engine)}) > 1
-    for token in tokens:
-        if stream.n >= engine.policy.budget:
+    for i, token in enumerate(tokens):
+        policy = engine.policy
+        # rows that differ have a plan every few tokens
+        if (i and i % policy.slack == 0) if policy.ragged else stream.n >= policy.budget:
             evict(engine, stream)
         engine.step([token])
         want = stream.decode([token])
@@ -132,6 +134,27 @@ def test_a_prompt_leaves_what_the_definition_leaves(tiny_model, positions, chunk
         repeat(engine, stream, tokens[:n], n_pinned, n - n_held)
         evict(engine, stream)
         assert engine.cache_bytes == small
+        goes_on_as_the_definition(engine, stream, tokens[n:])
+
+
+@pytest.mark.engine
+@pytest.mark.share(2, "chunk", "n_batch")
+@pytest.mark.parametrize("chunk", [2048, 100])
+@pytest.mark.parametrize("n_batch", [512, 64])
+@pytest.mark.parametrize("floor", [0, 0.5])
+def test_rows_that_share_a_budget_leave_what_the_definition_leaves(tiny_model, chunk, n_batch, floor):
+    path, tokens, n = tiny_model(n_head_kv=2), text(230), 200
+    policy = policies.fit("kvzip", 48, 8, [f"chunk={chunk}", "heads=adaptive", f"floor={floor}"])
+    stream = transformer.Stream(transformer.Llama(path))
+    with open_engine(path, policy, n_batch=n_batch) as engine:
+        engine.pin(11)
+        engine.hold(6)
+        assert engine.read(tokens[:n]) == n
+        want = stream.decode(tokens[:n])[-1]
+        assert np.abs(engine.context.next_logits - want).max() < LOGITS
+        repeat(engine, stream, tokens[:n], 11, n - 6)
+        evict(engine, stream)
+        assert len(set(engine.rows.live.tolist())) > 1
         goes_on_as_the_definition(engine, stream, tokens[n:])
 
 
@@ -202,20 +225,22 @@ def test_signals_are_of_rehearsals_alone(tiny_model):
 
 
 @pytest.mark.engine
-def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model):
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+def test_a_prompt_can_be_stopped_while_it_is_repeated_and_read_again(tiny_model, heads):
     tokens, asked = text(300), []
+    policy, path = policies.fit("kvzip", 48, 8, [f"heads={heads}"]), tiny_model(n_head_kv=2)
 
     def stopped():
         asked.append(engine.n_past)
         return asked[-1] > 300
 
-    with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
+    with open_engine(path, policy) as engine:
         small = engine.cache_bytes
         assert engine.read(tokens, stopped) == 0
         assert (engine.n_past, engine.n_kv, engine.cache_bytes) == (0, 0, small)
         assert engine.read(tokens) == 300
         again = engine.context.logits().copy(), live(engine)
-    with open_engine(tiny_model(), policies.fit("kvzip", 48, 8)) as engine:
+    with open_engine(path, policy) as engine:
         engine.read(tokens)
         assert np.array_equal(engine.context.logits(), again[0])
         assert live(engine) == again[1]

@@ -10,6 +10,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
+from kvtool.policies.h2o import H2O
 from kvtool.policy import Plan, Policy, Signal
 from tests.reference import bumblebee, transformer
 from tests.running import LOGITS, future_of, open_engine, text
@@ -64,6 +65,59 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
             want = stream.decode(tokens[at : at + 1])
             assert np.abs(engine.context.logits() - want).max() < LOGITS
             assert live(engine) == positions_of(stream)
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "expected"])
+@pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
+def test_rows_that_share_a_budget_are_compressed_once_like_the_definition(
+    tiny_model, name, positions, n_batch
+):
+    path, tokens = tiny_model(n_head_kv=2), text(330)
+    policy = policies.fit(name, 48, 8, ["heads=adaptive"])
+    stream = transformer.Stream(transformer.Llama(path), positions=positions, future=future_of(policy))
+    with open_engine(path, policy, positions=positions, n_batch=n_batch, prefill="whole") as engine:
+        engine.read(tokens[:310])
+        want = stream.decode(tokens[:310])[-1]
+        evict(stream, name, policy)
+        assert np.abs(engine.context.logits()[0] - want).max() < LOGITS
+        assert live(engine) == positions_of(stream)
+        assert len(set(engine.rows.live.tolist())) > 1
+        # the large cache is given back
+        assert engine.context.layer_cells.max() < 310
+        assert engine.n_until_plan == policy.slack
+        for at in range(310, 330):
+            # rows that differ have a plan every 8 tokens
+            if at in (318, 326):
+                evict(stream, name, policy)
+            engine.step(tokens[at : at + 1])
+            want = stream.decode(tokens[at : at + 1])
+            assert np.abs(engine.context.logits() - want).max() < LOGITS
+            assert live(engine) == positions_of(stream)
+
+
+def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tiny_model):
+    adopt, seen = H2O.adopt, []
+    monkeypatch.setattr(H2O, "adopt", lambda self, view, *more: (seen.append(view), adopt(self, view, *more)))
+    policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(n_head_kv=2), policy, prefill="whole") as engine:
+        engine.read(text(310))
+        (view,) = seen
+        dead = np.arange(engine.n_kv) >= engine.rows.live[:, None]
+        assert dead.any()
+        assert view.live.tolist() == engine.rows.live.tolist()
+        assert np.array_equal(view.pos < 0, dead)
+        (sums, *_) = engine.state
+        assert (sums[:, : engine.n_kv] > 0).tolist() == (~dead).tolist()
+
+
+def test_rows_that_share_a_budget_read_no_more_than_the_context_whole(tiny_model):
+    policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy, prefill="whole") as engine:
+        with pytest.raises(
+            StreamEnd, match="131 tokens is longer than the context of 130, and rows that share"
+        ):
+            engine.read(text(131))
+        assert engine.read(text(130)) == 130
 
 
 def summaries(rows, *, next, pinned, budget, slack, window, sinks, mixture, phi, **_):
@@ -204,23 +258,13 @@ class Whole(Policy):
         return Plan(view.pos >= np.sort(view.pos, axis=1)[:, -(self.budget - self.slack), None])
 
 
-@dataclass(frozen=True, slots=True)
-class WholeAndRagged(Whole):
-    """Wants what cannot be."""
-
-    ragged = True
-
-
-def test_rows_that_differ_are_not_compressed_at_once(tiny_model):
-    ragged = (policies.fit("corm", 96, 8), {"prefill": "whole"}), (WholeAndRagged(96, 8), {})
-    for policy, settings in ragged:
-        with (
-            pytest.raises(UsageError, match="cannot read a prompt whole; choose --prefill stream"),
-            open_engine(tiny_model(), policy, **settings),
-        ):
-            pass
-    with open_engine(tiny_model(), WholeAndRagged(96, 8), prefill="stream") as engine:
-        assert not engine.reads_whole(200)
+def test_rows_that_keep_what_they_need_are_not_compressed_at_once(tiny_model):
+    policy = policies.fit("corm", 96, 8)
+    with (
+        pytest.raises(UsageError, match="CORM cannot read a prompt whole; choose --prefill stream"),
+        open_engine(tiny_model(), policy, prefill="whole"),
+    ):
+        pass
 
 
 def _raises(error):

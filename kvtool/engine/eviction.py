@@ -261,12 +261,21 @@ class Eviction:
                 self.ask("move", self.state, source)
         finally:
             # the next tokens' cells, whatever becomes of the others
-            for array in self.state:
-                if rows.ragged:
-                    array[:, :n][np.arange(n) >= n_keep[:, None]] = 0
-                else:
-                    array[:, rows.n_kv : n] = 0
+            self._clear_dead(n)
         return source
+
+    def clear_dead(self) -> None:
+        """Clears the state of cells that hold no token: it is that of the tokens that come next."""
+        self._clear_dead(self.rows.n_kv)
+
+    def _clear_dead(self, n: int) -> None:
+        """The same, of the first n cells, of which the others never had any."""
+        rows = self.rows
+        for array in self.state:
+            if rows.ragged:
+                array[:, :n][np.arange(n) >= rows.live[:, None]] = 0
+            else:
+                array[:, rows.n_kv : n] = 0
 
     def edit(
         self,

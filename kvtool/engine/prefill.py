@@ -11,6 +11,7 @@ import numpy as np
 
 from kvtool.engine.rehearsal import Rehearser
 from kvtool.engine.stream import Stream, pad
+from kvtool.engine.watched import decode_watched
 from kvtool.engine.whole import Whole
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 
@@ -29,6 +30,11 @@ def read_whole(
     """
     n = len(tokens)
     segments = np.array_split(tokens, n_segments(stream, n))
+    if len(segments) > 1 and stream.rows.ragged:
+        raise StreamEnd(
+            f"the prompt of {n} tokens is longer than the context of {stream.n_ctx}, and rows that share a "
+            "budget read no more as a whole; continue with --prefill stream, or -o heads=equal"
+        )
     if len(segments) > 1 and stream.settings.positions == "original":
         twice = ", read twice," if stream.policy.rehearsal else ""
         raise StreamEnd(
@@ -89,17 +95,14 @@ def _decode(
         first = rows.n_past
         rows.rotate_from(0)
         n_known = whole.put(stream) if whole else 0
-        if not stream.decode_all(segment[n_known:], int(first + len(segment) == n), stopped):
-            return None
         found: Mapping[str, np.ndarray] | None
-        if rehearser:
+        found = decode_watched(stream, segment[n_known:], int(first + len(segment) == n), stopped)
+        if rehearser and found is not None:
             found = _rehearsed(stream, rehearser, np.concatenate(segments), first, stopped, whole)
-            if found is None:
-                return None
         elif whole and n_known == n:
             found = {name: whole.signals[name] for name in stream.signals.of}
-        else:
-            found = stream.signals.read()
+        if found is None:
+            return None
         for name, values in found.items():
             total = signals.setdefault(name, np.zeros((len(rows.live), n), values.dtype))
             # no segment sees another: where one has something, the others have 0
@@ -142,7 +145,11 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
         eviction.n_restart += 1
         next_rot = stream.low_rot(int(n_keep[0]), 0)
     source = eviction.apply(plan, n_keep, next_rot, close=close)
-    stream.resize(stream.layer_cells)
+    eviction.n_planned = rows.n_past
+    if rows.ragged:
+        stream.make_room(stream.policy.slack)
+    else:
+        stream.resize(stream.layer_cells)
     eviction.start()
     kept: dict[str, Any] = {
         field: np.take_along_axis(values, which, axis=axis)
@@ -154,4 +161,7 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
         for field in fields
         if (values := getattr(view, field)) is not None
     }
+    if rows.ragged:
+        kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
     eviction.ask("adopt", replace(view, **kept), eviction.state)
+    eviction.clear_dead()

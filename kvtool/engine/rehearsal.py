@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtool.engine.stream import Stream
+from kvtool.engine.watched import decode_watched
 from kvtool.llama.context import Context
 from kvtool.policy import Rehearsal
 
@@ -72,9 +73,10 @@ class Rehearser:
                 lead = tokens[max(at - words.n_lead, begin) : at]
                 asked = self._first if at == begin else np.concatenate([self._later, lead])
                 text = np.concatenate([asked, header, tokens[chunk]])
-                if not stream.decode_all(text, 0, stopped):
+                found = decode_watched(stream, text, 0, stopped)
+                if found is None:
                     return None
-                for name, values in stream.signals.read().items():
+                for name, values in found.items():
                     signals[name][:, chunk] = values[:, chunk]
                 rows.take_back(len(text))
                 stream.eviction.edit(rows.live, rows.next_rot, n_hidden=first)

@@ -15,7 +15,7 @@ that: so they take about the memory of their covariances. The newest tokens stay
 protects none. Its `epsilon` is 0.02, more than most shares among a few hundred tokens: with 0.001 SmolLM2's
 perplexity with 256 was lower on ten of ten texts, by 7 % in the mean. The paper compresses a prompt once;
 here the same is done whenever the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`;
-kvtool/policy/ranked.py), for which a prompt is read in batches.
+kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -65,6 +65,7 @@ class Expected(Ranked):
     heads: str = "equal"
     floor: float = 0.2
 
+    prefill: ClassVar[str] = "whole"
     paper: ClassVar[str] = "arXiv:2510.00636"
     least_window: ClassVar[int] = 1
     most_window: ClassVar[int] = 32
@@ -92,11 +93,6 @@ class Expected(Ranked):
     @property
     def n_skip(self) -> int:
         return self.sinks
-
-    @property
-    def prefill(self) -> str:
-        """Rows that differ cannot be compressed once."""
-        return "stream" if self.ragged else "whole"
 
     def scores(self, view: View, state: State) -> np.ndarray:
         # no two positions of a row are equal: the sort need not be stable

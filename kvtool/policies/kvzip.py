@@ -11,8 +11,9 @@ prompt that fits into the budget is not repeated, and has no scores.
 
 As in kvpress: the words of the request, and 4 sinks.
 
-Differs from the paper: all rows keep as many tokens; the paper ranks the scores of all rows of all layers
-together. Attention is what the model computes, a softmax over all that is cached; for a prompt of several
+Differs from the paper: all rows keep as many tokens, or those of a layer share their budgets (`-o
+heads=adaptive`; kvtool/policy/ranked.py); the paper ranks the scores of all rows of all layers together.
+Attention is what the model computes, a softmax over all that is cached; for a prompt of several
 chunks the paper takes it over the chunk and its repetition alone, to save time. A chunk is shorter where the
 context has no room for more. Pinned and held tokens (a system prompt, the reply header) stay, and are not
 repeated. The newest token stays (`-o window=0`: it competes like any other).
@@ -41,6 +42,10 @@ class KVzip(Ranked):
         Newest tokens, never evicted.
     sinks
         First tokens, never evicted.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     budget: int
@@ -48,6 +53,8 @@ class KVzip(Ranked):
     chunk: int = 2048
     window: int = 1
     sinks: int = 4
+    heads: str = "equal"
+    floor: float = 0.2
 
     reads: ClassVar[Signal] = Signal.HIGHEST
     prefill: ClassVar[str] = "whole"

@@ -7,8 +7,7 @@ missing neighbours as zero.
 
 Differs from the paper: one decision per KV head, on the sum over its group of query heads (the authors'
 code keeps a cache for every query head). The paper compresses a prompt once; here the same is done whenever
-the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py), for
-which a prompt is read in batches.
+the cache is full. Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -51,6 +50,7 @@ class SnapKV(Ranked):
     floor: float = 0.2
 
     reads: ClassVar[Signal] = Signal.RECENT
+    prefill: ClassVar[str] = "whole"
     paper: ClassVar[str] = "arXiv:2404.14469"
     least_window: ClassVar[int] = 1
     most_window: ClassVar[int] = 32
@@ -64,11 +64,6 @@ class SnapKV(Ranked):
     @property
     def n_query(self) -> int:
         return self.window
-
-    @property
-    def prefill(self) -> str:
-        """Rows that differ cannot be compressed once."""
-        return "stream" if self.ragged else "whole"
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)

@@ -7,7 +7,7 @@ arXiv:2407.11550): a layer keeps its highest scores, whichever row they are of. 
 Differs from the paper: the floor is that of kvpress, which the paper's author has reviewed: of the cells that
 stay, it counts the protected ones as well. The authors' code gives each row floor of an equal share, and
 1 - floor of what it would get by need alone. A row never holds more than twice the budget. The paper
-compresses a prompt once; here the same is done every `slack` tokens.
+compresses a prompt once; here a stream does the same every `slack` tokens.
 """
 
 from __future__ import annotations

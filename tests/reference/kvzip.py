@@ -4,15 +4,29 @@ at a time. A token that was repeated has its score in its notes; the others go l
 
 import math
 
-CASES = [[], ["sinks=0"], ["window=5", "sinks=2"], ["chunk=7"]]
+from . import keep_shared
+
+CASES = [
+    [],
+    ["sinks=0"],
+    ["window=5", "sinks=2"],
+    ["chunk=7"],
+    ["heads=adaptive"],
+    ["heads=adaptive", "floor=0", "window=2", "sinks=3"],
+    ["heads=adaptive", "floor=0.8", "chunk=7"],
+]
 
 
-def keep(rows, *, next, pinned, budget, slack, chunk, window, sinks):
-    first, n_keep = max(sinks, pinned), budget - slack
+def keep(rows, *, next, pinned, budget, slack, chunk, window, sinks, heads, floor):
+    # rows that share hold twice the budget at most
+    is_shared = heads == "adaptive"
+    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     recent = next - min(window, n_keep - first)
+    scores = [{token["pos"]: token["notes"].get("score", math.inf) for token in row} for row in rows]
+    if is_shared:
+        return keep_shared(scores, first, recent, n_keep, floor, budget - slack)
     kept = []
-    for row in rows:
-        score = {token["pos"]: token["notes"].get("score", math.inf) for token in row}
+    for score in scores:
         alive = list(score)
         while len(alive) > n_keep:
             alive.remove(
