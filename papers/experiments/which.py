@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from papers.commands import Compare, Eval
-from papers.experiments.kinds import ALL, LARGE, SMALL, WIKI, Experiment, Run, Table
+from papers.experiments.kinds import ALL, LARGE, OF_TEXTS, SMALL, TEXTS, WIKI, Experiment, Run, Table
 
 POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
 # larger models are asked less, as they take longer
 _FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
+# scores of the field beside h2o's, and rows that share a layer's budget
+_SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _OF_LARGE_CACHES = ("recall", "roco", "h2o")
 # two texts of each of four kinds
 _TEXTS = {
@@ -64,6 +65,7 @@ _SAMPLED = {
 
 RUNS: dict[str, Run] = {
     "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
+    "scores": Compare(TEXTS, ("full", *_SCORES), ("256",), 2048, minutes=30),
     "which-texts-long": Compare(_FILES[::2], ("full", *_OF_LARGE_CACHES), ("2048", "4096"), 5120, minutes=30),
     "which-texts-0.5b": Compare(
         _FILES, ("full", *_FEWER), ("512",), 2048, model=SMALL, types=_TYPES, minutes=45
@@ -143,6 +145,18 @@ EXPERIMENTS = {
         (
             replace(_OF_KINDS, rows=_OF_LARGE_CACHES),
             *(replace(table, rows=("full", *_OF_LARGE_CACHES)) for table in _SIZES),
+        ),
+    ),
+    "scores": Experiment(
+        ("scores",),
+        (
+            Table(
+                *("nll", ("of", "budget"), "h2o", ("full", *_SCORES)),
+                names=OF_TEXTS,
+                pooled=ALL,
+                only_pooled=True,
+            ),
+            Table("device", against="", rows=("full", *_SCORES)),
         ),
     ),
     "which-tasks": Experiment(tuple(_TASKS), _tasks(against="full")),
