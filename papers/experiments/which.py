@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from papers.commands import Compare, Eval
 from papers.experiments.kinds import ALL, LARGE, OF_TEXTS, SMALL, TEXTS, WIKI, Experiment, Run, Table
 
 POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
