@@ -27,6 +27,12 @@ _STYLES = {
     "buzz": ("tab:olive", "P"),
     "weightedkv": ("tab:purple", "X"),
     "streamingllm": ("tab:gray", "*"),
+    "kvzip": ("tab:green", "P"),
+    "expected": ("tab:orange", "D"),
+    "keydiff": ("tab:purple", "X"),
+    "tova": ("tab:blue", "^"),
+    "snapkv": ("tab:olive", "h"),
+    "knorm": ("tab:brown", "d"),
 }
 
 _APART = 1.2
@@ -99,6 +105,45 @@ def quality(path: Path, run: str, title: str) -> None:
     figure.savefig(path)
 
 
+def _ruler_points(lines: Sequence[tables.Line], *, host: bool) -> Mapping[str, list[tuple[float, float]]]:
+    """By policy MiB and RULER's score in percent, at each share that is removed."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        scores = line["scores"]
+        name, _, type_kv = line["label"].partition(" ")
+        size = np.mean(scores["device"]) + host * np.mean(scores["host"])
+        name = name.partition(":")[0]
+        found[name, line["budget"] or type_kv].append((size, 100 * np.mean(scores["string_match"])))
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (name, _), of_tasks in found.items():
+        # the mean of the tasks' means
+        size, score = np.mean(of_tasks, axis=0).tolist()
+        points[name].append((size, score))
+    return {name: sorted(of_name) for name, of_name in points.items()}
+
+
+def ruler(path: Path, run: str, title: str) -> None:
+    """RULER's score by bytes, a row for each protocol: on the device, and with the host's."""
+    from matplotlib.figure import Figure
+
+    every = records.read(tables.RESULTS / f"{run}.jsonl")
+    figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    panels = figure.subplots(2, 2, sharey=True)
+    for row, question in zip(panels, ("after", "known"), strict=True):
+        lines = [line for line in every if line["task"] == question]
+        for axes, host in zip(row, (False, True), strict=True):
+            for name, points in _ruler_points(lines, host=host).items():
+                colour, mark = _STYLES[name]
+                axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=5, label=name)
+            _ticks(axes, [size for line in axes.lines for size in line.get_xdata().tolist()])
+            axes.set_xlabel(f"MiB on the device{' and the host' * host}")
+        row[0].set_ylabel(f"RULER, %, question {question}")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize="small")
+    figure.savefig(path)
+
+
 def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None:
     for name, points in policies.items():
         colour, mark = _STYLES[name]
@@ -106,18 +151,22 @@ def _panel(axes: Any, policies: Mapping[str, list[tuple[float, float]]]) -> None
         values = [(size, max(above, 0.1)) for size, above in points]
         label = "full, 8 and 4 bits" if name == "full" else name
         axes.plot(*zip(*values, strict=True), color=colour, marker=mark, markersize=5, label=label)
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    sizes = sorted({size for points in policies.values() for size, _ in points})
+    axes.yaxis.set_major_formatter("{x:g}")
+    _ticks(axes, [size for points in policies.values() for size, _ in points])
+
+
+def _ticks(axes: Any, sizes: Sequence[float]) -> None:
+    """Lets the x axis have the sizes in MiB themselves, by powers of 2."""
+    axes.set_xscale("log", base=2)
     ticks = [0.0]
-    for size in sizes:
+    for size in sorted(set(sizes)):
         # of numbers that would lie on each other the first one
         ticks += [size] * (size > _APART * ticks[-1])
     axes.set_xticks(ticks[1:])
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()
     axes.margins(x=0.1)
-    axes.yaxis.set_major_formatter("{x:g}")
 
 
 PICTURES: dict[str, Callable[[], None]] = {
@@ -128,6 +177,7 @@ PICTURES: dict[str, Callable[[], None]] = {
     "qwen-0.5b": lambda: quality(
         LABORATORY / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
     ),
+    "ruler": lambda: ruler(LABORATORY / "ruler.png", "ruler", "RULER, Qwen2.5-Coder-1.5B, 4,096 tokens"),
     "qwen-1.5b": lambda: quality(
         LABORATORY / "which-qwen-1.5b.png", "which-texts-1.5b", "Qwen2.5-Coder-1.5B, 2,048 tokens"
     ),

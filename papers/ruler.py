@@ -80,7 +80,7 @@ class Row:
             raise UsageError(f"--others: only full takes a type; {name} takes a budget, as in {name}@128")
         if not kind.evicts and (self.budget or self.removed):
             raise UsageError(f"{name} evicts nothing; leave it out of --policies, and of POLICY@CELLS")
-        if self.is_shared and (policies.recalls(kind) or self.fit(n, 1, n + 1).ragged):
+        if self.is_shared and (policies.recalls(kind) or kind.capped):
             raise UsageError(
                 f"--policies: {self.policy} cannot compress a prompt that was read whole; "
                 f"choose --others {self.policy}@128, with a budget in cells"
