@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.common import make_parser
 from kvtool import policies, tasks
 from kvtool.chats.prompt import template_of
+from kvtool.engine.checks import check
 from kvtool.engine.settings import Settings
 from kvtool.engine.stream import pad
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -156,6 +157,9 @@ def measure(args: Namespace) -> None:
     with closing(Model(path)) as model, ExitStack() as stack:
         if args.length > model.n_ctx_train:
             raise UsageError(f"--length must be at most the trained context, {model.n_ctx_train}")
+        n_ctx = model.n_ctx_train
+        for row in (row for row in wanted if row.removed or row.budget):
+            check(row.fit(args.length, 1, args.length + 1), row.settings(1), model.layers, n_ctx, n_ctx)
         template, shared = template_of(model), Shared(model, Row("full").settings(args.threads))
         asked = []
         for question in args.question:

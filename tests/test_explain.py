@@ -222,6 +222,19 @@ def test_a_budget_of_what_an_eviction_leaves_is_told_from_the_real_one(tiny_mode
 
 
 @pytest.mark.engine
+def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
+    policy = policies.fit("snapkv", 32, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(), policy, n_ctx=70) as engine:
+        assert "It is decoded whole in a cache" in long_text(engine, "prompt", 70)
+        assert "It is read in batches" in long_text(engine, "prompt", 71)
+    with open_engine(tiny_model(), policy, n_ctx=70, prefill="whole") as engine:
+        said = "the prompt has 71 tokens, more than rows that share a budget can read whole in a context of 70"
+        assert long_text(engine, "prompt", 71) == said
+        explain_run(engine, "snapkv", "prompt", 71)
+        assert "segment" not in capsys.readouterr().err
+
+
+@pytest.mark.engine
 def test_of_rows_that_share_a_budget_the_mean_is_told(tiny_model):
     with open_engine(tiny_model(), policies.fit("h2o", 32, 8, ["heads=adaptive"])) as engine:
         assert engine.policy.budget == 64

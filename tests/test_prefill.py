@@ -11,7 +11,7 @@ import pytest
 from kvtool import policies
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
-from kvtool.policy import Plan, Policy, Signal
+from kvtool.policy import SIGNALS, Plan, Policy, Signal
 from tests.reference import bumblebee, transformer
 from tests.running import LOGITS, future_of, open_engine, text
 
@@ -107,7 +107,74 @@ def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tin
         assert view.live.tolist() == engine.rows.live.tolist()
         assert np.array_equal(view.pos < 0, dead)
         (sums, *_) = engine.state
-        assert (sums[:, : engine.n_kv] > 0).tolist() == (~dead).tolist()
+        assert np.array_equal(view.attn > 0, ~dead)
+        assert np.array_equal(sums[:, : engine.n_kv] > 0, ~dead)
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher(Policy):
+    """Reads all signals, and keeps the newest tokens."""
+
+    budget: int
+    slack: int
+    views: list = field(default_factory=list)
+
+    reads = ~Signal.NONE & ~Signal.FUTURE
+    n_query = 4
+    prefill = "whole"
+
+    def plan(self, view, state):
+        self.views.append(view)
+        keep = np.zeros(view.pos.shape, np.bool_)
+        keep[:, -self.n_keep :] = True
+        return Plan(keep)
+
+
+@dataclass(frozen=True, slots=True)
+class WatcherOfRows(Watcher):
+    ragged = True
+
+
+@pytest.mark.parametrize("n", [64, 65, 200])
+def test_signals_of_rows_that_differ_are_those_of_the_whole_prompt(tiny_model, n):
+    views = []
+    for policy in (Watcher(48, 8), WatcherOfRows(48, 8)):
+        with open_engine(tiny_model(n_head_kv=2), policy, n_batch=64) as engine:
+            engine.read(text(n))
+        views.append(policy.views[0])
+    for name in SIGNALS.values():
+        want, got = (getattr(view, name) for view in views)
+        if want is not None:
+            assert want.any(), name
+            assert np.abs(got - want).max() < 1e-4, name
+
+
+def test_rows_that_share_a_budget_stream_what_they_cannot_read_whole(tiny_model):
+    policy = policies.fit("snapkv", 48, 8, ["heads=adaptive"])
+    with open_engine(tiny_model(n_ctx_train=130, n_head_kv=2), policy) as engine:
+        assert engine.reads_whole(130)
+        assert not engine.reads_whole(131)
+        assert engine.read(text(131)) == 131
+    policy = policies.fit("kvzip", 48, 8, ["heads=adaptive"])
+    with (
+        open_engine(tiny_model(n_ctx_train=330, n_head_kv=2), policy) as engine,
+        pytest.raises(StreamEnd, match="320 tokens, read twice, .* rows that .* with -o heads=equal"),
+    ):
+        engine.read(text(320))
+
+
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+def test_more_cells_than_an_index_chooses_are_not_read_whole(tiny_model, heads):
+    path = tiny_model(arch="deepseek32")
+    policy = policies.fit("snapkv", 48, 8, [f"heads={heads}"])
+    with open_engine(path, policy) as engine:
+        assert engine.reads_whole(512)
+        assert not engine.reads_whole(513)
+        assert engine.read(text(600)) == 600
+    with open_engine(path, policy, prefill="whole") as engine:
+        with pytest.raises(UsageError, match="chooses 512 cells by an index: a prompt of 600 tokens cannot"):
+            engine.read(text(600))
+        assert engine.read(text(500)) == 500
 
 
 def test_rows_that_share_a_budget_read_no_more_than_the_context_whole(tiny_model):

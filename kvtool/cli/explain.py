@@ -83,6 +83,10 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         segments = n_segments(engine, n)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
+        if segments > 1 and engine.policy.ragged:
+            return (
+                f"{start}, more than rows that share a budget can read whole in a context of {engine.n_ctx:,}"
+            )
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
         apart += " and read once more" if engine.policy.rehearsal else ""
         return (
@@ -215,7 +219,7 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
         return f"original: the stream ends after {n_ctx:,} tokens"
     if not engine.policy.slack:
         return f"original for the {engine.n_cell:,} tokens that fit"
-    if engine.reads_whole(n_text) and n_segments(engine, n_text) > 1:
+    if engine.reads_whole(n_text) and n_segments(engine, n_text) > 1 and not engine.policy.ragged:
         return f"auto: original within each segment of the {what}, then gaps are closed"
     return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
 

@@ -45,9 +45,15 @@ class Engine(Stream):
         return n
 
     def reads_whole(self, n: int) -> bool:
-        """Whether a text of n tokens would now be decoded whole, then compressed once."""
+        """Whether a text of n tokens would now be decoded whole, then compressed once.
+
+        What only the policy asks for gives way where it cannot be.
+        """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
-        return self.prefill == "whole" and self.n_past == 0 and evicts
+        if self.prefill != "whole" or self.n_past or not evicts:
+            return False
+        has_to = self.settings.prefill == "whole" or self.policy.rehearsal is not None
+        return has_to or prefill.fits_at_once(self, n)
 
     def evict_if_due(self, n: int = 1) -> None:
         """Lets the policy evict if the next n tokens do not fit before its next plan: all that ever evicts.

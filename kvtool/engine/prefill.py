@@ -30,13 +30,19 @@ def read_whole(
     """
     n = len(tokens)
     segments = np.array_split(tokens, n_segments(stream, n))
+    twice = ", read twice," if stream.policy.rehearsal else ""
     if len(segments) > 1 and stream.rows.ragged:
+        instead = "-o heads=equal" if twice else "--prefill stream, or -o heads=equal"
         raise StreamEnd(
-            f"the prompt of {n} tokens is longer than the context of {stream.n_ctx}, and rows that share a "
-            "budget read no more as a whole; continue with --prefill stream, or -o heads=equal"
+            f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}, and rows that "
+            f"share a budget read no more as a whole; continue with {instead}"
+        )
+    if n_cells(stream, n) > (n_most := stream.model.layers.most_cells):
+        raise UsageError(
+            f"{stream.model.path.name} chooses {n_most:,} cells by an index: a prompt of {n} tokens cannot "
+            "be read whole; choose --prefill stream, or a shorter prompt"
         )
     if len(segments) > 1 and stream.settings.positions == "original":
-        twice = ", read twice," if stream.policy.rehearsal else ""
         raise StreamEnd(
             f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}; "
             "continue with --positions auto or in-cache, or with --prefill stream"
@@ -53,6 +59,12 @@ def read_whole(
             _empty(stream)
         raise
     return n
+
+
+def fits_at_once(stream: Stream, n: int) -> bool:
+    """Whether a prompt of n tokens can be read whole, but for positions that end."""
+    in_one = not stream.rows.ragged or n_segments(stream, n) == 1
+    return in_one and n_cells(stream, n) <= stream.model.layers.most_cells
 
 
 def n_segments(stream: Stream, n: int) -> int:
@@ -87,7 +99,11 @@ def _decode(
     n = sum(map(len, segments))
     # it is the small cache's
     eviction.state = ()
-    stream.resize(np.full_like(stream.layer_cells, n_cells(stream, n)))
+    # attention goes over all cells of rows that differ: there they come as the text does
+    if not rows.ragged:
+        stream.resize(np.full_like(stream.layer_cells, n_cells(stream, n)))
+    elif whole:
+        stream.make_room(n)
     words = stream.policy.rehearsal
     rehearser = Rehearser(stream, words) if words else None
     signals: dict[str, np.ndarray] = {}
@@ -162,6 +178,14 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
         if (values := getattr(view, field)) is not None
     }
     if rows.ragged:
+        _clear_dead(kept, rows.live)
         kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
     eviction.ask("adopt", replace(view, **kept), eviction.state)
     eviction.clear_dead()
+
+
+def _clear_dead(kept: Mapping[str, np.ndarray], live: np.ndarray) -> None:
+    """Of rows that differ, cells behind the live i32[row] have no signal."""
+    for name, values in kept.items():
+        by_cell = np.moveaxis(values, 2, 1) if name.startswith("future") else values
+        by_cell[np.arange(by_cell.shape[1]) >= live[:, None]] = 0

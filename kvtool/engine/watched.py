@@ -12,6 +12,9 @@ from kvtool.policy import Signal
 _OF_LAST = Signal.LAST | Signal.RECENT
 """What only the last queries decide."""
 
+_MOST = Signal.HIGHEST | Signal.IMPORTANT
+"""What is the most that any query gives; others are sums."""
+
 
 def decode_watched(
     stream: Stream, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]
@@ -29,12 +32,13 @@ def decode_watched(
     steps = np.array_split(tokens, max(-(-len(tokens) // stream.settings.n_batch), 1))
     for i, step in enumerate(steps):
         stream.eviction.edit(stream.rows.live, stream.rows.next_rot)
+        stream.make_way(len(step))
         if not stream.decode_all(step, n_output if i == len(steps) - 1 else 0, stopped):
             return None
         before, found = found, stream.signals.read()
         for name, signal in stream.signals.of.items():
             if not signal & _OF_LAST:
-                add = np.maximum if signal is Signal.HIGHEST else np.add
+                add = np.maximum if signal & _MOST else np.add
                 old = found[name][:, : before[name].shape[1]]
                 add(old, before[name], out=old)
     return found

@@ -166,5 +166,9 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     too_long = refused(capsys, *command, "--length", "5000")
     assert "--length must be at most the trained context, 4096" in too_long
+    # what does not fit in the context is refused before anything is measured
+    shares = ["--policies", "h2o,h2o:heads=adaptive", "--removed", "0.1", "--length", "3900"]
+    assert "choose a budget of at most that, not 3766, which takes 7532" in refused(capsys, *command, *shares)
+    assert not any(each["length"] == 3900 for each in records.read(out))
     # what is asked in one run is what eval asks
     assert json.loads(before.splitlines()[0])["references"]

@@ -2,11 +2,13 @@
 
 #include "state.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 
 bool llama_kvtool_input::can_reuse(const llm_graph_params &) {
-    return kvtool.params.signals == 0 || is_apart == kvtool.is_apart();
+    const auto fits = [&](const rows & r) { return r.limit->ne[2] == (kvtool.is_even(kvtool.layers[r.i]) ? 1 : kvtool.layers[r.i].n_head); };
+    return (kvtool.params.signals == 0 || is_apart == kvtool.is_apart()) && std::all_of(ragged.begin(), ragged.end(), fits);
 }
 
 void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
@@ -122,7 +124,7 @@ void llama_kvtool_input::set_input(const llama_ubatch * ubatch) {
         }
 
         f.clear();
-        for (int head = 0; head < l.n_head; ++head) {
+        for (int head = 0; head < r.limit->ne[2]; ++head) {
             for (int64_t t = 0; t < n_tokens; ++t) {
                 f.push_back(cell(t, head));
             }

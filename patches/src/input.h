@@ -18,7 +18,7 @@ public:
 
         ggml_tensor * k_idx; // I64 [n_head*n_tokens]
         ggml_tensor * v_idx; // I64 [n_embd*n_head*n_tokens], null unless V is transposed
-        ggml_tensor * limit; // F32 [1, n_tokens, n_head]: the last cell that a query sees
+        ggml_tensor * limit; // F32 [1, n_tokens, n_head]: the last cell that a query sees; of even rows [1, n_tokens, 1]
     };
 
     // of one layer, with ALiBi

@@ -31,7 +31,7 @@ static void store_rows(const llm_graph_context & graph, const layer & l, int i, 
     rows.i     = i;
     rows.k_idx = new_input(ctx, GGML_TYPE_I64, n_head*n_tokens, 1, 1);
     rows.v_idx = v_trans && l.v ? new_input(ctx, GGML_TYPE_I64, l.n_embd_v*n_head*n_tokens, 1, 1) : nullptr;
-    rows.limit = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, n_head);
+    rows.limit = new_input(ctx, GGML_TYPE_F32, 1, n_tokens, graph.cparams.kvtool->is_even(l) ? 1 : n_head);
 
     graph_input(graph).ragged.push_back(rows);
 
@@ -98,7 +98,7 @@ bool llama_kvtool_store(
     return true;
 }
 
-// of ragged rows: 0 where a query sees a cell, and else less than any logit [n_cell, n_tokens, n_head]
+// of ragged rows: 0 where a query sees a cell, and else less than any logit [n_cell, n_tokens, n_head], or 1 for all heads of even rows
 static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & l, int i) {
     ggml_context * ctx = graph.ctx0;
 
@@ -106,7 +106,7 @@ static ggml_tensor * ragged_mask(const llm_graph_context & graph, const layer & 
     GGML_ASSERT(rows);
 
     // made on the device: the host would have to fill and send a mask for every head and layer
-    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, rows->limit->ne[1], l.n_head, 1);
+    ggml_tensor * x = ggml_repeat_4d(ctx, ggml_arange(ctx, 0, l.n_cell, 1), l.n_cell, rows->limit->ne[1], rows->limit->ne[2], 1);
     return ggml_scale(ctx, ggml_step(ctx, ggml_sub(ctx, x, rows->limit)), -1e30f);
 }
 
@@ -182,10 +182,10 @@ ggml_tensor * llama_kvtool_mask(const llm_graph_context & graph, ggml_tensor * k
     const int64_t n_tokens = x->ne[1];
     const int64_t n_gqa    = graph.hparams.n_head(il)/l.n_head;
 
-    if (n_gqa > 1) {
-        x = ggml_reshape_4d(ctx, x, n_kv, n_tokens, 1, l.n_head);
-        x = ggml_repeat_4d(ctx, x, n_kv, n_tokens, n_gqa, l.n_head);
-        x = ggml_reshape_3d(ctx, x, n_kv, n_tokens, n_gqa*l.n_head);
+    if (const int64_t n_head = x->ne[2]; n_gqa > 1 && n_head > 1) {
+        x = ggml_reshape_4d(ctx, x, n_kv, n_tokens, 1, n_head);
+        x = ggml_repeat_4d(ctx, x, n_kv, n_tokens, n_gqa, n_head);
+        x = ggml_reshape_3d(ctx, x, n_kv, n_tokens, n_gqa*n_head);
     }
 
     return kq_mask->type == GGML_TYPE_F16 ? ggml_cast(ctx, x, GGML_TYPE_F16) : x;

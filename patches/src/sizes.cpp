@@ -84,8 +84,10 @@ int32_t llama_kvtool::resize(llama_context & lctx, const int32_t * n_cell) {
 #endif
 
     // the graphs that were made have views of the old tensors. The compute buffers follow the cache; ragged layers change too
-    // often for that, and by little
-    forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || !params.ragged));
+    // often for that, unless by much
+    const int most    = *std::max_element(before.begin(), before.end());
+    const bool by_much = !params.ragged || most > 2*most_cells() || most_cells() > 2*most;
+    forget_graphs(lctx, broken.empty() && (lctx.sched_need_reserve || by_much));
 
     return ok ? 0 : fail(broken.empty() ? "no memory for the cache" : broken);
 }

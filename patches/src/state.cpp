@@ -303,6 +303,11 @@ int llama_kvtool::most_live(const layer & l) const {
     return *std::max_element(live.begin() + l.row_0, live.begin() + l.row_0 + l.n_head);
 }
 
+bool llama_kvtool::is_even(const layer & l) const {
+    const auto begin = live.begin() + l.row_0;
+    return std::all_of(begin, begin + l.n_head, [&](int n) { return n == *begin; });
+}
+
 std::vector<int> llama_kvtool::layer_cells() const {
     std::vector<int> res;
     for (const auto & l : layers) {

@@ -93,6 +93,9 @@ struct llama_kvtool {
     int most_cells() const;
     int most_live(const kvtool::layer & l) const;
 
+    // whether all rows of a layer hold as many tokens: their queries then see the same cells
+    bool is_even(const kvtool::layer & l) const;
+
     std::vector<int> layer_cells() const;
     std::vector<int> row_cells()   const;
 
