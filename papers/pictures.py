@@ -28,7 +28,7 @@ _STYLES = {
     "weightedkv": ("tab:purple", "X"),
     "streamingllm": ("tab:gray", "*"),
     "kvzip": ("tab:green", "P"),
-    "expected": ("tab:orange", "D"),
+    "expected": ("tab:pink", "D"),
     "keydiff": ("tab:purple", "X"),
     "tova": ("tab:blue", "^"),
     "snapkv": ("tab:olive", "h"),

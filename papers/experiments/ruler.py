@@ -10,7 +10,7 @@ from papers.programs import Ruler
 
 _FORGET = ("kvzip", "expected:epsilon=0.02", "keydiff", "tova", "snapkv", "h2o", "knorm", "streamingllm")
 _REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
-_TYPES = ("f16", "q8_0", "q4_0")
+_TYPES = ("f16",)
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
 
 ROWS = ("full", "full q8_0", "full q4_0", "recall", *_FORGET)
@@ -46,6 +46,22 @@ EXPERIMENTS = {
                 names={"87.5 % removed": "with every share"},
             ),
         ),
+    ),
+    # what docs/which-policy.md shows
+    "ruler-short": Experiment(
+        ("ruler",),
+        (
+            Table(
+                "",
+                ("task", "budget"),
+                rows=ROWS,
+                scores=dict.fromkeys(_PROTOCOLS, "string_match"),
+                budgets=("50 % removed", "87.5 % removed"),
+                names={"after": "question after", "known": "known"},
+                title="RULER's score, %",
+            ),
+        ),
+        commands=False,
     ),
     "ruler-tasks": Experiment(
         ("ruler",),

@@ -8,9 +8,11 @@ from typing import Any
 from papers.commands import Compare, Eval
 from papers.experiments.kinds import ALL, LARGE, OF_TEXTS, SMALL, TEXTS, WIKI, Experiment, Run, Table
 
-POLICIES = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
+_ASKED_ALL = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
+POLICIES = (*_ASKED_ALL[:3], "expected", *_ASKED_ALL[3:])
 # larger models are asked less, as they take longer
 _FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
+_ASKED_FEWER = tuple(name for name in _FEWER if name in _ASKED_ALL)
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
 # scores of the field beside h2o's, and rows that share a layer's budget
@@ -26,7 +28,7 @@ _TEXTS = {
 _FILES = tuple(file for files in _TEXTS.values() for file in files)
 KINDS = {file.rpartition("/")[2]: kind for kind, files in _TEXTS.items() for file in files}
 _SHARES = ("5%", "10%", "20%", "40%")
-# of these which-policy.md shows all models; the larger ones are asked no others
+# the larger models are asked no others
 _TWO = ("5%", "20%")
 _QUESTIONS, _SHORT = ("lost_in_the_middle/nq-open-oracle.jsonl.gz",), ("--set", "n_max=24")
 
@@ -43,12 +45,12 @@ def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eva
 
 
 _TASKS: dict[str, Run] = {
-    "which-passkey": _passkey(POLICIES, 4, 38),
-    "which-qa": _qa(POLICIES, 40, 54),
-    "which-passkey-0.5b": _passkey(_FEWER, 2, 16, SMALL),
-    "which-qa-0.5b": _qa(_FEWER, 20, 12, SMALL),
-    "which-passkey-1.5b": _passkey(_FEWER, 2, 30, LARGE),
-    "which-qa-1.5b": _qa(_FEWER, 20, 30, LARGE),
+    "which-passkey": _passkey(_ASKED_ALL, 4, 38),
+    "which-qa": _qa(_ASKED_ALL, 40, 54),
+    "which-passkey-0.5b": _passkey(_ASKED_FEWER, 2, 16, SMALL),
+    "which-qa-0.5b": _qa(_ASKED_FEWER, 20, 12, SMALL),
+    "which-passkey-1.5b": _passkey(_ASKED_FEWER, 2, 30, LARGE),
+    "which-qa-1.5b": _qa(_ASKED_FEWER, 20, 30, LARGE),
 }
 
 _SAMPLED = {
@@ -79,7 +81,7 @@ RUNS: dict[str, Run] = {
 }
 
 
-_ROWS = ("full", *POLICIES)
+_ROWS = ("full", *_ASKED_ALL)
 _SIZED = ("full", *_QUANTIZED, *POLICIES)
 _EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
 _OF_KINDS = Table("above", ("of", "budget"), **_EXCESS, names=KINDS, pooled=ALL)
@@ -122,14 +124,11 @@ EXPERIMENTS = {
     # few comparisons, so that eight texts can tell
     "which-default": Experiment(
         _TEXT_RUNS,
-        (Table("above", **_BY_MODEL, **_EXCESS | {"rows": ("h2o", "roco", "recall")}, budgets=("512",)),),
+        tuple(
+            Table("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
+            for rows in (("h2o", "roco", "recall"), ("h2o", "expected"))
+        ),
         together=True,
-    ),
-    "which-tasks-short": Experiment(
-        tuple(_TASKS),
-        _tasks(**_BY_MODEL, rows=("full", *_FEWER), budgets=_TWO)[1:],
-        together=True,
-        commands=False,
     ),
     "which-sampling": Experiment(
         tuple(_SAMPLED),
