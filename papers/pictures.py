@@ -16,6 +16,7 @@ from benchmarks.common import make_parser, note
 from kvtool.measure import records
 from papers import tables
 from papers.experiments import which
+from papers.experiments.ruler import COUNTED
 from papers.tables import LABORATORY, ROOT
 
 _STYLES = {
@@ -126,7 +127,8 @@ def ruler(path: Path, run: str, title: str) -> None:
     """RULER's score by bytes, a row for each protocol: on the device, and with the host's."""
     from matplotlib.figure import Figure
 
-    every = records.read(tables.RESULTS / f"{run}.jsonl")
+    found = records.read(tables.RESULTS / f"{run}.jsonl")
+    every = [line for line in found if line["of"] in COUNTED]
     figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize="medium")
     panels = figure.subplots(2, 2, sharey=True)
