@@ -228,7 +228,9 @@ def test_rows_that_share_a_budget_promise_no_segments(tiny_model, capsys):
         assert "It is decoded whole in a cache" in long_text(engine, "prompt", 70)
         assert "It is read in batches" in long_text(engine, "prompt", 71)
     with open_engine(tiny_model(), policy, n_ctx=70, prefill="whole") as engine:
-        said = "the prompt has 71 tokens, more than rows that share a budget can read whole in a context of 70"
+        said = (
+            "the prompt has 71 tokens, more than rows that share a budget can read whole in a context of 70"
+        )
         assert long_text(engine, "prompt", 71) == said
         explain_run(engine, "snapkv", "prompt", 71)
         assert "segment" not in capsys.readouterr().err
