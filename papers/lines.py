@@ -41,7 +41,7 @@ class Ask:
     Attributes
     ----------
     command
-        Its words after `kvtool`, or after `python benchmarks/`, without the model.
+        Its words after `kvtool`, or after `python -m`, without the model.
     store
         The name of its file of records.
     goes_on

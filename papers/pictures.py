@@ -179,10 +179,10 @@ PICTURES: dict[str, Callable[[], None]] = {
     "qwen-0.5b": lambda: quality(
         LABORATORY / "which-qwen-0.5b.png", "which-texts-0.5b", "Qwen2.5-Coder-0.5B, 2,048 tokens"
     ),
-    "ruler": lambda: ruler(LABORATORY / "ruler.png", "ruler", "RULER, Qwen2.5-Coder-1.5B, 4,096 tokens"),
     "qwen-1.5b": lambda: quality(
         LABORATORY / "which-qwen-1.5b.png", "which-texts-1.5b", "Qwen2.5-Coder-1.5B, 2,048 tokens"
     ),
+    "ruler": lambda: ruler(LABORATORY / "ruler.png", "ruler", "RULER, Qwen2.5-Coder-1.5B, 4,096 tokens"),
 }
 
 

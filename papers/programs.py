@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kvtool import policies
 from kvtool.measure import records, statistics
 from kvtool.measure.grid import split_policy
 from papers.lines import Ask, ByText, Line, about, each_of, shell, typed
+from papers.ruler import rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +168,10 @@ class Ruler:
             }
 
     def _places(self) -> Iterator[_Where]:
-        for question in self.questions:
-            for label in self.policies:
-                kind = policies.load(split_policy(label)[0])
-                if not kind.evicts:
-                    for type_kv in self.types:
-                        yield question, typed(label, type_kv), None
-                elif policies.recalls(kind):
-                    yield question, label, None
-                elif question == "after" or not policies.rehearses(kind):
-                    for share in self.removed:
-                        yield question, label, _removed(float(share))
+        forget, others = self._asked()
+        for row in rows(forget, tuple(map(float, self.removed)), others):
+            for question in filter(row.knows, self.questions):
+                yield from self._places_of(asdict(row) | {"question": question})
 
     def _places_of(self, record: records.Record) -> Iterator[_Where]:
         budget = _removed(record["removed"]) if record["removed"] else None
@@ -185,15 +179,21 @@ class Ruler:
         for question in self.questions if budget is None else (record["question"],):
             yield question, label, budget
 
-    def _command(self, task: str) -> tuple[str, ...]:
+    def _asked(self) -> tuple[list[str], list[str]]:
+        """What has a budget for each share; and the others, as `papers.ruler` takes them."""
         kinds = {label: policies.load(split_policy(label)[0]) for label in self.policies}
-        forget = [label for label, kind in kinds.items() if kind.evicts and not policies.recalls(kind)]
-        recall = [f"{label}@{self.cells}" for label, kind in kinds.items() if policies.recalls(kind)]
+        recall = [label for label, kind in kinds.items() if policies.recalls(kind)]
+        forget = [label for label, kind in kinds.items() if kind.evicts and label not in recall]
+        others = [f"{label}@{self.cells}" for label in recall]
+        return forget, others + [f"full@{type_kv}" for type_kv in self.types[1:]]
+
+    def _command(self, task: str) -> tuple[str, ...]:
+        forget, others = self._asked()
         return (
             *("papers.ruler", "--tasks", task, "--length", str(self.length), "--items", f"0:{self.n_item}"),
             *("--question", ",".join(self.questions)),
             *("--policies", ",".join(forget), "--removed", ",".join(self.removed)),
-            *("--others", ",".join([*recall, *(f"full@{type_kv}" for type_kv in self.types[1:])])),
+            *("--others", ",".join(others)),
             *("--essays", "paul_graham_essays/", "--squad", "squad/dev-v2.0.json"),
             *("--hotpotqa", "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"),
         )

@@ -41,8 +41,10 @@ _ROOM = 256
 
 _BATCH = 512
 
-_POLICIES = "streamingllm,knorm,keydiff,h2o,tova,snapkv,expected:epsilon=0.02,kvzip"
-"""`epsilon` is kvpress's."""
+POLICIES = ("kvzip", "expected:epsilon=0.02", "keydiff", "tova", "snapkv", "h2o", "knorm", "streamingllm")
+"""What is asked unless others are named; `epsilon` is kvpress's."""
+
+REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
 
 _QUESTIONS = ("after", "known")
 
@@ -237,8 +239,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "--items", type=_range, default=(0, 1), metavar="FROM:TO", help="samples of each task"
     )
     parser.add_argument("--question", type=_questions, default=_QUESTIONS, help="after, known or both")
-    parser.add_argument("--policies", default=_POLICIES)
-    parser.add_argument("--removed", type=_shares, default="0.25,0.5,0.75,0.875,0.97")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--removed", type=_shares, default=",".join(REMOVED))
     help_ = "POLICY@CELLS or full@TYPE, separated by commas"
     parser.add_argument("--others", type=_others, default="recall@128", help=help_)
     parser.add_argument(

@@ -55,3 +55,8 @@ def text(n, seed=1, n_vocab=259):
     phrases = [rng.integers(3, n_vocab, 7) for _ in range(9)]
     tokens = np.concatenate([phrases[i] for i in rng.integers(0, 9, n // 7 + 1)])
     return tokens[:n].astype(np.int32)
+
+
+def live(engine):
+    """The positions of the tokens that each row holds, sorted."""
+    return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]

@@ -18,7 +18,7 @@ from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.models.layers import Layers
 from tests.reference import transformer
-from tests.running import LOGITS, TOLERANCE, future_of, open_engine, text
+from tests.running import LOGITS, TOLERANCE, future_of, live, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -144,10 +144,10 @@ def rows_differ_like_the_definition(path, tokens, policy, name, positions):
     with open_engine(path, policy, positions=positions) as engine:
         got = perplexity.stream(engine, tokens)
         engine.evict_if_due()
-        live = [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
+        held = live(engine)
     assert np.abs(got - want.nll).max() < TOLERANCE
-    assert live == [row.pos.tolist() for rows in want.stream.rows for row in rows]
-    assert len({len(row) for row in live}) > 1
+    assert held == [row.pos.tolist() for rows in want.stream.rows for row in rows]
+    assert len({len(row) for row in held}) > 1
 
 
 @pytest.mark.share(3, "positions", "evict_every")

@@ -19,7 +19,7 @@ from kvtool.policies.kvzip import KVzip
 from kvtool.policy import View
 from tests.called import called
 from tests.reference import transformer
-from tests.running import LOGITS, open_engine, text
+from tests.running import LOGITS, live, open_engine, text
 
 
 def view_of(highest, pos=None, **more):
@@ -109,10 +109,6 @@ def goes_on_as_the_definition(engine, stream, tokens):
 
 def positions_of(stream):
     return [row.pos.tolist() for rows in stream.rows for row in rows]
-
-
-def live(engine):
-    return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
 
 @pytest.mark.engine
@@ -273,9 +269,18 @@ def test_what_cannot_be_read_twice_is_refused(tiny_model):
         pass
     with (
         open_engine(tiny_model(n_ctx_train=330), policy, positions="original") as engine,
-        pytest.raises(StreamEnd, match="the prompt of 300 tokens, read twice, is longer than the context"),
+        pytest.raises(
+            StreamEnd, match="the prompt of 300 tokens, read twice, is longer than the context"
+        ) as end,
     ):
         engine.read(text(300))
+    # which it cannot do
+    assert "--prefill stream" not in str(end.value)
+    with (
+        open_engine(tiny_model(arch="deepseek32"), policy) as engine,
+        pytest.raises(UsageError, match="of 500 tokens, read twice, cannot be read whole; choose a shorter"),
+    ):
+        engine.read(text(500))
     with (
         open_engine(tiny_model(n_ctx_train=80), policy) as engine,
         pytest.raises(UsageError, match="a context of 80 tokens is too short to read a prompt twice"),

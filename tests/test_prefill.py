@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError, StreamEnd, UsageError
 from kvtool.policies.h2o import H2O
 from kvtool.policy import SIGNALS, Plan, Policy, Signal
 from tests.reference import bumblebee, transformer
-from tests.running import LOGITS, future_of, open_engine, text
+from tests.running import LOGITS, future_of, live, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -35,10 +35,6 @@ def evict(stream, name, policy, ends=()):
 
 def positions_of(stream):
     return [row.pos.tolist() for rows in stream.rows for row in rows]
-
-
-def live(engine):
-    return [sorted(pos[:n].tolist()) for pos, n in zip(engine.rows.pos, engine.rows.live, strict=True)]
 
 
 @pytest.mark.share(1, "positions")
@@ -97,7 +93,14 @@ def test_rows_that_share_a_budget_are_compressed_once_like_the_definition(
 
 def test_a_policy_adopts_what_each_of_rows_that_differ_has_left(monkeypatch, tiny_model):
     adopt, seen = H2O.adopt, []
-    monkeypatch.setattr(H2O, "adopt", lambda self, view, *more: (seen.append(view), adopt(self, view, *more)))
+
+    def noted(self, view, state):
+        seen.append(view)
+        adopt(self, view, state)
+        # into dead cells as well: the next tokens find nothing there
+        state[0][:, : view.n_kv] += 1
+
+    monkeypatch.setattr(H2O, "adopt", noted)
     policy = policies.fit("h2o", 48, 8, ["heads=adaptive"])
     with open_engine(tiny_model(n_head_kv=2), policy, prefill="whole") as engine:
         engine.read(text(310))

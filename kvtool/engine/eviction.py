@@ -261,15 +261,11 @@ class Eviction:
                 self.ask("move", self.state, source)
         finally:
             # the next tokens' cells, whatever becomes of the others
-            self._clear_dead(n)
+            self.clear_dead(n)
         return source
 
-    def clear_dead(self) -> None:
-        """Clears the state of cells that hold no token: it is that of the tokens that come next."""
-        self._clear_dead(self.rows.n_kv)
-
-    def _clear_dead(self, n: int) -> None:
-        """The same, of the first n cells, of which the others never had any."""
+    def clear_dead(self, n: int) -> None:
+        """Of the first n cells, clears the state of those that hold no token: the next ones come there."""
         rows = self.rows
         for array in self.state:
             if rows.ragged:

@@ -38,14 +38,16 @@ def read_whole(
             f"share a budget read no more as a whole; continue with {instead}"
         )
     if n_cells(stream, n) > (n_most := stream.model.layers.most_cells):
+        instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
         raise UsageError(
-            f"{stream.model.path.name} chooses {n_most:,} cells by an index: a prompt of {n} tokens cannot "
-            "be read whole; choose --prefill stream, or a shorter prompt"
+            f"{stream.model.path.name} chooses {n_most:,} cells by an index: a prompt of {n} tokens{twice} "
+            f"cannot be read whole; {instead}"
         )
     if len(segments) > 1 and stream.settings.positions == "original":
+        instead = "" if twice else ", or with --prefill stream"
         raise StreamEnd(
             f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}; "
-            "continue with --positions auto or in-cache, or with --prefill stream"
+            f"continue with --positions auto or in-cache{instead}"
         )
     try:
         fits = whole and len(segments) == 1 and whole.fits(stream, tokens)
@@ -178,14 +180,14 @@ def _compress(stream: Stream, signals: dict[str, np.ndarray], *, close: bool) ->
         if (values := getattr(view, field)) is not None
     }
     if rows.ragged:
-        _clear_dead(kept, rows.live)
+        _clear_dead(kept, ~rows.is_live())
         kept["live"], kept["pos"] = rows.live.copy(), rows.view_pos()
     eviction.ask("adopt", replace(view, **kept), eviction.state)
-    eviction.clear_dead()
+    eviction.clear_dead(rows.n_kv)
 
 
-def _clear_dead(kept: Mapping[str, np.ndarray], live: np.ndarray) -> None:
-    """Of rows that differ, cells behind the live i32[row] have no signal."""
+def _clear_dead(kept: Mapping[str, np.ndarray], dead: np.ndarray) -> None:
+    """Of rows that differ, cells without a token, dead b1[row, n_kv], have no signal."""
     for name, values in kept.items():
         by_cell = np.moveaxis(values, 2, 1) if name.startswith("future") else values
-        by_cell[np.arange(by_cell.shape[1]) >= live[:, None]] = 0
+        by_cell[dead] = 0

@@ -256,12 +256,16 @@ class Stream:
             self.pace.note(len(tokens), time.perf_counter() - began)
         rows.append(len(tokens))
 
+    def batches(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """A text i32[n] in the steps that it takes, of about the same size; one for an empty text."""
+        return np.array_split(tokens, max(-(-len(tokens) // self.settings.n_batch), 1))
+
     def decode_all(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decodes a text i32[n] behind the live cells, in as many steps as it takes; the last n_output tokens
         of it give logits. Returns False if `stopped`, which is asked before each step, ended it.
         """
         n_left = len(tokens)
-        for step in np.array_split(tokens, max(-(-len(tokens) // self.settings.n_batch), 1)):
+        for step in self.batches(tokens):
             at = 0
             while at < len(step):
                 if stopped():

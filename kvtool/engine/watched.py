@@ -29,7 +29,7 @@ def decode_watched(
     if not stream.rows.ragged:
         return stream.signals.read() if stream.decode_all(tokens, n_output, stopped) else None
     found = stream.signals.read()
-    steps = np.array_split(tokens, max(-(-len(tokens) // stream.settings.n_batch), 1))
+    steps = stream.batches(tokens)
     for i, step in enumerate(steps):
         stream.eviction.edit(stream.rows.live, stream.rows.next_rot)
         stream.make_way(len(step))

@@ -7,20 +7,19 @@ from typing import Any
 from kvtool.tasks.ruler import PARTS
 from papers.experiments.kinds import LARGE, Experiment, Run, Table
 from papers.programs import Ruler
+from papers.ruler import POLICIES, REMOVED
 
-_FORGET = ("kvzip", "expected:epsilon=0.02", "keydiff", "tova", "snapkv", "h2o", "knorm", "streamingllm")
-_REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
 _TYPES = ("f16",)
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
 
-ROWS = ("full", "full q8_0", "full q4_0", "recall", *_FORGET)
+ROWS = ("full", "full q8_0", "full q4_0", "recall", *POLICIES)
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")
 """The tasks in which the model has 20 % or more with the full cache."""
 
 RUNS: dict[str, Run] = {
     "ruler": Ruler(
-        *(tuple(PARTS), ("full", "recall", *_FORGET), _REMOVED, 128, _TYPES),
+        *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
         *(tuple(_PROTOCOLS), 4096, 1),
         model=LARGE,
         minutes=180,

@@ -8,11 +8,11 @@ from typing import Any
 from papers.commands import Compare, Eval
 from papers.experiments.kinds import ALL, LARGE, OF_TEXTS, SMALL, TEXTS, WIKI, Experiment, Run, Table
 
-_ASKED_ALL = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
-POLICIES = (*_ASKED_ALL[:3], "expected", *_ASKED_ALL[3:])
+_OF_TASKS = ("recall", "roco", "h2o", "bumblebee", "buzz", "weightedkv", "streamingllm")
+POLICIES = (*_OF_TASKS[:3], "expected", *_OF_TASKS[3:])
 # larger models are asked less, as they take longer
 _FEWER = tuple(name for name in POLICIES if name not in ("bumblebee", "buzz", "weightedkv"))
-_ASKED_FEWER = tuple(name for name in _FEWER if name in _ASKED_ALL)
+_FEWER_OF_TASKS = tuple(name for name in _FEWER if name in _OF_TASKS)
 _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
 # scores of the field beside h2o's, and rows that share a layer's budget
@@ -45,12 +45,12 @@ def _qa(policies: tuple[str, ...], n: int, minutes: int, model: str = "") -> Eva
 
 
 _TASKS: dict[str, Run] = {
-    "which-passkey": _passkey(_ASKED_ALL, 4, 38),
-    "which-qa": _qa(_ASKED_ALL, 40, 54),
-    "which-passkey-0.5b": _passkey(_ASKED_FEWER, 2, 16, SMALL),
-    "which-qa-0.5b": _qa(_ASKED_FEWER, 20, 12, SMALL),
-    "which-passkey-1.5b": _passkey(_ASKED_FEWER, 2, 30, LARGE),
-    "which-qa-1.5b": _qa(_ASKED_FEWER, 20, 30, LARGE),
+    "which-passkey": _passkey(_OF_TASKS, 4, 38),
+    "which-qa": _qa(_OF_TASKS, 40, 54),
+    "which-passkey-0.5b": _passkey(_FEWER_OF_TASKS, 2, 16, SMALL),
+    "which-qa-0.5b": _qa(_FEWER_OF_TASKS, 20, 12, SMALL),
+    "which-passkey-1.5b": _passkey(_FEWER_OF_TASKS, 2, 30, LARGE),
+    "which-qa-1.5b": _qa(_FEWER_OF_TASKS, 20, 30, LARGE),
 }
 
 _SAMPLED = {
@@ -81,7 +81,7 @@ RUNS: dict[str, Run] = {
 }
 
 
-_ROWS = ("full", *_ASKED_ALL)
+_ROWS = ("full", *_OF_TASKS)
 _SIZED = ("full", *_QUANTIZED, *POLICIES)
 _EXCESS = {"apart": "full", "against": "h2o", "rows": (*_QUANTIZED, *POLICIES)}
 _OF_KINDS = Table("above", ("of", "budget"), **_EXCESS, names=KINDS, pooled=ALL)
