@@ -108,8 +108,8 @@ def test_reads_no_more_than_its_score_needs(score):
     ("params", "message"),
     [
         ({"merge": 0}, "merge must be 1 or more, got 0"),
-        ({"score": "mean"}, "score must be one of last, sum, average, got mean"),
-        ({"denominator": "min"}, "denominator must be one of mean, targets, max, got min"),
+        ({"score": "mean"}, "score must be one of last, sum, average, got 'mean'"),
+        ({"denominator": "min"}, "denominator must be one of mean, targets, max, got 'min'"),
         ({"sinks": 56}, "a budget of 64 is too small for 56 sinks, a window of 1 and 8 slack"),
     ],
 )

@@ -488,8 +488,8 @@ class Wishing(Policy):
 @pytest.mark.parametrize(
     ("wish", "error", "message"),
     [
-        ({"group": "mean"}, PlanError, "Wishing.request: .*group must be one of sum, max, first, got mean"),
-        ({"t": "tokens"}, PlanError, "Wishing.request: .*t must be one of stream, cells, got tokens"),
+        ({"group": "mean"}, PlanError, "Wishing.request: .*group must be one of sum, max, first, got 'mean'"),
+        ({"t": "tokens"}, PlanError, "Wishing.request: .*t must be one of stream, cells, got 'tokens'"),
         ({"n_query": -1}, PlanError, "Wishing.request: .*n_query must not be negative, got -1"),
         ({"prefill": "half"}, UsageError, "Wishing: prefill must be stream or whole, got 'half'"),
     ],

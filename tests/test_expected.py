@@ -84,7 +84,7 @@ def test_a_prompt_is_compressed_once(options):
         ({"epsilon": -0.1}, r"epsilon must not be negative, got -0\.1"),
         ({"epsilon": float("nan")}, "epsilon must not be negative, got nan"),
         ({"window": 0}, r"window must be in 1\.\.52 .*, got 0"),
-        ({"heads": "other"}, "heads must be one of equal, adaptive, got other"),
+        ({"heads": "other"}, "heads must be one of equal, adaptive, got 'other'"),
     ],
 )
 def test_refuses_what_cannot_work(params, message):

@@ -88,9 +88,9 @@ def test_sums_fade_beyond_the_context(params, n_ctx, want):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"score": "max"}, "score must be one of sum, mean, got max"),
-        ({"per": "head"}, "per must be one of row, layer, all, got head"),
-        ({"group": "last"}, "group must be one of sum, mean, max, first, got last"),
+        ({"score": "max"}, "score must be one of sum, mean, got 'max'"),
+        ({"per": "head"}, "per must be one of row, layer, all, got 'head'"),
+        ({"group": "last"}, "group must be one of sum, mean, max, first, got 'last'"),
         ({"decay": 1.5}, r"decay must be in 0\.\.1, got 1\.5"),
         ({"decay": -0.5}, r"decay must be in 0\.\.1, got -0\.5"),
         ({"decay_beyond": -1.0}, r"decay_beyond must be in 0\.\.1, got -1\.0"),

@@ -188,14 +188,14 @@ def test_tova_keeps_the_same_tokens_in_every_row_of_a_layer_unless_asked():
 
 
 def test_tova_refuses_an_unknown_choice_with_the_ones_there_are():
-    with pytest.raises(ValueError, match="per must be one of layer, row, got head"):
+    with pytest.raises(ValueError, match="per must be one of layer, row, got 'head'"):
         TOVA(20, 2, per="head")
 
 
 def test_names_no_budget_where_none_would_help():
     with pytest.raises(UsageError) as refused:
         policies.fit("tova", 20, None, ["per=head"])
-    assert str(refused.value) == "tova: per must be one of layer, row, got head"
+    assert str(refused.value) == "tova: per must be one of layer, row, got 'head'"
 
 
 def test_tova_of_the_paper_can_evict_the_newest_token():

@@ -342,7 +342,7 @@ WRONG = [
     ({"chunk": 0}, "chunk must be at least 1, got 0"),
     ({"exact": -1}, "exact must not be negative, got -1"),
     ({"search": "all", "exact": 5}, "exact goes with search=clusters; leave out -o exact or -o search=all$"),
-    ({"search": "tokens"}, "search must be one of clusters, all, got tokens"),
+    ({"search": "tokens"}, "search must be one of clusters, all, got 'tokens'"),
 ]
 
 

@@ -116,8 +116,8 @@ def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name
 @pytest.mark.parametrize(
     ("policy", "params", "message"),
     [
-        (H2O, {"heads": "uneven"}, "heads must be one of equal, adaptive, got uneven"),
-        (SnapKV, {"heads": "uneven"}, "heads must be one of equal, adaptive, got uneven"),
+        (H2O, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
+        (SnapKV, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
         (SnapKV, {"floor": 1.2}, r"floor must be in 0\.\.1, got 1\.2"),
         (H2O, {"heads": "adaptive", "per": "layer"}, "heads=adaptive needs per=row, got per=layer"),
         (H2O, {"heads": "adaptive", "window": 57}, r"window must be in 0\.\.56 \(the budget of 64 less"),

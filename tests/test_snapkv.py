@@ -66,7 +66,7 @@ def test_a_prompt_decoded_whole_is_compressed_once():
     [
         ({"kernel": 4}, "kernel must be odd, 1 or more, got 4"),
         ({"kernel": -1}, "kernel must be odd, 1 or more, got -1"),
-        ({"pool": "min"}, "pool must be one of avg, max, got min"),
+        ({"pool": "min"}, "pool must be one of avg, max, got 'min'"),
         ({"window": 0}, r"window must be in 1\.\.56 .*, got 0"),
     ],
 )

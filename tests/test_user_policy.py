@@ -174,7 +174,7 @@ def test_a_score_that_kernels_would_read_beyond_is_refused(tiny_model, written, 
         ("keep_ranked(view, score, 40, 4, '10')", "TypeError: window must be a whole number, got '10'"),
         ("sum_rows(view, score[:, :-1].copy(), 'row')", FEW),
         ("sum_rows(view, score.astype(np.float64), 'all')", TYPE),
-        ("sum_rows(view, score, 'head')", "ValueError: per must be one of row, layer, all, got head"),
+        ("sum_rows(view, score, 'head')", "ValueError: per must be one of row, layer, all, got 'head'"),
     ],
 )
 def test_a_helper_refuses_what_it_cannot_take_and_names_the_line(tiny_model, written, call, complaint):
@@ -211,9 +211,9 @@ READS = "reads = Signal.ATTENTION"
             "Average.request: TypeError: reads must be a Signal, such as Signal.ATTENTION, got 5.5",
         ),
         ("reads = 1", "reads must be a Signal"),
-        (f"{READS}; group = 'mean'", "group must be one of sum, max, first, got mean"),
+        (f"{READS}; group = 'mean'", "group must be one of sum, max, first, got 'mean'"),
         (f"{READS}; n_query = 2.5", "n_query must be a whole number, got 2.5"),
-        (f"{READS}; t = 'tokens'", "t must be one of stream, cells, got tokens"),
+        (f"{READS}; t = 'tokens'", "t must be one of stream, cells, got 'tokens'"),
     ],
 )
 def test_an_attribute_that_cannot_be_is_refused_in_one_line(tiny_model, written, new, complaint):

@@ -182,7 +182,9 @@ def _shares(policy: Policy) -> bool:
 
 
 def _memory(engine: Engine) -> str:
-    cells = f"{engine.context.n_cell:,} cells per row{' at the start' if engine.policy.ragged else ''}"
+    cells = f"{engine.context.n_cell:,} cells per row"
+    if engine.policy.ragged:
+        cells += " at the start, later as many as the longest row takes"
     state = f"policy state {format_bytes(engine.host_bytes)}"
     if archive := engine.context.archive:
         most = format_bytes(archive.max_bytes)

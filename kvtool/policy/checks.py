@@ -33,7 +33,7 @@ def check_kept(budget: int, slack: int, sinks: int = 0, window: int = 0, least: 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises ValueError unless the value is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_whole(name: str, value: object, error: type[Exception] = TypeError) -> None:

@@ -302,8 +302,8 @@ def fitted(
     policy = wanted.fit(n)
     if batch and policy.budget > n:
         raise UsageError(
-            f"{text} fits {n:,} cells, but with these parameters a row takes more than its budget at "
-            "times; give it in tokens (512) or as a share (10%)"
+            f"--budget {text}: with these parameters a row takes more than its budget at times, so bytes "
+            "would not bound it; give it in tokens (512) or as a share (10%)"
         )
     is_less = run.n_batch and batch and batch < n_batch
     note = f"-b {n_batch:,} does not fit into {text}; it runs with {batch:,}" if is_less else None
