@@ -192,7 +192,8 @@ class Ruler:
         return (
             *("papers.ruler", "--tasks", task, "--length", str(self.length), "--items", f"0:{self.n_item}"),
             *("--question", ",".join(self.questions)),
-            *("--policies", ",".join(forget), "--removed", ",".join(self.removed)),
+            *("--policies", ",".join(forget)),
+            *(("--removed", ",".join(self.removed)) if self.removed else ()),
             *("--others", ",".join(others)),
             *("--essays", "paul_graham_essays/", "--squad", "squad/dev-v2.0.json"),
             *("--hotpotqa", "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"),

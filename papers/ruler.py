@@ -41,7 +41,19 @@ _ROOM = 256
 
 _BATCH = 512
 
-POLICIES = ("kvzip", "expected:epsilon=0.02", "keydiff", "tova", "snapkv", "h2o", "knorm", "streamingllm")
+
+def sharing(label: str) -> str:
+    """A policy of which the rows of a layer share their budgets."""
+    return f"{label}:heads=adaptive"
+
+
+SHARING = ("kvzip", "expected:epsilon=0.02", "snapkv")
+"""What is also asked with rows that share."""
+
+POLICIES = (
+    *(label for each in SHARING for label in (each, sharing(each))),
+    *("keydiff", "tova", "h2o", "knorm", "streamingllm"),
+)
 """What is asked unless others are named; `epsilon` is kvpress's."""
 
 REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")
@@ -231,17 +243,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.prog = "python -m papers.ruler"
     parser.add_argument("-m", "--model", required=True, help="a name of models.txt or a path")
-    parser.add_argument("-t", "--threads", type=int, default=1)
+    parser.add_argument("-t", "--threads", type=int, default=1, help="CPU threads (1)")
     for name in ("essays", "squad", "hotpotqa", "tasks"):
         parser.add_argument(f"--{name}", default="", help="as in kvtool eval ruler --set")
-    parser.add_argument("--length", type=int, default=4096)
     parser.add_argument(
-        "--items", type=_range, default=(0, 1), metavar="FROM:TO", help="samples of each task"
+        "--length", type=int, default=4096, help="tokens of a prompt and its longest answer (4096)"
     )
-    parser.add_argument("--question", type=_questions, default=_QUESTIONS, help="after, known or both")
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--removed", type=_shares, default=",".join(REMOVED))
-    help_ = "POLICY@CELLS or full@TYPE, separated by commas"
+    parser.add_argument(
+        "--items", type=_range, default=(0, 1), metavar="FROM:TO", help="samples of each task (0:1)"
+    )
+    parser.add_argument("--question", type=_questions, default=_QUESTIONS, help="after,known (both) or one")
+    help_ = "those that compress a prompt, with each share removed; '' for none"
+    parser.add_argument("--policies", default=",".join(POLICIES), help=help_)
+    parser.add_argument("--removed", type=_shares, default=",".join(REMOVED), help="shares of its cells")
+    help_ = "POLICY@CELLS or full@TYPE, separated by commas (recall@128)"
     parser.add_argument("--others", type=_others, default="recall@128", help=help_)
     parser.add_argument(
         "--json", type=Path, required=True, help="where records are kept; what is there is not asked"
@@ -251,7 +266,8 @@ def main(words: Sequence[str] | None = None) -> None:
         try:
             measure(args)
         except (KvtoolError, OSError) as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
+            # a task says how kvtool eval takes its files
+            parser.exit(2, f"{parser.prog}: {str(error).replace('--set ', '--')}\n")
 
 
 if __name__ == "__main__":

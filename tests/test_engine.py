@@ -21,6 +21,7 @@ from kvtool.llama.log import start_backends
 from kvtool.llama.model import Model
 from kvtool.measure import perplexity
 from kvtool.policy import Merge, Plan, Policy, Signal
+from kvtool.runs.report import report as said
 from kvtool.units import CACHE_TYPES
 from tests import saved
 from tests.merging import Merging, keep_and_merge
@@ -785,6 +786,28 @@ def test_cache_bytes_are_cells_times_bytes(tiny_model, type_k, type_v, bytes_of_
         assert engine.cache_bytes == n_cell * 3 * 2 * bytes_of_64
 
 
+@pytest.mark.parametrize(
+    ("policy", "options", "per_cell", "per_query"),
+    [
+        ("streamingllm", [], 0, 0),
+        ("h2o", [], 1, 0),
+        ("roco", [], 2, 0),
+        ("snapkv", ["window=8"], 8, 0),
+        ("keydiff", [], 0, 0),
+        # 4 query heads of 32 in each of 2 layers
+        ("expected", ["queries=16"], 0, 16 * 4 * 32 * 2),
+    ],
+)
+def test_what_signals_take_beside_the_cache_counts_as_state(tiny_model, policy, options, per_cell, per_query):
+    path = tiny_model(n_layer=2, n_head=4, n_head_kv=2, head_dim=32)
+    with open_engine(path, policies.fit(policy, 48, 4, options)) as engine:
+        assert engine.context.n_cell == 256
+        n_float = per_cell * 2 * 2 * 256 + per_query
+        assert engine.context.signal_bytes == 4 * n_float
+        assert engine.state_bytes == engine.host_bytes + 4 * n_float
+        assert said(engine, policy)["state_bytes"] == engine.state_bytes
+
+
 def test_the_memory_is_constant_from_the_first_token_on(tiny_model):
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -792,12 +815,12 @@ def test_the_memory_is_constant_from_the_first_token_on(tiny_model):
     with open_engine(
         tiny_model(n_ctx_train=130), policies.fit("h2o", 48, 4), positions="in-cache", over_budget=False
     ) as engine:
-        at_first = engine.cache_bytes, engine.host_bytes, engine.context.n_cell
+        at_first = engine.cache_bytes, engine.state_bytes, engine.context.n_cell
         engine.read(text(1000))
         warm = resident() if sys.platform == "linux" else 0
         for _ in range(3):
             engine.read(text(1000))
-            assert (engine.cache_bytes, engine.host_bytes, engine.context.n_cell) == at_first
+            assert (engine.cache_bytes, engine.state_bytes, engine.context.n_cell) == at_first
         grown = resident() - warm if sys.platform == "linux" else 0
         assert engine.n_evicted > 3900
     assert grown < 2**20

@@ -287,7 +287,7 @@ def test_a_run_has_the_numbers_of_perplexity(common):
             nll[run] = perplexity.stream(engine, text(N))
             assert found[run]["cells"] == engine.mean_kv
             assert found[run]["kv_bytes"] == found[run]["kv_peak_bytes"] == engine.cache_bytes
-            assert found[run]["state_bytes"] == engine.host_bytes
+            assert found[run]["state_bytes"] == engine.state_bytes
         assert found[run]["nll"] == pytest.approx(nll[run].mean(), abs=1e-12)
         assert found[run]["perplexity"] == math.exp(found[run]["nll"])
         assert found[run]["perplexity_low"] < found[run]["perplexity"] < found[run]["perplexity_high"]

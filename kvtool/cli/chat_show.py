@@ -55,7 +55,7 @@ def stats(terminal: Terminal) -> None:
         + ("neither a row nor the archive holds" if engine.policy.recall else "no row holds"),
         "positions": f"{engine.settings.positions}, gaps closed {engine.n_restart} times",
         "cache": format_bytes(engine.cache_bytes),
-        "policy state": format_bytes(engine.host_bytes),
+        "policy state": format_bytes(engine.state_bytes),
     }
     if engine.context.archive:
         rows["archive"] = archive_line(report(engine, terminal.policy))

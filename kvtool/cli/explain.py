@@ -185,7 +185,7 @@ def _memory(engine: Engine) -> str:
     cells = f"{engine.context.n_cell:,} cells per row"
     if engine.policy.ragged:
         cells += " at the start, later as many as the longest row takes"
-    state = f"policy state {format_bytes(engine.host_bytes)}"
+    state = f"policy state {format_bytes(engine.state_bytes)}"
     if archive := engine.context.archive:
         most = format_bytes(archive.max_bytes)
         state += (

@@ -207,7 +207,7 @@ def _opened(
             return Talk(writer, template, chats, *rest)
 
         def more() -> Talk:
-            n_bytes = engine.cache_bytes + engine.host_bytes
+            n_bytes = engine.cache_bytes + engine.state_bytes
             # a device says it itself; Linux gives what it does not have
             if n_bytes > free_bytes() and not has_gpu():
                 raise OutOfMemory(f"no memory for another cache of {format_bytes(n_bytes)}")

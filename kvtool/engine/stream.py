@@ -229,6 +229,11 @@ class Stream:
         return self.rows.pos.nbytes + self.rows.rot.nbytes + sum(array.nbytes for array in self.state)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of all that a policy takes beside the cache: those on the host, and its signals."""
+        return self.host_bytes + self.context.signal_bytes
+
+    @property
     def archive_bytes(self) -> int:
         """Bytes that the archive takes, in host memory or on disk."""
         return self.context.archive.n_bytes if self.context.archive else 0

@@ -90,8 +90,11 @@ class Context(Decoder):
         ask = request or Request()
         # these are no signals of the decode's graph: they are read from the cache
         signals = int(ask.signals & ~(Signal.KEYS | Signal.FUTURE | Signal.LENGTHS))
+        self._recent = Signal.RECENT in ask.signals
         self._cleared = [each for each in Signal if each & signals and each is not Signal.RECENT]
         self._n_query = max(ask.n_query, 1)
+        # queries that are taken back may not have taken the place of older ones
+        self._n_slot = self._n_query + n_ahead
         type_archive = CACHE_TYPES[archive_type]
         recall, made = ask.recall or Recalls(n_cell=0, chunk=1), model.layers.has_values
         cells = n_filled or recall.n_filled(made), recall.n_cell if made else 0
@@ -128,6 +131,14 @@ class Context(Decoder):
     def cache_bytes(self) -> int:
         """Bytes of the K and V tensors, those of sliding layers included."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
+
+    @property
+    def signal_bytes(self) -> int:
+        """Bytes beside the cache: a signal's f32[row, cell], those of each query for RECENT, and queries."""
+        each = np.cumsum(np.diff(self.row_layers, prepend=self.row_layers[0]) != 0)
+        n_cell = int(self.layer_cells[each].sum())
+        n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
+        return 4 * (n_cell * (len(self._cleared) + self._recent * self._n_slot) + n_query)
 
     @cached_property
     def n_head(self) -> np.ndarray:

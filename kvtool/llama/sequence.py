@@ -33,7 +33,7 @@ class SequenceContext(Decoder):
     n_row = 1
     # no policy that reads keys runs here
     n_dim = 0
-    n_beside = 0
+    n_beside = signal_bytes = 0
     archive = queries = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:

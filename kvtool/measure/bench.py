@@ -280,7 +280,8 @@ class Bench:
             if taken > 0:
                 # a worker's counter stands still
                 row.device_bytes.append(taken)
-            row.host_bytes = engine.archive_bytes + engine.host_bytes + (cache if is_on_host else 0)
+            beside = cache + engine.context.signal_bytes
+            row.host_bytes = engine.archive_bytes + engine.host_bytes + (beside if is_on_host else 0)
             give_back()
             row.resident_bytes = rss_bytes()
 

@@ -24,7 +24,7 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
         "model": str(engine.model.path),
         "cells": engine.mean_kv,
         "kv_bytes": engine.cache_bytes,
-        "state_bytes": engine.host_bytes,
+        "state_bytes": engine.state_bytes,
         "archived": engine.n_archived,
         "archive_bytes": engine.archive_bytes,
         "archive_limit": archive.n_max if archive else None,

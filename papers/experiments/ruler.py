@@ -7,12 +7,14 @@ from typing import Any
 from kvtool.tasks.ruler import PARTS
 from papers.experiments.kinds import LARGE, Experiment, Run, Table
 from papers.programs import Ruler
-from papers.ruler import POLICIES, REMOVED
+from papers.ruler import POLICIES, REMOVED, SHARING, sharing
 
-_TYPES = ("f16",)
+_TYPES = ("f16", "q8_0")
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
 
-ROWS = ("full", "full q8_0", "full q4_0", "recall", *POLICIES)
+_OWN = ("full", "full q8_0", "recall")
+
+ROWS = (*_OWN, *POLICIES)
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")
 """The tasks in which the model has 20 % or more with the full cache."""
@@ -22,7 +24,13 @@ RUNS: dict[str, Run] = {
         *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
         *(tuple(_PROTOCOLS), 4096, 1),
         model=LARGE,
-        minutes=180,
+        minutes=290,
+    ),
+    # one of each kind: needles among needles, variables, frequent words
+    "ruler-long": Ruler(
+        *(("niah_multikey_1", "vt", "fwe"), ("full", "recall"), (), 128, ("f16",), ("after",), 32768, 1),
+        model=LARGE,
+        minutes=120,
     ),
 }
 
@@ -41,15 +49,36 @@ EXPERIMENTS = {
             _scores("known", against="full"),
             # at a share all that forget have the same cells
             _scores(
-                *("after", "device", "Keys and values on the device, MiB; of all that forget as of `kvzip`"),
-                rows=(*ROWS[:4], "kvzip"),
+                *("after", "device", "Keys and values on the device, MiB; of equal rows as of `kvzip`"),
+                rows=(*_OWN, "kvzip", *map(sharing, SHARING)),
             ),
             _scores(
                 *("after", "host", "In host memory, MiB"),
-                rows=("full", "recall", "kvzip"),
+                rows=(*_OWN, "kvzip"),
                 budgets=("87.5 % removed",),
                 names={"87.5 % removed": "with every share"},
             ),
+        ),
+    ),
+    # rows that share a budget, each beside equal ones: what differs is tested
+    "ruler-sharing": Experiment(
+        ("ruler",),
+        tuple(
+            _scores(question, rows=(name, sharing(name)), against=name)
+            for question in _PROTOCOLS
+            for name in SHARING
+        ),
+        commands=False,
+    ),
+    "ruler-long": Experiment(
+        ("ruler-long",),
+        tuple(
+            Table("", ("of",), scores={"after": score}, title=title)
+            for score, title in (
+                ("string_match", "RULER's score, %, with 32,768 tokens"),
+                ("device", "Keys and values on the device, MiB"),
+                ("host", "In host memory, MiB"),
+            )
         ),
     ),
     # what docs/which-policy.md shows

@@ -170,5 +170,7 @@ def test_it_is_measured_and_goes_on(tiny_model, tmp_path, monkeypatch, capsys):
     shares = ["--policies", "h2o,h2o:heads=adaptive", "--removed", "0.1", "--length", "3900"]
     assert "choose a budget of at most that, not 3766, which takes 7532" in refused(capsys, *command, *shares)
     assert not any(each["length"] == 3900 for each in records.read(out))
+    needs = refused(capsys, *command, "--tasks", "qa_1")
+    assert "--squad=FILE; --tasks=... leaves it out" in needs
     # what is asked in one run is what eval asks
     assert json.loads(before.splitlines()[0])["references"]
