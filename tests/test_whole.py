@@ -13,6 +13,7 @@ from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
 from kvtool.engine.whole import Whole
 from kvtool.llama.model import Model
+from kvtool.measure.grid import split_policy
 from kvtool.policy import Request, Signal
 from kvtool.tasks.shared import Shared
 from tests.running import text
@@ -36,7 +37,8 @@ def whole(model):
 
 def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
     """What a policy leaves of a prompt, what comes next, and how many tokens were decoded for it."""
-    policy = policies.wanted(name).fit(512 if name == "full" else budget)
+    name, options = split_policy(name)
+    policy = policies.wanted(name, None, options).fit(512 if name == "full" else budget)
     with closing(Engine(model, policy, replace(SETTINGS, **settings))) as engine:
         n_decoded = []
         decode = engine.context.decode
@@ -45,8 +47,23 @@ def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
         first = engine.context.next_logits.copy()
         n = sum(n_decoded)
         engine.step(TOKENS[:5])
-        n_kv = engine.n_kv
-        return np.sort(engine.rows.pos[:, :n_kv]), first, engine.context.next_logits.copy(), n
+        # dead cells of rows that differ come first
+        pos = np.sort(np.where(engine.rows.is_live(), engine.rows.view_pos(), -1))
+        return pos, first, engine.context.next_logits.copy(), n
+
+
+SHARING = ("h2o", "snapkv", "expected", "kvzip")
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_rows_that_share_go_on_from_it_too(model, whole, name):
+    # both leave few cells beside the prompt
+    pos, first, later, n = left(model, f"{name}:heads=adaptive")
+    pos_2, first_2, later_2, n_2 = left(model, f"{name}:heads=adaptive", whole)
+    assert np.array_equal(pos, pos_2)
+    assert np.abs(first - first_2).max() < 1e-4
+    assert np.abs(later - later_2).max() < 1e-4
+    assert n_2 < n
 
 
 LAST = ("snapkv", "tova", "rkv", "expected")

@@ -113,6 +113,9 @@ def _decode(
         first = rows.n_past
         rows.rotate_from(0)
         n_known = whole.put(stream) if whole else 0
+        if rows.ragged and n_known:
+            # what was put there took cells
+            stream.make_room(len(segment) - n_known)
         found: Mapping[str, np.ndarray] | None
         found = decode_watched(stream, segment[n_known:], int(first + len(segment) == n), stopped)
         if rehearser and found is not None:
