@@ -17,6 +17,10 @@ _QUANTIZED = ("full q8_0", "full q4_0")
 _TYPES = ("f16", "q8_0", "q4_0")
 # scores of the field beside h2o's, and rows that share a layer's budget
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
+_EXPECTED = "expected:queries=32"
+# cells for which h2o takes the bytes of expected with 512 and its queries, tokens of a text, and minutes:
+# a query of all heads of a group takes as much as a cell for each of them
+_EQUAL = {"": ("608", 3072, 10), SMALL: ("736", 2048, 15), LARGE: ("704", 2048, 25)}
 _OF_LARGE_CACHES = ("recall", "roco", "h2o")
 # two texts of each of four kinds
 _TEXTS = {
@@ -66,6 +70,18 @@ _SAMPLED = {
     for temp in ("0", "0.4", "0.8")
 }
 
+
+def _equal() -> dict[str, Run]:
+    """`h2o` and `expected` with cells that take the same bytes."""
+    found: dict[str, Run] = {}
+    for model, size in {"": "", SMALL: "-0.5b", LARGE: "-1.5b"}.items():
+        cells, n, minutes = _EQUAL[model]
+        for name, labels, budget in (("h2o", ("full", "h2o"), cells), ("expected", (_EXPECTED,), "512")):
+            run = Compare(_FILES, labels, (budget,), n, model=model, minutes=minutes)
+            found[f"equal-{name}{size}"] = run
+    return found
+
+
 RUNS: dict[str, Run] = {
     "which-texts": Compare(_FILES, ("full", *POLICIES), ("512", "1024"), 3072, types=_TYPES, minutes=70),
     "scores": Compare(TEXTS, ("full", *_SCORES), ("256",), 2048, minutes=30),
@@ -78,6 +94,7 @@ RUNS: dict[str, Run] = {
     ),
     **_TASKS,
     **_SAMPLED,
+    **_equal(),
 }
 
 
@@ -127,6 +144,19 @@ EXPERIMENTS = {
         tuple(
             Table("above", **_BY_MODEL, **_EXCESS | {"rows": rows}, budgets=("512",))
             for rows in (("h2o", "roco", "recall"), ("h2o", "expected"))
+        ),
+        together=True,
+    ),
+    # with the memory that expected takes for queries, too
+    "which-equal": Experiment(
+        tuple(_equal()),
+        (
+            Table(
+                *("above", ("model",), "h2o", ("h2o", _EXPECTED)),
+                names=_BY_MODEL["names"],
+                apart="full",
+                title="Perplexity above the full cache's, %, in equal bytes",
+            ),
         ),
         together=True,
     ),
