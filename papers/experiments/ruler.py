@@ -14,7 +14,8 @@ _PROTOCOLS = {"after": "question after the text was compressed", "known": "quest
 
 _OWN = ("full", "full q8_0", "recall")
 
-ROWS = (*_OWN, *POLICIES)
+# rows that share have tables of their own
+ROWS = (*_OWN, *(label for label in POLICIES if label not in map(sharing, SHARING)))
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")
 """The tasks in which the model has 20 % or more with the full cache."""
