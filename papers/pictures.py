@@ -16,8 +16,7 @@ from benchmarks.common import make_parser, note
 from kvtool.measure import records
 from papers import tables
 from papers.experiments import which
-from papers.experiments.ruler import COUNTED
-from papers.ruler import SHARING, sharing
+from papers.experiments.ruler import COUNTED, ROWS
 from papers.tables import LABORATORY, ROOT
 
 _STYLES = {
@@ -129,9 +128,7 @@ def ruler(path: Path, run: str, title: str) -> None:
     from matplotlib.figure import Figure
 
     found = records.read(tables.RESULTS / f"{run}.jsonl")
-    # rows that share have a table of their own
-    shared = set(map(sharing, SHARING))
-    every = [line for line in found if line["of"] in COUNTED and line["label"] not in shared]
+    every = [line for line in found if line["of"] in COUNTED and line["label"] in ROWS]
     figure = Figure(figsize=(10, 6.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize="medium")
     panels = figure.subplots(2, 2, sharey=True)

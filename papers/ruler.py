@@ -47,13 +47,12 @@ def sharing(label: str) -> str:
     return f"{label}:heads=adaptive"
 
 
-SHARING = ("kvzip", "expected:epsilon=0.02", "snapkv")
+EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "knorm", "streamingllm")
+
+SHARING = EQUAL[:3]
 """What is also asked with rows that share."""
 
-POLICIES = (
-    *(label for each in SHARING for label in (each, sharing(each))),
-    *("keydiff", "tova", "h2o", "knorm", "streamingllm"),
-)
+POLICIES = (*EQUAL, *map(sharing, SHARING))
 """What is asked unless others are named; `epsilon` is kvpress's."""
 
 REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")

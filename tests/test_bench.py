@@ -87,6 +87,9 @@ def test_bytes_are_those_of_the_caches(whole):
     assert quantized == full * 34 // 64
     for row in found.values():
         assert row["why"] or row["host_bytes"] > row["device_bytes"] > 0
+    # beside it h2o has, for each cell, a position and a rotation, a sum and a signal
+    h2o = found["h2o, 64", 64]
+    assert h2o["host_bytes"] - h2o["device_bytes"] == 4 * 4 * 256 * 2 * 2
     near, far = (found["recall, 64", n] for n in (64, 2048))
     assert near["device_bytes"] == far["device_bytes"]
     # what has left the cache is in the archive, in q8_0

@@ -230,7 +230,7 @@ class Stream:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all that a policy takes beside the cache: those on the host, and its signals."""
+        """Bytes of all that a policy takes beside the cache: `host_bytes`, and one copy of its signals."""
         return self.host_bytes + self.context.signal_bytes
 
     @property

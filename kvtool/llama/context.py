@@ -134,7 +134,10 @@ class Context(Decoder):
 
     @property
     def signal_bytes(self) -> int:
-        """Bytes beside the cache: a signal's f32[row, cell], those of each query for RECENT, and queries."""
+        """Bytes beside the cache: a signal's f32[row, cell], those of each query for RECENT, and queries.
+
+        Of each one copy: what the host holds while it reads them from a device is not counted.
+        """
         each = np.cumsum(np.diff(self.row_layers, prepend=self.row_layers[0]) != 0)
         n_cell = int(self.layer_cells[each].sum())
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0

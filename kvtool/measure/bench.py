@@ -97,7 +97,8 @@ class Row:
         What the counters of all devices say that cache and buffers take; without a GPU the cache's bytes.
         Nothing where the counters stand still.
     host_bytes
-        Bytes of the cache, where it is in host memory, of the archive and of what the policy remembers.
+        Bytes of the cache and of signals, where they are in host memory, of the archive and of what the
+        policy remembers.
     resident_bytes
         Resident memory of the process, model included; None where the system does not say.
     why
@@ -280,8 +281,8 @@ class Bench:
             if taken > 0:
                 # a worker's counter stands still
                 row.device_bytes.append(taken)
-            beside = cache + engine.context.signal_bytes
-            row.host_bytes = engine.archive_bytes + engine.host_bytes + (beside if is_on_host else 0)
+            cached = cache + engine.context.signal_bytes
+            row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
             give_back()
             row.resident_bytes = rss_bytes()
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvtool.tasks.ruler import PARTS
 from papers.experiments.kinds import LARGE, Experiment, Run, Table
 from papers.programs import Ruler
-from papers.ruler import POLICIES, REMOVED, SHARING, sharing
+from papers.ruler import EQUAL, POLICIES, REMOVED, SHARING, sharing
 
 _TYPES = ("f16", "q8_0")
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
@@ -15,7 +15,7 @@ _PROTOCOLS = {"after": "question after the text was compressed", "known": "quest
 _OWN = ("full", "full q8_0", "recall")
 
 # rows that share have tables of their own
-ROWS = (*_OWN, *(label for label in POLICIES if label not in map(sharing, SHARING)))
+ROWS = (*_OWN, *EQUAL)
 
 COUNTED = tuple(task for task in PARTS if task != "qa_2")
 """The tasks in which the model has 20 % or more with the full cache."""
@@ -27,7 +27,7 @@ RUNS: dict[str, Run] = {
         model=LARGE,
         minutes=290,
     ),
-    # one of each kind: needles among needles, variables, frequent words
+    # one of each kind: needles, variables, frequent words
     "ruler-long": Ruler(
         *(("niah_multikey_1", "vt", "fwe"), ("full", "recall"), (), 128, ("f16",), ("after",), 32768, 1),
         model=LARGE,
@@ -65,7 +65,12 @@ EXPERIMENTS = {
     "ruler-sharing": Experiment(
         ("ruler",),
         tuple(
-            _scores(question, rows=(name, sharing(name)), against=name)
+            _scores(
+                question,
+                title=f"RULER's score of `{name.partition(':')[0]}`, %, {_PROTOCOLS[question]}",
+                rows=(name, sharing(name)),
+                against=name,
+            )
             for question in _PROTOCOLS
             for name in SHARING
         ),

@@ -19,8 +19,12 @@ _TYPES = ("f16", "q8_0", "q4_0")
 _SCORES = ("h2o", "h2o:heads=adaptive", "roco", "rkv", "expected", "expected:heads=adaptive")
 _EXPECTED = "expected:queries=32"
 # cells for which h2o takes the bytes of expected with 512 and its queries, tokens of a text, and minutes:
-# a query of all heads of a group takes as much as a cell for each of them
-_EQUAL = {"": ("608", 3072, 10), SMALL: ("736", 2048, 15), LARGE: ("704", 2048, 25)}
+# a head's query in f32 takes the bytes of a cell in f16
+_EQUAL = {
+    "equal": ("", "608", 3072, 10),
+    "equal-0.5b": (SMALL, "736", 2048, 15),
+    "equal-1.5b": (LARGE, "704", 2048, 25),
+}
 _OF_LARGE_CACHES = ("recall", "roco", "h2o")
 # two texts of each of four kinds
 _TEXTS = {
@@ -74,11 +78,10 @@ _SAMPLED = {
 def _equal() -> dict[str, Run]:
     """`h2o` and `expected` with cells that take the same bytes."""
     found: dict[str, Run] = {}
-    for model, size in {"": "", SMALL: "-0.5b", LARGE: "-1.5b"}.items():
-        cells, n, minutes = _EQUAL[model]
-        for name, labels, budget in (("h2o", ("full", "h2o"), cells), ("expected", (_EXPECTED,), "512")):
-            run = Compare(_FILES, labels, (budget,), n, model=model, minutes=minutes)
-            found[f"equal-{name}{size}"] = run
+    for name, (model, cells, n, minutes) in _EQUAL.items():
+        how = {"model": model, "minutes": minutes}
+        found[name] = Compare(_FILES, ("full", "h2o"), (cells,), n, **how)
+        found[f"{name}-expected"] = Compare(_FILES, (_EXPECTED,), ("512",), n, **how)
     return found
 
 
