@@ -809,7 +809,7 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
         n_query = policies.wanted(policy, None, options).fit(48).n_query
         more = (n_query + n_ahead) / n_query if policy in ("snapkv", "expected") else 1
         n_float = (per_cell * 2 * 2 * 256 + per_query) * more
-        assert engine.context.signal_bytes == 4 * n_float
+        assert engine.signal_bytes == 4 * n_float
         assert engine.state_bytes == engine.host_bytes + 4 * n_float
         assert said(engine, policy)["state_bytes"] == engine.state_bytes
 
@@ -817,7 +817,7 @@ def test_what_signals_take_beside_the_cache_counts_as_state(
 def test_signals_of_rows_that_differ_are_those_of_their_layers(tiny_model):
     with open_engine(tiny_model(n_layer=2), policies.fit("h2o", 48, 4, ["heads=adaptive"])) as engine:
         engine.context.resize(np.array([128, 192]))
-        assert engine.context.signal_bytes == 4 * 2 * (128 + 192)
+        assert engine.signal_bytes == 4 * 2 * (128 + 192)
 
 
 def test_the_memory_is_constant_from_the_first_token_on(tiny_model):

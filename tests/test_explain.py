@@ -6,7 +6,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
-from kvtool.engine.outlook import first_plan, whole_bytes
+from kvtool.engine.outlook import first_plan, whole_bytes, whole_signal_bytes
 from kvtool.measure import perplexity
 from kvtool.runs import report
 from tests.running import open_engine, text
@@ -75,8 +75,9 @@ def test_what_keeps_all_never_plans(tiny_model):
 def test_the_large_cache_takes_what_was_foretold(tiny_model, shape):
     with open_engine(tiny_model(**shape), policies.fit("h2o", 32, 8), prefill="whole") as engine:
         most = []
-        engine.read(text(300), lambda: most.append(engine.cache_bytes))
-        assert max(most) == whole_bytes(engine, 300) > engine.cache_bytes
+        engine.read(text(300), lambda: most.append((engine.cache_bytes, engine.signal_bytes)))
+        assert max(most) == (whole_bytes(engine, 300), whole_signal_bytes(engine, 300))
+        assert most[-1] > (engine.cache_bytes, engine.signal_bytes)
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -115,7 +116,12 @@ def test_positions_start_over_when_foretold(tiny_model, capsys):
             ["the prompt has 64 tokens", "32 of them (50 %)", "batches of up to 64", "evictions"],
         ),
         ("h2o", {"positions": "original", "n_ctx": 60}, 64, ["positions end at 60: reading stops there"]),
-        ("h2o", {"prefill": "whole"}, 1000, ["32 of them (3 %)", "decoded whole in a cache of 1.0 MiB"]),
+        (
+            "h2o",
+            {"prefill": "whole"},
+            1000,
+            ["32 of them (3 %)", "a cache of 1.0 MiB and 16.0 KiB of signals,"],
+        ),
         ("h2o", {"prefill": "whole", "n_ctx": 60}, 150, ["in 3 segments that do not see each other"]),
         ("h2o", {"prefill": "whole", "n_ctx": 60, "positions": "original"}, 150, ["cannot be read whole"]),
         ("full", {}, 33, ["(33 tokens) does not fit in the cache (32)", "reading stops when"]),

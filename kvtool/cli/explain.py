@@ -62,7 +62,7 @@ class Notice:
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens; None if it fits in the budget."""
-    from kvtool.engine.outlook import whole_bytes
+    from kvtool.engine.outlook import whole_bytes, whole_signal_bytes
     from kvtool.engine.prefill import n_segments
 
     is_whole, settings = engine.reads_whole(n), engine.settings
@@ -89,9 +89,12 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             )
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
         apart += " and read once more" if engine.policy.rehearsal else ""
+        cache = format_bytes(whole_bytes(engine, n))
+        if n_bytes := whole_signal_bytes(engine, n):
+            cache += f" and {format_bytes(n_bytes)} of signals"
         return (
-            f"{start}; {share}. It is decoded whole{apart} in a cache of "
-            f"{format_bytes(whole_bytes(engine, n))}, then compressed once, which frees that cache"
+            f"{start}; {share}. It is decoded whole{apart} in a cache of {cache}, "
+            "then compressed once, which frees that memory"
         )
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"

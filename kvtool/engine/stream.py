@@ -229,9 +229,14 @@ class Stream:
         return self.rows.pos.nbytes + self.rows.rot.nbytes + sum(array.nbytes for array in self.state)
 
     @property
+    def signal_bytes(self) -> int:
+        """Bytes of one copy of the signals, and of queries, beside the cache."""
+        return self.context.signal_bytes(self.context.layer_cells)
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes of all that a policy takes beside the cache: `host_bytes`, and one copy of its signals."""
-        return self.host_bytes + self.context.signal_bytes
+        """Bytes of all that a policy takes beside the cache."""
+        return self.host_bytes + self.signal_bytes
 
     @property
     def archive_bytes(self) -> int:

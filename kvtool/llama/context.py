@@ -132,16 +132,16 @@ class Context(Decoder):
         """Bytes of the K and V tensors, those of sliding layers included."""
         return int(lib.llama_kvtool_cache_bytes(self._context))
 
-    @property
-    def signal_bytes(self) -> int:
-        """Bytes beside the cache: a signal's f32[row, cell], those of each query for RECENT, and queries.
+    def signal_bytes(self, n_cell: np.ndarray) -> int:
+        """Bytes beside a cache whose layers have i32[layer] cells: a signal's f32[row, cell], and queries.
 
-        Of each one copy: what the host holds while it reads them from a device is not counted.
+        RECENT has as much of each query. Of each there is one copy: what the host holds while it reads them
+        from a device is not counted.
         """
-        each = np.cumsum(np.diff(self.row_layers, prepend=self.row_layers[0]) != 0)
-        n_cell = int(self.layer_cells[each].sum())
+        layer = np.cumsum(np.diff(self.row_layers, prepend=self.row_layers[0]) != 0)
+        n_signal = len(self._cleared) + self._recent * self._n_slot
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
-        return 4 * (n_cell * (len(self._cleared) + self._recent * self._n_slot) + n_query)
+        return 4 * (int(n_cell[layer].sum()) * n_signal + n_query)
 
     @cached_property
     def n_head(self) -> np.ndarray:

@@ -33,7 +33,7 @@ class SequenceContext(Decoder):
     n_row = 1
     # no policy that reads keys runs here
     n_dim = 0
-    n_beside = signal_bytes = 0
+    n_beside = 0
     archive = queries = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
@@ -46,6 +46,10 @@ class SequenceContext(Decoder):
         self.n_cell = n_cell
         # each cell's position in llama.cpp now, and the one it must have at the next decode
         self._at = self._pos_of = np.empty(0, np.int32)
+
+    def signal_bytes(self, _n_cell: np.ndarray) -> int:
+        """None: no policy that reads signals runs here."""
+        return 0
 
     def decode(self, tokens: np.ndarray, pos_0: int, n_output: int) -> None:
         """Decodes i32[n] tokens at positions pos_0, pos_0 + 1, ...; the last n_output give logits."""

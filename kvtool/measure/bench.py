@@ -281,7 +281,7 @@ class Bench:
             if taken > 0:
                 # a worker's counter stands still
                 row.device_bytes.append(taken)
-            cached = cache + engine.context.signal_bytes
+            cached = cache + engine.signal_bytes
             row.host_bytes = engine.archive_bytes + engine.host_bytes + (cached if is_on_host else 0)
             give_back()
             row.resident_bytes = rss_bytes()
