@@ -35,6 +35,7 @@ from papers.claims import fill_claims
 from papers.experiments import EXPERIMENTS, RUNS
 from papers.index import fill_index
 from papers.lines import Ask, Line, is_program, shell
+from papers.sharing import fill_sharing
 from papers.tables import LABORATORY, RESULTS, ROOT
 
 DOCUMENTS = (
@@ -48,7 +49,7 @@ DOCUMENTS = (
 
 def filled(text: str) -> str:
     """A document with its tables made anew from the records kept."""
-    return fill_claims(fill_index(tables.fill(text)))
+    return fill_sharing(fill_claims(fill_index(tables.fill(text))))
 
 
 def missing(name: str, results: Path = RESULTS) -> list[Ask]:
