@@ -185,7 +185,7 @@ def _are(n: int) -> str:
 def _of_what(lines: Sequence[Line]) -> str:
     """Sizes, time and versions."""
     items = {f"{line['of']} {item}" for line in lines for item in line.get("items", ())}
-    sizes = [f"{len(items)} items"] if items else []
+    sizes = [f"{len(items)} item{'s' * (len(items) > 1)}"] if items else []
     shares = [line for line in lines if str(line["budget"]).endswith("%") and line["budget"] != "100%"]
     if cells := [n for line in shares for n in line.get("cells", ()) if n]:
         sizes.append(f"budgets of {min(cells):,} to {max(cells):,} cells")
