@@ -63,7 +63,7 @@ class Rehearser:
         end, n_chunk = rows.n_past, self.n_chunk(rows.n_past - first)
         begin, stop = max(first, stream.n_pinned), min(end, len(tokens) - stream.n_held)
         header = tokens[len(tokens) - stream.n_held :] if stream.n_held else self._close
-        beside = context.beside() if context.n_beside else None
+        beside = context.beside.save() if context.beside else None
         # nothing has been watched so far
         signals = {name: np.zeros_like(values) for name, values in stream.signals.read().items()}
         context.watch(on=True)
@@ -80,8 +80,8 @@ class Rehearser:
                     signals[name][:, chunk] = values[:, chunk]
                 rows.take_back(len(text))
                 stream.eviction.edit(rows.live, rows.next_rot, n_hidden=first)
-                if beside:
-                    context.set_beside(*beside)
+                if context.beside and beside:
+                    context.beside.restore(*beside)
         finally:
             context.watch(on=False)
         return signals

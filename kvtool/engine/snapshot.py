@@ -60,8 +60,8 @@ def save(stream: Stream, *, archived: bool = True) -> Iterator[tuple[str, np.nda
         yield f"cells.{layer}", context.cells(layer, n_live)
     if context.archive:
         yield from context.archive.save(tokens=archived)
-    if context.n_beside:
-        yield from zip(_BESIDE, context.beside(), strict=True)
+    if context.beside:
+        yield from zip(_BESIDE, context.beside.save(), strict=True)
 
 
 def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
@@ -90,13 +90,13 @@ def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
 
 
 def _beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [saved[name] for name in _BESIDE] if stream.context.n_beside else []
+    return [saved[name] for name in _BESIDE] if stream.context.beside else []
 
 
 def _check_beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
     """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
     tables = [table.shape for table in _beside(stream, saved)[:1]]
-    if tables and tables != stream.context.beside_shapes[:1]:
+    if stream.context.beside and tables != stream.context.beside.shapes[:1]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
             "give the batch size (-b) that it was made with"
@@ -136,7 +136,7 @@ def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -
         )
         and stream.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
-        and (not beside or [array.shape for array in beside] == context.beside_shapes)
+        and (not context.beside or [array.shape for array in beside] == context.beside.shapes)
         and [(own.dtype, own.shape) for own in _states(stream, saved)] == own_state
     )
 
@@ -162,6 +162,6 @@ def _put(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) ->
         context.archive.rebase(rows.n_past - rows.next_rot)
     stream.eviction.edit(rows.live, rows.next_rot)
     context.set_places(saved["rot"])
-    if beside := _beside(stream, saved):
-        context.set_beside(*beside)
+    if context.beside:
+        context.beside.restore(*_beside(stream, saved))
     stream.signals.restore(saved, counters["signals", "since"])

@@ -68,7 +68,7 @@ class Whole:
         return (
             np.array_equal(tokens, self.tokens)
             and isinstance(stream.context, Context)
-            and not stream.context.n_beside
+            and not stream.context.beside
             and (stream.model, _types(stream)) == (self.model, self.types)
             and not (stream.policy.logn or self.request.log_n)
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtool.errors import ModelError
 from kvtool.llama.archive import Archive
+from kvtool.llama.beside import Beside
 from kvtool.llama.decoder import Decoder
 from kvtool.llama.library import TERM, Edit, EnableParams, check, error_text, lib
 from kvtool.llama.model import Model
@@ -62,6 +63,8 @@ class Context(Decoder):
         What has left the cache and may be recalled; None without recall.
     queries
         The last queries; None unless the request looks ahead.
+    beside
+        What sliding and recurrent layers hold; None without such layers.
 
     Raises
     ------
@@ -109,6 +112,7 @@ class Context(Decoder):
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        self.beside = Beside.of(self)
         self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if ahead[0] else None
         n_layer = int(np.count_nonzero(np.diff(self.row_layers))) + 1
         self.archive: Archive | None = None
@@ -314,24 +318,3 @@ class Context(Decoder):
         """Says where the keys i32[row, n] of each row's first cells stand: with ALiBi they do not."""
         rot = np.ascontiguousarray(rot, np.int32)
         check(lib.llama_kvtool_set_places(self._context, rot.ctypes.data, *rot.shape))
-
-    @property
-    def n_beside(self) -> int:
-        """Entries of the table that `beside` returns; 0 for a model that keeps nothing beside its rows."""
-        return int(lib.llama_kvtool_n_beside(self._context))
-
-    def beside(self) -> tuple[np.ndarray, np.ndarray]:
-        """What sliding and recurrent layers hold: a table i32[n_beside], where it belongs; u1[bytes]."""
-        table, data = (np.empty(*own) for own in zip(self.beside_shapes, (np.int32, np.uint8), strict=True))
-        check(lib.llama_kvtool_get_beside(self._context, table.ctypes.data, data.ctypes.data))
-        return table, data
-
-    def set_beside(self, table: np.ndarray, data: np.ndarray) -> None:
-        """Writes what `beside` returned."""
-        assert [table.shape, data.shape] == self.beside_shapes
-        check(lib.llama_kvtool_set_beside(self._context, table.ctypes.data, data.ctypes.data))
-
-    @property
-    def beside_shapes(self) -> list[tuple[int]]:
-        """The shapes of the two arrays that `beside` returns."""
-        return [(self.n_beside,), (lib.llama_kvtool_get_beside(self._context, None, None),)]

@@ -33,8 +33,7 @@ class SequenceContext(Decoder):
     n_row = 1
     # no policy that reads keys runs here
     n_dim = 0
-    n_beside = 0
-    archive = queries = None
+    archive = queries = beside = None
 
     def __init__(self, model: Model, n_cell: int, n_batch: int, **how: Any) -> None:
         super().__init__(model, n_cell, n_batch, **how)
@@ -97,9 +96,7 @@ class SequenceContext(Decoder):
         """What an unpatched llama.cpp cannot do. The engine refuses such a policy before it comes to this."""
         raise LibraryError(f"{UNPATCHED}, which this step needs; {HOW_TO_BUILD}")
 
-    see = read = history = history_shape = write = read_keys = hide = resize = beside = set_beside = _refuse
-    read_lengths = _refuse
-    beside_shapes: list[tuple[int]] = []
+    see = read = history = history_shape = write = read_keys = hide = resize = read_lengths = _refuse
 
     def cell_bytes(self, layer: int) -> int:
         """Bytes of K and V that one cell takes in all layers."""
