@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -415,5 +414,4 @@ def _size(lines: Sequence[Line], model: str) -> tuple[float, float]:
 
 def fill_claims(text: str, results: Path = RESULTS) -> str:
     """The document with the table between its marks made anew."""
-    mark = re.compile(r"(<!-- claims -->\n).*?(<!-- end -->)", re.S)
-    return mark.sub(lambda found: found[1] + "\n".join(rows(results)) + "\n" + found[2], text)
+    return tables.fill_between(text, "claims", lambda: rows(results))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -213,5 +212,4 @@ def _in_words(found: Verdict) -> str:
 
 def fill_index(text: str, results: Path = RESULTS) -> str:
     """The document with the index between its marks made anew."""
-    mark = re.compile(r"(<!-- index -->\n).*?(<!-- end -->)", re.S)
-    return mark.sub(lambda found: found[1] + "\n".join(rows(results)) + "\n" + found[2], text)
+    return tables.fill_between(text, "index", lambda: rows(results))

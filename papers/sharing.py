@@ -7,7 +7,6 @@ the full cache. A task is a unit: the mean over the policies that were asked bot
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -65,5 +64,4 @@ def rows() -> Iterator[str]:
 
 def fill_sharing(text: str) -> str:
     """A document with what stands between its marks made anew."""
-    mark = re.compile(r"(<!-- sharing -->\n).*?(<!-- end -->)", re.S)
-    return mark.sub(lambda found: found[1] + "\n".join(rows()) + "\n" + found[2], text)
+    return tables.fill_between(text, "sharing", rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,6 +210,12 @@ def _made_by(lines: Sequence[Line]) -> Iterator[str]:
     for (own, llama), of_models in patches.items():
         models = (f"{model} with patch {' and '.join(each)}" for model, each in of_models.items())
         yield f"{', '.join(models)}, kvtool {own}, llama-cpp-python {llama}"
+
+
+def fill_between(text: str, mark: str, rows: Callable[[], Iterable[str]]) -> str:
+    """The document with the lines between the marks of this name made anew, once for each of them."""
+    marks = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.S)
+    return marks.sub(lambda found: found[1] + "\n".join(rows()) + "\n" + found[2], text)
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -52,6 +52,8 @@ def left(model, name, whole=None, tokens=TOKENS, budget=64, **settings):
         return pos, first, engine.context.next_logits.copy(), n
 
 
+LAST = ("snapkv", "tova", "rkv", "expected")
+NONE = ("full", "streamingllm", "random", "h2o", "roco", "bumblebee", "knorm", "keydiff", "buzz")
 SHARING = ("h2o", "snapkv", "expected", "kvzip")
 
 
@@ -66,10 +68,6 @@ def test_rows_that_share_go_on_from_it_too(model, whole, name):
     # what rehearses decodes more than the prompt
     n_query = policies.wanted(name).fit(64).n_query if name in LAST else 0
     assert n_2 == n - len(TOKENS) + n_query
-
-
-LAST = ("snapkv", "tova", "rkv", "expected")
-NONE = ("full", "streamingllm", "random", "h2o", "roco", "bumblebee", "knorm", "keydiff", "buzz")
 
 
 @pytest.mark.parametrize("name", [*NONE, *LAST, "scissorhands"])

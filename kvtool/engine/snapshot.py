@@ -89,14 +89,10 @@ def restore(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
         raise
 
 
-def _beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [saved[name] for name in _BESIDE] if stream.context.beside else []
-
-
 def _check_beside(stream: Stream, saved: Mapping[str, np.ndarray]) -> None:
     """Raises SessionError where sliding layers had other cells, whose number goes with the batch size."""
-    tables = [table.shape for table in _beside(stream, saved)[:1]]
-    if stream.context.beside and tables != stream.context.beside.shapes[:1]:
+    beside = stream.context.beside
+    if beside and saved[_BESIDE[0]].shape != beside.shapes[0]:
         raise SessionError(
             "what was saved does not fit: its sliding layers have another number of cells; "
             "give the batch size (-b) that it was made with"
@@ -107,10 +103,10 @@ def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -
     """Whether the arrays are of the right types and sizes, and the numbers can be."""
     context, rows, state = stream.context, stream.rows, stream.eviction.state
     live, layer_cells, pos, rot = tables = [saved[name] for name in ("live", "layer_cells", "pos", "rot")]
-    n, n_past, beside = counters["rows", "n_kv"], counters["rows", "n_past"], _beside(stream, saved)
+    n, n_past = counters["rows", "n_kv"], counters["rows", "n_past"]
     shape = len(rows.layer), n
     if not (
-        all(array.dtype == np.int32 for array in (*tables, *beside[:1]))
+        all(array.dtype == np.int32 for array in tables)
         and live.shape == shape[:1]
         and pos.shape == rot.shape == shape
         and layer_cells.shape == stream.layer_cells.shape
@@ -136,7 +132,7 @@ def _fits(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) -
         )
         and stream.signals.fits(saved, n)
         and (not context.archive or context.archive.fits(saved, n_past))
-        and (not context.beside or [array.shape for array in beside] == context.beside.shapes)
+        and (not context.beside or context.beside.fits(*(saved[name] for name in _BESIDE)))
         and [(own.dtype, own.shape) for own in _states(stream, saved)] == own_state
     )
 
@@ -163,5 +159,5 @@ def _put(stream: Stream, saved: Mapping[str, np.ndarray], counters: Counters) ->
     stream.eviction.edit(rows.live, rows.next_rot)
     context.set_places(saved["rot"])
     if context.beside:
-        context.beside.restore(*_beside(stream, saved))
+        context.beside.restore(*(saved[name] for name in _BESIDE))
     stream.signals.restore(saved, counters["signals", "since"])

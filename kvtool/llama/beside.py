@@ -31,7 +31,12 @@ class Beside:
         check(lib.llama_kvtool_get_beside(self._context.handle, table.ctypes.data, data.ctypes.data))
         return table, data
 
+    def fits(self, table: np.ndarray, data: np.ndarray) -> bool:
+        """Whether `save` may have returned these."""
+        is_shaped = [table.shape, data.shape] == self.shapes
+        return is_shaped and table.dtype == np.int32 and data.dtype == np.uint8
+
     def restore(self, table: np.ndarray, data: np.ndarray) -> None:
         """Writes what `save` returned."""
-        assert [table.shape, data.shape] == self.shapes
+        assert self.fits(table, data)
         check(lib.llama_kvtool_set_beside(self._context.handle, table.ctypes.data, data.ctypes.data))

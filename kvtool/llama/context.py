@@ -112,9 +112,10 @@ class Context(Decoder):
         self.n_dim: int = lib.llama_kvtool_n_dim(self._context)
         self.row_layers = np.empty(self.n_row, np.int32)
         check(lib.llama_kvtool_row_layers(self._context, self.row_layers.ctypes.data, self.n_row))
+        layers, self._layer = np.unique(self.row_layers, return_inverse=True)
+        n_layer = len(layers)
         self.beside = Beside.of(self)
         self.queries = Queries(self, self._n_query, self.n_row, self.n_head) if ahead[0] else None
-        n_layer = int(np.count_nonzero(np.diff(self.row_layers))) + 1
         self.archive: Archive | None = None
         if ask.recall:
             try:
@@ -142,10 +143,9 @@ class Context(Decoder):
         RECENT has as much of each query. Of each there is one copy: what the host holds while it reads them
         from a device is not counted.
         """
-        layer = np.cumsum(np.diff(self.row_layers, prepend=self.row_layers[0]) != 0)
         n_signal = len(self._cleared) + self._recent * self._n_slot
         n_query = self.queries.shape[1] * self._n_slot if self.queries else 0
-        return 4 * (int(n_cell[layer].sum()) * n_signal + n_query)
+        return 4 * (int(n_cell[self._layer].sum()) * n_signal + n_query)
 
     @cached_property
     def n_head(self) -> np.ndarray:
