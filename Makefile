@@ -25,7 +25,7 @@ DEVICE_TESTS := $(addsuffix .py,$(addprefix tests/test_,offload exactness llama 
 	recall joint))
 # their joint steps take longest, and one case shows them
 DEVICE_TESTS += $(foreach case,gemma3 gemma4-corm gemma4-recall,'--deselect=tests/test_joint.py::test_in_any_kind_of_model[$(case)')
-# only to see whether it compiles: one architecture, no optimization, no driver to link to
+# for the checks alone: one architecture, no optimization, no driver to link to
 CUDA_ARCH ?= 86
 CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
 	$(shell nvcc --help 2>/dev/null | grep -q Ofast-compile && echo -DCMAKE_CUDA_FLAGS=-Ofc=max)
@@ -59,7 +59,8 @@ help:
 	@echo 'make build-server build llama-server from the same sources to build/server/bin, for benchmarks/agents.py'
 	@echo 'make check-archs  run every architecture of llama.cpp that is not refused, as a small random model;'
 	@echo '                 takes minutes; DIR=folder keeps the models there'
-	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86); needs no GPU'
+	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86), and run the tests of the engine'
+	@echo '                 if there is an NVIDIA GPU'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
 	@echo 'make check-claude use kvtool serve from Claude Code, which npm installs to build/claude'
@@ -175,7 +176,11 @@ check-archs: setup
 
 check-cuda: setup
 	@$(call IN_SITE,CMAKE_ARGS='$(CUDA_ARGS)' $(PY) -m kvtool.build) && \
-		PYTHONPATH="$$site:$$PWD" $(PY) tests/check_backend.py CUDA
+		export PYTHONPATH="$$site:$$PWD" && $(PY) tests/check_backend.py CUDA && \
+		if $(PY) tests/check_backend.py CUDA --device >/dev/null 2>&1; then \
+			$(CC) -O1 -shared -fPIC -o "$$site/cuda_f32.so" tests/cuda_f32.c && \
+			LD_PRELOAD="$$site/cuda_f32.so" NVIDIA_TF32_OVERRIDE=0 $(PYTEST) $(DEVICE_TESTS); \
+		else echo 'no NVIDIA GPU: the tests of the engine did not run' >&2; fi
 
 # ggml uses a device that is a CPU only if it is named; without half precision, for exact results
 check-vulkan: setup

@@ -1,0 +1,9 @@
+// Preloaded, so that the tests run on CUDA: ggml computes short products of F32 on tensor cores, which round to 10 bits. With
+// this, cuBLAS computes them, and NVIDIA_TF32_OVERRIDE=0 says that it must not round either.
+//
+// bool ggml_cuda_should_use_mmf(ggml_type, int, int, const int64_t *, const size_t *, int, bool)
+#include <stdbool.h>
+
+bool _Z24ggml_cuda_should_use_mmf9ggml_typeiiPKlPKmib(void) {
+    return false;
+}
