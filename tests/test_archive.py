@@ -173,8 +173,8 @@ def test_generate_says_what_is_archived(chat_model):
     ("write", "options", "why"),
     [
         (tiny_kinds.write_refact, [], "in this model (ALiBi)"),
-        (None, ["--prefill", "whole"], "from a prompt that is read whole"),
         (None, ["--positions", "in-cache"], "with --positions in-cache"),
+        (None, ["--prefill", "whole"], None),
         (None, [], None),
     ],
 )
@@ -183,14 +183,14 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
     if write:
         write(model)
     command = ["generate", "--raw", "-m", model, "-n", 1, "-t", 1, "--budget", 96, "--json", *options]
-    done = kvtool(*command, stdin="word " * 300)
+    done = kvtool(*command, stdin="word " * 150)
     result = json.loads(done.stdout)
     said = f"nothing can be recalled {why}: the policy is h2o\n"
     assert (result["policy"], said in done.stderr) == (("h2o", True) if why else ("recall", False))
     assert bool(result["archived"]) == (why is None)
     # who names recall, or an option that it alone has, is not given another policy
     for typed in (["--policy", "recall"], ["-o", "chunk=1"], ["--archive", 10]) if why else ():
-        asked = kvtool(*command, *typed, stdin="word " * 300)
+        asked = kvtool(*command, *typed, stdin="word " * 150)
         assert (asked.returncode, asked.stdout) == (2, "")
         assert re.fullmatch(r"kvtool: Recall [^\n]*; choose [^\n]*\n", asked.stderr)
 
@@ -199,8 +199,8 @@ def test_an_answer_comes_from_all_that_was_read_where_that_can_be(tiny_model, tm
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--prefill", "whole"], "from a prompt that is read whole"),
         (["--positions", "in-cache"], "with --positions in-cache"),
+        (["--prefill", "whole"], None),
         ([], None),
     ],
 )
@@ -258,15 +258,15 @@ def test_an_archive_takes_a_quarter_of_the_free_memory_and_half_of_the_disk(
 def test_a_policy_that_was_asked_for_has_no_other_in_its_place(talk, tiny_model, tmp_path, monkeypatch):
     # nor has a session's
     assert talk(TURNS[:1], *RECALL).returncode == 0
-    refused = talk(TURNS[1:2], "--prefill", "whole")
+    refused = talk(TURNS[1:2], "--positions", "in-cache")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.fullmatch(r"kvtool: Recall cannot read a prompt whole; [^\n]*\n", refused.stderr)
+    assert re.fullmatch(r"kvtool: Recall needs the distances of the text; [^\n]*\n", refused.stderr)
     # nor one of a settings file
     (tmp_path / "config.toml").write_text('policy = "recall"\n')
     monkeypatch.setenv("KVTOOL_CONFIG", str(tmp_path / "config.toml"))
-    done = kvtool("generate", "-m", tiny_model(), "--raw", "--prefill", "whole", stdin="word " * 9)
+    done = kvtool("generate", "-m", tiny_model(), "--raw", "--positions", "in-cache", stdin="word " * 9)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Recall cannot read a prompt whole" in done.stderr
+    assert "Recall needs the distances of the text" in done.stderr
 
 
 @pytest.mark.engine

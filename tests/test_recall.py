@@ -325,9 +325,8 @@ def test_a_new_stream_begins_with_an_empty_archive(tiny_model):
         assert (perplexity.stream(engine, tokens) == first).all()
 
 
-@pytest.mark.parametrize("settings", [{"positions": "in-cache"}, {"prefill": "whole"}], ids=str)
-def test_what_recall_cannot_do_is_one_line(tiny_model, settings):
-    with pytest.raises(UsageError, match="Recall"), open_engine(tiny_model(), fit(), **settings):
+def test_what_recall_cannot_do_is_one_line(tiny_model):
+    with pytest.raises(UsageError, match="Recall"), open_engine(tiny_model(), fit(), positions="in-cache"):
         pass
 
 

@@ -63,7 +63,7 @@ class Notice:
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens; None if it fits in the budget."""
     from kvtool.engine.outlook import whole_bytes, whole_signal_bytes
-    from kvtool.engine.prefill import n_segments
+    from kvtool.engine.prefill import in_segments, n_segments
 
     is_whole, settings = engine.reads_whole(n), engine.settings
     is_shared = _shares(engine.policy)
@@ -79,14 +79,15 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     percent = 100 * budget / n
     rows = "in the mean a row" if is_shared else "each row"
     share = f"{rows} keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
+    if engine.context.archive:
+        share += f", and the others go to {engine.context.archive.file or 'host memory'}"
     if is_whole:
         segments = n_segments(engine, n)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
-        if segments > 1 and engine.policy.ragged:
-            return (
-                f"{start}, more than rows that share a budget can read whole in a context of {engine.n_ctx:,}"
-            )
+        if segments > 1 and not in_segments(engine):
+            who = "recall" if engine.policy.recall else "rows that share a budget"
+            return f"{start}, more than {who} can read whole in a context of {engine.n_ctx:,}"
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
         apart += " and read once more" if engine.policy.rehearsal else ""
         cache = format_bytes(whole_bytes(engine, n))
@@ -98,8 +99,6 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
         )
     if settings.positions == "original" and engine.n_past + n > engine.n_ctx:
         return f"{start}, but original positions end at {engine.n_ctx:,}: reading stops there"
-    if engine.context.archive:
-        share += f", and the others go to {engine.context.archive.file or 'host memory'}"
     return f"{start}; {share}. It is read in batches of up to {_batch(engine):,}, with evictions in between"
 
 
@@ -215,7 +214,7 @@ def _eviction(engine: Engine, what: str, n_text: int) -> str:
 
 
 def _positions(engine: Engine, what: str, n_text: int) -> str:
-    from kvtool.engine.prefill import n_segments
+    from kvtool.engine.prefill import in_segments, n_segments
 
     mode, n_ctx = engine.settings.positions, engine.n_ctx
     if mode == "in-cache":
@@ -224,7 +223,7 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
         return f"original: the stream ends after {n_ctx:,} tokens"
     if not engine.policy.slack:
         return f"original for the {engine.n_cell:,} tokens that fit"
-    if engine.reads_whole(n_text) and n_segments(engine, n_text) > 1 and not engine.policy.ragged:
+    if engine.reads_whole(n_text) and n_segments(engine, n_text) > 1 and in_segments(engine):
         return f"auto: original within each segment of the {what}, then gaps are closed"
     return f"auto: original up to token {n_ctx:,}; gaps are closed there, and whenever the context is full"
 

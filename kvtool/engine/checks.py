@@ -27,7 +27,7 @@ def check(policy: Policy, settings: Settings, layers: Layers, n_ctx: int, n_ctx_
             f"{settings.type_k} keys lose too much precision when they are re-rotated at every eviction; "
             "choose --positions auto, or -ctk q8_0"
         )
-    if how_read(policy, settings) == "whole" and (policy.capped or policy.recall):
+    if how_read(policy, settings) == "whole" and policy.capped:
         raise UsageError(f"{type(policy).__name__} cannot read a prompt whole; choose --prefill stream")
     if policy.rehearsal and how_read(policy, settings) != "whole":
         raise UsageError(f"{type(policy).__name__} reads a prompt twice; choose --prefill whole")

@@ -31,11 +31,15 @@ def read_whole(
     n = len(tokens)
     segments = np.array_split(tokens, n_segments(stream, n))
     twice = ", read twice," if stream.policy.rehearsal else ""
-    if len(segments) > 1 and stream.rows.ragged:
-        instead = "-o heads=equal" if twice else "--prefill stream, or -o heads=equal"
+    if len(segments) > 1 and not in_segments(stream):
+        apart = "without -o heads=adaptive and layers=adaptive"
+        instead = "with -o heads=equal" if twice else f"with --prefill stream, or {apart}"
+        who = "rows that share a budget read no more as a whole"
+        if stream.policy.recall:
+            who, instead = "recall reads no more as a whole", "with --prefill stream"
         raise StreamEnd(
-            f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}, and rows that "
-            f"share a budget read no more as a whole; continue with {instead}"
+            f"the prompt of {n} tokens{twice} is longer than the context of {stream.n_ctx}, and {who}; "
+            f"continue {instead}"
         )
     if n_cells(stream, n) > (n_most := stream.model.layers.most_cells):
         instead = "choose a shorter prompt" if twice else "choose --prefill stream, or a shorter prompt"
@@ -65,8 +69,15 @@ def read_whole(
 
 def fits_at_once(stream: Stream, n: int) -> bool:
     """Whether a prompt of n tokens can be read whole, but for positions that end."""
-    in_one = not stream.rows.ragged or n_segments(stream, n) == 1
-    return in_one and n_cells(stream, n) <= stream.model.layers.most_cells
+    return (in_segments(stream) or n_segments(stream, n) == 1) and n_cells(
+        stream, n
+    ) <= stream.model.layers.most_cells
+
+
+def in_segments(stream: Stream) -> bool:
+    """Whether a prompt longer than the context can be read whole: in segments that do not see each other."""
+    # one attends over all cells of rows that differ, and to all of an archive
+    return not (stream.rows.ragged or stream.policy.recall)
 
 
 def n_segments(stream: Stream, n: int) -> int:
@@ -83,6 +94,9 @@ def n_cells(stream: Stream, n: int) -> int:
     if words := stream.policy.rehearsal:
         rehearser = Rehearser(stream, words)
         n += rehearser.n_beside + rehearser.n_chunk(-(-n // n_segments(stream, n)))
+    if stream.policy.recall:
+        # behind the live cells are those for what is recalled
+        n += int(stream.layer_cells.max()) - stream.policy.n_live
     return pad(n)
 
 

@@ -181,7 +181,7 @@ def instead(run: Run, kind: type[Policy], layers: Layers) -> tuple[Run, str | No
 
     kind: the policy. layers: of the loaded model.
     """
-    why = _no_recall(run.prefill, run.positions, has_alibi=layers.has_alibi)
+    why = _no_recall(run.positions, has_alibi=layers.has_alibi)
     if not (run.instead and why and policies.recalls(kind)):
         return run, None
     note = f"nothing can be recalled {why}: the policy is {run.instead}"
@@ -237,12 +237,10 @@ def _budget(run: Run, kind: type[Policy], n_ctx: int) -> str:
     return str(min(n, n_ctx))
 
 
-def _no_recall(prefill: str | None, positions: str, *, has_alibi: bool) -> str | None:
+def _no_recall(positions: str, *, has_alibi: bool) -> str | None:
     """Why a policy that recalls has nothing to recall; None where it has."""
     if has_alibi:
         return "in this model (ALiBi)"
-    if prefill == "whole":
-        return "from a prompt that is read whole"
     return "with --positions in-cache" if positions == "in-cache" else None
 
 

@@ -1,0 +1,106 @@
+"""A prompt that is read whole, and goes to the archive at once (`--policy recall --prefill whole`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtool import policies
+from kvtool.cli.explain import long_text
+from kvtool.errors import StreamEnd
+from tests.running import TOLERANCE, open_engine, text
+
+pytestmark = pytest.mark.engine
+
+N_PROMPT, N_LATER = 300, 40
+
+
+def fit(**params):
+    return policies.fit("recall", 48, 16, [f"{key}={value}" for key, value in params.items()])
+
+
+def logits_after(path, policy, tokens, n_prompt=N_PROMPT, **settings):
+    """f32[n, n_vocab]: of the prompt, read at once, and of each token behind it."""
+    with open_engine(path, policy, **settings) as engine:
+        assert engine.read(tokens[:n_prompt]) == n_prompt
+        found = [engine.context.logits()[-1].copy()]
+        for token in tokens[n_prompt:]:
+            engine.step(np.array([token], np.int32))
+            found.append(engine.context.logits()[-1].copy())
+        return np.array(found), engine.n_kv, engine.n_archived, engine.cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "settings", "tolerance"),
+    [
+        ("llama", {"n_head_kv": 2}, {}, TOLERANCE),
+        ("llama", {"n_head_kv": 1}, {"flash": "on", "type_k": "f16", "type_v": "f16"}, 5e-2),
+        ("gemma3", {}, {}, TOLERANCE),
+    ],
+    ids=["groups", "flash", "sliding"],
+)
+def test_later_tokens_are_predicted_as_with_the_full_cache(tiny_model, arch, shape, settings, tolerance):
+    path, tokens = tiny_model(arch, **shape), text(N_PROMPT + N_LATER)
+    exact = {"archive_type": settings.get("type_k", "f32"), **settings}
+    full, *_ = logits_after(path, policies.fit("full", 512), tokens, **settings)
+    own, n_kv, n_archived, n_bytes = logits_after(path, fit(search="all"), tokens, prefill="whole", **exact)
+    assert np.abs(own - full).max() < tolerance
+    assert n_kv <= 48
+    assert n_kv + n_archived == N_PROMPT + N_LATER
+    # the large cache is given back
+    assert n_bytes == logits_after(path, fit(search="all"), tokens, **exact)[3]
+
+
+def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archived(tiny_model):
+    path, tokens = tiny_model("deepseek2"), text(N_PROMPT)
+    full, *_ = logits_after(path, policies.fit("full", 512), tokens)
+    own, n_kv, n_archived, _ = logits_after(path, fit(), tokens, prefill="whole")
+    assert np.abs(own - full).max() < TOLERANCE
+    assert (n_kv <= 48, n_kv + n_archived) == (True, N_PROMPT)
+
+
+def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", archive=256) as engine:
+        engine.read(text(900))
+        span = engine.context.archive.span
+        assert 0 < len(span) <= 256
+        assert span.stop == 900 - (engine.n_kv - engine.policy.sinks)
+        engine.read(text(100, seed=2))
+        assert len(engine.context.archive.span) <= 256
+
+
+def test_it_goes_back_into_the_prompt_as_a_stream_does(tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT)
+    found = []
+    for prefill in ("whole", "stream"):
+        with open_engine(path, fit(search="all"), prefill=prefill, archive_type="f32") as engine:
+            engine.read(tokens)
+            assert engine.go_back(200)
+            engine.step(tokens[200:201])
+            found.append(engine.context.logits()[-1].copy())
+            assert engine.n_past == 201
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_a_prompt_that_is_stopped_leaves_nothing(tiny_model):
+    asked = []
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
+        assert engine.read(text(300), lambda: asked.append(0) or len(asked) > 2) == 0
+        assert (engine.n_past, engine.n_archived) == (0, 0)
+        assert engine.read(text(300)) == 300
+
+
+def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_ctx=256) as engine:
+        said = "the prompt has 257 tokens, more than recall can read whole in a context of 256"
+        assert long_text(engine, "prompt", 257) == said
+        said = "recall reads no more as a whole; continue with --prefill stream"
+        with pytest.raises(StreamEnd, match=said):
+            engine.read(text(257))
+        assert engine.read(text(256)) == 256
+
+
+def test_it_says_what_will_happen(tiny_model):
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
+        said = long_text(engine, "prompt", 300)
+    assert "and the others go to host memory. It is decoded whole in a cache of" in said
