@@ -15,6 +15,9 @@ from tests.reference import transformer
 
 transformer.half_precision = any(each["name"].startswith("Vulkan") for each in devices())
 
+ON_CUDA = any(each["name"].startswith("CUDA") for each in devices())
+"""Whether products of half precision are added up as the load of the GPU has it, and by batches' lengths."""
+
 TOLERANCE = 1e-2 if has_gpu() else 1e-4
 """How far from the definition numbers may be: a device rounds some one way here, another there."""
 

@@ -19,7 +19,7 @@ from kvtool.models.layers import Layers
 from kvtool.policies.recall import Recall
 from kvtool.system.memory import rss_bytes
 from tests import saved
-from tests.running import TOLERANCE, open_engine, text
+from tests.running import ON_CUDA, TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -219,8 +219,7 @@ def test_with_an_empty_archive_it_is_streamingllm_bit_for_bit(tiny_model):
     with open_engine(path, fit(98)) as engine:
         got = perplexity.stream(engine, tokens)
         assert engine.context.archive.n == 0
-    # its batches are longer, for which CUDA has other kernels
-    assert np.abs(got - want).max() <= (1e-5 if has_gpu() else 0)
+    assert np.abs(got - want).max() <= (1e-5 if ON_CUDA else 0)
 
 
 def test_the_same_tokens_come_back_with_any_number_of_threads(tiny_model, without_values):
