@@ -63,6 +63,24 @@ def test_a_prompt_read_whole_leaves_what_the_definition_leaves(tiny_model, name,
             assert live(engine) == positions_of(stream)
 
 
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+@pytest.mark.parametrize("name", ["snapkv", "expected"])
+def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny_model, name, heads):
+    policy = policies.fit(name, 300, 8, ["layers=adaptive", f"heads={heads}"])
+    with open_engine(tiny_model(n_head_kv=2, n_layer=3), policy, prefill="whole") as engine:
+        engine.read(text(800))
+        kept = engine.rows.live.reshape(3, 2)
+        assert 6 * policy.n_keep - 6 <= kept.sum() <= 6 * policy.n_keep
+        assert len(set(kept.sum(axis=1).tolist())) > 1
+        if heads == "equal":
+            assert (kept[:, 0] == kept[:, 1]).all()
+        # it goes on, and evicts every 8 tokens
+        for part in np.split(text(64, seed=3), 8):
+            engine.step(part)
+            engine.evict_if_due()
+        assert 6 * policy.n_keep - 6 <= engine.rows.live.sum() <= 6 * policy.n_keep
+
+
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "expected"])
 @pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
 def test_rows_that_share_a_budget_are_compressed_once_like_the_definition(

@@ -1,4 +1,6 @@
-"""Rows of a layer that share their budgets (`heads=adaptive`): by need, with a floor and a limit."""
+"""Rows of a layer that share their budgets (`heads=adaptive`), and layers that do: by need, within limits."""
+
+import math
 
 import numpy as np
 import pytest
@@ -6,11 +8,13 @@ from fake_cache import Cache
 
 from kvtool import policies
 from kvtool.errors import UsageError
-from kvtool.kernels.selection import keep_shared
+from kvtool.kernels.selection import keep_shared, layer_entropy
 from kvtool.policies.h2o import H2O
 from kvtool.policies.snapkv import SnapKV
+from kvtool.policy.ranked import apportion
 
 SHARING = ["expected", "h2o", "kvzip", "snapkv"]
+LAYERED = ["expected", "snapkv"]
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
@@ -24,7 +28,8 @@ def kept(score, n_keep, n_floor=0, n_most=99, first=0, recent=99, layer=None, li
     pos[np.arange(n) >= live[:, None]] = -1
     layer = np.zeros(n_row, np.int32) if layer is None else np.array(layer, np.int32)
     keep = np.empty(pos.shape, np.bool_)
-    keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep)
+    sizes = np.full(n_row, n_keep), np.full(n_row, n_floor)
+    keep_shared(pos, live, layer, score, first, recent, *sizes, n_most, keep)
     return [np.flatnonzero(row).tolist() for row in keep]
 
 
@@ -113,12 +118,86 @@ def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name
     assert kept[0] == kept[1]
 
 
+def entropy_of(values):
+    """By the definition."""
+    shares = [value / sum(values) for value in values]
+    return -sum(share * math.log(share) for share in shares if share) / math.log(len(values))
+
+
+def test_a_layers_entropy_is_that_of_its_open_tokens_of_all_its_rows():
+    score = np.array([[9, 1, 2, 3, 9], [9, 4, 0, 6, 9], [9, 1, 1, 1, 9], [9, 0, 0, 0, 9]], np.float32)
+    pos = np.tile(np.arange(5, dtype=np.int32), (4, 1))
+    live, layer, entropy = np.array([5, 4, 5, 5], np.int32), np.array([0, 0, 1, 2], np.int32), np.empty(4)
+    layer_entropy(pos, live, layer, score, 1, 4, entropy)
+    assert entropy == pytest.approx([entropy_of([1, 2, 3, 4, 0, 6])] * 2 + [1, 1])
+    # the second row's dead cell is none of them, and one token has no entropy
+    layer_entropy(pos, np.array([5, 3, 5, 5], np.int32), layer, score, 1, 4, entropy)
+    assert entropy[0] == pytest.approx(entropy_of([1, 2, 3, 4, 0]))
+    layer_entropy(pos, live, layer, score, 3, 4, entropy)
+    assert entropy.tolist()[2:] == [1, 1]
+
+
+def test_what_is_apportioned_follows_the_weights_and_what_one_may_not_have_goes_to_the_others():
+    share = lambda *args: apportion(*map(np.array, args[:2]), args[2]).tolist()  # noqa: E731
+    assert share([1.0, 3.0], [99, 99], 8) == [2, 6]
+    assert share([1.0, 3.0], [99, 4], 8) == [4, 4]
+    assert share([1.0, 1.0, 1.0], [99, 99, 99], 8) == [2, 2, 2]
+    assert share([1.0, 1.0], [3, 2], 8) == [3, 2]
+    assert share([0.0, 1.0], [9, 9], 4) == [0, 4]
+    assert share([0.0, 0.0], [9, 9], 4) == [0, 0]
+    assert share([1.0, 1.0], [-1, 9], 4) == [0, 4]
+
+
+@pytest.mark.parametrize("heads", ["equal", "adaptive"])
+@pytest.mark.parametrize("name", LAYERED)
+def test_layers_share_by_the_entropy_of_their_scores(name, heads):
+    policy = policies.fit(name, 40, 8, ["layers=adaptive", f"heads={heads}", "window=2", "sinks=1"])
+    assert (policy.n_asked, policy.budget, policy.ragged, policy.n_keep) == (40, 80, True, 32)
+    cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
+    cache.grow(90)
+    view, plan = cache.plan()
+    scores, recent = policy.scores(view, {}), view.next - 2
+    weights = []
+    for layer in range(3):
+        rows = np.flatnonzero(view.layer == layer)
+        is_open = (view.pos[rows] >= 1) & (view.pos[rows] < recent)
+        weights.append(entropy_of(scores[rows][is_open].tolist()))
+    want = [3 + math.floor(3 * 29 * weight / sum(weights)) for weight in weights]
+    kept = plan.keep.sum(axis=1).reshape(3, 2)
+    assert len(set(want)) > 1
+    # what is rounded down may be a token that one more gets
+    assert set(kept.sum(axis=1) - 2 * np.array(want)) <= {0, 1, 2}
+    assert 6 * 32 - 6 <= kept.sum() <= 6 * 32
+    assert (kept[:, 0] == kept[:, 1]).all() == (heads == "equal")
+    if heads == "equal":
+        for row, keep in enumerate(plan.keep):
+            inner = np.flatnonzero((view.pos[row] >= 1) & (view.pos[row] < recent))
+            stay = scores[row, inner][keep[inner]]
+            assert stay.min() >= scores[row, inner][~keep[inner]].max()
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_stream_of_layers_that_share_stays_within_the_budget(name):
+    policy = policies.fit(name, 40, 8, ["layers=adaptive", "window=2"])
+    cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
+    for _ in range(12):
+        cache.grow(8)
+        before = cache.live.copy()
+        cache.apply(cache.plan()[1].keep)
+        assert cache.live.sum() <= 6 * 32
+        if before.sum() > 6 * 32:
+            assert cache.live.sum() >= 6 * 32 - 6
+    assert len(set(cache.live.tolist())) > 1
+
+
 @pytest.mark.parametrize(
     ("policy", "params", "message"),
     [
         (H2O, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
         (SnapKV, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
+        (SnapKV, {"layers": "uneven"}, "layers must be one of equal, adaptive, got 'uneven'"),
         (SnapKV, {"floor": 1.2}, r"floor must be in 0\.\.1, got 1\.2"),
+        (SnapKV, {"floor": 0.5}, "floor needs heads=adaptive: equal rows keep all of their budget"),
         (H2O, {"heads": "adaptive", "per": "layer"}, "heads=adaptive needs per=row, got per=layer"),
         (H2O, {"heads": "adaptive", "window": 57}, r"window must be in 0\.\.56 \(the budget of 64 less"),
     ],

@@ -83,13 +83,14 @@ def keep_highest(pos, score, first, recent, n_keep, keep):
             keep[row, cell] = keys[cell] > last_out or keys[cell] == never
 
 
-@kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8, i8, i8, b1[:,::1])")
+@kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, i8[::1], i8[::1], i8, b1[:,::1])")
 def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most, keep):
     """Tokens before `first` and from `recent` on stay, and of a layer's others the highest scores.
 
-    pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions -> keep
-    b1[row, n]. A layer keeps n_keep tokens a row in all, a row at least its n_floor highest ones and at most
-    n_most, protected ones included. Among equal scores the newer token stays, then that of the earlier row.
+    pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions, n_keep and
+    n_floor i64[row] -> keep b1[row, n]. A layer keeps as many tokens as the n_keep of its rows say together,
+    a row at least its n_floor highest ones and at most n_most, protected ones included. Among equal scores
+    the newer token stays, then that of the earlier row.
     """
     n_row, n = pos.shape
     bits = score.view(np.int32)
@@ -102,7 +103,7 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
         end = begin
         while end < n_row and layer[end] == layer[begin]:
             end += 1
-        n_left, n_shared = n_keep * (end - begin), 0
+        n_left, n_shared = n_keep[begin:end].sum(), 0
         for row in range(begin, end):
             n_open = 0
             for cell in range(live[row]):
@@ -110,7 +111,7 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
                     keys[n_open] = score_key(bits[row, cell], pos[row, cell])
                     n_open += 1
             n_protected = live[row] - n_open
-            n_safe = min(max(n_floor - n_protected, 0), n_open)
+            n_safe = min(max(n_floor[row] - n_protected, 0), n_open)
             n_may = min(max(n_most - n_protected, 0), n_open)
             safe[row] = nth_lowest(keys, n_open, n_open - n_safe - 1) if n_safe < n_open else -never
             out[row] = nth_lowest(keys, n_open, n_open - n_may - 1) if n_may < n_open else -never
@@ -135,4 +136,32 @@ def keep_shared(pos, live, layer, score, first, recent, n_keep, n_floor, n_most,
                         stays = True
                         n_equal -= 1
                 keep[row, cell] = stays
+        begin = end
+
+
+@kernel("void(i4[:,::1], i4[::1], i4[::1], f4[:,::1], i8, i8, f8[::1])")
+def layer_entropy(pos, live, layer, score, first, recent, entropy):
+    """How evenly a layer's scores are spread over the tokens from `first` to `recent`.
+
+    pos i32[row, n], live, layer i32[row], score f32[row, n or more], first, recent: positions -> entropy
+    f64[row]: that of the row's layer, of scores as shares of their sum, over the most that it can be: 0..1,
+    and 1 where all are 0. Scores are 0 or more.
+    """
+    n_row = len(pos)
+    begin = 0
+    while begin < n_row:
+        end = begin
+        total, weighted, n_open = 0.0, 0.0, 0
+        while end < n_row and layer[end] == layer[begin]:
+            for cell in range(live[end]):
+                if first <= pos[end, cell] < recent:
+                    value = np.float64(score[end, cell])
+                    n_open += 1
+                    if value > 0:
+                        total += value
+                        weighted += value * np.log(value)
+            end += 1
+        entropy[begin:end] = 1
+        if total > 0 and n_open > 1:
+            entropy[begin:end] = (np.log(total) - weighted / total) / np.log(n_open)
         begin = end

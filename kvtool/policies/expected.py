@@ -24,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.policy import Ranked, Signal, State, View
+from kvtool.policy import FLOOR, Ranked, Signal, State, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Expected(Ranked):
         What is added to a share of attention before that.
     heads
         "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    layers
+        "equal", or "adaptive": the layers share theirs by how evenly their scores are spread.
     floor
         Share of its budget that each row keeps at least, with heads=adaptive.
     """
@@ -63,7 +65,8 @@ class Expected(Ranked):
     lengths: bool = True
     epsilon: float = 0.001
     heads: str = "equal"
-    floor: float = 0.2
+    layers: str = "equal"
+    floor: float = FLOOR
 
     prefill: ClassVar[str] = "whole"
     paper: ClassVar[str] = "arXiv:2510.00636"

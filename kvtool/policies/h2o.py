@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.policy import Ranked, Signal, State, View, check_choice, sum_rows
+from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice, sum_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class H2O(Ranked):
     decay: float = 1.0
     decay_beyond: float = 0.99
     heads: str = "equal"
-    floor: float = 0.2
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.ATTENTION
     sums: ClassVar[tuple[str, ...]] = ("attn",)

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.policy import Plan, Ranked, Rehearsal, Signal, State, View
+from kvtool.policy import FLOOR, Plan, Ranked, Rehearsal, Signal, State, View
 
 _TINY = np.float32(1e-30)
 """The least score: 0 is that of a token without one."""
@@ -54,7 +54,7 @@ class KVzip(Ranked):
     window: int = 1
     sinks: int = 4
     heads: str = "equal"
-    floor: float = 0.2
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.HIGHEST
     prefill: ClassVar[str] = "whole"

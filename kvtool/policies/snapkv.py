@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.policy import Ranked, Signal, State, View, check_choice, protected
+from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice, protected
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class SnapKV(Ranked):
         First tokens, never evicted.
     heads
         "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    layers
+        "equal", or "adaptive": the layers share theirs by how evenly their scores are spread.
     floor
         Share of its budget that each row keeps at least, with heads=adaptive.
     """
@@ -47,7 +49,8 @@ class SnapKV(Ranked):
     pool: str = "avg"
     sinks: int = 0
     heads: str = "equal"
-    floor: float = 0.2
+    layers: str = "equal"
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.RECENT
     prefill: ClassVar[str] = "whole"

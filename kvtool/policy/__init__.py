@@ -7,10 +7,11 @@ order: `View.pos[row, cell]` says which token of the stream a cell holds.
 from kvtool.policy.base import Policy, State, split_budget
 from kvtool.policy.checks import check_choice, check_kept, check_whole
 from kvtool.policy.plan import Merge, Plan, true_cells
-from kvtool.policy.ranked import Ranked, keep_ranked, protected, sum_rows
+from kvtool.policy.ranked import FLOOR, Ranked, keep_ranked, protected, sum_rows
 from kvtool.policy.view import SIGNALS, Recalls, Rehearsal, Request, Signal, View
 
 __all__ = [
+    "FLOOR",
     "SIGNALS",
     "Merge",
     "Plan",

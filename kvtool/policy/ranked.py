@@ -4,10 +4,15 @@ With `heads=adaptive` the rows of a layer share their budgets by need (Ada-KV, F
 arXiv:2407.11550): a layer keeps its highest scores, whichever row they are of. Each row keeps at least
 `floor` (the paper's alpha) of its own share. The budget is then what rows hold in the mean.
 
+With `layers=adaptive` so do the layers (LAVa, Shen et al. 2025, arXiv:2509.09754): beside what is protected,
+a layer gets its share of the sum of all layers' entropies, those of its scores, each over the most that it
+can be.
+
 Differs from the paper: the floor is that of kvpress, which the paper's author has reviewed: of the cells that
 stay, it counts the protected ones as well. The authors' code gives each row floor of an equal share, and
-1 - floor of what it would get by need alone. A row never holds more than twice the budget. The paper
-compresses a prompt once; here a stream does the same every `slack` tokens.
+1 - floor of what it would get by need alone. LAVa shares by scores of its own: attention times the longest
+value of a row; here the policy's scores decide. A row never holds more than twice the budget. The papers
+compress a prompt once; here a stream does the same every `slack` tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kvtool.kernels.selection import keep_highest, keep_shared
+from kvtool.kernels.selection import keep_highest, keep_shared, layer_entropy
 from kvtool.policy.base import Policy, State, split_budget
 from kvtool.policy.checks import check_cells, check_choice, check_kept, check_whole
 from kvtool.policy.plan import Plan
@@ -24,6 +29,9 @@ from kvtool.policy.view import View
 
 if TYPE_CHECKING:
     from typing import Self
+
+FLOOR = 0.2
+"""Share of its own budget that a row keeps at least, where it shares: the paper's."""
 
 _F32 = np.dtype(np.float32)
 
@@ -35,8 +43,9 @@ class Ranked(Policy):
     """A policy that writes `scores` alone: sinks and window stay, and of the rest the highest scores.
 
     Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field. With fields
-    `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets. Their scores must
-    then be comparable, and `scores` must expect rows with fewer live cells than n_kv.
+    `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets, and with `layers`
+    the layers can. Scores of a layer must then be comparable, and 0 or more for the second; and `scores` must
+    expect rows with fewer live cells than n_kv.
 
     Attributes
     ----------
@@ -50,8 +59,11 @@ class Ranked(Policy):
 
     def __post_init__(self) -> None:
         check_choice("heads", self._heads, ("equal", "adaptive"))
+        check_choice("layers", self._layers, ("equal", "adaptive"))
         if not 0 <= self._floor <= 1:
             raise ValueError(f"floor must be in 0..1, got {self._floor}")
+        if self._heads == "equal" and self._floor != FLOOR:
+            raise ValueError("floor needs heads=adaptive: equal rows keep all of their budget")
         check_kept(self.n_asked, self.slack, *self.exempt, self.least_window)
 
     @property
@@ -59,12 +71,16 @@ class Ranked(Policy):
         return getattr(self, "heads", "equal")
 
     @property
+    def _layers(self) -> str:
+        return getattr(self, "layers", "equal")
+
+    @property
     def _floor(self) -> float:
-        return getattr(self, "floor", 0.0)
+        return getattr(self, "floor", FLOOR)
 
     @property
     def ragged(self) -> bool:
-        return self._heads == "adaptive"
+        return "adaptive" in (self._heads, self._layers)
 
     @property
     def n_asked(self) -> int:
@@ -77,9 +93,10 @@ class Ranked(Policy):
 
     @classmethod
     def fit(cls, budget: int, slack: int, **params: Any) -> Self:
-        if params.get("heads") != "adaptive":
+        if "adaptive" not in (params.get("heads"), params.get("layers")):
             return super().fit(budget, slack, **params)
-        equal = super().fit(budget, slack, **params | {"heads": "equal"})
+        own = {name: value for name, value in params.items() if name not in ("heads", "layers", "floor")}
+        equal = super().fit(budget, slack, **own)
         return cls(budget * _MOST, slack, **params | {"window": equal.exempt[1]})
 
     def split(self, pinned: int = 0) -> dict[str, int]:
@@ -100,10 +117,38 @@ class Ranked(Policy):
             return keep_ranked(view, scores, self.n_keep, *self.exempt)
         check_cells("the score", scores, view.pos.shape, _F32)
         first, recent = protected(view, self.n_keep, *self.exempt)
-        sizes = self.n_keep, int(self.n_keep * self._floor), self.budget - self.slack
+        n_keep = self._shares(view, scores, first, recent)
+        floor = self._floor if self._heads == "adaptive" else 1.0
+        n_floor = (n_keep * floor).astype(np.int64)
         keep = np.empty(view.pos.shape, np.bool_)
-        keep_shared(view.pos, view.live, view.layer, scores, first, recent, *sizes, keep)
+        most = self.budget - self.slack
+        keep_shared(view.pos, view.live, view.layer, scores, first, recent, n_keep, n_floor, most, keep)
         return keep
+
+    def _shares(self, view: View, scores: np.ndarray, first: int, recent: int) -> np.ndarray:
+        """n_keep i64[row]: tokens that stay; of rows that share, in the mean."""
+        if self._layers == "equal":
+            return np.full(len(view.pos), self.n_keep, np.int64)
+        entropy = np.empty(len(view.pos))
+        layer_entropy(view.pos, view.live, view.layer, scores, first, recent, entropy)
+        n_protected = first + view.next - recent
+        most = np.minimum(view.live, self.budget - self.slack) - n_protected
+        return n_protected + apportion(entropy, most, len(entropy) * (self.n_keep - n_protected))
+
+
+def apportion(weight: np.ndarray, most: np.ndarray, total: int) -> np.ndarray:
+    """i64[n]: whole numbers in proportion to the weights, rounded down and none above its most.
+
+    weight: f64[n], 0 or more. most: i64[n]. total: what they add up to, but for what is rounded down. What
+    one may not have, the others share.
+    """
+    share, most = np.zeros(len(weight), np.int64), np.maximum(most, 0)
+    while True:
+        may = np.where(share < most, weight, 0.0)
+        more = np.floor((total - share.sum()) * may / max(may.sum(), 1e-300)).astype(np.int64)
+        if not more.any():
+            return share
+        share = np.minimum(share + more, most)
 
 
 def protected(view: View, n_keep: int, sinks: int, window: int) -> tuple[int, int]:

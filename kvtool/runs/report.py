@@ -33,8 +33,9 @@ def report(engine: Engine, policy: str) -> dict[str, Any]:
 
 
 def budget(said: Mapping[str, Any]) -> int:
-    """The cells that a report's rows may hold; in the mean, if those of a layer share them."""
-    return int(said["asked"] if said["params"].get("heads") == "adaptive" else said["budget"])
+    """The cells that a report's rows may hold; in the mean, if rows or layers share them."""
+    is_shared = "adaptive" in (said["params"].get(name) for name in ("heads", "layers"))
+    return int(said["asked"] if is_shared else said["budget"])
 
 
 def line(said: Mapping[str, Any]) -> str:

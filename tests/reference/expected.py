@@ -32,6 +32,7 @@ def keep(
     lengths,
     epsilon,
     heads,
+    layers,
     floor,
 ):
     """A record's `future` has for each head of the group the mean and the variance of its logits."""

@@ -15,7 +15,7 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks, heads, floor):
+def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks, heads, layers, floor):
     # rows that share hold twice the budget at most
     is_shared = heads == "adaptive"
     first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
