@@ -42,17 +42,17 @@ _ROOM = 256
 _BATCH = 512
 
 
-def sharing(label: str) -> str:
-    """A policy of which the rows of a layer share their budgets."""
-    return f"{label}:heads=adaptive"
+def sharing(label: str, by: str = "heads") -> str:
+    """A policy of which the rows of a layer, or by="layers" the layers, share their budgets."""
+    return f"{label}:{by}=adaptive"
 
 
 EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "knorm", "streamingllm")
 
-SHARING = EQUAL[:3]
-"""What is also asked with rows that share."""
+SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
+"""What is also asked with rows, or with layers, that share."""
 
-POLICIES = (*EQUAL, *map(sharing, SHARING))
+POLICIES = (*EQUAL, *(sharing(name, by) for by, names in SHARING.items() for name in names))
 """What is asked unless others are named; `epsilon` is kvpress's."""
 
 REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")

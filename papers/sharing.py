@@ -1,4 +1,5 @@
-"""What rows that share a budget gain on RULER, in equal cells and in equal bytes: a table of papers/ruler.md.
+"""What rows and layers that share a budget gain on RULER, in equal cells and in equal bytes: a table of
+papers/ruler.md.
 
 Rows of a layer take the cells of its longest row, so rows that share take more bytes for as many cells. In
 equal bytes the score of equal rows is interpolated, item by item, between the shares that were measured and
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -17,19 +19,21 @@ from papers.experiments.ruler import COUNTED
 from papers.lines import Line
 from papers.ruler import SHARING, sharing
 
+_WORDS = {"heads": "rows", "layers": "layers"}
+
 _QUESTIONS = {"after": ("after",), "known": ("known",), "both": ("after", "known")}
 
 
-def gains(lines: Sequence[Line], questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
-    """f64[task]: by how much the score of rows that share is above that of equal rows, 0 to 1."""
+def gains(lines: Sequence[Line], by: str, questions: Sequence[str], *, in_bytes: bool) -> np.ndarray:
+    """f64[task]: by how much "heads" or "layers" that share score above equal ones, 0 to 1."""
     found: dict[str, list[float]] = defaultdict(list)
     where = {(line["label"], line["task"], line["of"], line["budget"]): line for line in lines}
     equal = defaultdict(list)
     for (label, question, of, _), line in where.items():
         equal[label, question, of].append(line)
-    for name in SHARING:
+    for name in SHARING[by]:
         for (label, question, of, budget), line in where.items():
-            if label != sharing(name) or question not in questions or of not in COUNTED:
+            if label != sharing(name, by) or question not in questions or of not in COUNTED:
                 continue
             score, size = np.array(line["scores"]["string_match"]), line["scores"]["device"]
             if in_bytes:
@@ -52,14 +56,14 @@ def _at(lines: Sequence[Line], size: Sequence[float]) -> np.ndarray:
 def rows() -> Iterator[str]:
     """The table, from the records kept."""
     lines = tables.kept(["ruler"])
-    yield "| question | equal cells | p | equal bytes | p |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    for name, questions in _QUESTIONS.items():
+    yield "| what shares | question | equal cells | p | equal bytes | p |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for by, (question, asked) in product(SHARING, _QUESTIONS.items()):
         cells = []
         for in_bytes in (False, True):
-            found = gains(lines, questions, in_bytes=in_bytes)
+            found = gains(lines, by, asked, in_bytes=in_bytes)
             cells += [f"{100 * found.mean():+.1f}", f"{significance.sign_flip_test(found):.3f}"]
-        yield f"| {name} | {' | '.join(cells)} |"
+        yield f"| {_WORDS[by]} | {question} | {' | '.join(cells)} |"
 
 
 def fill_sharing(text: str) -> str:

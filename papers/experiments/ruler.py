@@ -51,7 +51,7 @@ EXPERIMENTS = {
             # at a share all that forget have the same cells
             _scores(
                 *("after", "device", "Keys and values on the device, MiB; of equal rows as of `kvzip`"),
-                rows=(*_OWN, "kvzip", *map(sharing, SHARING)),
+                rows=(*_OWN, "kvzip", *POLICIES[len(EQUAL) :]),
             ),
             _scores(
                 *("after", "host", "In host memory, MiB"),
@@ -61,18 +61,18 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    # rows that share a budget, each beside equal ones: what differs is tested
+    # rows and layers that share a budget, each beside equal ones: what differs is tested
     "ruler-sharing": Experiment(
         ("ruler",),
         tuple(
             _scores(
                 question,
                 title=f"RULER's score of `{name.partition(':')[0]}`, %, {_PROTOCOLS[question]}",
-                rows=(name, sharing(name)),
+                rows=(name, *(sharing(name, by) for by, names in SHARING.items() if name in names)),
                 against=name,
             )
             for question in _PROTOCOLS
-            for name in SHARING
+            for name in SHARING["heads"]
         ),
         commands=False,
     ),

@@ -39,17 +39,24 @@ LINES = [
 
 
 def test_in_equal_cells_a_share_is_compared_with_the_same_share():
-    found = sharing.gains(LINES, ("after",), in_bytes=False)
+    found = sharing.gains(LINES, "heads", ("after",), in_bytes=False)
     assert found == pytest.approx([(0.5 + 0.1) / 2, 0.0])
-    assert sharing.gains(LINES, ("known",), in_bytes=False) == pytest.approx([-0.2])
-    both = sharing.gains(LINES, ("after", "known"), in_bytes=False)
+    assert sharing.gains(LINES, "heads", ("known",), in_bytes=False) == pytest.approx([-0.2])
+    both = sharing.gains(LINES, "heads", ("after", "known"), in_bytes=False)
     assert both == pytest.approx([0.3, -0.1])
+
+
+def test_layers_that_share_are_compared_apart_from_rows_that_do():
+    layered = line("snapkv:layers=adaptive", "vt", "50 % removed", [0.75, 0.75], [50, 50])
+    lines = [*LINES, layered]
+    assert sharing.gains(lines, "layers", ("after",), in_bytes=False) == pytest.approx([0.5])
+    assert len(sharing.gains(lines, "heads", ("after",), in_bytes=False)) == 2
 
 
 def test_in_equal_bytes_equal_rows_are_interpolated_between_the_shares_and_full():
     # of 75 bytes 0.75, of 80 half; of 30 a tenth, of 25 nothing; of 60 bytes 0.44
     halves, quarters = np.array([0.25, 0.0]), np.array([0.1, 0.0])
-    found = sharing.gains(LINES[::-1], ("after",), in_bytes=True)
+    found = sharing.gains(LINES[::-1], "heads", ("after",), in_bytes=True)
     assert sorted(found) == pytest.approx(sorted([(halves.mean() + quarters.mean()) / 2, -0.04]))
 
 
