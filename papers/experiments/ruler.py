@@ -25,13 +25,13 @@ RUNS: dict[str, Run] = {
         *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
         *(tuple(_PROTOCOLS), 4096, 1),
         model=LARGE,
-        minutes=290,
+        minutes=335,
     ),
     # one of each kind: needles, variables, frequent words
     "ruler-long": Ruler(
         *(("niah_multikey_1", "vt", "fwe"), ("full", "recall"), (), 128, ("f16",), ("after",), 32768, 1),
         model=LARGE,
-        minutes=120,
+        minutes=240,
     ),
 }
 
