@@ -172,14 +172,14 @@ def _budget(engine: Engine) -> str:
     parts = " + ".join(f"{n:,} {name}" for name, n in policy.split(engine.n_pinned).items() if n)
     cap = ", an upper limit: the policy chooses how many each row keeps" if policy.ragged else ""
     if is_shared:
-        cap = f"; the rows of a layer share them, and none takes more than {policy.budget:,}"
+        cap = f"; rows share them, and none takes more than {policy.budget:,}"
     elif policy.n_asked != policy.budget:
         cap = f"; at most {policy.n_asked:,} after an eviction"
     return f"{cells} = {parts}{cap}"
 
 
 def _shares(policy: Policy) -> bool:
-    """Whether the rows of a layer share what was asked for, so that one may hold more."""
+    """Whether rows or layers share what was asked for, so that one row may hold more."""
     return policy.ragged and policy.n_asked != policy.budget
 
 
