@@ -69,9 +69,8 @@ def read_whole(
 
 def fits_at_once(stream: Stream, n: int) -> bool:
     """Whether a prompt of n tokens can be read whole, but for positions that end."""
-    return (in_segments(stream) or n_segments(stream, n) == 1) and n_cells(
-        stream, n
-    ) <= stream.model.layers.most_cells
+    in_one = in_segments(stream) or n_segments(stream, n) == 1
+    return in_one and n_cells(stream, n) <= stream.model.layers.most_cells
 
 
 def in_segments(stream: Stream) -> bool:
