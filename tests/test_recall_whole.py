@@ -59,6 +59,16 @@ def test_where_tokens_come_back_instead_of_made_cells_all_of_the_prompt_is_archi
     assert (n_kv <= 48, n_kv + n_archived) == (True, N_PROMPT)
 
 
+def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
+    # llama.cpp ends the process for a step longer than the cells that a context began with
+    path, tokens = tiny_model(n_head_kv=2), text(900)
+    found = [
+        logits_after(path, fit(search="all"), tokens, 900, prefill="whole", n_batch=n_batch)[0]
+        for n_batch in (256, 1024)
+    ]
+    assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
 def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", archive=256) as engine:
         engine.read(text(900))

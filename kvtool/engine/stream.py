@@ -268,7 +268,8 @@ class Stream:
 
     def batches(self, tokens: np.ndarray) -> list[np.ndarray]:
         """A text i32[n] in the steps that it takes, of about the same size; one for an empty text."""
-        return np.array_split(tokens, max(-(-len(tokens) // self.settings.n_batch), 1))
+        n_batch = min(self.settings.n_batch, self.context.n_batch)
+        return np.array_split(tokens, max(-(-len(tokens) // n_batch), 1))
 
     def decode_all(self, tokens: np.ndarray, n_output: int, stopped: Callable[[], bool]) -> bool:
         """Decodes a text i32[n] behind the live cells, in as many steps as it takes; the last n_output tokens

@@ -33,7 +33,7 @@ class Decoder:
     n_cell
         Cells of the cache.
     n_batch
-        Maximum tokens decoded at once.
+        Maximum tokens decoded at once; no more than the cells that there are at first.
     n_output
         Maximum tokens of a decode that give logits.
     type_k, type_v
@@ -73,7 +73,6 @@ class Decoder:
         on_tensor: Any = None,
     ) -> None:
         self.model = model
-        self.n_batch = n_batch
         self.ragged = ragged
         self.kv_offload = kv_offload
         params = api.llama_context_default_params()
@@ -104,6 +103,7 @@ class Decoder:
                 raise OutOfMemory(f"no memory for a cache of {n_cell} cells{because()}")
             raise LibraryError(f"llama.cpp cannot make a cache of {n_cell} cells{because()}")
         self.n_ctx: int = api.llama_n_ctx(self._context)
+        self.n_batch: int = api.llama_n_batch(self._context)
         self._batch = Batch(n_batch)
         self._taken: np.ndarray | None = None
         self._n_output = self._next = 0
