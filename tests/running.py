@@ -34,8 +34,13 @@ What policies promise, each of them, is in test_contract.py.
 
 @contextmanager
 def open_engine(path, policy, n_gpu_layers=None, **settings):
-    """F32 cache, no flash attention, one thread, logits of every token, unless `settings` say otherwise."""
+    """F32 cache, no flash attention, one thread, logits of every token, unless `settings` say otherwise.
+
+    What recalls streams its prompts, whatever room a GPU has.
+    """
     exact = {"type_k": "f32", "type_v": "f32", "flash": "off", "n_threads": 1, "n_batch": 64, "n_output": 64}
+    if policy.recall:
+        exact["prefill"] = "stream"
     model = Model(path, n_gpu_layers=n_gpu_layers)
     engine = None
     try:

@@ -12,7 +12,8 @@ import pytest
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
-from kvtool.engine.outlook import first_plan, whole_bytes
+from kvtool.engine.outlook import first_plan
+from kvtool.engine.prefill import whole_bytes
 from kvtool.engine.settings import Settings
 from kvtool.errors import PlanError, StreamEnd, UsageError
 from kvtool.llama.decoder import FLASH

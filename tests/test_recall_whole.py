@@ -7,7 +7,11 @@ import pytest
 
 from kvtool import policies
 from kvtool.cli.explain import long_text
-from kvtool.errors import StreamEnd
+from kvtool.engine.prefill import whole_bytes
+from kvtool.errors import LibraryError, StreamEnd
+from kvtool.llama.context import Context
+from kvtool.llama.devices import has_gpu
+from kvtool.llama.model import Model
 from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -108,6 +112,58 @@ def test_a_prompt_beyond_the_context_is_for_a_stream(tiny_model):
         with pytest.raises(StreamEnd, match=said):
             engine.read(text(257))
         assert engine.read(text(256)) == 256
+
+
+def beside_gpu(monkeypatch, n_bytes):
+    """As if a GPU computed all layers, and so many of its bytes were free."""
+    monkeypatch.setattr(Model, "is_on_gpu", True)
+    monkeypatch.setattr("kvtool.engine.prefill.gpu_free_bytes", lambda: n_bytes)
+
+
+def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch, tiny_model):
+    path = tiny_model(n_head_kv=2)
+    with open_engine(path, fit(), prefill=None) as engine:
+        assert not engine.reads_whole(300) or has_gpu()
+        needed = whole_bytes(engine, 300)
+        beside_gpu(monkeypatch, 2 * needed)
+        assert engine.reads_whole(300)
+        # cells come 256 at a time
+        assert not engine.reads_whole(300 + 256)
+        # what fits in the budget is not archived, and a text that goes on is no prompt
+        assert not engine.reads_whole(48)
+        assert "It is decoded whole in a cache of" in long_text(engine, "prompt", 300)
+        assert engine.read(text(300)) == 300
+        assert (engine.eviction.n_planned, engine.n_archived) == (300, 300 - engine.n_kv)
+        assert not engine.reads_whole(300)
+    beside_gpu(monkeypatch, 2**40)
+    for settings in (
+        {"prefill": "stream"},
+        {"prefill": None, "kv_offload": False},
+        {"prefill": None, "n_ctx": 256},
+    ):
+        with open_engine(path, fit(), **settings) as engine:
+            assert not engine.reads_whole(300)
+    with open_engine(path, policies.fit("h2o", 48), prefill=None) as engine:
+        assert not engine.reads_whole(300)
+
+
+def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
+    streamed, *_, n_bytes = logits_after(path, fit(), tokens)
+    beside_gpu(monkeypatch, 2**40)
+    resize = Context.resize
+
+    def refuse(self, n_cell):
+        if n_cell.max() > 256:
+            raise LibraryError("llama.cpp refused: no memory for the cache")
+        resize(self, n_cell)
+
+    monkeypatch.setattr(Context, "resize", refuse)
+    found, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
+    np.testing.assert_array_equal(found, streamed)
+    assert own_bytes == n_bytes
+    with pytest.raises(LibraryError, match="no memory for the cache"):
+        logits_after(path, fit(), tokens, prefill="whole")
 
 
 def test_it_says_what_will_happen(tiny_model):

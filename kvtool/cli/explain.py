@@ -62,8 +62,8 @@ class Notice:
 
 def long_text(engine: Engine, what: str, n: int) -> str | None:
     """What happens to a text of n tokens; None if it fits in the budget."""
-    from kvtool.engine.outlook import whole_bytes, whole_signal_bytes
-    from kvtool.engine.prefill import in_segments, n_segments
+    from kvtool.engine.outlook import whole_signal_bytes
+    from kvtool.engine.prefill import in_segments, n_segments, whole_bytes
 
     is_whole, settings = engine.reads_whole(n), engine.settings
     is_shared = _shares(engine.policy)
@@ -229,12 +229,19 @@ def _positions(engine: Engine, what: str, n_text: int) -> str:
 
 
 def _prefill(engine: Engine) -> str:
+    from kvtool.engine.prefill import has_room
+
     if (engine.settings.prefill or engine.policy.prefill) == "whole":
         return (
             f"whole: a prompt of more than {engine.policy.n_asked:,} tokens is decoded whole, "
             f"{'read once more, ' if engine.policy.rehearsal else ''}then compressed once"
         )
-    return f"stream: in batches of up to {_batch(engine):,} tokens"
+    stream = f"in batches of up to {_batch(engine):,} tokens"
+    if has_room(engine, engine.policy.n_asked + 1):
+        return (
+            f"whole where it takes at most half of a GPU's free memory, then compressed once; else {stream}"
+        )
+    return f"stream: {stream}"
 
 
 def _batch(engine: Engine) -> int:

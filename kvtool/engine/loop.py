@@ -10,7 +10,7 @@ from kvtool.engine import prefill
 from kvtool.engine.cells import Cells
 from kvtool.engine.stream import Stream
 from kvtool.engine.whole import Whole
-from kvtool.errors import UsageError
+from kvtool.errors import LibraryError, UsageError
 
 _I32 = np.dtype(np.int32)
 
@@ -47,11 +47,14 @@ class Engine(Stream):
     def reads_whole(self, n: int) -> bool:
         """Whether a text of n tokens would now be decoded whole, then compressed once.
 
-        What only the policy asks for gives way where it cannot be.
+        What only the policy asks for gives way where it cannot be. What is recalled is read so unasked where
+        a GPU has room for it.
         """
         evicts = n > self.policy.n_asked and self.policy.slack > 0
-        if self.prefill != "whole" or self.n_past or not evicts:
+        if self.n_past or not evicts:
             return False
+        if self.prefill != "whole":
+            return self.settings.prefill is None and prefill.has_room(self, n)
         has_to = self.settings.prefill == "whole" or self.policy.rehearsal is not None
         return has_to or prefill.fits_at_once(self, n)
 
@@ -132,7 +135,12 @@ class Engine(Stream):
         Returns how many tokens were read; of a text read whole all or none. Raises what `step` raises.
         """
         if self.reads_whole(len(tokens)):
-            return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, whole)
+            try:
+                return prefill.read_whole(self, _checked(tokens, self.model.n_vocab), stopped, whole)
+            except LibraryError:
+                # nobody has asked for it where a GPU has less room than it says
+                if self.prefill == "whole":
+                    raise
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
         if whole and fits_in and whole.fits(self, tokens):
             n = whole.put(self)

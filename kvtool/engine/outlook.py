@@ -26,12 +26,6 @@ def first_plan(engine: Engine, n_text: int = 0) -> int | None:
     return max(due, min(-(-due // n_batch) * n_batch, n_text, engine.n_cell))
 
 
-def whole_bytes(engine: Engine, n: int) -> int:
-    """Bytes of K and V while a text of n tokens is decoded whole."""
-    cell_bytes = sum(map(engine.context.cell_bytes, range(len(engine.layer_cells))))
-    return engine.cache_bytes + (n_cells(engine, n) - engine.context.n_cell) * cell_bytes
-
-
 def whole_signal_bytes(engine: Engine, n: int) -> int:
     """Bytes of the signals beside these, and of queries."""
     return engine.context.signal_bytes(np.full_like(engine.context.layer_cells, n_cells(engine, n)))

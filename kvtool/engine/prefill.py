@@ -14,6 +14,7 @@ from kvtool.engine.stream import Stream, pad
 from kvtool.engine.watched import decode_watched
 from kvtool.engine.whole import Whole
 from kvtool.errors import KvtoolError, StreamEnd, UsageError
+from kvtool.llama.devices import gpu_free_bytes
 
 
 def read_whole(
@@ -71,6 +72,25 @@ def fits_at_once(stream: Stream, n: int) -> bool:
     """Whether a prompt of n tokens can be read whole, but for positions that end."""
     in_one = in_segments(stream) or n_segments(stream, n) == 1
     return in_one and n_cells(stream, n) <= stream.model.layers.most_cells
+
+
+def has_room(stream: Stream, n: int) -> bool:
+    """Whether a prompt of n tokens that would be streamed and recalled is read whole instead.
+
+    A CPU searches the archive for each token of it: a GPU reads the whole ten times as fast. It is done where
+    the cells for that take at most half of what is free there.
+    """
+    model = stream.model
+    if not (stream.policy.recall and stream.settings.kv_offload and model.is_on_gpu):
+        return False
+    return fits_at_once(stream, n) and 2 * whole_bytes(stream, n) <= gpu_free_bytes()
+
+
+def whole_bytes(stream: Stream, n: int) -> int:
+    """Bytes of K and V while a prompt of n tokens is read whole."""
+    context = stream.context
+    cell_bytes = sum(map(context.cell_bytes, range(len(stream.layer_cells))))
+    return stream.cache_bytes + (n_cells(stream, n) - context.n_cell) * cell_bytes
 
 
 def in_segments(stream: Stream) -> bool:

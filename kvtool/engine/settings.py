@@ -20,7 +20,8 @@ class Settings:
         "auto": original up to the end of the context, where all gaps are closed at once.
     prefill
         How a prompt is read: "stream", in batches with a plan after each, or "whole", decoded whole and
-        compressed once. As the policy wants it if not given.
+        compressed once. As the policy wants it if not given; then what recalls reads whole where all layers are
+        on this machine's GPUs, and the cells for that take at most half of what is free there.
     n_ctx
         Context length; defaults to, and is capped at, the trained length.
     n_batch

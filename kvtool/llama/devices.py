@@ -58,6 +58,13 @@ def has_gpu() -> bool:
     return any(device["type"] in ("gpu", "igpu") for device in devices())
 
 
+def gpu_free_bytes() -> int:
+    """Free bytes of this machine's GPUs together, by their own counters; 0 where workers compute, too."""
+    found = [device for device in devices() if device["type"] in ("gpu", "igpu")]
+    is_one_machine = not any(device["name"].startswith("RPC") for device in found)
+    return sum(device["memory_free"] for device in found) if is_one_machine else 0
+
+
 def default_threads() -> int:
     """One thread per core that this process may use: two on one core are slower than one."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtool.errors import InputError, LibraryError, ModelError, OutOfMemory, UsageError
 from kvtool.llama.crash import crash_means, damaged
+from kvtool.llama.devices import has_gpu
 from kvtool.llama.library import (
     HOW_TO_BUILD,
     UNPATCHED,
@@ -82,6 +83,7 @@ class Model:
         if n_gpu_layers is not None:
             params.n_gpu_layers = n_gpu_layers
         self.path = Path(path)
+        self._n_gpu_layers = n_gpu_layers
         self._model = None
         with crash_means(damaged(path)):
             self._model = api.llama_model_load_from_file(os.fsencode(path), params)
@@ -95,6 +97,14 @@ class Model:
         self.bos: int = api.llama_vocab_bos(self._vocab)
         self.eos: int = api.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = api.llama_vocab_get_add_bos(self._vocab)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether a GPU, or a worker, computes all layers."""
+        self._check_open()
+        # the output counts as a layer
+        asked = self._n_gpu_layers
+        return has_gpu() and (asked is None or asked < 0 or asked > api.llama_model_n_layer(self._model))
 
     @property
     def vocab(self) -> object:

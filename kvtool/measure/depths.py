@@ -91,7 +91,7 @@ def start(
     """
     if isinstance(policy, recall.Recall):
         policy = replace(policy, chunk=settings.n_batch)
-    engine = Engine(model, policy, settings)
+    engine = Engine(model, policy, replace(settings, prefill="stream"))
     try:
         engine.read(tokens, stopped)
         return {name: np.array(values) for name, values in engine.save()}
