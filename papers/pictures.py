@@ -137,7 +137,7 @@ def ruler(path: Path, run: str, title: str) -> None:
         for axes, host in zip(row, (False, True), strict=True):
             for name, points in _ruler_points(lines, host=host).items():
                 colour, mark = _STYLES[name]
-                label = "full, 8 and 16 bits" if name == "full" else name
+                label = "full, 4, 8 and 16 bits" if name == "full" else name
                 axes.plot(*zip(*points, strict=True), color=colour, marker=mark, markersize=5, label=label)
             _ticks(axes, [size for line in axes.lines for size in line.get_xdata().tolist()])
             axes.set_xlabel(f"MiB on the device{' and the host' * host}")

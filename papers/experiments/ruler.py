@@ -9,10 +9,10 @@ from papers.experiments.kinds import LARGE, Experiment, Run, Table
 from papers.programs import Ruler
 from papers.ruler import EQUAL, POLICIES, REMOVED, SHARING, sharing
 
-_TYPES = ("f16", "q8_0")
+_TYPES = ("f16", "q8_0", "q4_0")
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
 
-_OWN = ("full", "full q8_0", "recall")
+_OWN = ("full", "full q8_0", "full q4_0", "recall")
 
 # rows that share have tables of their own
 ROWS = (*_OWN, *EQUAL)
@@ -25,7 +25,7 @@ RUNS: dict[str, Run] = {
         *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
         *(tuple(_PROTOCOLS), 4096, 1),
         model=LARGE,
-        minutes=335,
+        minutes=400,
     ),
     # one of each kind: needles, variables, frequent words
     "ruler-long": Ruler(
