@@ -9,6 +9,9 @@ from kvtool.errors import UsageError
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 """The types that llama.cpp has for cached keys and values, and ggml's numbers for them."""
 
+MOST_THREADS = 512
+"""The most CPU threads that ggml takes; it ends the process for more."""
+
 _UNITS = {
     "B": 1,
     # as ls, dd and ulimit have it: one letter is a power of 1024

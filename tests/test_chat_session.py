@@ -204,6 +204,18 @@ def test_show_says_that_a_file_is_damaged_or_truncated(talk, tmp_path, n_cut, wo
 
 
 @pytest.mark.engine
+def test_a_file_that_ends_within_its_text_is_not_said_to_have_one(talk, tmp_path):
+    talk(TURNS[:2], *FIRST)
+    path = tmp_path / "chat.kvs"
+    path.write_bytes(path.read_bytes()[:300])
+    for command in ("show", "export"):
+        done = called("session", command, path)
+        assert (done.returncode, done.stdout) == (9, "")
+        said = f"kvtool: {path} is truncated, and its text with it; put back a copy, or name another file\n"
+        assert done.stderr == said
+
+
+@pytest.mark.engine
 def test_show_speaks_to_people_and_json_keeps_its_names(talk, tmp_path):
     talk(TURNS[:2], *FIRST, "--system", "Be [b]brief[/b].\nAnd kind.")
     path = tmp_path / "chat.kvs"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests import forked
@@ -472,6 +473,19 @@ def test_a_text_that_does_not_end_is_cut(talker):
     assert re.fullmatch(KEEPS + re.escape(line), done.stderr)
     # what was asked for
     assert kvtool("generate", "Hello!", *own, "-n", 8).stderr == ""
+
+
+@pytest.mark.engine
+def test_an_interrupted_perplexity_says_how_far_it_came(monkeypatch, smollm2, tmp_path):
+    def stream(engine, tokens, scored):
+        scored(np.full(3, np.log(2.0)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtool.measure.perplexity.stream", stream)
+    (tmp_path / "text.txt").write_text("A text of some words.")
+    done = called("perplexity", tmp_path / "text.txt", "-t", "1")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "the perplexity of the first 3 tokens scored is 2.0000\nkvtool: stopped\n"
 
 
 @pytest.mark.engine

@@ -170,3 +170,6 @@ def test_it_says_what_will_happen(tiny_model):
     with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole") as engine:
         said = long_text(engine, "prompt", 300)
     assert "and the others go to host memory. It is decoded whole in a cache of" in said
+    with open_engine(tiny_model(n_head_kv=2), fit(), archive=100) as engine:
+        said = long_text(engine, "prompt", 300)
+    assert "go to host memory, which has room for the newest 100: 152 are forgotten. It is read in" in said

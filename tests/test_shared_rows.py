@@ -197,7 +197,11 @@ def test_a_stream_of_layers_that_share_stays_within_the_budget(name):
         (SnapKV, {"heads": "uneven"}, "heads must be one of equal, adaptive, got 'uneven'"),
         (SnapKV, {"layers": "uneven"}, "layers must be one of equal, adaptive, got 'uneven'"),
         (SnapKV, {"floor": 1.2}, r"floor must be in 0\.\.1, got 1\.2"),
-        (SnapKV, {"floor": 0.5}, "floor needs heads=adaptive: equal rows keep all of their budget"),
+        (
+            SnapKV,
+            {"floor": 0.5},
+            "floor needs heads=adaptive: the rows of a layer keep the same number of cells",
+        ),
         (H2O, {"heads": "adaptive", "per": "layer"}, "heads=adaptive needs per=row, got per=layer"),
         (H2O, {"heads": "adaptive", "window": 57}, r"window must be in 0\.\.56 \(the budget of 64 less"),
     ],

@@ -9,6 +9,7 @@ import sys
 from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -29,6 +30,10 @@ _OURS = (
     (r"in the range (\S+)<=x<=(\S+)", r"\1 must be in \3..\4, got \2"),
 )
 """How click says that a value is wrong, and how kvtool does."""
+
+
+_ALIKE = 0.75
+"""How much like an option that is suggested another one must be: difflib's ratio."""
 
 
 class _Commands(UserDict[str, Any]):
@@ -102,12 +107,24 @@ def _one_line() -> Iterator[None]:
 
 def _of_usage(error: Any) -> tuple[int, str]:
     """The exit code and the line for what does not parse."""
-    said = plain(error.format_message()).rstrip(".")
+    said = _plainly(error)
     for theirs, ours in _OURS:
         said = re.sub(f"^Invalid value for '(?:.* / ')?(.*?)': (.*) is not {theirs}$", ours, said)
     said = said if said.startswith("-") else said[:1].lower() + said[1:]
     where = f"; `{error.ctx.command_path} -h` says what it takes" if getattr(error, "ctx", None) else ""
     return error.exit_code, " ".join(f"{said}{where}".split())
+
+
+def _plainly(error: Any) -> str:
+    """What click says of it, or better words for that."""
+    if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        # all that are a little like it would make a longer list than help
+        alike = [each for each in error.possibilities or () if name.startswith(each) or each.startswith(name)]
+        meant = alike or get_close_matches(name, error.possibilities or (), n=1, cutoff=_ALIKE)
+        return f"no such option: {name}" + (f" (did you mean {meant[0]}?)" if meant else "")
+    if type(error).__name__ == "MissingParameter" and getattr(error.param, "name", "") == "file":
+        return "give a text: a file, or - for stdin"
+    return plain(error.format_message()).rstrip(".")
 
 
 def _of_output(error: OSError) -> tuple[int, str]:

@@ -80,7 +80,12 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     rows = "in the mean a row" if is_shared else "each row"
     share = f"{rows} keeps at most {budget:,} of them ({percent:{'.0f' if percent >= 1 else '.1g'}} %)"
     if engine.context.archive:
-        share += f", and the others go to {engine.context.archive.file or 'host memory'}"
+        archive = engine.context.archive
+        n_other, where = n - budget, archive.file or "host memory"
+        share += f", and the others go to {where}"
+        if n_other > archive.n_max:
+            n_lost = n_other - archive.n_max
+            share += f", which has room for the newest {archive.n_max:,}: {n_lost:,} are forgotten"
     if is_whole:
         segments = n_segments(engine, n)
         if segments > 1 and settings.positions == "original":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text
 from kvtool.cli.opening import open_run
@@ -93,10 +94,16 @@ def perplexity(
                 total, n_done = total + float(nll.sum()), n_done + len(nll)
                 step(n_done, f"perplexity {math.exp(total / n_done):.3f}" if n_done else "perplexity")
 
-            if own.windows is None:
-                nll = measure.stream(engine, tokens, scored)
-            else:
-                nll = measure.windows(engine, tokens, own.windows, own.stride, scored)
+            try:
+                if own.windows is None:
+                    nll = measure.stream(engine, tokens, scored)
+                else:
+                    nll = measure.windows(engine, tokens, own.windows, own.stride, scored)
+            except KeyboardInterrupt:
+                if n_done:
+                    so_far = math.exp(total / n_done)
+                    say([f"the perplexity of the first {n_done:,} tokens scored is {so_far:.4f}"])
+                raise
         seconds = time.monotonic() - started
         mean = float(nll.mean())
         result = {

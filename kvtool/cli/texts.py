@@ -22,7 +22,7 @@ def check_length(engine: Engine, n_tokens: int, what: str = "text") -> None:
     if engine.policy.slack == 0 and n_tokens > engine.policy.budget:
         raise InputError(
             f"the {what} ({n_tokens:,} tokens) does not fit in the cache ({engine.policy.budget:,}) and "
-            f"`full` never evicts; use --policy h2o {shorter}"
+            f"`full` never evicts; use --policy recall {shorter}"
         )
     check_positions(engine.settings.positions, n_tokens, engine.n_ctx, what, shorter)
 

@@ -16,9 +16,9 @@ from typing import TextIO
 from kvtool.cli.declared import options
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
-from kvtool.options.field import Options, option
+from kvtool.options.field import Options, option, within
 from kvtool.system import interrupt
-from kvtool.units import format_bytes, parse_bytes
+from kvtool.units import MOST_THREADS, format_bytes, parse_bytes
 
 _SHORT_S = 1.0
 """Connections shorter than this are not reported: a client makes some to look at the worker."""
@@ -36,7 +36,9 @@ class _Serving(Options):
         "Memory to offer, for example 8GiB. Clients spread layers in proportion to it.",
         words="all there is",
     )
-    threads: int | None = option("-t, --threads N", None, "CPU threads.", words="one per core", least=1)
+    threads: int | None = option(
+        "-t, --threads N", None, "CPU threads.", words="one per core", **within(1, MOST_THREADS)
+    )
     verbose: int = option(
         "-v, --verbose",
         0,

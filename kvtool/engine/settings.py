@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvtool.errors import UsageError
 from kvtool.options.field import declared
 from kvtool.options.run import Run
+from kvtool.units import MOST_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class Settings:
         "auto": original up to the end of the context, where all gaps are closed at once.
     prefill
         How a prompt is read: "stream", in batches with a plan after each, or "whole", decoded whole and
-        compressed once. As the policy wants it if not given; then what recalls reads whole where all layers are
-        on this machine's GPUs, and the cells for that take at most half of what is free there.
+        compressed once. As the policy wants it if not given; then what recalls reads whole where all layers
+        are on this machine's GPUs, and the cells for that take at most half of what is free there.
     n_ctx
         Context length; defaults to, and is capped at, the trained length.
     n_batch
@@ -79,5 +80,7 @@ class Settings:
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
+        if self.n_threads is not None and self.n_threads > MOST_THREADS:
+            raise UsageError(f"n_threads must be at most {MOST_THREADS}, got {self.n_threads}")
         if not 0 <= self.n_ahead < self.n_batch:
             raise UsageError(f"n_ahead must be in 0..{self.n_batch - 1}, got {self.n_ahead}")

@@ -17,8 +17,9 @@ from kvtool.options.field import (
     option,
     repeated,
     unless,
+    within,
 )
-from kvtool.units import CACHE_TYPES
+from kvtool.units import CACHE_TYPES, MOST_THREADS
 
 POLICY, INSTEAD = "recall", "h2o"
 """The default policy, which forgets nothing; and where nothing can be recalled.
@@ -130,7 +131,11 @@ class Run(Options):
         least=1,
     )
     threads: int | None = _runs(
-        "-t, --threads N", None, "CPU threads.", words="as many as are fastest, one per core at most", least=1
+        "-t, --threads N",
+        None,
+        "CPU threads.",
+        words="as many as are fastest, one per core at most",
+        **within(1, MOST_THREADS),
     )
     gpu_layers: int | None = _runs(
         "-ngl, --gpu-layers N",

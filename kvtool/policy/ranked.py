@@ -63,7 +63,7 @@ class Ranked(Policy):
         if not 0 <= self._floor <= 1:
             raise ValueError(f"floor must be in 0..1, got {self._floor}")
         if self._heads == "equal" and self._floor != FLOOR:
-            raise ValueError("floor needs heads=adaptive: equal rows keep all of their budget")
+            raise ValueError("floor needs heads=adaptive: the rows of a layer keep the same number of cells")
         check_kept(self.n_asked, self.slack, *self.exempt, self.least_window)
 
     @property

@@ -49,6 +49,8 @@ def read_stdin() -> str:
         return ""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\n")
+    except OSError as error:
+        raise InputError(f"cannot read stdin: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"stdin is not UTF-8 (byte {error.start}); {_CONVERT}") from None
 
@@ -64,11 +66,11 @@ def stdin_lines() -> Iterator[str]:
 
 def read_text(file: str) -> str:
     """The text of a file, or of stdin for "-". Raises InputError unless it is text in UTF-8."""
+    name = "stdin" if file == "-" else file
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
-    name = "stdin" if file == "-" else file
+        raise InputError(f"cannot read {name}: {error.strerror}") from None
     if not data.strip():
         raise InputError(f"{name} is empty; it must be a text")
     if b"\0" in data:
