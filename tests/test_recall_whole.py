@@ -12,6 +12,7 @@ from kvtool.errors import LibraryError, StreamEnd
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
+from kvtool.llama.segment import CLUSTERS
 from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -71,6 +72,19 @@ def test_a_batch_longer_than_the_small_cache_is_read_in_parts(tiny_model):
         for n_batch in (256, 1024)
     ]
     assert np.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_archiving_a_prompt_takes_several_threads_and_gives_the_same(tiny_model):
+    saved = []
+    for n_threads in (1, 3):
+        with open_engine(tiny_model(n_head_kv=2), fit(), prefill="whole", n_threads=n_threads) as engine:
+            engine.read(text(900))
+            saved.append({name: np.array(values) for name, values in engine.save()})
+    assert saved[0].keys() == saved[1].keys()
+    print(list(saved[0]))
+    assert any(name.startswith(CLUSTERS) for name in saved[0])
+    for name, values in saved[0].items():
+        np.testing.assert_array_equal(values, saved[1][name])
 
 
 def test_what_the_archive_has_no_room_for_is_forgotten_oldest_first(tiny_model):

@@ -115,13 +115,13 @@ void archive::put(size_t layer, int64_t pos, const gathered & cells) {
     }
 }
 
-void archive::finish(const leaving & some, int64_t first) {
+void archive::finish(const leaving & some, int64_t first, int n_thread) {
     for (auto & l : layers) {
         l.set_span(first, some.end());
     }
 
     move_far(some.next + base() - n_near);
-    seal();
+    seal(n_thread);
 }
 
 void archive::set_base(int64_t base) {
@@ -184,7 +184,7 @@ void archive::keep(int64_t n) {
         memory.fit(first, end());
         memory.trim();
         forget(first);
-        seal();
+        seal(1);
     }
 }
 

@@ -169,7 +169,7 @@ public:
     void reserve(const leaving & some) { memory.reserve(first_of(some), some.end()); }
     int64_t start(const leaving & some);
     void put    (size_t layer, int64_t pos, const gathered & cells);
-    void finish (const leaving & some, int64_t first);
+    void finish (const leaving & some, int64_t first, int n_thread);
 
     // the oldest token that there is with these
     int64_t first_of(const leaving & some) const {
@@ -290,7 +290,7 @@ private:
 
     // Makes the clusters of blocks that are complete by now, and anew of those that have become far; forgets those of blocks that
     // are not there any more.
-    void seal();
+    void seal(int n_thread);
     void seal_row(int row);
     // keys, values: room for a block's
     void seal(size_t layer, int head, int row, int64_t block, bool is_far, std::vector<float> & keys, std::vector<float> & values);

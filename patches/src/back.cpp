@@ -30,7 +30,7 @@ void archive::cut(int64_t end, int64_t next) {
         frames.pop_back();
     }
 
-    seal();
+    seal(1);
 }
 
 // copies tokens first .. first + n - 1 of a layer into its cells from `cell` on

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace kvtool {
 
@@ -106,7 +107,7 @@ struct cell_rows {
 
 static bool gather_device(
         graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const part & p, const int32_t * cells, int32_t n,
-        const std::function<void (size_t, const gathered &)> & f) {
+        const std::function<void (size_t, gathered &&)> & f) {
     const auto & kv = *memory::cache(lctx);
 
     const bool v_trans = memory::is_transposed(kv);
@@ -168,7 +169,7 @@ static bool gather_device(
                     }
                 }
             }
-            f(p.layers[i], res);
+            f(p.layers[i], std::move(res));
         }
     };
 
@@ -186,7 +187,7 @@ static bool gather_device(
 
 bool gather(
         graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
-        const std::function<void (size_t, const gathered &)> & f) {
+        const std::function<void (size_t, gathered &&)> & f) {
     const bool v_trans = memory::is_transposed(*memory::cache(lctx));
 
     for (size_t i = 0; i < layers.size(); ++i) {

@@ -17,6 +17,6 @@ namespace kvtool {
 // device has failed
 bool gather(
         graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const int32_t * cells, int32_t n,
-        const std::function<void (size_t, const gathered &)> & f);
+        const std::function<void (size_t, gathered &&)> & f);
 
 } // namespace kvtool

@@ -3,7 +3,9 @@
 #include "convert.h"
 #include "gather.h"
 #include "made.h"
+#include "together.h"
 
+#include "llama-context.h"
 #include "llama-graph.h"
 
 #include <algorithm>
@@ -325,16 +327,22 @@ void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<lay
     // what is gathered of all layers lies on a device at once
     static constexpr int32_t n_most = 128;
 
+    // a step's few tokens are stored before threads have started
+    const int n_thread = some.n_cell > n_most ? std::max(lctx.n_threads(), 1u) : 1;
+
+    std::vector<gathered> found(layers.size());
+
     tokens.reserve(some);
     const int64_t first = tokens.start(some);
     // what is to be forgotten at once is not stored
     for (int32_t c = std::max<int64_t>(0, first - some.pos_0); c < some.n_cell; c += n_most) {
-        const auto put = [&](size_t i, const gathered & cells) { tokens.put(i, some.pos_0 + c, cells); };
-        if (!gather(graphs, lctx, layers, some.cells + c, std::min(n_most, some.n_cell - c), put)) {
+        const auto keep = [&](size_t i, gathered && cells) { found[i] = std::move(cells); };
+        if (!gather(graphs, lctx, layers, some.cells + c, std::min(n_most, some.n_cell - c), keep)) {
             throw std::runtime_error("a device failed to give its cells");
         }
+        together(n_thread, found.size(), [&](int i) { tokens.put(i, some.pos_0 + c, found[i]); });
     }
-    tokens.finish(some, first);
+    tokens.finish(some, first, n_thread);
 }
 
 void recaller::clear() {

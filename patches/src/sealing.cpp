@@ -155,10 +155,8 @@ void archive::seal_row(int row) {
     }
 }
 
-void archive::seal() {
-    for (int row = 0; row < n_row(); ++row) {
-        seal_row(row);
-    }
+void archive::seal(int n_thread) {
+    together(n_thread, n_row(), [&](int row) { seal_row(row); });
     known.clear();
     n_unsealed = 0;
 }
