@@ -1,4 +1,4 @@
-"""How long reading a prompt takes with evictions, beside stock llama.cpp with a cell for each token.
+"""How long reading a prompt takes as a policy reads it, beside stock llama.cpp with a cell for each token.
 
     python benchmarks/reading.py FILE --tokens 8192 --policies h2o,streamingllm --budget 1024
 
@@ -58,7 +58,7 @@ class Stock:
 class Kvtool:
     def __init__(self, model: Model, name: str, tokens: np.ndarray, args) -> None:
         policy = policies.fit(name, args.budget, args.evict_every)
-        settings = Settings(prefill="stream", n_batch=args.batch, flash=args.flash, n_threads=args.threads)
+        settings = Settings(n_batch=args.batch, flash=args.flash, n_threads=args.threads)
         self.engine = Engine(model, policy, settings)
         self.tokens = tokens
 

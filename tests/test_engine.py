@@ -27,7 +27,7 @@ from kvtool.units import CACHE_TYPES
 from tests import saved
 from tests.merging import Merging, keep_and_merge
 from tests.reference import transformer
-from tests.running import KINDS, LOGITS, TOLERANCE, open_engine, text
+from tests.running import KINDS, LOGITS, ON_CUDA, TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
 
@@ -127,8 +127,10 @@ def test_a_budget_no_smaller_than_the_text_gives_what_full_gives(tiny_model, nam
             assert engine.n_evicted == 0
             assert engine.n_kv == 256
     assert len(found[0]) == 255
-    # the steps have other lengths, and on a device only several queries at once are rounded to half precision
-    assert np.abs(found[0] - found[1]).max() <= (2e-2 if transformer.half_precision else 0)
+    # the steps of `corm` have other lengths: Vulkan rounds only several queries at once to half precision,
+    # and CUDA adds up those of 16 in another order than those of 64
+    rounds = transformer.half_precision or (ON_CUDA and name == "corm")
+    assert np.abs(found[0] - found[1]).max() <= (2e-2 if rounds else 0)
 
 
 # cells, state and positions

@@ -6,7 +6,8 @@ import pytest
 
 from kvtool import policies
 from kvtool.cli.explain import Notice, _budget, explain_run, long_text, policy_line
-from kvtool.engine.outlook import first_plan, whole_bytes, whole_signal_bytes
+from kvtool.engine.outlook import first_plan, whole_signal_bytes
+from kvtool.engine.prefill import whole_bytes
 from kvtool.measure import perplexity
 from kvtool.runs import report
 from tests.running import open_engine, text

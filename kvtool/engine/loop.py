@@ -15,6 +15,10 @@ from kvtool.errors import LibraryError, UsageError
 _I32 = np.dtype(np.int32)
 
 
+_N_ANEW = 8
+"""A text that is this part of all, or more, is read with what is before it where a GPU reads that whole."""
+
+
 class Engine(Stream):
     """A stream that evicts when its policy is due. Attributes as in `Stream`."""
 
@@ -57,6 +61,22 @@ class Engine(Stream):
             return self.settings.prefill is None and prefill.has_room(self, n)
         has_to = self.settings.prefill == "whole" or self.policy.rehearsal is not None
         return has_to or prefill.fits_at_once(self, n)
+
+    def reads_anew(self, n: int) -> bool:
+        """Whether a text of n tokens behind others had better be read with these, as one prompt.
+
+        A GPU then reads all of it, as `reads_whole` says unasked, before a CPU has looked into the archive
+        for the text.
+        """
+        n_all = self.n_past + n
+        if not self.n_past or n * _N_ANEW < n_all or n_all <= self.policy.n_asked:
+            return False
+        is_asked = self.settings.prefill is not None or self.prefill == "whole"
+        return not is_asked and prefill.has_room(self, n_all)
+
+    def empty(self) -> None:
+        """Forgets everything but how many tokens are pinned and held: the next token is the first."""
+        prefill.empty(self)
 
     def evict_if_due(self, n: int = 1) -> None:
         """Lets the policy evict if the next n tokens do not fit before its next plan: all that ever evicts.

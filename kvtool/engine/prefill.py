@@ -58,12 +58,12 @@ def read_whole(
         fits = whole and len(segments) == 1 and whole.fits(stream, tokens)
         signals = _decode(stream, segments, stopped, whole if fits else None)
         if signals is None:
-            _empty(stream)
+            empty(stream)
             return 0
         _compress(stream, signals, close=len(segments) > 1)
     except BaseException:
         with suppress(KvtoolError):
-            _empty(stream)
+            empty(stream)
         raise
     return n
 
@@ -119,7 +119,8 @@ def n_cells(stream: Stream, n: int) -> int:
     return pad(n)
 
 
-def _empty(stream: Stream) -> None:
+def empty(stream: Stream) -> None:
+    """Forgets everything but how many tokens are pinned and held."""
     eviction = stream.eviction
     n_pinned, n_held = eviction.n_pinned, eviction.n_held
     stream.reset()

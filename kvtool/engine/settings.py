@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from kvtool.errors import UsageError
 from kvtool.options.field import declared
 from kvtool.options.run import Run
-from kvtool.units import MOST_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,6 @@ class Settings:
         for name in ("n_ctx", "n_batch", "n_output", "n_threads", "archive", "archive_bytes"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise UsageError(f"{name} must be at least 1, got {n}")
-        if self.n_threads is not None and self.n_threads > MOST_THREADS:
-            raise UsageError(f"n_threads must be at most {MOST_THREADS}, got {self.n_threads}")
+        declared(Run)["threads"].check(self.n_threads, "n_threads")
         if not 0 <= self.n_ahead < self.n_batch:
             raise UsageError(f"n_ahead must be in 0..{self.n_batch - 1}, got {self.n_ahead}")
