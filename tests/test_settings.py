@@ -253,7 +253,7 @@ def test_a_misspelt_command_in_a_models_table_is_none(file):
 def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
     done = kvtool("chat")
-    assert (done.returncode, done.stderr) == (2, "kvtool: $KVTOOL_CHAT_SEED: 'x' is not a whole number.\n")
+    assert (done.returncode, done.stderr) == (2, "kvtool: $KVTOOL_CHAT_SEED: 'x' is not a whole number\n")
 
 
 def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):
