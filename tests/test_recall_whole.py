@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ from kvtool import policies
 from kvtool.chats.writer import Writer
 from kvtool.cli.explain import long_text
 from kvtool.engine.prefill import whole_bytes
-from kvtool.errors import LibraryError, StreamEnd
+from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.context import Context
 from kvtool.llama.devices import has_gpu
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 from kvtool.llama.segment import CLUSTERS
+from kvtool.serve import requests
+from kvtool.serve.requests import Defaults
+from tests.killed_turns import Server, said
 from tests.running import TOLERANCE, open_engine, text
 
 pytestmark = pytest.mark.engine
@@ -165,18 +169,23 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
         assert not engine.reads_whole(300)
 
 
+def refuse_above(n):
+    """`Context.resize` of a GPU that has memory for so many cells a row."""
+    resize = Context.resize
+
+    def refuse(self, n_cell):
+        if n_cell.max() > n:
+            raise LibraryError("llama.cpp refused: no memory for the cache")
+        resize(self, n_cell)
+
+    return refuse
+
+
 def test_where_a_gpu_has_less_room_than_it_says_the_prompt_is_streamed(monkeypatch, tiny_model):
     path, tokens = tiny_model(n_head_kv=2), text(N_PROMPT + N_LATER)
     streamed, *_, n_bytes = logits_after(path, fit(), tokens)
     beside_gpu(monkeypatch, 2**40)
-    resize = Context.resize
-
-    def refuse(self, n_cell):
-        if n_cell.max() > 256:
-            raise LibraryError("llama.cpp refused: no memory for the cache")
-        resize(self, n_cell)
-
-    monkeypatch.setattr(Context, "resize", refuse)
+    monkeypatch.setattr(Context, "resize", refuse_above(256))
     found, *_, own_bytes = logits_after(path, fit(), tokens, prefill=None)
     np.testing.assert_array_equal(found, streamed)
     assert own_bytes == n_bytes
@@ -244,6 +253,70 @@ def test_a_stop_amid_what_is_read_anew_loses_nothing(monkeypatch, tiny_model):
         np.testing.assert_array_equal(writer.unread, tokens[:100])
         assert writer.read(tokens[100:])
         np.testing.assert_array_equal(writer.engine.context.logits()[-1], want)
+
+
+def test_what_others_have_read_is_not_forgotten_for_a_text(monkeypatch, tiny_model):
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
+        writer.engine.read(text(100))
+        writer.read(text(200, seed=2))
+        assert writer.engine.n_past == 300
+
+
+def test_a_stop_before_the_first_step_leaves_what_there_is(monkeypatch, tiny_model):
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
+        writer.read(text(100))
+        writer.stop = True
+        assert not writer.read(text(200, seed=2))
+        assert (writer.engine.n_past, len(writer.unread)) == (100, 200)
+        with pytest.raises(UsageError, match=r"n must be in 0\.\.100"):
+            writer.go_back(301, writer.save())
+
+
+def test_a_gpu_that_has_refused_is_asked_for_less_alone(monkeypatch, tiny_model):
+    beside_gpu(monkeypatch, 2**40)
+    with open_writer(tiny_model(n_head_kv=2), prefill=None) as writer:
+        engine, resize = writer.engine, Context.resize
+        with monkeypatch.context() as full:
+            full.setattr(Context, "resize", refuse_above(300))
+            writer.read(text(400))
+        engine.empty()
+        assert (engine.reads_whole(400), engine.reads_whole(399)) == (False, True)
+        assert Context.resize is resize
+
+
+def test_a_client_that_goes_amid_what_is_read_anew_and_asks_again_is_answered_on_all_of_it(
+    monkeypatch, talker, tmp_path
+):
+    def ask(server, messages, n_at_most=None):
+        """Returns how many tokens of the prompt were stored before, and all of the stream."""
+        job = SimpleNamespace(request=requests.chat({"messages": messages, "max_tokens": 8}, Defaults()))
+        job.is_cancelled, job.counts = False, {}
+
+        def emit(kind, n_read=0, **more):
+            job.is_cancelled |= kind == "reading" and n_at_most is not None and n_read >= n_at_most
+            if kind == "end":
+                job.counts = more
+
+        job.emit = emit
+        server.talk.answer(job)
+        return job.counts.get("n_cached"), server.talk.writer.tokens.tolist()
+
+    beside_gpu(monkeypatch, 2**40)
+    model = Model(talker)
+    try:
+        messages = [said("user", "My name is Bob. " + "I walk. " * 20)]
+        server = Server(model, "recall", tmp_path / "one")
+        ask(server, messages)
+        messages += [said("assistant", "Well."), said("user", "Waves come and go. " * 20)]
+        ask(server, messages, n_at_most=64)
+        assert server.talk.engine.n_past == 0
+        n_cached, tokens = ask(server, messages)
+        assert (n_cached, tokens) == ask(Server(model, "recall", tmp_path / "two"), messages)
+        assert n_cached == 0
+    finally:
+        model.close()
 
 
 def test_it_says_what_will_happen(tiny_model):

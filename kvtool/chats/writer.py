@@ -27,6 +27,8 @@ class Writer:
         Setting this, even from a signal handler, ends `read` and `write` after the current step.
     n_written
         Tokens that the last `write` has sampled.
+    n_anew
+        Tokens that were read once more, with a text behind them, since `begin`.
     is_cut
         Whether the last `write` ended because it had written as many tokens as it may.
     ending
@@ -51,6 +53,7 @@ class Writer:
         self.sampler = sampler
         self.stop = False
         self.n_written = 0
+        self.n_anew = 0
         self.is_cut = False
         self.ending: int | None = None
         self.stopped_by = ""
@@ -69,7 +72,7 @@ class Writer:
     ) -> None:
         """Prepares the next text: another sampler, which it takes in place of its own, and callbacks."""
         self.sampler.close()
-        self.sampler, self.shown, self.stop = sampler, shown, False
+        self.sampler, self.shown, self.stop, self.n_anew = sampler, shown, False, 0
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
     def reset(self) -> None:
@@ -133,7 +136,7 @@ class Writer:
         Returns False, with all as it was, where the engine cannot go back there.
         """
         n_lacking = n - self.engine.n_past
-        if n_lacking > 0:
+        if 0 < n_lacking <= len(self._unread):
             # a stop amid what is read anew
             lacking = self._unread[:n_lacking]
             self.restore(saved, self.tokens, seed)
@@ -158,11 +161,14 @@ class Writer:
 
     def _decode_unread(self, after_step: Callable[[slice], None] | None = None) -> bool:
         """Decodes what was given or sampled; returns False if stopped before the end."""
-        if after_step is None and self.engine.reads_anew(len(self._unread)):
-            # a stop leaves all of it to be read
-            self._unread = np.concatenate([self.tokens, self._unread])
-            self._decoded = array("i")
+        # an engine may have read more than this writer
+        knows_all = len(self._decoded) == self.engine.n_past
+        if after_step is None and knows_all and not self.stop and self.engine.reads_anew(len(self._unread)):
+            whole = np.concatenate([self.tokens, self._unread])
             self.engine.empty()
+            self.n_anew += len(self._decoded)
+            # a stop leaves all of it to be read
+            self._unread, self._decoded = whole, array("i")
         before, n_all = self.engine.n_past, len(self._unread)
 
         def stopped() -> bool:

@@ -161,6 +161,7 @@ class Engine(Stream):
                 # nobody has asked for it where a GPU has less room than it says
                 if self.prefill == "whole":
                     raise
+                self.n_refused = len(tokens)
         fits_in = self.n_past == 0 and not self.policy.evicts and len(tokens) <= self.n_cell
         if whole and fits_in and whole.fits(self, tokens):
             n = whole.put(self)

@@ -83,6 +83,8 @@ def has_room(stream: Stream, n: int) -> bool:
     model = stream.model
     if not (stream.policy.recall and stream.settings.kv_offload and model.is_on_gpu):
         return False
+    if stream.n_refused is not None and n >= stream.n_refused:
+        return False
     return fits_at_once(stream, n) and 2 * whole_bytes(stream, n) <= gpu_free_bytes()
 
 

@@ -103,6 +103,8 @@ class Stream:
             over = policy.budget - policy.slack + settings.n_batch
             self.n_cell = n_start = max(policy.budget, min(over, self.n_ctx))
         self.n_batch = min(settings.n_batch, policy.recall.chunk) if policy.recall else settings.n_batch
+        # the tokens of a prompt that a GPU had no room to read whole
+        self.n_refused: int | None = None
         self.pace: Pace | None = None
         self.crew: Crew | None = None
         self._request = ask(policy, "request")

@@ -60,9 +60,12 @@ def has_gpu() -> bool:
 
 def gpu_free_bytes() -> int:
     """Free bytes of this machine's GPUs together, by their own counters; 0 where workers compute, too."""
-    found = [device for device in devices() if device["type"] in ("gpu", "igpu")]
-    is_one_machine = not any(device["name"].startswith("RPC") for device in found)
-    return sum(device["memory_free"] for device in found) if is_one_machine else 0
+    found = devices()
+    # llama.cpp leaves out what is on a CPU's chip where there is another
+    gpus = [device for device in found if device["type"] == "gpu"]
+    gpus = gpus or [device for device in found if device["type"] == "igpu"]
+    is_one_machine = not any(device["name"].startswith("RPC") for device in gpus)
+    return sum(device["memory_free"] for device in gpus) if is_one_machine else 0
 
 
 def default_threads() -> int:

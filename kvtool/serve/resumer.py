@@ -199,7 +199,8 @@ class Resumer:
         if is_start and n_pinned is not None:
             self._engine.pin(n_pinned)
         self._turns, self.n_cached = way.turns, self._engine.n_past
-        return way.tokens[n - first :]
+        # a stop may have left what is before `first` to be read
+        return np.concatenate([had[n:first], way.tokens[max(n - first, 0) :]])
 
     def _whole(self, messages: list[Message], tools: list[Any]) -> tuple[np.ndarray, int]:
         """The tokens i32[n] of the whole chat, and how many of them are pinned."""

@@ -154,7 +154,7 @@ class Talk:
             return
         counts = {
             "n_prompt": self.engine.n_past,
-            "n_cached": resumer.n_cached,
+            "n_cached": max(resumer.n_cached - self.writer.n_anew, 0),
             "read_s": time.perf_counter() - started,
         }
         talk.follow(request.messages)
