@@ -81,7 +81,7 @@ def test_layers_that_share_a_budget_hold_it_together_and_take_no_more_cells(tiny
         assert 6 * policy.n_keep - 6 <= engine.rows.live.sum() <= 6 * policy.n_keep
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "expected"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "expected", "keydiff", "rkv"])
 @pytest.mark.parametrize(("positions", "n_batch"), [("original", 64), ("in-cache", 512)])
 def test_rows_that_share_a_budget_are_compressed_once_like_the_definition(
     tiny_model, name, positions, n_batch

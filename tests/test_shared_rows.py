@@ -13,8 +13,11 @@ from kvtool.policies.h2o import H2O
 from kvtool.policies.snapkv import SnapKV
 from kvtool.policy.ranked import apportion
 
-SHARING = ["expected", "h2o", "kvzip", "snapkv"]
+SHARING = ["expected", "h2o", "keydiff", "knorm", "kvzip", "rkv", "scissorhands", "snapkv", "tova"]
 LAYERED = ["expected", "snapkv"]
+
+OWN = {"tova": ["per=row"]}
+"""What a policy needs besides."""
 
 every_sharing_policy = pytest.mark.parametrize("name", SHARING)
 
@@ -73,7 +76,7 @@ def test_among_equals_the_newer_token_stays_then_that_of_the_earlier_row():
 
 @every_sharing_policy
 def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice_its_own(name):
-    policy = policies.fit(name, 40, 8, ["heads=adaptive", "window=2"])
+    policy = policies.fit(name, 40, 8, [*OWN.get(name, []), "heads=adaptive", "window=2"])
     cache = Cache(3, 2, 120, policy, seed=0, n_value=4096, twin=False)
     # one row of each layer needs more
     differ = False
@@ -87,12 +90,14 @@ def test_a_layer_holds_its_budget_and_a_row_at_least_the_floor_and_at_most_twice
         assert (n_kept <= 2 * 40 - 8).all()
         differ |= bool((n_kept[:, 0] != n_kept[:, 1]).any())
     # of what comes in a stream kvzip has no scores: the oldest go, of each row
-    assert differ == (name != "kvzip")
+    assert differ == (name != "kvzip"), name
 
 
 @every_sharing_policy
 def test_the_budget_that_is_asked_for_is_the_mean(name):
-    equal, shared = (policies.fit(name, 64, 8, options) for options in ([], ["heads=adaptive"]))
+    equal, shared = (
+        policies.fit(name, 64, 8, options) for options in ([], [*OWN.get(name, []), "heads=adaptive"])
+    )
     assert (equal.n_asked, equal.budget, equal.ragged) == (64, 64, False)
     assert (shared.n_asked, shared.budget, shared.ragged) == (64, 128, True)
     assert shared.n_keep == equal.n_keep == 56
@@ -106,7 +111,7 @@ def test_the_budget_that_is_asked_for_is_the_mean(name):
 def test_with_all_of_it_as_the_floor_rows_keep_what_they_keep_by_themselves(name):
     kept = []
     for options in ([], ["heads=adaptive", "floor=1"]):
-        policy = policies.fit(name, 40, 8, options)
+        policy = policies.fit(name, 40, 8, [*OWN.get(name, []), *options])
         cache = Cache(2, 2, 120, policy, seed=0, n_value=4096, twin=False)
         rows = []
         for _ in range(8):

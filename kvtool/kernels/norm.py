@@ -14,9 +14,9 @@ def square_norm(key):
     return total
 
 
-@kernel("void(f4[:,:,::1], i8, i1[:,:,::1])")
+@kernel("void(f4[:,:,::1], i8[::1], i1[:,:,::1])")
 def normalise(keys, first, unit):
-    """keys f32[row, n_new, n_dim], of the cells from `first` on -> unit i8[row, n or more, n_dim].
+    """keys f32[row, n_new, n_dim], of the cells from first i64[row] on -> unit i8[row, n or more, n_dim].
 
     Each key gets the length 127; a key of zeros stays one.
     """
@@ -26,4 +26,4 @@ def normalise(keys, first, unit):
             norm = np.sqrt(square_norm(keys[row, i]))
             scale = 127 / norm if norm > 0 else 0.0
             for dim in range(n_dim):
-                unit[row, first + i, dim] = np.int8(np.rint(keys[row, i, dim] * scale))
+                unit[row, first[row] + i, dim] = np.int8(np.rint(keys[row, i, dim] * scale))

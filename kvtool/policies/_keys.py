@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.policy import Ranked, Signal
+from kvtool.policy import FLOOR, Ranked, Signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,8 @@ class RankedKeys(Ranked):
     slack: int
     sinks: int = 4
     window: int = 1
+    heads: str = "equal"
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.KEYS
     least_window: ClassVar[int] = 1

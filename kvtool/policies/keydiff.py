@@ -5,6 +5,8 @@ out: it is the same for all cells.
 
 Differs from the paper: keys are compared before RoPE; the paper (and kvpress) compares them after it. So
 equal keys are alike wherever they stand. The newest tokens and the sinks always stay.
+
+Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ class KeyDiff(RankedKeys):
         First tokens, never evicted.
     window
         Newest tokens, never evicted; 1 or more.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     paper: ClassVar[str] = "arXiv:2504.15364"
@@ -40,7 +46,7 @@ class KeyDiff(RankedKeys):
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
-        normalise(view.keys, view.n_kv - view.keys.shape[1], state[0])
+        normalise(view.keys, view.new_cells, state[0])
 
     def scores(self, view: View, state: State) -> np.ndarray:
         score = np.empty(view.pos.shape, np.float32)

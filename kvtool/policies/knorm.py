@@ -5,6 +5,8 @@ which does not change their norm.
 
 Differs from the paper: the newest tokens and the sinks always stay. The paper compresses a prompt once;
 here the same is done whenever the cache is full.
+
+Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ class Knorm(RankedKeys):
         First tokens, never evicted.
     window
         Newest tokens, never evicted; 1 or more.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     paper: ClassVar[str] = "arXiv:2406.11430"
@@ -37,19 +43,19 @@ class Knorm(RankedKeys):
         return (np.zeros((n_row, n_cell), np.float32),)
 
     def observe(self, view: View, state: State) -> None:
-        _shortness(view.keys, view.n_kv - view.keys.shape[1], state[0])
+        _shortness(view.keys, view.new_cells, state[0])
 
     def scores(self, view: View, state: State) -> np.ndarray:
         return state[0]
 
 
-@kernel("void(f4[:,:,::1], i8, f4[:,::1])")
+@kernel("void(f4[:,:,::1], i8[::1], f4[:,::1])")
 def _shortness(keys, first, score):
-    """keys f32[row, n_new, n_dim], of the cells from `first` on -> score f32[row, first + n_new or more]."""
+    """keys f32[row, n_new, n_dim], of the cells from first i64[row] on -> score f32[row, n or more]."""
     n_row, n_new, _ = keys.shape
     for row in range(n_row):
         for i in range(n_new):
-            score[row, first + i] = -square_norm(keys[row, i])
+            score[row, first[row] + i] = -square_norm(keys[row, i])
 
 
 POLICY = Knorm

@@ -16,6 +16,8 @@ Differs from the paper: it compresses every 128 tokens that are generated, this 
 compares them after it), rounded to eight bits. The attention of all window queries is divided by its sum
 over the tokens before the window once; the authors' code does so for each query, after it has taken the
 highest logit of a group. It also spares the first token wherever a key is like no other; here none is.
+
+Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import numpy as np
 
 from kvtool.kernels.kernel import kernel
 from kvtool.kernels.norm import normalise
-from kvtool.policy import Ranked, Signal, State, View, protected
+from kvtool.policy import FLOOR, Ranked, Signal, State, View, protected
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class RKV(Ranked):
         Number of the newest tokens like a token that its similarity does not make redundant.
     sinks
         First tokens, never evicted.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     budget: int
@@ -57,6 +63,8 @@ class RKV(Ranked):
     threshold: float = 0.5
     similar: int = 1
     sinks: int = 0
+    heads: str = "equal"
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.RECENT | Signal.KEYS
     group: ClassVar[str] = "max"
@@ -84,45 +92,49 @@ class RKV(Ranked):
         return (np.zeros((n_row, n_cell, n_dim), np.int8),)
 
     def observe(self, view: View, state: State) -> None:
-        normalise(view.keys, view.n_kv - view.keys.shape[1], state[0])
+        normalise(view.keys, view.new_cells, state[0])
 
     def scores(self, view: View, state: State) -> np.ndarray:
         _, recent = protected(view, self.n_keep, self.sinks, self.window)
         # no two positions of a row are equal: the sort need not be stable
         order = np.argsort(view.pos, axis=1)
-        likeness = np.empty(view.pos.shape, np.float64)
-        _likeness(order, state[0], self.threshold * 127 * 127, self.similar, likeness)
+        # dead cells of a ragged row come first
+        dead = (view.pos < 0).sum(axis=1)
+        likeness = np.zeros(view.pos.shape, np.float64)
+        _likeness(order, dead, state[0], self.threshold * 127 * 127, self.similar, likeness)
         score = np.zeros(view.pos.shape, np.float32)
-        _score(order, view.pos, view.recent, likeness, recent, self.kernel // 2, self.mixture, score)
+        _score(order, dead, view.pos, view.recent, likeness, recent, self.kernel // 2, self.mixture, score)
         return score
 
 
-@kernel("void(i8[:,::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
-def _likeness(order, unit, threshold, n_spared, likeness):
-    """order i64[row, n]: cells, oldest first; unit i8[row, n or more, n_dim] -> likeness f64[row, n].
+@kernel("void(i8[:,::1], i8[::1], i1[:,:,::1], f8, i8, f8[:,::1])", any_order=True)
+def _likeness(order, dead, unit, threshold, n_spared, likeness):
+    """order i64[row, n]: cells, oldest first behind dead i64[row] ones; unit i8[row, n or more, n_dim] ->
+    likeness f64[row, n].
 
-    likeness[row, i] is the mean product of the i-th oldest key with all others of the row, as a cosine. For
-    each key, its products above the threshold with the newest n_spared others count as 0. Float32 holds the
-    products exactly: none is above 127 * 127 by more than rounding.
+    likeness[row, i] is the mean product of the i-th key of the order with all others of the row, as a cosine.
+    For each key, its products above the threshold with the newest n_spared others count as 0. Float32 holds
+    the products exactly: none is above 127 * 127 by more than rounding.
     """
     n_row, n = order.shape
     n_dim = unit.shape[2]
     keys, total = np.empty((n, n_dim), np.float32), np.empty(n_dim, np.float64)
     for row in range(n_row):
         total[:] = 0
-        for i in range(n):
+        begin = dead[row]
+        for i in range(begin, n):
             for dim in range(n_dim):
                 keys[i, dim] = unit[row, order[row, i], dim]
                 total[dim] += keys[i, dim]
-        for i in range(n):
+        for i in range(begin, n):
             product = 0.0
             for dim in range(n_dim):
                 product += (total[dim] - keys[i, dim]) * keys[i, dim]
             likeness[row, i] = product
-        for i in range(n):
+        for i in range(begin, n):
             n_left = n_spared
             j = n - 1
-            while n_left > 0 and j >= 0:
+            while n_left > 0 and j >= begin:
                 alike = np.float32(0)
                 for dim in range(n_dim):
                     alike += keys[i, dim] * keys[j, dim]
@@ -130,28 +142,29 @@ def _likeness(order, unit, threshold, n_spared, likeness):
                     likeness[row, j] -= alike
                     n_left -= 1
                 j -= 1
-        for i in range(n):
-            likeness[row, i] /= n * 127.0 * 127.0
+        for i in range(begin, n):
+            likeness[row, i] /= (n - begin) * 127.0 * 127.0
 
 
-@kernel("void(i8[:,::1], i4[:,::1], f4[:,::1], f8[:,::1], i8, i8, f8, f4[:,::1])")
-def _score(order, pos, votes, likeness, recent, reach, mixture, score):
-    """order i64[row, n]: cells, oldest first; pos i32[row, n], votes f32[row, n], likeness f64[row, n], as in
-    `_likeness` -> score f32[row, n], for tokens before position `recent` alone.
+@kernel("void(i8[:,::1], i8[::1], i4[:,::1], f4[:,::1], f8[:,::1], i8, i8, f8, f4[:,::1])")
+def _score(order, dead, pos, votes, likeness, recent, reach, mixture, score):
+    """order, dead, likeness as in `_likeness`; pos i32[row, n], votes f32[row, n] -> score f32[row, n].
 
-    Sums are taken from the oldest token on: they do not depend on the cells.
+    For tokens before position `recent` alone. Sums are taken from the oldest token on: they do not depend on
+    the cells.
     """
     n_row, n = order.shape
     for row in range(n_row):
-        end, all_votes, weight = 0, 0.0, 0.0
+        begin = dead[row]
+        end, all_votes, weight = begin, 0.0, 0.0
         while end < n and pos[row, order[row, end]] < recent:
             all_votes += votes[row, order[row, end]]
             end += 1
-        for i in range(n):
+        for i in range(begin, n):
             weight += np.exp(likeness[row, i])
-        for i in range(end):
+        for i in range(begin, end):
             highest = np.float32(0)
-            for j in range(max(i - reach, 0), min(i + reach + 1, end)):
+            for j in range(max(i - reach, begin), min(i + reach + 1, end)):
                 highest = max(highest, votes[row, order[row, j]])
             importance = highest / all_votes if all_votes > 0 else 0.0
             redundancy = np.exp(likeness[row, i]) / weight

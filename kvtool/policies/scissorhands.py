@@ -10,6 +10,8 @@ grouped queries). Every layer has the same budget. The paper drops half of the c
 has a perplexity of 28.5, and 16 tokens have 26.6. The history is kept in up to 8 parts of equally many
 queries and forgotten part by part, so it is up to an eighth shorter than asked for. What comes between two
 plans counts as of its last query, however long it is.
+
+Ada-KV's rows share a layer's budget (`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvtool.kernels.kernel import kernel
-from kvtool.policy import Ranked, Signal, State, View
+from kvtool.policy import FLOOR, Ranked, Signal, State, View
 
 _MAX_PARTS = 8
 _MOST = 2**16 - 1
@@ -36,6 +38,10 @@ class Scissorhands(Ranked):
         Number of queries that count; 400 in the paper.
     sinks
         First tokens, never evicted.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need.
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     budget: int
@@ -43,6 +49,8 @@ class Scissorhands(Ranked):
     window: int
     history: int = 400
     sinks: int = 0
+    heads: str = "equal"
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.HITS
     paper: ClassVar[str] = "arXiv:2305.17118"

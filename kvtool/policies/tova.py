@@ -5,7 +5,8 @@ KV head of the layer keeps the same tokens.
 
 Differs from the paper: the newest token always stays; the paper's competes like any other (`-o window=0`).
 An eviction makes room for `slack` tokens, the paper's for one (--evict-every 1). With `-o per=row` every KV
-head decides on its own, on its group of query heads.
+head decides on its own, on its group of query heads; then Ada-KV's rows share a layer's budget
+(`heads=adaptive`; kvtool/policy/ranked.py).
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.policy import Ranked, Signal, State, View, check_choice, sum_rows
+from kvtool.policy import FLOOR, Ranked, Signal, State, View, check_choice, sum_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class TOVA(Ranked):
         Newest tokens, never evicted.
     sinks
         First tokens, never evicted.
+    heads
+        "equal": each row keeps as many tokens. "adaptive": the rows of a layer share their budgets by need;
+        each then decides by itself (per=row).
+    floor
+        Share of its budget that each row keeps at least, with heads=adaptive.
     """
 
     budget: int
@@ -35,6 +41,8 @@ class TOVA(Ranked):
     per: str = "layer"
     window: int = 1
     sinks: int = 0
+    heads: str = "equal"
+    floor: float = FLOOR
 
     reads: ClassVar[Signal] = Signal.LAST
     paper: ClassVar[str] = "arXiv:2401.06104"
@@ -42,6 +50,8 @@ class TOVA(Ranked):
     def __post_init__(self) -> None:
         check_choice("per", self.per, ("layer", "row"))
         Ranked.__post_init__(self)
+        if self.ragged and self.per != "row":
+            raise ValueError(f"heads=adaptive needs per=row, got per={self.per}")
 
     def scores(self, view: View, state: State) -> np.ndarray:
         return sum_rows(view, view.last, self.per)

@@ -233,6 +233,13 @@ class View:
         return int(self.pos.shape[1])
 
     @property
+    def new_cells(self) -> np.ndarray:
+        """i64[row]: the first of the cells that `keys` are of."""
+        live = np.full(len(self.pos), self.n_kv) if self.live is None else self.live
+        first: np.ndarray = np.maximum(live.astype(np.int64) - self.keys.shape[1], 0)
+        return first
+
+    @property
     def lived(self) -> np.ndarray:
         """f32[row, n_kv]: steps that each cell's token has lived, 1 for the newest."""
         return (self.next - self.pos).astype(np.float32)

@@ -8,21 +8,36 @@ import math
 # for float32 alone, whose rounding decides which scores are equal
 import numpy as np
 
-CASES = [[], ["sinks=0"], ["sinks=2", "window=4"]]
+from . import keep_shared
+
+CASES = [
+    [],
+    ["sinks=0"],
+    ["sinks=2", "window=4"],
+    ["heads=adaptive"],
+    ["heads=adaptive", "floor=0.7", "window=2", "sinks=3"],
+]
 
 
-def keep(rows, *, next, pinned, budget, slack, sinks, window):
-    return [_keep(row, next, max(sinks, pinned), budget - slack, window) for row in rows]
+def keep(rows, *, next, pinned, budget, slack, sinks, window, heads, floor):
+    first, rows = max(sinks, pinned), [_likeness(row) for row in rows]
+    if heads == "adaptive":
+        # a row holds twice the budget at most
+        n_keep = budget // 2 - slack
+        scores = [{pos: -alike for pos, alike in likeness.items()} for likeness in rows]
+        return keep_shared(scores, first, next - min(window, n_keep - first), n_keep, floor, budget - slack)
+    return [_keep(likeness, next, first, budget - slack, window) for likeness in rows]
 
 
-def _keep(row, next, first, n_keep, window):
+def _likeness(row):
     unit = {token["pos"]: _normalised(token["key"]) for token in row}
     total = [sum(column) for column in zip(*unit.values(), strict=True)]
-    likeness = {
-        pos: np.float32(sum(x * y for x, y in zip(key, total, strict=True))) for pos, key in unit.items()
-    }
+    return {pos: np.float32(sum(x * y for x, y in zip(key, total, strict=True))) for pos, key in unit.items()}
+
+
+def _keep(likeness, next, first, n_keep, window):
     recent = next - min(window, n_keep - first)
-    alive = sorted(unit)
+    alive = sorted(likeness)
     while len(alive) > n_keep:
         alive.remove(
             max((pos for pos in alive if first <= pos < recent), key=lambda pos: (likeness[pos], -pos))

@@ -8,6 +8,8 @@ import math
 # for float32 alone, whose rounding decides which scores are equal
 import numpy as np
 
+from . import keep_shared
+
 CASES = [
     [],
     ["window=5", "sinks=2", "kernel=1"],
@@ -15,13 +17,32 @@ CASES = [
     ["mixture=1", "window=1"],
     ["mixture=0.5", "threshold=0.1", "similar=0"],
     ["threshold=0.9", "kernel=101"],
+    ["heads=adaptive"],
+    ["heads=adaptive", "floor=0.7", "mixture=0.5", "window=2", "sinks=3"],
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, mixture, kernel, threshold, similar, sinks):
-    first, n_keep = max(sinks, pinned), budget - slack
+def keep(
+    rows,
+    *,
+    next,
+    pinned,
+    budget,
+    slack,
+    window,
+    mixture,
+    kernel,
+    threshold,
+    similar,
+    sinks,
+    heads="equal",
+    floor=0.2,
+):
+    # rows that share hold twice the budget at most
+    is_shared = heads == "adaptive"
+    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
     recent = next - min(window, n_keep - first)
-    kept = []
+    kept, scores = [], []
     for row in rows:
         before = [token for token in row if token["pos"] < recent]
         votes = [sum(max(heads) for t, heads in token["seen"] if t > next - window) for token in before]
@@ -31,13 +52,16 @@ def keep(rows, *, next, pinned, budget, slack, window, mixture, kernel, threshol
             token["pos"]: np.float32(mixture * vote - (1 - mixture) * alike)
             for token, vote, alike in zip(before, pooled(shares(votes), kernel), redundancy, strict=False)
         }
+        scores.append({token["pos"]: score.get(token["pos"]) for token in row})
+        if is_shared:
+            continue
         alive = [token["pos"] for token in row]
         while len(alive) > n_keep:
             alive.remove(
                 min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
             )
         kept.append(alive)
-    return kept
+    return keep_shared(scores, first, recent, n_keep, floor, budget - slack) if is_shared else kept
 
 
 def shares(votes):

@@ -1,15 +1,27 @@
 """Scissorhands (arXiv:2305.17118): the token with the most low scores of late goes, one at a time."""
 
-from . import news
+from . import keep_shared, news
 
-CASES = [[], ["history=1"], ["history=6", "window=2"], ["history=37", "window=0", "sinks=3"]]
+CASES = [
+    [],
+    ["history=1"],
+    ["history=6", "window=2"],
+    ["history=37", "window=0", "sinks=3"],
+    ["heads=adaptive"],
+    ["heads=adaptive", "floor=0.7", "history=6", "window=2", "sinks=3"],
+]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, history, sinks):
+def keep(rows, *, next, pinned, budget, slack, window, history, sinks, heads, floor):
     n_part = min(8, -(-history // slack))
     n_query = -(-history // n_part)
-    first, n_keep = max(sinks, pinned), budget - slack
-    return [_keep(_count(row, next, n_part, n_query), next, first, n_keep, window) for row in rows]
+    first, counts = max(sinks, pinned), [_count(row, next, n_part, n_query) for row in rows]
+    if heads == "adaptive":
+        # a row holds twice the budget at most
+        n_keep = budget // 2 - slack
+        scores = [{pos: -count for pos, count in own.items()} for own in counts]
+        return keep_shared(scores, first, next - min(window, n_keep - first), n_keep, floor, budget - slack)
+    return [_keep(count, next, first, budget - slack, window) for count in counts]
 
 
 def _count(row, next, n_part, n_query):
