@@ -134,6 +134,12 @@ CLAIMS = (
                 *(f"all, {budget}", ("nll",)),
             )
             for budget in (256, 1024)
+        )
+        + (
+            Look(
+                *("weightedkv-table-1-each", "{tokens} tokens of {n} texts", "weightedkv:window=124"),
+                *(_OF_WEIGHTEDKV, "all, 256", ("nll",)),
+            ),
         ),
     ),
     Claim(

@@ -23,17 +23,11 @@ CHOICES = {
     "OpenBookQA": "openbookqa_test.jsonl",
     "COPA": "copa_test.jsonl",
     "PiQA": "piqa_test.jsonl",
-    "RTE": "rte_validation.jsonl",
-    "MathQA": "mathqa_test.jsonl",
-    "Winogrande": "winogrande_test.jsonl",
 }
 # on these a model of 135M parameters is better than guessing
-_TOLD_APART = ("OpenBookQA", "COPA", "PiQA")
-_LARGE = _TOLD_APART[:2]
+_LARGE = tuple(CHOICES)[:2]
 _HOTPOT = "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"
-_HOTPOT_NUMBERS, _WINDOW_NUMBERS = (
-    columns(numbers("bumblebee", table), ("hotpotqa",)) for table in ("table-2", "table-2-windows")
-)
+_HOTPOT_NUMBERS = columns(numbers("bumblebee", "table-2"), ("hotpotqa",))
 _HOTPOT_NAME = {"hotpotqa_distractor_100.jsonl": "hotpotqa"}
 _ESSAYS = tuple(
     f"paul_graham_essays/{name}.txt"
@@ -91,13 +85,9 @@ _SPREAD = {
 }
 
 RUNS: dict[str, Run] = {
-    **{f"choice-{name.lower()}": _choice(name, _ALL, 24 if name in _TOLD_APART else 8) for name in CHOICES},
+    **{f"choice-{name.lower()}": _choice(name, _ALL, 24) for name in CHOICES},
     **{f"choice-{name.lower()}-1.5b": _choice(name, _FEW, 12, LARGE) for name in _LARGE},
     "hotpotqa": Eval("qa", (_HOTPOT,), ("full", *_ALL[3:]), ("20%",), (*_WHOLE, *_QUESTIONS), 24, minutes=25),
-    # four times as far as the windows reach
-    "hotpotqa-windows": Eval(
-        "qa", (_HOTPOT,), ("h2o", _OWN, _POWER), ("20%",), (*_WHOLE, "-c", "512", *_QUESTIONS), 16, minutes=9
-    ),
     "longbench-bumblebee": Eval(
         *("longbench", (ENGLISH,), ("full", *_ALL[3:]), ("20%",)),
         (*_WHOLE, "--max-prompt", "2048", *ONLY_SIX),
@@ -123,15 +113,11 @@ RUNS: dict[str, Run] = {
 
 EXPERIMENTS = {
     "bumblebee-table-1": _few_shot(
-        _TOLD_APART,
+        tuple(CHOICES),
         (
-            *(f"choice-{name.lower()}" for name in _TOLD_APART),
+            *(f"choice-{name.lower()}" for name in tuple(CHOICES)),
             *(f"choice-{name.lower()}-1.5b" for name in _LARGE),
         ),
-    ),
-    "bumblebee-table-1-rest": _few_shot(
-        ("RTE", "MathQA", "Winogrande"),
-        ("choice-rte", "choice-mathqa", "choice-winogrande"),
     ),
     "bumblebee-table-2": Experiment(
         ("longbench-bumblebee",),
@@ -160,18 +146,6 @@ EXPERIMENTS = {
             Table("logp", ("of",), _OWN, names=_HOTPOT_NAME, theirs=directions(_HOTPOT_NUMBERS, _OWN)),
         ),
         "Llama-2-7B-chat",
-    ),
-    "bumblebee-table-2-windows": Experiment(
-        ("hotpotqa-windows",),
-        (
-            Table(
-                *("f1", ("of",), _POWER),
-                names=_HOTPOT_NAME,
-                paper=_WINDOW_NUMBERS,
-            ),
-            Table("logp", ("of",), _POWER, names=_HOTPOT_NAME, theirs=directions(_WINDOW_NUMBERS, _POWER)),
-        ),
-        "LongChat-7B-32k",
     ),
     "bumblebee-figure-3": Experiment(
         ("xsum-3shots", "xsum-1shot-1.5b"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from papers.commands import Compare, Eval
 from papers.experiments.kinds import (
     ALL,
-    CNN,
     LARGE,
     WIKI,
     XSUM,
@@ -57,7 +56,6 @@ RUNS: dict[str, Run] = {
     "xsum-ablation-1.5b": Eval(
         "summarize", (XSUM,), ("buzz", *_ABLATIONS), ("20%",), _LIKELIHOOD, 9, LARGE, minutes=9
     ),
-    "cnn": Eval("summarize", (CNN,), _WINDOWS, ("200",), _LIKELIHOOD, 16, minutes=7),
     **{
         f"qa-{at}": Eval(
             *("qa", (f"lost_in_the_middle/{file}",), _FEW, ("300",)),
@@ -110,11 +108,6 @@ EXPERIMENTS = {
         ),
         "Llama-2-7B",
     ),
-    "buzz-figure-5": Experiment(
-        ("xsum", "xsum-1.5b"),
-        _three_rouges("table-b", _ALL),
-        "Llama-2-7B",
-    ),
     "buzz-figure-9": Experiment(
         ("xsum", "xsum-1.5b"),
         examples=Examples(("buzz:logn=true", "buzz", "h2o", "streamingllm", "full"), ("50%", "40%")),
@@ -141,14 +134,6 @@ EXPERIMENTS = {
                 worse=tuple(label for label in _KEPT_WINDOWS if label != _BEST_KEPT_WINDOW),
             ),
         ),
-    ),
-    "buzz-figure-4-cnn": Experiment(
-        ("cnn",),
-        (
-            Table("rouge1", against=_BEST_WINDOW, paper=numbers("buzz", "table-a")),
-            Table("logp", against=_BEST_WINDOW),
-        ),
-        "Llama-2-7B",
     ),
     "buzz-figure-6": Experiment(
         tuple(f"qa-{at}" for at in _TEN),

@@ -48,7 +48,7 @@ OF_TEXTS = {
 """The column of each text, by the paper's data set that it stands for."""
 
 WIKI = "wikitext2/wiki.test.raw"
-XSUM, CNN = "xsum/xsum_0shot_first300.jsonl", "cnn_dailymail/cnndm_0shot_first300.jsonl"
+XSUM = "xsum/xsum_0shot_first300.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
