@@ -52,7 +52,12 @@ EQUAL = ("kvzip", "expected:epsilon=0.02", "snapkv", "keydiff", "tova", "h2o", "
 SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
 """What is also asked with rows, or with layers, that share."""
 
-POLICIES = (*EQUAL, *(sharing(name, by) for by, names in SHARING.items() for name in names))
+SHARED = tuple(sharing(name, by) for by, names in SHARING.items() for name in names)
+
+STREAMS = ("roco", "rkv", "bumblebee", "buzz")
+"""Policies that are made for streams, or for summaries."""
+
+POLICIES = (*EQUAL, *SHARED, *STREAMS)
 """What is asked unless others are named; `epsilon` is kvpress's."""
 
 REMOVED = ("0.25", "0.5", "0.75", "0.875", "0.97")

@@ -7,7 +7,7 @@ from typing import Any
 from kvtool.tasks.ruler import PARTS
 from papers.experiments.kinds import LARGE, Experiment, Run, Table
 from papers.programs import Ruler
-from papers.ruler import EQUAL, POLICIES, REMOVED, SHARING, sharing
+from papers.ruler import EQUAL, POLICIES, REMOVED, SHARED, SHARING, STREAMS, sharing
 
 _TYPES = ("f16", "q8_0", "q4_0")
 _PROTOCOLS = {"after": "question after the text was compressed", "known": "question known"}
@@ -51,7 +51,7 @@ EXPERIMENTS = {
             # at a share all that forget have the same cells
             _scores(
                 *("after", "device", "Keys and values on the device, MiB; of equal rows as of `kvzip`"),
-                rows=(*_OWN, "kvzip", *POLICIES[len(EQUAL) :]),
+                rows=(*_OWN, "kvzip", *SHARED),
             ),
             _scores(
                 *("after", "host", "In host memory, MiB"),
@@ -60,6 +60,12 @@ EXPERIMENTS = {
                 names={"87.5 % removed": "with every share"},
             ),
         ),
+    ),
+    # beside these the tests of the ones above would tell less
+    "ruler-streams": Experiment(
+        ("ruler",),
+        tuple(_scores(question, rows=("full", *STREAMS), against="full") for question in _PROTOCOLS),
+        commands=False,
     ),
     # rows and layers that share a budget, each beside equal ones: what differs is tested
     "ruler-sharing": Experiment(
