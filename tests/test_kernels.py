@@ -85,7 +85,7 @@ def test_the_bytes_are_numbas(case):
         "the other": (bumblebee.move_pairs, (source, pairs.astype(np.uint16))),
         "sums in float64": (
             knorm._shortness,
-            (keys, 3, np.zeros((3, 32), np.float32)),
+            (keys, np.full(3, 3), np.zeros((3, 32), np.float32)),
         ),
         "nothing": (keep_highest, (pos[:0], score[:0], 4, 256, n_keep, keep[:0])),
     }[case]
