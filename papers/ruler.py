@@ -54,7 +54,7 @@ SHARING = {"heads": EQUAL[:3], "layers": EQUAL[1:3]}
 
 SHARED = tuple(sharing(name, by) for by, names in SHARING.items() for name in names)
 
-STREAMS = ("roco", "rkv", "bumblebee", "buzz")
+STREAMS = ("roco", "rkv", "bumblebee", "buzz", "weightedkv", "cam")
 """Policies that are made for streams, or for summaries."""
 
 POLICIES = (*EQUAL, *SHARED, *STREAMS)

@@ -25,7 +25,7 @@ RUNS: dict[str, Run] = {
         *(tuple(PARTS), ("full", "recall", *POLICIES), REMOVED, 128, _TYPES),
         *(tuple(_PROTOCOLS), 4096, 1),
         model=LARGE,
-        minutes=400,
+        minutes=520,
     ),
     # one of each kind: needles, variables, frequent words
     "ruler-long": Ruler(
