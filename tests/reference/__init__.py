@@ -33,6 +33,8 @@ A twin may also have observe(rows, *, next, **params): when positions start over
 two plans. A twin that asks for n_ctx gets the context length.
 """
 
+from typing import NamedTuple
+
 
 def news(row):
     """For each token of a row what it has seen since the last call, which is noted in its notes."""
@@ -45,6 +47,39 @@ def news(row):
 def n_arrived(row):
     """Number of tokens of a row that have come since the last plan. Call it before `news`."""
     return sum("n_seen" not in token["notes"] for token in row)
+
+
+class Ends(NamedTuple):
+    """What stays whatever its score, and how many tokens of a row do."""
+
+    first: int
+    recent: int
+    n_keep: int
+    n_most: int
+    is_shared: bool
+    floor: float
+
+
+def ends(*, next, pinned, budget, slack, window, sinks=0, heads="equal", floor=0.2, layers="equal"):
+    """Of a policy that ranks: tokens before `first` and from `recent` on stay."""
+    # rows that share hold twice the budget at most
+    is_shared = heads == "adaptive"
+    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
+    return Ends(first, next - min(window, n_keep - first), n_keep, budget - slack, is_shared, floor)
+
+
+def keep_ranked(scores, ends):
+    """scores: {pos: score} of each row. One by one the lowest between the ends goes, of equals the oldest."""
+    if ends.is_shared:
+        return keep_shared(scores, ends.first, ends.recent, ends.n_keep, ends.floor, ends.n_most)
+    kept = []
+    for score in scores:
+        alive = sorted(score)
+        while len(alive) > ends.n_keep:
+            between = (pos for pos in alive if ends.first <= pos < ends.recent)
+            alive.remove(min(between, key=lambda pos: (score[pos], pos)))
+        kept.append(alive)
+    return kept
 
 
 def keep_shared(scores, first, recent, n_keep, floor, most):

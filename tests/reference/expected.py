@@ -5,7 +5,7 @@ import math
 # for float32 alone, whose rounding decides which scores are equal
 import numpy as np
 
-from . import keep_shared
+from . import ends, keep_ranked
 
 CASES = [
     [],
@@ -17,29 +17,8 @@ CASES = [
 ]
 
 
-def keep(
-    rows,
-    *,
-    next,
-    pinned,
-    budget,
-    slack,
-    sinks,
-    window,
-    queries,
-    ahead,
-    covariance,
-    lengths,
-    epsilon,
-    heads,
-    layers,
-    floor,
-):
+def keep(rows, *, sinks, queries, ahead, covariance, lengths, epsilon, **how):
     """A record's `future` has for each head of the group the mean and the variance of its logits."""
-    # of rows that share, the budget is what a row may hold
-    n_keep = budget // 2 - slack if heads == "adaptive" else budget - slack
-    first = max(sinks, pinned)
-    recent = next - min(window, n_keep - first)
     scores = []
     for row in rows:
         behind = [token for token in row if token["pos"] >= sinks]
@@ -54,17 +33,7 @@ def keep(
             share /= len(token["future"])
             score[token["pos"]] = np.float32((share + epsilon) * token["length"] if lengths else share)
         scores.append(score)
-    if heads == "adaptive":
-        return keep_shared(scores, first, recent, n_keep, floor, budget - slack)
-    kept = []
-    for score in scores:
-        alive = sorted(score)
-        while len(alive) > n_keep:
-            alive.remove(
-                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
-            )
-        kept.append(alive)
-    return kept
+    return keep_ranked(scores, ends(sinks=sinks, **how))
 
 
 def softmax(values):

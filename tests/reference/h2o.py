@@ -3,7 +3,7 @@
 # for float32 alone, whose rounding decides which means are equal
 import numpy as np
 
-from . import keep_shared, n_arrived, news
+from . import ends, keep_ranked, n_arrived, news
 
 CASES = [
     [],
@@ -26,24 +26,7 @@ CASES = [
 GROUP = {"sum": sum, "max": max, "first": lambda heads: heads[0]}
 
 
-def keep(
-    rows,
-    *,
-    next,
-    pinned,
-    budget,
-    slack,
-    window,
-    sinks=0,
-    score="sum",
-    per="row",
-    group="sum",
-    decay=1.0,
-    decay_beyond=1.0,
-    n_ctx=0,
-    heads="equal",
-    floor=0.2,
-):
+def keep(rows, *, next, score="sum", per="row", group="sum", decay=1.0, decay_beyond=1.0, n_ctx=0, **how):
     """All rows given decide together where `per` is not "row"."""
     observe(rows, next=next, score=score, group=group, decay=decay, decay_beyond=decay_beyond, n_ctx=n_ctx)
     scores = [{token["pos"]: token["notes"]["mass"] for token in row} for row in rows]
@@ -51,13 +34,7 @@ def keep(
         scores = [{pos: sum((own[pos] for own in scores), np.float32(0)) for pos in scores[0]}] * len(rows)
     if score == "mean":
         scores = [{pos: mass / np.float32(next - pos) for pos, mass in own.items()} for own in scores]
-    first = max(sinks, pinned)
-    if heads == "adaptive":
-        # a row holds twice the budget at most
-        n_keep = budget // 2 - slack
-        recent = next - min(window, n_keep - first)
-        return keep_shared(scores, first, recent, n_keep, floor, budget - slack)
-    return [_keep(own, next, first, budget - slack, window) for own in scores]
+    return keep_ranked(scores, ends(next=next, **how))
 
 
 def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):
@@ -68,11 +45,3 @@ def observe(rows, *, next, score, group, decay, decay_beyond, n_ctx, **_):
         for token, seen in zip(row, news(row), strict=True):
             come = np.float32(sum(GROUP[group](heads) for _, heads in seen))
             token["notes"]["mass"] = token["notes"].get("mass", np.float32(0)) * fading + come
-
-
-def _keep(score, next, first, n_keep, window):
-    recent = next - min(window, n_keep - first)
-    alive = sorted(score)
-    while len(alive) > n_keep:
-        alive.remove(min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos)))
-    return alive

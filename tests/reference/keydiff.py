@@ -8,7 +8,7 @@ import math
 # for float32 alone, whose rounding decides which scores are equal
 import numpy as np
 
-from . import keep_shared
+from . import ends, keep_ranked
 
 CASES = [
     [],
@@ -19,30 +19,15 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, sinks, window, heads, floor):
-    first, rows = max(sinks, pinned), [_likeness(row) for row in rows]
-    if heads == "adaptive":
-        # a row holds twice the budget at most
-        n_keep = budget // 2 - slack
-        scores = [{pos: -alike for pos, alike in likeness.items()} for likeness in rows]
-        return keep_shared(scores, first, next - min(window, n_keep - first), n_keep, floor, budget - slack)
-    return [_keep(likeness, next, first, budget - slack, window) for likeness in rows]
+def keep(rows, **how):
+    return keep_ranked([_unlikeness(row) for row in rows], ends(**how))
 
 
-def _likeness(row):
+def _unlikeness(row):
     unit = {token["pos"]: _normalised(token["key"]) for token in row}
     total = [sum(column) for column in zip(*unit.values(), strict=True)]
-    return {pos: np.float32(sum(x * y for x, y in zip(key, total, strict=True))) for pos, key in unit.items()}
-
-
-def _keep(likeness, next, first, n_keep, window):
-    recent = next - min(window, n_keep - first)
-    alive = sorted(likeness)
-    while len(alive) > n_keep:
-        alive.remove(
-            max((pos for pos in alive if first <= pos < recent), key=lambda pos: (likeness[pos], -pos))
-        )
-    return alive
+    product = lambda key: sum(x * y for x, y in zip(key, total, strict=True))  # noqa: E731
+    return {pos: -np.float32(product(key)) for pos, key in unit.items()}
 
 
 def _normalised(key):

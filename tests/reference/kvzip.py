@@ -4,7 +4,7 @@ at a time. A token that was repeated has its score in its notes; the others go l
 
 import math
 
-from . import keep_shared
+from . import ends, keep_ranked
 
 CASES = [
     [],
@@ -17,23 +17,9 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, chunk, window, sinks, heads, floor):
-    # rows that share hold twice the budget at most
-    is_shared = heads == "adaptive"
-    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
-    recent = next - min(window, n_keep - first)
+def keep(rows, *, chunk, **how):
     scores = [{token["pos"]: token["notes"].get("score", math.inf) for token in row} for row in rows]
-    if is_shared:
-        return keep_shared(scores, first, recent, n_keep, floor, budget - slack)
-    kept = []
-    for score in scores:
-        alive = list(score)
-        while len(alive) > n_keep:
-            alive.remove(
-                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
-            )
-        kept.append(alive)
-    return kept
+    return keep_ranked(scores, ends(**how))
 
 
 def rehearse(stream, begin, end, asked, repeated):

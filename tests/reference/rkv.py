@@ -8,7 +8,7 @@ import math
 # for float32 alone, whose rounding decides which scores are equal
 import numpy as np
 
-from . import keep_shared
+from . import ends, keep_ranked
 
 CASES = [
     [],
@@ -22,29 +22,10 @@ CASES = [
 ]
 
 
-def keep(
-    rows,
-    *,
-    next,
-    pinned,
-    budget,
-    slack,
-    window,
-    mixture,
-    kernel,
-    threshold,
-    similar,
-    sinks,
-    heads="equal",
-    floor=0.2,
-):
-    # rows that share hold twice the budget at most
-    is_shared = heads == "adaptive"
-    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
-    recent = next - min(window, n_keep - first)
-    kept, scores = [], []
+def keep(rows, *, next, window, mixture, kernel, threshold, similar, **how):
+    own, scores = ends(next=next, window=window, **how), []
     for row in rows:
-        before = [token for token in row if token["pos"] < recent]
+        before = [token for token in row if token["pos"] < own.recent]
         votes = [sum(max(heads) for t, heads in token["seen"] if t > next - window) for token in before]
         cosines = similarities([token["key"] for token in row])
         redundancy = softmax(means(spared(cosines, threshold * 127 * 127, similar)))
@@ -53,15 +34,7 @@ def keep(
             for token, vote, alike in zip(before, pooled(shares(votes), kernel), redundancy, strict=False)
         }
         scores.append({token["pos"]: score.get(token["pos"]) for token in row})
-        if is_shared:
-            continue
-        alive = [token["pos"] for token in row]
-        while len(alive) > n_keep:
-            alive.remove(
-                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
-            )
-        kept.append(alive)
-    return keep_shared(scores, first, recent, n_keep, floor, budget - slack) if is_shared else kept
+    return keep_ranked(scores, own)
 
 
 def shares(votes):

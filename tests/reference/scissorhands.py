@@ -1,6 +1,6 @@
 """Scissorhands (arXiv:2305.17118): the token with the most low scores of late goes, one at a time."""
 
-from . import keep_shared, news
+from . import ends, keep_ranked, news
 
 CASES = [
     [],
@@ -12,16 +12,12 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, history, sinks, heads, floor):
+def keep(rows, *, next, slack, history, **how):
     n_part = min(8, -(-history // slack))
     n_query = -(-history // n_part)
-    first, counts = max(sinks, pinned), [_count(row, next, n_part, n_query) for row in rows]
-    if heads == "adaptive":
-        # a row holds twice the budget at most
-        n_keep = budget // 2 - slack
-        scores = [{pos: -count for pos, count in own.items()} for own in counts]
-        return keep_shared(scores, first, next - min(window, n_keep - first), n_keep, floor, budget - slack)
-    return [_keep(count, next, first, budget - slack, window) for count in counts]
+    counts = [_count(row, next, n_part, n_query) for row in rows]
+    scores = [{pos: -count for pos, count in own.items()} for own in counts]
+    return keep_ranked(scores, ends(next=next, slack=slack, **how))
 
 
 def _count(row, next, n_part, n_query):
@@ -34,11 +30,3 @@ def _count(row, next, n_part, n_query):
         history[part] = history.get(part, 0) + low
         count[token["pos"]] = sum(history.get(part - i, 0) for i in range(n_part))
     return count
-
-
-def _keep(count, next, first, n_keep, window):
-    recent = next - min(window, n_keep - first)
-    alive = sorted(count)
-    while len(alive) > n_keep:
-        alive.remove(max((pos for pos in alive if first <= pos < recent), key=lambda pos: (count[pos], -pos)))
-    return alive

@@ -1,6 +1,6 @@
 """SnapKV (arXiv:2404.14469): before the window the token of the lowest pooled vote goes, one at a time."""
 
-from . import keep_shared
+from . import ends, keep_ranked
 
 CASES = [
     [],
@@ -15,26 +15,14 @@ CASES = [
 ]
 
 
-def keep(rows, *, next, pinned, budget, slack, window, kernel, pool, sinks, heads, layers, floor):
-    # rows that share hold twice the budget at most
-    is_shared = heads == "adaptive"
-    first, n_keep = max(sinks, pinned), budget // (2 if is_shared else 1) - slack
-    recent = next - min(window, n_keep - first)
-    kept, scores = [], []
+def keep(rows, *, next, window, kernel, pool, **how):
+    own, scores = ends(next=next, window=window, **how), []
     for row in rows:
-        before = [token for token in row if token["pos"] < recent]
+        before = [token for token in row if token["pos"] < own.recent]
         votes = [sum(sum(heads) for t, heads in token["seen"] if t > next - window) for token in before]
         score = dict(zip([token["pos"] for token in before], pooled(votes, kernel, pool), strict=True))
         scores.append({token["pos"]: score.get(token["pos"]) for token in row})
-        if is_shared:
-            continue
-        alive = [token["pos"] for token in row]
-        while len(alive) > n_keep:
-            alive.remove(
-                min((pos for pos in alive if first <= pos < recent), key=lambda pos: (score[pos], pos))
-            )
-        kept.append(alive)
-    return keep_shared(scores, first, recent, n_keep, floor, budget - slack) if is_shared else kept
+    return keep_ranked(scores, own)
 
 
 def pooled(values, kernel, pool):
