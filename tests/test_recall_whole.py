@@ -10,7 +10,7 @@ import pytest
 
 from kvtool import policies
 from kvtool.chats.writer import Writer
-from kvtool.cli.explain import long_text
+from kvtool.cli.explain import explain_run, long_text
 from kvtool.engine.prefill import whole_bytes
 from kvtool.errors import LibraryError, StreamEnd, UsageError
 from kvtool.llama.context import Context
@@ -89,7 +89,6 @@ def test_archiving_a_prompt_takes_several_threads_and_gives_the_same(tiny_model)
             engine.read(text(900))
             saved.append({name: np.array(values) for name, values in engine.save()})
     assert saved[0].keys() == saved[1].keys()
-    print(list(saved[0]))
     assert any(name.startswith(CLUSTERS) for name in saved[0])
     for name, values in saved[0].items():
         np.testing.assert_array_equal(values, saved[1][name])
@@ -167,6 +166,16 @@ def test_unasked_it_reads_whole_what_half_of_a_free_gpu_has_room_for(monkeypatch
             assert not engine.reads_whole(300)
     with open_engine(path, policies.fit("h2o", 48), prefill=None) as engine:
         assert not engine.reads_whole(300)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "said"), [(None, "whole where it takes"), ("stream", "stream: in batches")]
+)
+def test_explain_says_how_a_prompt_will_be_read(monkeypatch, capsys, tiny_model, prefill, said):
+    beside_gpu(monkeypatch, 2**40)
+    with open_engine(tiny_model(n_head_kv=2), fit(), prefill=prefill) as engine:
+        explain_run(engine, "recall", "prompt")
+    assert f"prefill     {said}" in capsys.readouterr().err
 
 
 def refuse_above(n):

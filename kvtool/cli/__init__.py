@@ -9,7 +9,6 @@ import sys
 from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -30,7 +29,6 @@ _OURS = (
     (r"in the range (\S+)<=x<=(\S+)", r"\1 must be in \3..\4, got \2"),
 )
 """How click says that a value is wrong, and how kvtool does."""
-
 
 _ALIKE = 0.75
 """How much like an option that is suggested another one must be: difflib's ratio."""
@@ -118,6 +116,9 @@ def _of_usage(error: Any) -> tuple[int, str]:
 def _plainly(error: Any) -> str:
     """What click says of it, or better words for that."""
     if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+        # imported here: only a failing command needs it
+        from difflib import get_close_matches
+
         # all that are a little like it would make a longer list than help
         alike = [each for each in error.possibilities or () if name.startswith(each) or each.startswith(name)]
         meant = alike or get_close_matches(name, error.possibilities or (), n=1, cutoff=_ALIKE)

@@ -14,7 +14,6 @@ from kvtool.errors import LibraryError, UsageError
 
 _I32 = np.dtype(np.int32)
 
-
 _N_ANEW = 8
 """A text that is this part of all, or more, is read with what is before it where a GPU reads that whole."""
 
@@ -58,7 +57,7 @@ class Engine(Stream):
         if self.n_past or not evicts:
             return False
         if self.prefill != "whole":
-            return self.settings.prefill is None and prefill.has_room(self, n)
+            return prefill.has_room(self, n)
         has_to = self.settings.prefill == "whole" or self.policy.rehearsal is not None
         return has_to or prefill.fits_at_once(self, n)
 
@@ -71,8 +70,7 @@ class Engine(Stream):
         n_all = self.n_past + n
         if not self.n_past or n * _N_ANEW < n_all or n_all <= self.policy.n_asked:
             return False
-        is_asked = self.settings.prefill is not None or self.prefill == "whole"
-        return not is_asked and prefill.has_room(self, n_all)
+        return prefill.has_room(self, n_all)
 
     def empty(self) -> None:
         """Forgets everything but how many tokens are pinned and held: the next token is the first."""

@@ -75,13 +75,13 @@ def fits_at_once(stream: Stream, n: int) -> bool:
 
 
 def has_room(stream: Stream, n: int) -> bool:
-    """Whether a prompt of n tokens that would be streamed and recalled is read whole instead.
+    """Whether a prompt of n tokens that would be streamed and recalled is read whole instead, unasked.
 
     A CPU searches the archive for each token of it: a GPU reads the whole ten times as fast. It is done where
     the cells for that take at most half of what is free there.
     """
-    model = stream.model
-    if not (stream.policy.recall and stream.settings.kv_offload and model.is_on_gpu):
+    settings = stream.settings
+    if settings.prefill or not (stream.policy.recall and settings.kv_offload and stream.model.is_on_gpu):
         return False
     if stream.n_refused is not None and n >= stream.n_refused:
         return False

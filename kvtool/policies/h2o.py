@@ -73,8 +73,6 @@ class H2O(Ranked):
         for name in ("decay", "decay_beyond"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
-        if self.ragged and self.per != "row":
-            raise ValueError(f"heads=adaptive needs per=row, got per={self.per}")
         if self.group == "mean":
             # what the engine is asked for
             object.__setattr__(self, "group", "sum")

@@ -50,8 +50,6 @@ class TOVA(Ranked):
     def __post_init__(self) -> None:
         check_choice("per", self.per, ("layer", "row"))
         Ranked.__post_init__(self)
-        if self.ragged and self.per != "row":
-            raise ValueError(f"heads=adaptive needs per=row, got per={self.per}")
 
     def scores(self, view: View, state: State) -> np.ndarray:
         return sum_rows(view, view.last, self.per)

@@ -44,8 +44,8 @@ class Ranked(Policy):
 
     Sinks and window are the fields `sinks` and `window` of its dataclass, 0 without such a field. With fields
     `heads` ("equal" or "adaptive") and `floor` the rows of a layer can share their budgets, and with `layers`
-    the layers can. Scores of a layer must then be comparable, and 0 or more for the second; and `scores` must
-    expect rows with fewer live cells than n_kv.
+    the layers can. Scores of a layer must then be comparable, and 0 or more for the second; `scores` must
+    expect rows with fewer live cells than n_kv; and with a field `per`, rows that share decide by themselves.
 
     Attributes
     ----------
@@ -64,6 +64,8 @@ class Ranked(Policy):
             raise ValueError(f"floor must be in 0..1, got {self._floor}")
         if self._heads == "equal" and self._floor != FLOOR:
             raise ValueError("floor needs heads=adaptive: the rows of a layer keep the same number of cells")
+        if self._heads == "adaptive" and (per := getattr(self, "per", "row")) != "row":
+            raise ValueError(f"heads=adaptive needs per=row, got per={per}")
         check_kept(self.n_asked, self.slack, *self.exempt, self.least_window)
 
     @property
