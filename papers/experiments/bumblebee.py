@@ -19,12 +19,12 @@ from papers.experiments.kinds import (
 from papers.experiments.longbench import ENGLISH, ONLY_SIX
 from papers.programs import Chosen
 
+# on these a model of 135M parameters is better than guessing
 CHOICES = {
     "OpenBookQA": "openbookqa_test.jsonl",
     "COPA": "copa_test.jsonl",
     "PiQA": "piqa_test.jsonl",
 }
-# on these a model of 135M parameters is better than guessing
 _LARGE = tuple(CHOICES)[:2]
 _HOTPOT = "hotpotqa_distractor/hotpotqa_distractor_100.jsonl"
 _HOTPOT_NUMBERS = columns(numbers("bumblebee", "table-2"), ("hotpotqa",))
@@ -115,7 +115,7 @@ EXPERIMENTS = {
     "bumblebee-table-1": _few_shot(
         tuple(CHOICES),
         (
-            *(f"choice-{name.lower()}" for name in tuple(CHOICES)),
+            *(f"choice-{name.lower()}" for name in CHOICES),
             *(f"choice-{name.lower()}-1.5b" for name in _LARGE),
         ),
     ),
