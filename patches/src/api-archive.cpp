@@ -56,6 +56,10 @@ int32_t llama_kvtool_archive_file(llama_context * ctx, const char * path) {
     });
 }
 
+static int n_thread(const llama_context * ctx) {
+    return std::max(ctx->n_threads(), 1u);
+}
+
 int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t n_cell, int64_t pos_0, int64_t n_max) {
     auto * kvtool = with_archive(ctx);
     if (!kvtool) {
@@ -84,7 +88,7 @@ int32_t llama_kvtool_archive(llama_context * ctx, const int32_t * cells, int32_t
 
         const bool first = all.size() == 0;
         const leaving some = { cells, n_cell, pos_0, n_max, memory::cache(*ctx)->seq_pos_max(0) + 1 };
-        kvtool->archive->push(kvtool->graphs, *ctx, kvtool->layers, some);
+        kvtool->archive->push(kvtool->graphs, *ctx, kvtool->layers, some, n_thread(ctx));
         if (first) {
             llama_kvtool::forget_graphs(*ctx, true);
         }
@@ -158,10 +162,6 @@ int32_t llama_kvtool_go_back(llama_context * ctx, int32_t cell, int32_t n_cell, 
         kvtool->fill_recalled(*ctx);
         return 0;
     });
-}
-
-static int n_thread(const llama_context * ctx) {
-    return std::max(ctx->n_threads(), 1u);
 }
 
 static int64_t copy_archive(llama_context * ctx, int32_t layer, uint8_t * out, const std::vector<archive_part> & in, int64_t begin, int64_t end) {

@@ -5,7 +5,6 @@
 #include "made.h"
 #include "together.h"
 
-#include "llama-context.h"
 #include "llama-graph.h"
 
 #include <algorithm>
@@ -323,12 +322,14 @@ void recaller::trace(int32_t n) {
     }
 }
 
-void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some) {
+void recaller::push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread) {
     // what is gathered of all layers lies on a device at once
     static constexpr int32_t n_most = 128;
 
-    // a step's few tokens are stored before threads have started
-    const int n_thread = some.n_cell > n_most ? std::max(lctx.n_threads(), 1u) : 1;
+    if (some.n_cell <= n_most) {
+        // a step's few tokens are stored before threads have started
+        n_thread = 1;
+    }
 
     std::vector<gathered> found(layers.size());
 

@@ -41,7 +41,7 @@ public:
     recaller(const archive_params & params, const std::vector<archive_shape> & shapes);
 
     // Copies these cells of all rows; the cache stays as it is. Throws no_room, and nothing has changed then.
-    void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some);
+    void push(graphs & graphs, llama_context & lctx, const std::vector<layer> & layers, const leaving & some, int n_thread);
 
     // see llama_kvtool_go_back
     void go_back(
