@@ -41,6 +41,13 @@ PLANTED = {
         "if name in saved and name in self.typed]",
         ("test_chat_session.py",),
     ),
+    "system, texts": Fault(
+        "a text keeps its CRLF",
+        "kvtool/system/texts.py",
+        'return text.replace("\\r\\n", "\\n").replace("\\r", "\\n")',
+        "return text",
+        ("test_line_breaks.py",),
+    ),
     "models": Fault(
         "a share of the context is rounded to the nearest cell",
         "kvtool/models/budget.py",

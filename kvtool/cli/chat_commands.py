@@ -15,7 +15,7 @@ from kvtool.cli.progress import restoring_progress
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options.field import declared
 from kvtool.options.sampling import Drawing
-from kvtool.system.texts import shown
+from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
     from kvtool.cli.chat_screen import Terminal
@@ -139,9 +139,9 @@ class Commands:
             written = click.edit(text, extension=".md")
         except click.ClickException as error:
             raise UsageError(f"{error.message}; set $EDITOR to an editor that works") from None
-        if written and written.strip():
-            self.terminal.console.print(written.strip())
-            self.terminal.say(written.strip())
+        if text := with_lf(written or "").strip():
+            self.terminal.console.print(text)
+            self.terminal.say(text)
         else:
             self.terminal.note("nothing was written")
 

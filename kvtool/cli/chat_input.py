@@ -19,6 +19,7 @@ from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from kvtool.errors import InputError
+from kvtool.system.texts import decoded
 
 BLOCK = '"""'
 """Opens and closes a text of several lines."""
@@ -130,7 +131,7 @@ def with_files(text: str) -> str:
                 raise InputError(f"there is no file {name}")
             return match[0]
         try:
-            return path.read_bytes().decode("utf-8-sig").rstrip("\n")
+            return decoded(path.read_bytes()).rstrip("\n")
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not a text in UTF-8 (byte {error.start})") from None
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Texts and names from outside: all are UTF-8, whatever the locale is."""
+"""Texts and names from outside: all are UTF-8, whatever the locale is, and their lines end with LF."""
 
 from __future__ import annotations
 
@@ -12,13 +12,26 @@ from kvtool.errors import InputError, UsageError
 _CONVERT = "convert it first, with iconv for example"
 
 
+def with_lf(text: str) -> str:
+    """Return the text with every CRLF and every other CR as LF, as Python reads a text file."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decoded(data: bytes) -> str:
+    """Return the text of UTF-8 bytes as a model reads it: `with_lf`, and without a byte order mark.
+
+    Raises UnicodeDecodeError.
+    """
+    return with_lf(data.decode("utf-8-sig"))
+
+
 def utf8(flag: str, text: str | None) -> str | None:
-    """The text of an option. Raises UsageError for bytes that are not UTF-8."""
+    """Return the text of an option, `with_lf`. Raises UsageError for bytes that are not UTF-8."""
     if text is None:
         return None
     try:
         # an ASCII locale hands over all other characters as bytes that it could not decode
-        return text.encode("utf-8", "surrogateescape").decode()
+        return with_lf(text.encode("utf-8", "surrogateescape").decode())
     except UnicodeDecodeError:
         raise UsageError(f"the text of {flag} is not UTF-8; {_CONVERT}") from None
 
@@ -48,7 +61,7 @@ def read_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig").rstrip("\n")
+        return decoded(sys.stdin.buffer.read()).rstrip("\n")
     except OSError as error:
         raise InputError(f"cannot read stdin: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -59,9 +72,11 @@ def stdin_lines() -> Iterator[str]:
     """The lines of stdin as they arrive, without line breaks. Raises InputError."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            text = decoded(line) if number == 1 else with_lf(line.decode())
         except UnicodeDecodeError as error:
             raise InputError(f"stdin is not UTF-8 (line {number}, byte {error.start}); {_CONVERT}") from None
+        # a CR within it has ended a line
+        yield from text.removesuffix("\n").split("\n")
 
 
 def read_text(file: str) -> str:
@@ -76,7 +91,7 @@ def read_text(file: str) -> str:
     if b"\0" in data:
         raise InputError(f"{name} is binary; it must be a text")
     try:
-        return data.decode("utf-8-sig")
+        return decoded(data)
     except UnicodeDecodeError as error:
         raise InputError(
             f"{name} is not UTF-8 (byte {error.start}); convert it first, for example with iconv"
