@@ -1,10 +1,11 @@
-"""Many clients of one server at once: each answer is the one that its chat gets alone.
+"""Let many clients use one server at once, and compare each answer with the one that its chat gets alone.
 
     python -m tests.crowd_serve --models tiny smollm2-135m --policies h2o recall --budgets 64 128
 
-Clients ask, ask again, change what they have said, and go away in the middle of streams; some begin with the
-same messages. At temperature 0 every whole answer must be the one of a server that has no other chats. So
-nothing of a chat can get into another one, and nothing that was taken back stays.
+The clients ask, repeat a question, change earlier messages, and disconnect in the middle of streams; some
+start with the same messages. At temperature 0 a server that has only one chat must give every whole answer
+again. This shows that no text of a chat gets into another chat, and that nothing stays of a message that was
+replaced.
 """
 
 from __future__ import annotations
@@ -21,26 +22,29 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests import tiny
+from tests.gone import events, response
+from tests.held import PATIENCE_S
 from tests.serving import serving
 
 WORDS = ("stone", "river", "lamp", "bread", "iron", "music", "winter", "paper", "garden", "thunder", "window")
 EXACT = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-"""In steps of several chats numbers round otherwise; a half-precision cache would make more of it."""
+"""A step for several chats rounds differently; a half-precision cache would enlarge the difference."""
 
 RECALL = ("-o", "search=all", "--archive-type", "f32")
-"""A chat that goes back reads in other steps: these share no choice, and what comes back is what left."""
+"""Options with which the steps of a prompt change no reply. A chat that goes back reads it in other steps."""
 
 SYSTEMS = [None, "Be helpful.", "Answer in few words, please. " * 10]
-"""System prompts; the last one is stored by itself, and needs 512 cells."""
+"""System prompts; the server stores the last one separately, which takes 512 cells."""
 
 
 def said(role, content):
+    """Return a message."""
     return {"role": role, "content": content}
 
 
 @contextmanager
-def streaming(url, body, timeout=300):
-    """A chat that is streamed, until its client goes away: its connection."""
+def streaming(url, body, timeout=PATIENCE_S):
+    """Ask for a streamed answer; yield the connection, and disconnect at the end of the block."""
     where = urlsplit(url)
     link = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
     with closing(link):
@@ -48,35 +52,33 @@ def streaming(url, body, timeout=300):
         yield link
 
 
-def request(url, body, headers=(), n_lines=None, timeout=300):
-    """(status, body as JSON; or of a stream its text). n_lines: of a stream, before the client goes away."""
+def request(url, body, headers=(), n_events=None, timeout=PATIENCE_S):
+    """Post a chat request; return (status, JSON of the answer), or (status, text) of a stream.
+
+    n_events: disconnect after so many events of a stream, and return (None, None).
+    Raises OSError or HTTPException where the connection ends before the answer does.
+    """
     where = urlsplit(url)
-    link = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
-    try:
+    with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)) as link:
         sent = {"Content-Type": "application/json", **dict(headers)}
         link.request("POST", "/v1/chat/completions", json.dumps(body), sent)
-        answer = link.getresponse()
+        answer = response(link)
         if not body.get("stream") or answer.status != 200:
             return answer.status, json.loads(answer.read())
-        text, n = "", 0
-        for line in answer:
-            if line.startswith(b"data: {"):
-                found = json.loads(line[6:])
-                assert "error" not in found, found
-                text += "".join(choice["delta"].get("content", "") for choice in found["choices"])
-                n += 1
-                if n == n_lines:
-                    return None, None
+        text = ""
+        for n, event in enumerate(events(answer), 1):
+            assert "error" not in event, event
+            text += "".join(choice["delta"].get("content", "") for choice in event["choices"])
+            if n == n_events:
+                return None, None
         return answer.status, text
-    finally:
-        link.close()
 
 
 def reply_to(url, messages, **how):
-    """What is said to these messages."""
-    status, found = request(url, *_asked(messages, **how))
-    assert status == 200, found
-    return found if isinstance(found, str) else found["choices"][0]["message"]["content"]
+    """Return the reply to these messages."""
+    status, answer = request(url, *_asked(messages, **how))
+    assert status == 200, answer
+    return answer if isinstance(answer, str) else answer["choices"][0]["message"]["content"]
 
 
 def _asked(messages, n_max=12, stream=False, name=None):
@@ -85,7 +87,12 @@ def _asked(messages, n_max=12, stream=False, name=None):
 
 
 class Client:
-    """One of the crowd: its messages so far, and every answer it got, by the messages before it."""
+    """One of the crowd.
+
+    messages: its chat so far.
+    answers: each answer it got, by the JSON of the messages before it.
+    did: how often it did what.
+    """
 
     def __init__(self, url, number, seed, systems):
         self.url, self.number = url, number
@@ -107,14 +114,14 @@ class Client:
         asked = [*self.messages, said("user", self.first if is_first else self.question())]
         if self.rng.random() < 0.25:
             self.did["gone"] += 1
-            request(self.url, *_asked(asked, n_max=200, stream=True), n_lines=self.rng.randint(1, 6))
+            request(self.url, *_asked(asked, n_max=200, stream=True), n_events=self.rng.randint(1, 6))
         if self.rng.random() < 0.25:
             self.did["asked again"] += 1
             self.answer(asked)
         self.messages = [*asked, said("assistant", self.answer(asked))]
         if len(self.messages) > 3 and self.rng.random() < 0.3:
             self.did["changed"] += 1
-            # up to before one of the questions
+            # the chat ends before one of its questions
             places = [i for i, each in enumerate(self.messages) if each["role"] == "user"]
             self.messages = self.messages[: self.rng.choice(places[1:] or places)]
 
@@ -127,7 +134,7 @@ class Client:
 
 
 def crowd(url, n_client, n_turn, seed, systems):
-    """The clients, after each has had its turns, all at the same time."""
+    """Let n_client clients take n_turn turns each, all at the same time; return the clients."""
     clients = [Client(url, number, seed, systems) for number in range(n_client)]
 
     def work(client):
@@ -135,18 +142,18 @@ def crowd(url, n_client, n_turn, seed, systems):
             client.turn()
 
     with ThreadPoolExecutor(n_client) as pool:
-        # a failure is raised here
+        # raises a client's error
         list(pool.map(work, clients))
     return clients
 
 
 def check(url, clients):
-    """Replays every chat alone, under a name of its own, and compares. Returns how many answers were."""
+    """Replay every chat alone, under its own session name; return the number of answers compared."""
     known = {}
     for client in clients:
         for asked in client.answers:
             known[asked] = client
-    # a chat that another one continues is replayed with that
+    # a chat that another one continues is replayed as a part of it
     before = {json.dumps(json.loads(asked)[: -2 * n]) for asked in known for n in range(1, len(asked))}
     n = 0
     for asked, client in known.items():
@@ -166,7 +173,7 @@ def check(url, clients):
 
 
 def run(model, policy, budget, *, n_client=20, n_turn=5, seed=0, more=()):
-    """How often what was done, in a crowd and then alone."""
+    """Run a crowd and replay its chats; count the actions of the clients and the answers compared."""
     size = "-c" if policy == "full" else "--budget"
     options = ("--policy", policy, size, str(budget), "--temp", "0", *EXACT, *more)
     did = Counter()

@@ -1,14 +1,14 @@
-"""A policy that waits in an eviction until its test lets it go on.
+"""A policy that waits in an eviction until its test lets it continue.
 
-So what a test does meanwhile is done in the middle of the work, however fast the machine is.
+The test can then act in the middle of the work, however fast the machine is.
 """
 
 from __future__ import annotations
 
 import time
 
-PATIENCE_S = 120
-"""Seconds after which a test gives up. Nothing takes so long: this ends what hangs."""
+PATIENCE_S = 300
+"""Seconds after which a test gives up: it hangs. On a busy machine too everything takes far less."""
 
 POLICY = '''
 """The newest tokens stay; an eviction waits for a file."""
@@ -39,9 +39,9 @@ POLICY = Held
 
 
 class Held:
-    """A policy file, and who waits in it.
+    """A policy file, and the processes that wait in its evictions.
 
-    when: which evictions wait, an expression of `view`.
+    when: condition for an eviction to wait, a Python expression of `view`.
     """
 
     def __init__(self, folder, when="True"):
@@ -51,16 +51,16 @@ class Held:
         self.policy.write_text(code, encoding="utf-8")
 
     def wait(self, n_process=1):
-        """Until so many processes wait in an eviction."""
+        """Return once n_process processes wait in an eviction."""
         until(lambda: len(list(self._there.iterdir())) >= n_process)
 
     def go(self):
-        """Lets all go on, and nobody wait again."""
+        """Let all processes continue; later evictions do not wait."""
         self._go.touch()
 
 
 def until(condition):
-    """Waits until a condition holds."""
+    """Return once condition() is true. Raises AssertionError after PATIENCE_S seconds."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end

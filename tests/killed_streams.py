@@ -1,9 +1,9 @@
-"""Kills a server in the middle of streams, again and again, while two chats take turns in it.
+"""Kill a server in the middle of streams, again and again, while two chats take turns in it.
 
     python -m tests.killed_streams --kills 20 --policies h2o recall
 
-Each life of the server goes on with both chats. Every turn that was finished before must be in the cache
-then, and every answer must be the one of a server that has no other chat.
+After each kill a new server continues both chats. Every turn that a client saw finished must be in its cache,
+and every answer must be the one that its chat gets from a server without other chats.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import http.client
 import json
 import random
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from tests import tiny
 from tests.crowd_serve import RECALL, reply_to, said
+from tests.gone import events, response
 from tests.held import PATIENCE_S, until
 from tests.serving import serving
 
@@ -33,45 +33,42 @@ def options_of(policy):
 
 
 def streamed(url, messages, n_max):
-    """The events of an answer to these messages. They end where the server does."""
+    """Yield the events of an answer to these messages. Raises one of GONE if the stream is cut."""
     where = urlsplit(url)
     body = {"messages": messages, "max_tokens": n_max, "temperature": 0, "stream": True}
     with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=PATIENCE_S)) as link:
-        try:
-            link.request("POST", "/v1/messages", json.dumps(body), {"anthropic-version": "2023-06-01"})
-            for line in link.getresponse():
-                if line.startswith(b"data: ") and line.endswith(b"\n"):
-                    yield json.loads(line[6:])
-        except (OSError, http.client.HTTPException):
-            return
+        link.request("POST", "/v1/messages", json.dumps(body), {"anthropic-version": "2023-06-01"})
+        yield from events(response(link))
 
 
 class Life:
-    """A server that is killed while it streams both chats, or the moment that a client hears that one ended.
+    """A server that is killed while it streams both chats, or as soon as a client sees the end of a stream.
 
-    So whatever a client was told to be finished must be stored.
+    A turn that a client saw finished must have been stored before.
     """
 
     def __init__(self, server, chats, rng):
-        self.url, self.is_over = server.url, threading.Event()
-        self._process, self._chats = server.process, chats
+        self.server, self._chats = server, chats
         self._kind = rng.choice(["content_block_delta", "message_stop"])
         self._n_turn, self._n_delta = rng.randint(0, 2), rng.randint(1, 30)
 
     def seen(self, kind):
-        """A client has seen an event of this kind."""
+        """Kill the server if a client's event of this kind is the one to do it at."""
         is_due = kind == self._kind and all(chat.n_turn >= self._n_turn for chat in self._chats)
         n_delta = [chat.n_delta for chat in self._chats]
         if is_due and min(n_delta) and max(n_delta) >= self._n_delta:
-            self._process.kill()
-            self.is_over.set()
+            self.server.kill()
 
 
 class Chat:
-    """One of the two.
+    """One of the two chats.
 
-    messages, n_token: of its finished turns. n_max: the most tokens of each of their answers. n_delta: events
-    of the answer that is streamed now. n_turn, n_cut: turns that were finished in this life, and cut in all.
+    messages: messages of its finished turns.
+    n_token: tokens of its finished turns.
+    n_max: token limit of each of its finished answers.
+    n_delta: events of the answer that is being streamed.
+    n_turn: turns finished under the present server.
+    n_cut: turns cut by kills.
     """
 
     def __init__(self, number, seed, *, goes_back):
@@ -81,41 +78,46 @@ class Chat:
         self.n_turn = self.n_asked = self.n_delta = self.n_cut = 0
 
     def live(self, life):
-        """Takes turns until the server is killed."""
-        self.n_turn = self.n_delta = 0
-        while not life.is_over.is_set():
-            self.turn(life.url, self.rng.randint(8, 60), life.seen)
+        """Take turns until the server is killed."""
+        self.n_turn = 0
+        with life.server.until_killed():
+            while not life.server.is_killed:
+                self.turn(life.server.url, self.rng.randint(8, 60), life.seen)
+        self.n_cut += self.n_delta > 0
+        self.n_delta = 0
 
     def turn(self, url, n_max, seen=lambda kind: None):
-        """Asks, and keeps what was finished. seen: called with the kind of each event."""
+        """Ask a question and keep it with its answer. seen: called with the kind of each event."""
         self.n_asked += 1
         question = f"{self.number}: What is stone {self.n_asked}? " + "It is long. " * self.rng.randint(0, 9)
-        asked, text, usage, is_whole = [*self.messages, said("user", question)], "", {}, False
-        for event in streamed(url, asked, n_max):
-            assert event["type"] != "error", event
-            usage = event.get("usage") or usage
-            is_whole = event["type"] == "message_stop"
-            if event["type"] == "content_block_delta":
-                text += event["delta"]["text"]
-                self.n_delta += 1
-            seen(event["type"])
-        if is_whole:
-            n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
-            # a stream that goes back may have some of the question: of a turn that was cut
-            most = n_all if self.goes_back else self.n_token
-            assert self.n_token <= n_cached <= most, (
-                f"chat {self.number}: {n_cached} of {self.n_token} tokens"
-            )
-            self.messages, self.n_token = [*asked, said("assistant", text)], n_all
-            self.n_max.append(n_max)
-            self.n_turn += 1
-        elif self.n_delta:
-            self.n_cut += 1
+        asked, text, usage = [*self.messages, said("user", question)], "", {}
+        with closing(streamed(url, asked, n_max)) as answer:
+            for event in answer:
+                assert event["type"] != "error", event
+                usage = event.get("usage") or usage
+                if event["type"] == "content_block_delta":
+                    text += event["delta"]["text"]
+                    self.n_delta += 1
+                seen(event["type"])
+                if event["type"] == "message_stop":
+                    break
+            else:
+                raise AssertionError(f"chat {self.number}: a stream without message_stop")
+        n_cached, n_all = usage["cache_read_input_tokens"], sum(usage.values())
+        # a chat that goes back may find tokens of the question in the cache, from a turn that was cut
+        most = n_all if self.goes_back else self.n_token
+        assert self.n_token <= n_cached <= most, f"chat {self.number}: {n_cached} of {self.n_token} tokens"
+        self.messages, self.n_token = [*asked, said("assistant", text)], n_all
+        self.n_max.append(n_max)
+        self.n_turn += 1
         self.n_delta = 0
 
 
 def run(model, policy, folder, n_kill, seed=0):
-    """How many streams were cut, and turns finished. Raises AssertionError where one is lost or mixed."""
+    """Kill n_kill servers; return how many streams were cut and turns finished.
+
+    Raises AssertionError if a finished turn is lost, or has another answer than its chat gets alone.
+    """
     rng, options = random.Random(seed), options_of(policy)
     chats = [Chat(number, seed, goes_back=policy in ("recall", "full")) for number in range(2)]
     for _ in range(n_kill):
@@ -128,8 +130,7 @@ def run(model, policy, folder, n_kill, seed=0):
             try:
                 until(lambda threads=threads: any(thread.done() for thread in threads))
             finally:
-                server.process.kill()
-                life.is_over.set()
+                server.kill()
         for thread in threads:
             thread.result()
     with serving(model, *options, "--sessions", str(folder)) as server:

@@ -1,4 +1,4 @@
-"""A server of kvtool in a process of its own, for tests."""
+"""A `kvtool serve` that runs in another process, for tests."""
 
 from __future__ import annotations
 
@@ -10,30 +10,56 @@ import sys
 from contextlib import contextmanager
 
 from tests import forked
+from tests.gone import GONE
+from tests.held import PATIENCE_S
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "NUMBA")}
 
 
 class Server:
-    """A running server. url: of its root. lines: what it has said on stderr until it was ready."""
+    """A running server.
+
+    url: address of its root, without a slash at the end.
+    lines: its lines on stderr until it was ready.
+    is_killed: True once `kill` was called.
+    """
 
     def __init__(self, process, url, lines):
         self.process = process
         self.url = url
         self.lines = lines
+        self.is_killed = False
 
     def stop(self, how=signal.SIGINT):
-        """Ends it; returns (exit code, what it said since)."""
+        """End the server with a signal; return (exit code, text on stderr since it was ready)."""
         self.process.send_signal(how)
-        _, said = self.process.communicate(timeout=60)
+        _, said = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, said
+
+    def kill(self):
+        """Kill the server while others talk to it: see `until_killed`."""
+        self.is_killed = True
+        self.process.kill()
+
+    @contextmanager
+    def until_killed(self):
+        """Leave the block quietly where `kill` breaks its connection.
+
+        A connection that breaks before that is a fault of the server: its error is raised.
+        """
+        try:
+            yield
+        except GONE:
+            if not self.is_killed:
+                raise
 
 
 @contextmanager
 def serving(model, *options, **how):
-    """Starts `kvtool serve -m model ...` on a free port, and yields it once it is ready.
+    """Start `kvtool serve -m model ...` on a free port; yield the Server once it is ready.
 
-    how: as for Popen.
+    how: further arguments of Popen.
+    Raises AssertionError with the text on stderr if the server ends instead.
     """
     command = [sys.executable, "-m", "kvtool", "serve", "-m", str(model), "--port", "0", "-t", "1", *options]
     process = forked.Popen(

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -31,7 +30,10 @@ EACH_POLICY = pytest.mark.parametrize("policy", ["h2o", "recall"])
 
 @pytest.fixture
 def model(policy, chat_model, talker):
-    """For recall one with a context in which nothing is far: far tokens are at a distance from a step."""
+    """A model for the policy. Recall needs one whose context is long enough that no token is far.
+
+    The distance of far tokens depends on the step in which a prompt is read.
+    """
     return talker if policy == "recall" else chat_model
 
 
@@ -42,13 +44,13 @@ def options(policy, folder=None):
 
 
 def is_all(policy, n_cached, n):
-    """Whether a chat of n tokens was cached; one that goes back may have some of the question as well."""
+    """Return True if a chat of n tokens was cached; one that goes back may share tokens of the question."""
     return n <= n_cached <= n + (16 if policy == "recall" else 0)
 
 
 def ask(url, messages, **more):
-    """(reply, tokens that were cached, tokens, what kvtool says of it)"""
-    status, found = request(url, {"messages": messages, **ASKED, **more}, timeout=60)
+    """Return (reply, cached tokens, all tokens, kvtool's own part of the answer)."""
+    status, found = request(url, {"messages": messages, **ASKED, **more})
     assert status == 200, found
     usage = found["usage"]
     n_cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -95,35 +97,34 @@ def test_a_kill_amid_20_streams_loses_no_finished_turn(model, tmp_path, policy):
     chats = [[] for _ in range(20)]
     tokens = [0] * 20
 
-    def talk(url, i, is_over):
-        with suppress(OSError, ValueError):
-            while not is_over.is_set():
+    def talk(server, i):
+        with server.until_killed():
+            while not server.is_killed:
                 asked = [*chats[i], said("user", f"{i}: What is stone {len(chats[i])}?")]
-                reply, n_cached, n, _ = ask(url, asked)
-                # a reply may have been stored and lost on its way: then its question can be gone back to
+                reply, n_cached, n, _ = ask(server.url, asked)
+                # a kill may come after a reply is stored and before it arrives: its question is asked again
                 assert tokens[i] <= n_cached <= (n if policy == "recall" else tokens[i])
                 chats[i], tokens[i] = [*asked, said("assistant", reply)], n
-                # this one is never finished
-                request(url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_lines=3)
+                # disconnects before the answer is finished
+                request(server.url, {"messages": [*chats[i], said("user", "x")], "stream": True}, n_events=3)
 
-    def wait_for_turns(n):
-        """Of all chats; more than half of them have one."""
-        until(lambda: sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10)
+    def have_turns(n):
+        """Return True if all chats together have n turns, and more than half of them have one."""
+        return sum(map(len, chats)) >= 2 * n and sum(map(bool, chats)) > 10
 
     for n in (12, 24):
-        is_over = threading.Event()
         with (
             serving(model, *options(policy, tmp_path)) as server,
             ThreadPoolExecutor(len(chats)) as pool,
         ):
-            threads = [pool.submit(talk, server.url, i, is_over) for i in range(len(chats))]
+            threads = [pool.submit(talk, server, i) for i in range(len(chats))]
             try:
-                wait_for_turns(n)
+                until(lambda n=n, threads=threads: have_turns(n) or any(each.done() for each in threads))
             finally:
-                server.process.kill()
-                is_over.set()
+                server.kill()
         for thread in threads:
             thread.result()
+        assert have_turns(n)
     with serving(model, *options(policy, tmp_path)) as server:
         found = [ask(server.url, [*chat, said("user", "And?")])[:2] if chat else ("", 0) for chat in chats]
     for (_, n_cached), n in zip(found, tokens, strict=True):
