@@ -79,10 +79,14 @@ def patch_digest(folder: Path) -> str:
     return hashlib.sha256("".join(hexes).encode()).hexdigest()
 
 
+def place(upstream: Upstream) -> Path:
+    """Where `archive` keeps the source archive."""
+    return cache_dir() / "source" / f"{upstream.package.replace('-', '_')}-{upstream.version}.tar.gz"
+
+
 def archive(upstream: Upstream, log: Path) -> Path:
     """The source archive, downloaded once. pip checks its sha256 before it runs any of its code."""
-    name = f"{upstream.package.replace('-', '_')}-{upstream.version}.tar.gz"
-    kept = cache_dir() / "source" / name
+    kept = place(upstream)
     if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() == upstream.sha256:
         return kept
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -101,5 +105,5 @@ def archive(upstream: Upstream, log: Path) -> Path:
             title="downloading the sources of llama.cpp (once; 77 MB)",
             known=("DO NOT MATCH THE HASHES", another),
         )
-        os.replace(Path(folder) / name, kept)
+        os.replace(Path(folder) / kept.name, kept)
     return kept

@@ -13,13 +13,14 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvtool.chats.marks import CUT, JOINT, marked
 from kvtool.chats.roles import Roles
-from kvtool.chats.thinking import tags_in
+from kvtool.chats.thinking import Tags, tags_in
 from kvtool.errors import ModelError
 from kvtool.llama.markers import Markers
 
@@ -74,16 +75,16 @@ class Template:
     ----------
     source
         The Jinja text.
-    tags
-        What thoughts stand between.
     markers
         Those of the model.
+    variables
+        Values of further variables that the template may read, such as enable_thinking.
     """
 
     def __init__(self, source: str, bos: str, eos: str, markers: Markers | None = None) -> None:
         self.source = source
-        self.tags = tags_in(source)
         self.markers = markers
+        self.variables: Mapping[str, Any] = {}
         self._and_tags = markers and markers.and_tags(source)
         self._marks = True
         environment = ImmutableSandboxedEnvironment(
@@ -97,6 +98,7 @@ class Template:
         )
         # Jinja's own escapes HTML and sorts keys; models were trained without
         environment.filters["tojson"] = _to_json
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
         except Exception as error:
@@ -125,9 +127,43 @@ class Template:
     @cached_property
     def of_marked(self) -> Template:
         """The same for messages and tools that are marked already."""
-        other = copy(self)
+        other = self._copy()
         other._marks = False
         return other
+
+    def under(self, variables: Mapping[str, Any]) -> Template:
+        """Return the same template with other variables, whose values are JSON's."""
+        other = self._copy()
+        other.variables = dict(variables)
+        return other
+
+    def _copy(self) -> Template:
+        """Return a copy with the same tags, which learns everything else about the template again."""
+        tags, other = self.tags, copy(self)
+        for name in vars(self):
+            if isinstance(getattr(Template, name, None), cached_property):
+                delattr(other, name)
+        other.tags, other._roles = tags, Roles(other._as_it_is)
+        return other
+
+    @cached_property
+    def tags(self) -> Tags:
+        """The texts around thoughts."""
+        try:
+            return tags_in(self.source, self.reply_start())
+        except ModelError:
+            return tags_in(self.source)
+
+    @cached_property
+    def syntax(self) -> jinja2.nodes.Template:
+        """The parsed source."""
+        return self._environment.parse(self.source)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of the variables that the template may read, with some that it sets itself."""
+        # Jinja folds constants of the tree that it looks through
+        return frozenset(jinja2.meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message with marks in what it says."""
@@ -154,7 +190,9 @@ class Template:
         self, messages: list[dict[str, Any]], reply: bool = True, tools: list[Any] | None = None
     ) -> str:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=reply, tools=tools)
+            # the chat's own values win over a variable of the same name
+            own = {"messages": messages, "add_generation_prompt": reply, "tools": tools}
+            return self._template.render({**self.variables, **own})
         except Exception as error:
             # a template is a program from a stranger: it may raise anything
             raise _failed(error) from error

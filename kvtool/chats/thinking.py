@@ -35,6 +35,10 @@ _KNOWN = (
     Tags("<seed:think>", "</seed:think>"),
     Tags("<|START_THINKING|>", "<|END_THINKING|>"),
     Tags("[THINK]", "[/THINK]"),
+    Tags("<mm:think>", "</mm:think>"),
+    Tags("<think:opensource>", "</think:opensource>"),
+    # Apriel 1.6; it names <thinking>, too
+    Tags("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
     Tags("<thinking>", "</thinking>"),
     Tags("<reasoning>", "</reasoning>"),
     # Gemma 4
@@ -45,12 +49,24 @@ _KNOWN = (
         "<|end|><|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>",
     ),
+    # Solar Open
+    Tags("<|think|>", "<|end|><|begin|>assistant<|content|>", "<|content|>"),
+    # Kimi K3
+    Tags(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|><|open|>response<|sep|>",
+        "<|open|>response<|sep|>",
+    ),
 )
 
 
-def tags_in(template: str) -> Tags:
-    """The tags that a chat template's source names; `THINK` if it names none."""
-    return next((tags for tags in _KNOWN if tags.start in template or tags.end in template), THINK)
+def tags_in(*texts: str) -> Tags:
+    """Return the tags that the first of these texts names that names any; `THINK` if none does.
+
+    A chat template names them in its source, or puts them together, so that only its reply header has them.
+    """
+    found = (tags for text in texts for tags in _KNOWN if tags.start in text or tags.end in text)
+    return next(found, THINK)
 
 
 class Splitter:

@@ -1,0 +1,157 @@
+"""Efforts: a wish for more or less thinking, as the variables that a model's chat template reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2.nodes
+
+from kvtool.chats.template import Template
+from kvtool.errors import ModelError
+
+OFF, ON = "off", "on"
+
+LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""Levels of effort, the least first."""
+
+Variables = dict[str, Any]
+
+_SWITCHES: tuple[tuple[str, Any, Any], ...] = (
+    ("enable_thinking", True, False),
+    ("thinking", True, False),
+    ("reasoning", True, False),
+    ("thinking_mode", "enabled", "disabled"),
+    ("thinking_option", "on", "off"),
+    ("reasoning_effort", "high", "no_think"),
+    ("thinking_budget", -1, 0),
+)
+"""Variables that switch thinking, with their values for on and off."""
+
+_LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+"""Variables that take a level."""
+
+_BUDGET = "thinking_budget"
+"""The variable that takes a number of tokens."""
+
+_ANY_LEVEL = ("low", "medium", "high")
+"""Levels that models know whose template writes any text into the prompt."""
+
+_MADE_UP = "kvtool-made-up"
+
+
+@dataclass(frozen=True, slots=True)
+class Efforts:
+    """The efforts that a chat template takes, learned from its source and from small chats that it renders.
+
+    Attributes
+    ----------
+    has_thoughts
+        True if the template names the tags of a thought, or its reply header opens one.
+    on, off
+        Variables that switch thinking on and off; None where no variable does.
+    levels
+        Variables of each level that the template takes, the least level first.
+    takes_budget
+        True if the template tells the model how many tokens it may think for.
+    """
+
+    has_thoughts: bool
+    on: Variables | None
+    off: Variables | None
+    levels: Mapping[str, Variables]
+    takes_budget: bool = False
+
+    @classmethod
+    def of(cls, template: Template) -> Efforts:
+        """Learn the efforts of a template. Raises ModelError for one that renders no chat."""
+        bare = template.under({})
+        names = template.tags.start in template.source or template.tags.end in template.source
+        on = off = None
+        for name, yes, no in _SWITCHES:
+            is_text = isinstance(no, str)
+            if name in template.reads and (not is_text or no in _compared(template, name)):
+                shown = _text(template, {name: yes}), _text(template, {name: no})
+                if all(shown) and shown[0] != shown[1]:
+                    on, off = {name: yes}, {name: no}
+                    break
+        return cls(
+            has_thoughts=names or on is not None or bare.opens_thought,
+            on=on,
+            off=off,
+            levels=dict(_levels(template, on or {})),
+            takes_budget=_BUDGET in template.reads and _shows(template, _BUDGET, 512),
+        )
+
+    def variables(self, effort: str, budget: int | None = None) -> tuple[Variables, str | None]:
+        """Return the variables for an effort, and a remark if the template does not take it.
+
+        effort: "on", "off" or one of `LEVELS`. budget: tokens that a thought may have; None for no limit. The
+        variables are then for the nearest effort that the template takes: the highest level below the effort,
+        or thinking without a level. The remark continues a sentence: "takes off and on; on was used for low".
+        """
+        found, why = self._of(effort)
+        if self.takes_budget and budget is not None and effort != OFF:
+            found = {**found, _BUDGET: budget}
+        return found, why
+
+    def _of(self, effort: str) -> tuple[Variables, str | None]:
+        least = next(iter(self.levels), None)
+        if effort == OFF:
+            if self.off is not None or not self.has_thoughts:
+                return self.off or {}, None
+            used = f"; {least} is its least effort" if least else ""
+            return self.levels[least] if least else {}, f"cannot switch thinking off{used}"
+        if not self.has_thoughts and not self.levels:
+            return {}, "has no thinking to switch on"
+        if effort == ON or effort in self.levels:
+            return self.levels.get(effort, self.on or {}), None
+        if effort == LEVELS[0] and self.off is not None:
+            # nearly no thought is nearer to none than to a long one
+            return self.off, f"takes {self.taken}; {OFF} was used for {effort}"
+        lower = [level for level in self.levels if LEVELS.index(level) < LEVELS.index(effort)]
+        used = lower[-1] if lower else ON if self.on is not None or least is None else least
+        return self.levels.get(used, self.on or {}), f"takes {self.taken}; {used} was used for {effort}"
+
+    @property
+    def taken(self) -> str:
+        """The efforts that the template takes, in words."""
+        names = [OFF] if self.off is not None or not self.has_thoughts else []
+        names += [ON] if self.has_thoughts else []
+        *first, last = [*names, *self.levels]
+        return f"{', '.join(first)} and {last}" if first else f"only {last}"
+
+
+def _levels(template: Template, on: Variables) -> Iterator[tuple[str, Variables]]:
+    for name in _LEVEL_NAMES:
+        if name not in template.reads:
+            continue
+        known = _compared(template, name)
+        if _MADE_UP in _text(template, {**on, name: _MADE_UP}):
+            known |= {*_ANY_LEVEL}
+        found = {level: {**on, name: level} for level in LEVELS if level in known}
+        if found:
+            yield from ((level, own) for level, own in found.items() if _text(template, own))
+            return
+
+
+def _compared(template: Template, name: str) -> set[str]:
+    """Texts that the source compares with a variable, or gives it."""
+    found: set[str] = set()
+    for node in template.syntax.find_all((jinja2.nodes.Compare, jinja2.nodes.Assign)):
+        if any(each.name == name for each in node.find_all(jinja2.nodes.Name)):
+            found |= {each.value for each in node.find_all(jinja2.nodes.Const) if isinstance(each.value, str)}
+    return found
+
+
+def _shows(template: Template, name: str, value: object) -> bool:
+    return str(value) in _text(template, {name: value})
+
+
+def _text(template: Template, variables: Variables) -> str:
+    """A small chat under these variables; "" where the template fails."""
+    try:
+        return template.under(variables).render([{"role": "user", "content": "."}])
+    except ModelError:
+        return ""

@@ -1,0 +1,25 @@
+"""Chat templates that models were published with, from the sources of llama.cpp that kvtool is built from."""
+
+from __future__ import annotations
+
+import tarfile
+from functools import cache
+from pathlib import PurePosixPath
+
+from kvtool.build import sources
+
+
+@cache
+def templates() -> dict[str, str]:
+    """The Jinja text of each by its file's name without the ending; empty where the sources are not kept."""
+    kept = sources.place(sources.Upstream.read(sources.patches_dir()))
+    found: dict[str, str] = {}
+    if kept.is_file():
+        with tarfile.open(kept) as archive:
+            for member in archive:
+                path = PurePosixPath(member.name)
+                if path.suffix == ".jinja" and path.parent.name == "templates":
+                    file = archive.extractfile(member)
+                    assert file
+                    found[path.stem] = file.read().decode()
+    return found
