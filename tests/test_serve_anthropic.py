@@ -12,6 +12,7 @@ from kvtool.serve import anthropic, app, messages
 from kvtool.serve.app import Limits, Site
 from kvtool.serve.errors import ApiError
 from kvtool.serve.jobs import Waiting
+from kvtool.serve.tools import check_tools
 from tests.crowd_serve import said
 from tests.test_serve_messages import events_of
 
@@ -99,6 +100,30 @@ def test_a_header_is_dropped_from_the_system_prompt_alone():
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "data": "x"}}
+
+
+LATER = {"name": "later", "description": "Waits.", "input_schema": {"type": "object"}, "defer_loading": True}
+SEARCH = {"name": "search", "input_schema": {"type": "object"}}
+REFERENCE = {"type": "tool_reference", "tool_name": "later"}
+
+
+def test_a_reference_to_a_tool_becomes_its_definition():
+    talk = [said("user", "Hi."), said("assistant", [use("a")]), said("user", [result("a", [REFERENCE])])]
+    chat = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
+    definition = '{"name": "later", "description": "Waits.", "parameters": {"type": "object"}}'
+    assert messages.check(chat["messages"])[-1]["content"] == (
+        f"<functions>\n<function>{definition}</function>\n</functions>"
+    )
+    later = check_tools(chat["tools"])[1]
+    assert later["defer_loading"] is True
+    with pytest.raises(ApiError, match=r"tool_name must be the name of a tool in tools, got 'later'"):
+        anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH]})
+
+
+def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
+    hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]})["tools"])
+    assert "defer_loading" not in later
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,23 @@ def events_of(text):
     return events
 
 
+def test_a_deferred_tool_can_be_called_and_is_in_the_prompt_only_where_a_result_refers_to_it(client):
+    talk = [said("user", "How is the weather in Oslo?")]
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    first = ask(client, talk, tools=[search], tool_choice={"type": "any"}, max_tokens=80)
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": [reference]}
+    talk += [said("assistant", first.content), said("user", [result])]
+    tools = [search, TOOLS[0] | {"defer_loading": True}]
+    answer = ask(client, talk, tools=tools, tool_choice={"type": "tool", "name": "weather"}, max_tokens=80)
+    n_before = n_prompt(first.usage) + first.usage.output_tokens
+    assert answer.usage.cache_read_input_tokens == n_before
+    # the definition
+    assert n_prompt(answer.usage) > n_before + 60
+    (call,) = answer.content
+    assert (call.type, call.name) == ("tool_use", "weather")
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}], ids=str)
 def test_a_tool_is_called_and_its_result_read(client, choice):
     messages = [said("user", "How is the weather in Oslo?")]

@@ -51,16 +51,18 @@ def as_chat(body: object, *, is_counted: bool = False) -> Body:
         raise wrong("messages", "a list", asked)
     if not asked:
         raise ApiError("messages must have at least one message", param="messages")
+    given = fields.any("tools")
+    tools = [] if given is None else _tools(given)
     for i, each in enumerate(asked):
-        messages += _messages(each, f"messages[{i}]")
+        messages += _messages(each, f"messages[{i}]", tools)
     chat: Body = {"messages": messages}
     chat |= {name: value for name in _SAME if (value := fields.any(name)) is not None}
     if not is_counted:
         _check_answered(messages, chat)
     if stops := fields.texts("stop_sequences", MOST_STOPS):
         chat["stop"] = list(stops)
-    if (tools := fields.any("tools")) is not None:
-        chat["tools"] = _tools(tools)
+    if given is not None:
+        chat["tools"] = tools
     if (choice := fields.any("tool_choice")) is not None:
         chat["tool_choice"] = _choice(choice)
     if schema := _schema(fields.any("output_config"), fields.any("output_format")):
@@ -79,8 +81,8 @@ def _check_answered(messages: list[Body], chat: Body) -> None:
         raise ApiError("messages must end with one of the user: kvtool continues no reply", param="messages")
 
 
-def _messages(value: object, where: str) -> Iterator[Body]:
-    """A message as those of a chat, in which each result of a tool is a message of its own."""
+def _messages(value: object, where: str, tools: list[Any]) -> Iterator[Body]:
+    """Convert a message to messages of a chat, in which each result of a tool is a separate message."""
     if not isinstance(value, dict):
         raise wrong(where, "an object", value)
     role, content = value.get("role"), value.get("content")
@@ -95,7 +97,7 @@ def _messages(value: object, where: str) -> Iterator[Body]:
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
             n_result += 1
-            yield _result(block, at)
+            yield _result(block, at, tools)
     if texts or calls or not n_result:
         more = {"tool_calls": calls} if calls else {}
         yield {"role": role, "content": "".join(texts), **more}
@@ -134,17 +136,41 @@ def _call(block: Body, where: str) -> Body:
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
 
-def _result(block: Body, where: str) -> Body:
+def _result(block: Body, where: str, tools: list[Any]) -> Body:
     content = block.get("content")
-    parts = _blocks("" if content is None else content, f"{where}.content", ("text",))
-    text = "".join(_text(part, "text", at) for at, part in parts)
-    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": text}
+    texts, definitions = [], []
+    kinds = ("text", "tool_reference")
+    for at, part in _blocks("" if content is None else content, f"{where}.content", kinds):
+        if part["type"] == "text":
+            texts.append(_text(part, "text", at))
+        else:
+            definitions.append(_definition(part, at, tools))
+    if definitions:
+        texts.append("\n".join(["<functions>", *definitions, "</functions>"]))
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": "".join(texts)}
 
 
-def _tools(value: object) -> object:
-    """Tools that have a schema, or none and no type: the others are known to Anthropic's models alone."""
+def _definition(block: Body, where: str, tools: list[Any]) -> str:
+    """The definition of a tool that a search returned, in the form that Claude Code announces."""
+    name = _text(block, "tool_name", where)
+    for tool in tools:
+        if isinstance(tool, dict) and tool["function"]["name"] == name:
+            definition = {key: value for key, value in tool["function"].items() if value is not None}
+            return f"<function>{json.dumps(definition, ensure_ascii=False)}</function>"
+    where += ".tool_name"
+    raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
+
+
+def _tools(value: object) -> list[Any]:
+    """The client's own tools as a chat's. Anthropic's, which have another type and no schema, are left out.
+
+    A tool with `defer_loading` stays out of the prompt until a result refers to it. If the request relies on
+    Anthropic's tool search, no result ever will, and all tools are in the prompt.
+    """
     if not isinstance(value, list):
         raise wrong("tools", "a list", value)
+    kinds = [each.get("type") if isinstance(each, dict) else None for each in value]
+    is_hosted_search = any(isinstance(kind, str) and kind.startswith("tool_search_tool") for kind in kinds)
     return [
         {
             "type": "function",
@@ -154,11 +180,12 @@ def _tools(value: object) -> object:
                 "parameters": each.get("input_schema"),
                 "strict": each.get("strict"),
             },
+            "defer_loading": None if is_hosted_search else each.get("defer_loading"),
         }
         if isinstance(each, dict)
         else each
-        for each in value
-        if not isinstance(each, dict) or each.get("type") in (None, "custom")
+        for each, kind in zip(value, kinds, strict=True)
+        if kind in (None, "custom")
     ]
 
 

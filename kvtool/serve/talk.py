@@ -140,7 +140,8 @@ class Talk:
         talk, rendering = resumer.conversation, resumer.rendering
         tools = _offered(request)
         history = History(request.name, tools, request.messages)
-        marks = shown_tokens(self.model, rendering.format) if tools else frozenset()
+        callable_tools = [] if request.choice.kind == "none" else request.tools
+        marks = shown_tokens(self.model, rendering.format) if callable_tools else frozenset()
         self._draw(job, request, talk.shown | marks, rendering.forced(request))
         started = time.perf_counter()
         tokens = resumer.begin(request.messages, tools, history)
@@ -158,7 +159,8 @@ class Talk:
             "read_s": time.perf_counter() - started,
         }
         talk.follow(request.messages)
-        reply = Reply(talk.splitter(), Parser(rendering.format, tools) if tools else None)
+        parser = Parser(rendering.format, callable_tools) if callable_tools else None
+        reply = Reply(talk.splitter(), parser)
         finish = self._write(job, request, talk.answer(self._room(request)), reply, counts)
         said = {name: value for name, value in reply.message.items() if name != "reasoning_content"}
         # with its calls apart from its text
@@ -316,8 +318,9 @@ class Talk:
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that the model is told of."""
-    return request.tools if request.choice.kind != "none" else []
+    """The tools in the prompt: all but the deferred, which the model may also call."""
+    tools = request.tools if request.choice.kind != "none" else []
+    return [tool for tool in tools if "defer_loading" not in tool]
 
 
 def _tokens(model: Model, prompt: str | list[int]) -> np.ndarray:

@@ -37,7 +37,7 @@ class Choice:
 def check_tools(value: object) -> list[dict[str, Any]]:
     """A request's tools, checked and without fields that are not known; empty for null. Raises ApiError.
 
-    Every function has "name" and "parameters", as templates expect.
+    Every function has "name" and "parameters", as templates expect. "defer_loading" is kept if true.
     """
     if value is None:
         return []
@@ -71,7 +71,11 @@ def _tool(value: object, where: str) -> dict[str, Any]:
     if not isinstance(strict, bool | None):
         _wrong(f"{where}.strict", "must be true or false")
     own = {"name": name, "description": description, "parameters": parameters, "strict": strict}
-    return {"type": "function", "function": {key: part for key, part in own.items() if part is not None}}
+    tool = {"type": "function", "function": {key: part for key, part in own.items() if part is not None}}
+    deferred = value.get("defer_loading")
+    if not isinstance(deferred, bool | None):
+        _wrong(f"{where.removesuffix('.function')}.defer_loading", "must be true or false")
+    return tool | {"defer_loading": True} if deferred else tool
 
 
 def _parameters(value: object, where: str) -> dict[str, Any]:
