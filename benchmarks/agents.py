@@ -23,7 +23,6 @@ import lzma
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from pathlib import Path
 from common import machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
+from servers import answers, reserved_port
 
 SESSIONS = Path(__file__).parent / "data" / "agents.jsonl.xz"
 MESSAGES = "/v1/messages"
@@ -80,44 +80,29 @@ def main() -> None:
 
 
 class Server:
-    """A server that can be started more than once. folder: where its chats outlive it."""
+    """A server that can be started more than once, on one port.
+
+    The folder that it is started with keeps its chats from one start to the next.
+    """
 
     name, speaks = "", (MESSAGES, "/v1/chat/completions")
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, port: int) -> None:
         self.args = args
         self.process: subprocess.Popen[bytes] | None = None
-        self.url = self.port = ""
+        self.port = str(port)
+        self.url = f"http://127.0.0.1:{port}"
 
     def command(self, folder: Path) -> list[str]:
         raise NotImplementedError
 
     def start(self, folder: Path) -> None:
-        # another server on a fixed port would answer in its place
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
-        self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self.command(folder), stdout=log, stderr=log)
-        for _ in range(1200):
-            if self.process.poll() is not None:
-                sys.exit(f"{self.name} has ended:\n{self.log.read_text()[-2000:]}")
-            # llama_cpp.server has no /health
-            for path in ("/health", "/v1/models"):
-                try:
-                    urllib.request.urlopen(self.url + path, timeout=5).close()
-                except urllib.error.HTTPError as error:
-                    if error.code != 404:
-                        break
-                except OSError:
-                    break
-                else:
-                    self.n_log = self.log.stat().st_size
-                    return
-            time.sleep(0.1)
-        sys.exit(f"{self.name} does not answer")
+        if not answers(self.process, self.url):
+            sys.exit(f"{self.name} does not answer:\n{self.log.read_text()[-2000:]}")
+        self.n_log = self.log.stat().st_size
 
     def stop(self) -> None:
         if self.process:
@@ -188,12 +173,10 @@ class LlamaCpp(Server):
 
 
 def _servers(args: argparse.Namespace) -> Iterator[Server]:
-    if not args.without_kvtool:
-        yield Kvtool(args)
-    if args.llama_server:
-        yield LlamaServer(args)
-    if args.llama_cpp:
-        yield LlamaCpp(args)
+    wanted = {Kvtool: not args.without_kvtool, LlamaServer: args.llama_server, LlamaCpp: args.llama_cpp}
+    for kind in filter(wanted.get, wanted):
+        with reserved_port() as port:
+            yield kind(args, port)
 
 
 def _replay(server: Server, asked: list[Json], other: list[Json], args: argparse.Namespace) -> Iterator[Json]:

@@ -15,19 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 from common import machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
+from servers import answers
 
-URL = "http://127.0.0.1:8123"
+PORT = 8123
+URL = f"http://127.0.0.1:{PORT}"
 SYSTEM = "You read a book with its reader."
 
 
@@ -44,9 +46,14 @@ def main() -> None:
     args = parser.parse_args()
     words = args.file.read_text(encoding="utf-8").split()
     parts = [" ".join(words[i * args.words : (i + 1) * args.words]) for i in range(args.turns)]
+    # another program on the port would answer instead
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", PORT))
     server = subprocess.Popen(args.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait(server)
+        if not answers(server, URL):
+            sys.exit("the server does not answer")
         rows = _chat(server.pid, parts, args)
     finally:
         server.kill()
@@ -72,26 +79,6 @@ _COLUMNS = ("turn", "tokens", "read", "first_ms", "per_s", "rss", "forgotten")
 
 def _cell(value: object) -> str:
     return "-" if value is None else f"{value:,.0f}" if isinstance(value, float) else f"{value:,}"
-
-
-def _wait(server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        if server.poll() is not None:
-            sys.exit("the server has ended")
-        try:
-            urllib.request.urlopen(f"{URL}/v1/models", timeout=5).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            try:
-                urllib.request.urlopen(f"{URL}/health", timeout=5).close()
-            except urllib.error.HTTPError as error:
-                # loading, or it has no such address
-                if error.code == 503:
-                    time.sleep(0.2)
-                    continue
-            return
-    sys.exit("the server does not answer")
 
 
 def _chat(pid: int, parts: list[str], args: argparse.Namespace) -> list[dict[str, object]]:

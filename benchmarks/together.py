@@ -17,9 +17,11 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from common import machine, make_parser, note, write_json
+from servers import answers, reserved_port
 
 
 def main() -> None:
@@ -35,9 +37,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
-    servers = [Server(args, port, n) for port, n in ((8131, 1), (8132, args.chats))]
     found: dict[str, list[list[float]]] = {"several": [], "single": []}
-    try:
+    with ExitStack() as stack:
+        ports = [stack.enter_context(reserved_port()) for _ in range(2)]
+        servers = [
+            stack.enter_context(closing(Server(args, port, n)))
+            for port, n in zip(ports, (1, args.chats), strict=True)
+        ]
         for server in servers:
             server.answer(args.chats, args)
         for i in range(args.rounds):
@@ -45,9 +51,6 @@ def main() -> None:
                 took = [server.answer(n, args) for server in servers]
                 found[what].append([one / other for one, other in zip(*took, strict=True)])
                 note(f"round {i + 1}, {what}: {took[0][0]:.2f} and {took[1][0]:.2f} s of CPU time")
-    finally:
-        for server in servers:
-            server.close()
     for what, ratios in found.items():
         cpu, wall = (statistics.median(each) for each in zip(*ratios, strict=True))
         n = args.chats if what == "several" else 1
@@ -66,13 +69,9 @@ class Server:
         self._process = subprocess.Popen(
             [*command, *args.options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{self.url}/health").read()
-                return
-            except OSError:
-                time.sleep(0.2)
-        sys.exit("the server does not answer")
+        if not answers(self._process, self.url):
+            self.close()
+            sys.exit("the server does not answer")
 
     def answer(self, n: int, args: argparse.Namespace) -> tuple[float, float]:
         """Answers n chats; returns seconds of CPU time, and by the clock."""

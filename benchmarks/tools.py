@@ -34,6 +34,7 @@ from agents import Json, Server, post
 from common import machine, make_parser, mcnemar, note, write_json
 from rich.console import Console
 from rich.table import Table
+from servers import reserved_port
 
 from kvtool.chats.prompt import template_of
 from kvtool.llama.model import Model
@@ -156,8 +157,8 @@ class Kvtool(Server):
 
     name = "kvtool"
 
-    def __init__(self, args: argparse.Namespace, policy: str, n_pinned: int) -> None:
-        super().__init__(args)
+    def __init__(self, args: argparse.Namespace, port: int, policy: str, n_pinned: int) -> None:
+        super().__init__(args, port)
         name, _, budget = policy.partition("@")
         if budget.startswith("+"):
             budget = str(n_pinned + int(budget[1:]))
@@ -170,8 +171,8 @@ class Kvtool(Server):
 
 
 def _run(agent: Json, policy: str, asked: list[Json], args: argparse.Namespace) -> Iterator[Json]:
-    server = Kvtool(args, policy, agent["n_pinned"])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
+        server = Kvtool(args, port, policy, agent["n_pinned"])
         server.start(Path(folder))
         try:
             for each in asked:

@@ -25,6 +25,7 @@ import numpy as np
 from common import add_common, describe, load_model, load_tokens, machine, make_parser, note, write_json
 from rich.console import Console
 from rich.table import Table
+from servers import reserved_port
 
 from kvtool import policies
 from kvtool.engine.loop import Engine
@@ -127,21 +128,19 @@ def _shut(connection: socket.socket) -> None:
 
 @contextmanager
 def worker(threads: int) -> Iterator[str]:
-    """Start a worker on loopback, and end it with the block. Gives its endpoint."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "kvtool", "worker", "--port", str(port), "-t", str(threads)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        said = process.stderr.readline()
-        if "serving" not in said:
-            sys.exit(f"the worker did not start: {said.strip()}")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    """Start a worker on loopback; yield its endpoint, and kill the worker at the end of the block."""
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "kvtool", "worker", "--port", str(port), "-t", str(threads)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            said = process.stderr.readline()
+            if "serving" not in said:
+                sys.exit(f"the worker did not start: {said.strip()}")
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def measure(meter: Meter, name: str, steps: Iterator[None]) -> dict:

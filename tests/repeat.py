@@ -3,9 +3,9 @@
     python -m tests.repeat -n 30
     python -m tests.repeat -n 30 --busy 2 tests/test_serve_faults.py
 
-Each round runs every file once, in a pytest of its own. Without names these are the files that use
-subprocess, multiprocessing or one of the helpers that start processes. The output of each run that fails is
-kept in build/chance. Exit status 1 if any run failed.
+Each round runs pytest once for every file. The default files are those that use subprocess, multiprocessing
+or a helper that starts processes. The output of each run that fails is kept in build/chance. Exit status 1 if
+any run failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def starting():
 
 
 def failed(path, options, keep):
-    """Run a file's tests; return the names of those that failed, or the exit status of a pytest that broke.
+    """Run a file's tests; return the names of failed tests, or the exit status if pytest itself broke.
 
     keep: where the output of a run with failures is written.
     """

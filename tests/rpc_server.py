@@ -1,9 +1,9 @@
-"""ggml's own RPC server on loopback, from the library that kvtool loads: a device whose memory is not ours.
+"""Run ggml's RPC server on loopback, from the library that kvtool loads: a device in another process.
 
     python -m tests.rpc_server PORT [ENDPOINT]
 
-With ENDPOINT it is one as `kvtool worker` starts it, of the device that is served there: a device whose
-memory is not that of the worker's host, such as a GPU. Ends by itself after TIME_LIMIT seconds.
+With ENDPOINT it serves the device at that endpoint, as `kvtool worker` would: a device whose memory is not
+the host's, such as a GPU. The server ends after TIME_LIMIT seconds, should nobody kill it before.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
+from benchmarks.servers import reserved_port
 from tests import forked
+from tests.held import PATIENCE_S, until
 
-TIME_LIMIT = 60
+TIME_LIMIT = 600
 
 
 def serve(port):
-    """Serves the CPU, with one thread, until the process ends."""
+    """Serve the CPU, with one thread, until the process ends."""
     from kvtool.llama.library import api
     from kvtool.llama.log import start_backends
 
@@ -49,7 +50,7 @@ def serve(port):
 
 
 def pass_on(port, endpoint):
-    """Serves the device of another server, until the process ends."""
+    """Serve the device of another server, until the process ends."""
     from kvtool.llama.workers import add_rpc, server
 
     add_rpc(endpoint)
@@ -58,63 +59,56 @@ def pass_on(port, endpoint):
 
 
 class Endpoint(str):
-    """ "127.0.0.1:port"; process: the one that serves it."""
+    """ "127.0.0.1:port". process: the server's process."""
 
     process: subprocess.Popen
 
 
 @contextmanager
 def running(*behind):
-    """The Endpoint of a server in a process of its own, which ends with the block.
+    """Start a server in another process; yield its Endpoint, and kill it at the end of the block.
 
-    behind: the endpoint whose device it serves, if not the CPU.
+    behind: the endpoint whose device it serves; without one it serves the CPU.
     """
+    with reserved_port() as port:
+        server = forked.Popen(
+            [sys.executable, "-m", "tests.rpc_server", str(port), *behind],
+            cwd=forked.ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            until(lambda: _listens(server, port))
+            endpoint = Endpoint(f"127.0.0.1:{port}")
+            endpoint.process = server
+            yield endpoint
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _listens(server, port):
+    """Return True if something listens on this port. Raises AssertionError if the server has ended."""
+    assert server.poll() is None, f"the RPC server has ended with exit status {server.returncode}"
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = forked.Popen(
-        [sys.executable, "-m", "tests.rpc_server", str(port), *behind],
-        cwd=forked.ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait(server, port)
-        endpoint = Endpoint(f"127.0.0.1:{port}")
-        endpoint.process = server
-        yield endpoint
-    finally:
-        server.kill()
-        server.wait()
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def client(module, *arguments):
-    """What a client has printed as JSON, and its log, from one "run" to the next: a test module, run as one.
+    """Run a test module as a program; return its JSON on stdout, and its stderr split at each line "run ...".
 
-    In a process of its own, as devices are registered for a whole process.
+    It runs in another process, because devices are registered for the whole process.
     """
     done = forked.run(
         [sys.executable, "-m", module, *arguments],
         cwd=forked.ROOT,
         capture_output=True,
         text=True,
-        timeout=TIME_LIMIT,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr.split("\nrun ")
-
-
-def _wait(server, port):
-    end = time.monotonic() + TIME_LIMIT / 2
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise RuntimeError(f"the RPC server did not start (exit status {server.poll()})")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kvtool.system import memory
 from kvtool.units import format_bytes, parse_bytes
 from tests import tiny_kinds
 from tests.called import KEEPS, called
+from tests.held import PATIENCE_S
 from tests.serving import serving
 from tests.terminal import Terminal
 from tests.test_chat_session import TURNS
@@ -219,8 +220,9 @@ def test_chats_recall_where_that_can_be(talk, chat_model, tmp_path, options, why
     assert (again.returncode, "nothing can be recalled" in again.stderr) == (0, False)
     with serving(chat_model, *options) as server:
         assert re.fullmatch(said.replace(r"\),", r"\) for each of 2 requests at once,"), server.lines[0])
-        assert httpx.get(f"{server.url}/props").json()["policy"] == kept["policy"]
-        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+            assert http.get("/props").json()["policy"] == kept["policy"]
+            answer = http.post("/v1/completions", json={"prompt": "Hello.", "max_tokens": 2}).json()
         assert answer["kvtool"]["policy"] == kept["policy"]
 
 

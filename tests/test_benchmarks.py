@@ -19,7 +19,7 @@ from kvtool.measure import perplexity
 from tests.running import open_engine
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if path.name != "common.py"]
+PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("common", "servers")]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
@@ -170,7 +170,9 @@ def test_the_table_counts_what_all_settings_have_answered(tools):
 
 
 def test_a_budget_may_be_beyond_what_is_pinned(tools):
-    found = [tools.Kvtool(None, policy, 5000).policy[1:] for policy in ("full", "recall@1024", "h2o@+1024")]
+    found = [
+        tools.Kvtool(None, 0, policy, 5000).policy[1:] for policy in ("full", "recall@1024", "h2o@+1024")
+    ]
     assert found == [["full"], ["recall", "--budget", "1024"], ["h2o", "--budget", "6024"]]
 
 

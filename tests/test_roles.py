@@ -16,6 +16,7 @@ from kvtool.serve.messages import check
 from kvtool.serve.rendering import Rendering
 from kvtool.serve.tools import check_tools, tools_text
 from tests import tiny
+from tests.held import PATIENCE_S
 from tests.serving import serving
 from tests.test_serve_tools import CALLS, tool
 
@@ -289,7 +290,7 @@ def test_a_chat_with_tools_under_a_template_without_either(tmp_path):
         n_all = 0
         for more in ([CALL, RESULT], said("su"), []):
             body = {"messages": turns, "tools": TOOLS}
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
             usage = answer["usage"]
             # what was there before is not read again
             assert usage["prompt_tokens_details"]["cached_tokens"] == n_all

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import pytest
@@ -177,7 +175,8 @@ def test_sampling_stops_and_log_probabilities(real_server, real_client):
     assert len(listed) == 6
     assert all(len(each.top_logprobs) == 3 and each.logprob <= 0 for each in listed)
     assert "".join(each.token for each in listed).startswith(whole[:10])
-    first = httpx.post(f"{real_server.url}/tokenize", json={"content": listed[0].token}).json()["tokens"][0]
+    asked = {"content": listed[0].token}
+    first = httpx.post(f"{real_server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"][0]
     other = ask(real_client, messages, model=REAL, logit_bias={str(first): -100}, logprobs=True)
     assert other.choices[0].logprobs.content[0].token != listed[0].token
 
@@ -274,7 +273,8 @@ def test_a_client_that_waits_no_longer_stops_its_answer(server, client):
             max_tokens=LONG,
         )
     assert ask(client.with_options(timeout=PATIENCE_S), [said("user", "Hello.")])
-    until(lambda: "kvtool_requests_running 0\n" in httpx.get(f"{server.url}/metrics").text)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        until(lambda: "kvtool_requests_running 0\n" in http.get("/metrics").text)
 
 
 def test_many_at_once_get_their_own_answers(client):
@@ -297,7 +297,7 @@ def test_models_props_and_tokens(server, client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     ask(client, [said("user", "Hello.")])
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/props").json()["budget"] == 256
         tokens = http.post("/tokenize", json={"content": "a river"}).json()["tokens"]
@@ -345,7 +345,7 @@ def test_keys_limits_and_overflow(talker, tmp_path, connect):
     keys = tmp_path / "keys.txt"
     keys.write_text("first\nsecond\n")
     options = ("--budget", "256", "-c", "512", "--overflow", "error", "--api-key-file", str(keys))
-    with serving(talker, *options, "--read-timeout", "0.5") as server:
+    with serving(talker, *options) as server:
         url = f"{server.url}/v1"
         for key in ("first", "second"):
             assert list(connect(url, key).models.list())
@@ -357,7 +357,7 @@ def test_keys_limits_and_overflow(talker, tmp_path, connect):
         assert raised.value.body["type"] == "exceed_context_size_error"
         assert raised.value.body["n_prompt_tokens"] > raised.value.body["n_ctx"] == 512
         head = {"Authorization": "Bearer first"}
-        with httpx.Client(base_url=server.url, headers=head) as http:
+        with httpx.Client(base_url=server.url, headers=head, timeout=PATIENCE_S) as http:
             assert (
                 http.post("/v1/completions", content=b"{" * 10)
                 .json()["error"]["message"]
@@ -365,11 +365,6 @@ def test_keys_limits_and_overflow(talker, tmp_path, connect):
             )
             deep = b"[" * 100_000 + b"]" * 100_000
             assert http.post("/v1/completions", content=deep).status_code == 400
-        where = urlsplit(url)
-        with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as slow:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\n"
-            slow.sendall(f'{head}Content-Length: 15\r\n\r\n{{"prompt": '.encode())
-            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recall"])

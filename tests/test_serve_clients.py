@@ -18,6 +18,7 @@ import httpx2 as httpx
 import pytest
 
 from kvtool.serve import messages
+from tests.held import PATIENCE_S
 from tests.serving import serving
 from tests.test_serve_messages import events_of
 
@@ -38,7 +39,9 @@ def test_a_program_is_answered_and_only_what_is_new_is_read(server, client):
     answers = []
     for line in LOGS[client]:
         body = filled(line["body"], answers)
-        sent = httpx.post(f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=120)
+        sent = httpx.post(
+            f"{server.url}{line['path']}", json=body, headers=line["headers"], timeout=PATIENCE_S
+        )
         assert sent.status_code == 200, sent.text
         read = {"/v1/responses": response, "/v1/messages?beta=true": message}.get(line["path"], chat)
         answers.append(read(sent.text, body))
@@ -54,11 +57,13 @@ def test_functions_of_namespaces_are_offered_and_called_by_their_own_names(serve
     asked = {"input": "What is the goal?", "tools": tools, "max_output_tokens": 90}
     for own in ({"name": "goal"}, {"name": "goal", "namespace": "team"}):
         choice = {"type": "function", **own}
-        sent = httpx.post(f"{server.url}/v1/responses", json=asked | {"tool_choice": choice}, timeout=120)
+        sent = httpx.post(
+            f"{server.url}/v1/responses", json=asked | {"tool_choice": choice}, timeout=PATIENCE_S
+        )
         (call,) = sent.json()["output"]
         assert {name: call[name] for name in ("name", "namespace") if name in call} == own
     refused = asked | {"tool_choice": {"type": "web_search"}}
-    assert httpx.post(f"{server.url}/v1/responses", json=refused).status_code == 400
+    assert httpx.post(f"{server.url}/v1/responses", json=refused, timeout=PATIENCE_S).status_code == 400
 
 
 def test_system_messages_at_the_beginning_are_one():

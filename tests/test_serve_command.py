@@ -15,6 +15,7 @@ import pytest
 from tests import forked, tiny
 from tests.crowd_serve import said
 from tests.forked import ROOT
+from tests.held import PATIENCE_S
 from tests.late import openai
 from tests.serving import ONE_THREAD, serving
 
@@ -116,7 +117,7 @@ def test_pages_of_others_may_not_ask(server):
         (server.url, 200),
     ):
         sent = httpx.post(
-            f"{server.url}/v1/chat/completions", json=body, headers={"Origin": origin}, timeout=60
+            f"{server.url}/v1/chat/completions", json=body, headers={"Origin": origin}, timeout=PATIENCE_S
         )
         assert sent.status_code == status, origin
 
@@ -133,7 +134,7 @@ def test_fields_of_llama_server_are_taken_or_refused(server, client):
             client.post(
                 "/chat/completions", body={"messages": [said("user", "x")], field: value}, cast_to=object
             )
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         asked = {"content": "a</s>"}
         whole = http.post("/tokenize", json=asked | {"with_pieces": True}).json()["tokens"]
         assert [each["piece"] for each in whole] == ["a", "</s>"]
@@ -197,6 +198,6 @@ def test_a_chat_and_a_server_do_not_share_a_chat(talker, tmp_path, connect):
         with refused, serving(talker, *options):
             pass
     finally:
-        chatting.communicate(timeout=60)
+        chatting.communicate(timeout=PATIENCE_S)
     with serving(talker, *options):
         pass

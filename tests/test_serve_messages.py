@@ -11,6 +11,7 @@ import pytest
 from kvtool.serve.forced import _literal
 from tests import tiny
 from tests.crowd_serve import said
+from tests.held import PATIENCE_S
 from tests.late import anthropic, openai
 from tests.serving import serving
 
@@ -88,7 +89,9 @@ def test_a_stream_says_the_same_in_events(server, client):
     assert len(texts) > 3
     assert "".join(texts) == final.content[0].text == whole.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 6)
-    sent = httpx.post(f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=60)
+    sent = httpx.post(
+        f"{server.url}/v1/messages?beta=true", json=asked | {"stream": True}, timeout=PATIENCE_S
+    )
     events = events_of(sent.text)
     kinds = " ".join(event["type"] for event in events)
     assert re.fullmatch(

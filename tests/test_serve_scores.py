@@ -13,6 +13,7 @@ from kvtool.chats.logprobs import Offsets
 from kvtool.measure import perplexity
 from kvtool.options.run import TextRun
 from tests import tiny
+from tests.held import PATIENCE_S
 from tests.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -23,7 +24,9 @@ TOKENS = [3 + byte for byte in b"A lamp is lit where a ship is late, and a bell 
 
 def scored(server, prompt, **more):
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0} | more
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    answer = (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status().json()
+    )
     return answer["choices"][0]
 
 
@@ -49,7 +52,8 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
     tiny.write_llama(path, add_bos=True)
     text = "Hé, a lamp."
     with serving(path, "--policy", "full") as server:
-        tokens = httpx.post(f"{server.url}/tokenize", json={"content": text}).json()["tokens"]
+        asked = {"content": text}
+        tokens = httpx.post(f"{server.url}/tokenize", json=asked, timeout=PATIENCE_S).json()["tokens"]
         of_text, of_tokens = scored(server, text), scored(server, [1, *tokens])
         stream = {
             "prompt": text,
@@ -59,7 +63,7 @@ def test_a_text_and_its_tokens_have_the_same_scores_and_offsets(tmp_path):
             "temperature": 0,
             "stream": True,
         }
-        lines = httpx.post(f"{server.url}/v1/completions", json=stream).text.split("\n\n")
+        lines = httpx.post(f"{server.url}/v1/completions", json=stream, timeout=PATIENCE_S).text.split("\n\n")
     one, two = of_text["logprobs"], of_tokens["logprobs"]
     assert one["tokens"] == two["tokens"]
     assert one["token_logprobs"] == two["token_logprobs"]
@@ -97,7 +101,7 @@ def test_what_cannot_be_scored_is_said_in_one_line(chat_model):
     with serving(chat_model, "--policy", "full") as server:
         for said, body in wrong.items():
             asked = {"prompt": "A lamp", "echo": True, "logprobs": 1, "max_tokens": 1} | body
-            answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S)
             assert answer.status_code == 400
             assert answer.json()["error"]["message"].startswith(said)
             assert answer.json()["error"]["message"].isprintable()

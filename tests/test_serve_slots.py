@@ -376,7 +376,7 @@ def test_who_finds_the_queue_full_is_refused_and_who_leaves_makes_room(talker, t
 
 def running(url):
     """How many requests are being answered."""
-    found = httpx.get(f"{url}/metrics").text
+    found = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
     return int(re.search(r"^kvtool_requests_running (\d+)", found, re.MULTILINE)[1])
 
 
@@ -399,7 +399,7 @@ def test_a_short_request_is_answered_beside_a_long_answer_and_a_long_prompt(talk
                 if body is long:
                     assert len([answer.readline() for _ in range(99)]) == 99
             until(lambda: running(server.url) == 0)
-        props = httpx.get(f"{server.url}/props").json()
+        props = httpx.get(f"{server.url}/props", timeout=PATIENCE_S).json()
         found = request(server.url, short, timeout=PATIENCE_S)[1]["kvtool"]
         assert props["total_slots"] == 2
         assert props["cache_bytes"] == 2 * found["cache_bytes"]

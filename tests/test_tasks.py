@@ -588,7 +588,7 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
     own = ("--policy", held.policy, "--budget", 64) if is_stopped else ()
     command = ["eval", "passkey", "-m", tiny_model(), *SMALL, *own, "--json", "-"]
     master, slave = os.openpty()
-    seen = ""
+    seen, is_told = b"", False
     with (tmp_path / "out").open("w") as out:
         process = forked.Popen(
             [*KVTOOL, *map(str, command)], stdout=out, stderr=slave, env=os.environ | {"TERM": "xterm"}
@@ -596,11 +596,13 @@ def test_beside_a_progress_bar_records_go_to_stdout_and_an_interrupt_ends_it(
         os.close(slave)
         # the terminal of a process that has ended gives an error
         with suppress(OSError):
-            while new := os.read(master, 65536).decode():
+            while new := os.read(master, 65536):
                 seen += new
-                if is_stopped and "0/4" in seen:
+                if is_stopped and not is_told and b"0/4" in seen:
                     held.wait()
                     process.send_signal(signal.SIGINT)
+                    is_told = True
+    seen = seen.decode()
     assert process.wait(60) == (130 if is_stopped else 0)
     os.close(master)
     assert "passkey" in seen

@@ -18,6 +18,7 @@ from kvtool.serve.tools import check_tools
 from tests import tiny
 from tests.called import called
 from tests.crowd_serve import request, said
+from tests.held import PATIENCE_S
 from tests.serving import serving
 
 pytestmark = pytest.mark.engine
@@ -283,7 +284,6 @@ def test_a_chat_reads_a_marker_as_text(smol, real, tmp_path):
 
 def test_a_plain_completion_reads_markers(smol, real):
     with serving(smol, "--budget", "256", "--temp", "0") as server:
-        answer = httpx.post(
-            f"{server.url}/v1/completions", json={"prompt": f"a{EVIL}", "max_tokens": 2}
-        ).json()
+        asked = {"prompt": f"a{EVIL}", "max_tokens": 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
     assert answer["usage"]["prompt_tokens"] == len(real.tokenize(f"a{EVIL}", special=True))

@@ -18,13 +18,14 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
+from benchmarks.servers import reserved_port
 from kvtool import cli
 from kvtool.chats import session
 from kvtool.errors import LibraryError, UsageError
 from kvtool.llama import endpoints
 from tests import forked
 from tests.called import KEEPS
-from tests.held import until
+from tests.held import PATIENCE_S, until
 from tests.test_cli import KVTOOL, TEXT, kvtool
 
 EXACT = ["--temp", "0", "-t", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -54,7 +55,7 @@ def answering(answer):
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(5)
+        thread.join(PATIENCE_S)
         for connection in taken:
             connection.close()
 
@@ -80,7 +81,8 @@ def test_a_worker_that_greets_is_reached():
     ],
 )
 def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
-    monkeypatch.setattr(endpoints, "ANSWER_S", 0.3)
+    # a worker that is silent is waited for; all others answer, however late
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.3 if "does not answer" in words else PATIENCE_S)
     with answering(answer) as endpoint:
         with pytest.raises(LibraryError, match=words) as raised, endpoints.reached([endpoint]):
             pass
@@ -88,11 +90,10 @@ def test_what_is_no_worker_for_us_is_refused(answer, words, monkeypatch):
 
 
 def test_where_nobody_listens_it_says_how_to_start_one():
-    endpoint = f"127.0.0.1:{free_port()}"
-    host, port = endpoint.split(":")
-    words = f"kvtool worker --host {host} --port {port}"
-    with pytest.raises(LibraryError, match=words), endpoints.reached([endpoint]):
-        pass
+    with reserved_port() as port:
+        words = f"kvtool worker --host 127.0.0.1 --port {port}"
+        with pytest.raises(LibraryError, match=words), endpoints.reached([f"127.0.0.1:{port}"]):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -161,17 +162,11 @@ def test_help_says_that_nobody_is_asked_who_they_are():
 # workers
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Worker:
     """A `kvtool worker` that serves. said: its lines so far."""
 
-    def __init__(self, *options, host="127.0.0.1", port=None):
-        self.port = port or free_port()
+    def __init__(self, port, *options, host="127.0.0.1"):
+        self.port = port
         self.endpoint = f"127.0.0.1:{self.port}"
         self.said = []
         command = [*KVTOOL, "worker", "--host", host, "--port", str(self.port), "-t", "1", *options]
@@ -192,8 +187,8 @@ class Worker:
     def end(self, number=signal.SIGTERM):
         """(exit code, stdout, stderr) after a signal."""
         self.process.send_signal(number)
-        code = self.process.wait(60)
-        self._thread.join(60)
+        code = self.process.wait(PATIENCE_S)
+        self._thread.join(PATIENCE_S)
         with self.process.stdout as out:
             return code, out.read(), "\n".join(self.said)
 
@@ -201,14 +196,15 @@ class Worker:
 @pytest.fixture(scope="module")
 def workers():
     """Two workers that offer the same amount of memory."""
-    started = [Worker("--mem", "64MiB"), Worker("--mem", "64MiB")]
-    try:
-        for worker in started:
-            worker.serves()
-        yield started
-    finally:
-        for worker in started:
-            worker.end()
+    with reserved_port() as one, reserved_port() as other:
+        started = [Worker(port, "--mem", "64MiB") for port in (one, other)]
+        try:
+            for worker in started:
+                worker.serves()
+            yield started
+        finally:
+            for worker in started:
+                worker.end()
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +230,7 @@ def test_a_worker_says_what_it_serves_and_to_whom_it_may(workers):
 @pytest.mark.engine
 def test_the_protocol_is_the_librarys(workers):
     host, port = workers[0].endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         assert endpoints._greet(connection) == endpoints.PROTOCOL
 
 
@@ -242,7 +238,7 @@ def test_the_protocol_is_the_librarys(workers):
 def test_mem_is_what_the_worker_tells_its_clients(workers):
     get_device_memory = 11
     host, port = workers[0].endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         endpoints._greet(connection)
         connection.sendall(struct.pack("<BQI", get_device_memory, 4, 0))
         size, free, total = struct.unpack("<QQQ", endpoints._receive(connection, 24))
@@ -253,7 +249,7 @@ def test_mem_is_what_the_worker_tells_its_clients(workers):
 def test_a_worker_that_serves_another_says_so_in_time(workers, monkeypatch):
     monkeypatch.setattr(endpoints, "ANSWER_S", 0.5)
     named = [workers[0].endpoint]
-    with socket.create_connection(named[0].split(":"), timeout=60) as connection:
+    with socket.create_connection(named[0].split(":"), timeout=PATIENCE_S) as connection:
         endpoints._greet(connection)
         with pytest.raises(LibraryError, match="may be serving another"), endpoints.reached(named):
             pass
@@ -286,8 +282,9 @@ def test_what_a_worker_cannot_do_is_one_line(options, words):
 @pytest.mark.skipif(os.name != "posix", reason="signals of Unix")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_worker_for_everybody_warns_and_ends_when_it_is_told(number, code):
-    worker = Worker(host="0.0.0.0").serves()
-    exit_code, out, said = worker.end(number)
+    with reserved_port() as port:
+        worker = Worker(port, host="0.0.0.0").serves()
+        exit_code, out, said = worker.end(number)
     assert (exit_code, out) == (code, "")
     assert "there is no authentication" in said
     assert said.endswith("kvtool: stopped")
@@ -337,7 +334,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
         until(lambda: len(b"".join(out)) > before + 8 or process.poll() is not None)
         workers[1].end(signal.SIGKILL)
         said = process.stderr.read().decode()
-        assert process.wait(60) == 4, said
+        assert process.wait(PATIENCE_S) == 4, said
         reader.join()
     (line,) = re.sub(start, "", said).strip().split("\n")
     names = f"{workers[0].endpoint}, {workers[1].endpoint}"
@@ -348,7 +345,7 @@ def test_a_worker_that_dies_in_a_reply_costs_that_reply_and_nothing_else(workers
     assert gone.returncode == 4
     assert f"no worker answers at {workers[1].endpoint}; start one there" in gone.stderr
 
-    workers[1] = Worker("--mem", "64MiB", port=workers[1].port).serves()
+    workers[1] = Worker(workers[1].port, "--mem", "64MiB").serves()
     again = chat(model, there, TURNS[1:], policy, *long, *rpc_of(workers), "-vv")
     assert again.returncode == 0, again.stderr[-2000:]
     assert kept(there) == kept(here)
@@ -388,7 +385,7 @@ def test_signals_go_over_the_wire_once_a_plan(model, tmp_path):
         [*map(str, command), "--json", tmp_path / "wire.json"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,57 @@
+"""A reserved port is for the server alone that a test starts there."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.servers import answers, reserved_port
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket reserve a port")
+
+
+@linux
+@pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_a_server_can_listen_on_a_reserved_port_and_others_do_not_get_it(option):
+    with reserved_port() as port, socket.socket() as other, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, option, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_nobody_listens_on_a_reserved_port():
+    with reserved_port() as port, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_server_that_ends_is_not_waited_for():
+    with reserved_port() as port, subprocess.Popen([sys.executable, "-c", ""]) as process:
+        assert not answers(process, f"http://127.0.0.1:{port}")
+
+
+@linux
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_a_server_answers_once_it_has_loaded_its_model(status):
+    """A stand-in says 503 once and then this status; 404 is the answer of a server without /health."""
+    code = (
+        "import http.server, sys\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(statuses.pop(0)); self.send_header('Content-Length', '0')\n"
+        "        self.end_headers()\n"
+        "        if not statuses: sys.exit()\n"
+        "    def log_message(self, *_): pass\n"
+        "statuses = [503, int(sys.argv[2])]\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()\n"
+    )
+    with (
+        reserved_port() as port,
+        subprocess.Popen([sys.executable, "-c", code, str(port), str(status)]) as process,
+    ):
+        assert answers(process, f"http://127.0.0.1:{port}") == (status != 503)
