@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.main import get_command
 
 from kvtool import errors
 from kvtool.cli import app
-from kvtool.cli.command import default_of, place_of, title_of
+from kvtool.cli.command import default_of, flags_of, place_of, title_of
 from kvtool.cli.examples import EXAMPLES
 from kvtool.system import interrupt
 
@@ -160,7 +161,7 @@ def _section(name: str, command: Any) -> str:
     parts.append("For example:\n\n" + "".join(f"    {example}\n" for example in examples))
     groups: dict[str, list[tuple[str, Any]]] = {}
     for each in arguments:
-        groups.setdefault("argument", []).append((_argument(each).strip("[]"), each))
+        groups.setdefault("argument", []).append((re.sub(r"[\[\]]", "", _argument(each)), each))
     for each in sorted(options, key=lambda each: place_of(title_of(each))):
         title = title_of(each).replace("Options", "option")
         groups.setdefault(title, []).append((_option(each), each))
@@ -190,7 +191,7 @@ def _argument(param: Any) -> str:
 
 def _option(param: Any) -> str:
     """-m, --model TEXT, each name as code."""
-    names = ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts])
+    names = ", ".join(f"`{name}`" for name in [*flags_of(param), *param.secondary_opts])
     return names if param.is_flag or param.count else f"{names} {_metavar(param)}"
 
 

@@ -243,7 +243,7 @@ class Inspect:
         size = f"--budget {self.budget} --max-tokens {self.max_tokens}"
         chosen = ", ".join(" ".join(option_words(label)) for label in self.policies)
         command = shell(("inspect", "FILE", "--policy", "POLICY", *size.split()), self.model)
-        return f"{command} --png POLICY.png\n    # POLICY: {chosen}"
+        return f"{command} --plot POLICY.png\n    # POLICY: {chosen}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:
@@ -283,7 +283,7 @@ class Map(ByText):
 
     def shown(self) -> str:
         command = shell(self._command("FILE")[:-1], self.model)
-        return f"{command} --png {self.kind}.png{each_of(self.files)}"
+        return f"{command} --plot {self.kind}.png{each_of(self.files)}"
 
     def lines(self, found: Iterable[records.Record]) -> Iterator[Line]:
         for record in found:

@@ -107,7 +107,7 @@ def test_a_command_loads_no_other():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     used = (
-        *("command", "completion", "console", "declared", "listed", "locate", "models", "progress"),
+        *("command", "completion", "console", "declared", "listed", "locate", "models", "near", "progress"),
         "settings",
     )
     assert done.stdout.split() == [f"kvtool.cli.{name}" for name in used]
@@ -117,7 +117,7 @@ def test_commands_are_shown_in_their_order_and_suggested():
     said = kvtool("--help").stdout.split("Commands:\n")[1]
     named = [line.split()[0] for line in said.split("\n\n")[0].splitlines() if line[2] != " "]
     assert named == COMMANDS[1:]
-    assert kvtool("chatt").stderr == "kvtool: kvtool has no command 'chatt'; did you mean `kvtool chat`?\n"
+    assert kvtool("chatt").stderr == "kvtool: there is no command 'chatt'; did you mean `kvtool chat`?\n"
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from kvtool import __version__
 from kvtool.cli import COMMANDS, app, completion, near
+from kvtool.cli.command import _EARLIER
 from kvtool.cli.compare import _Grid
 from kvtool.cli.examples import EXAMPLES
 from kvtool.cli.models import _Types
@@ -23,6 +25,8 @@ from kvtool.options.run import Run
 from tests import forked
 from tests.called import called
 from tests.test_cli import KVTOOL, kvtool
+
+ROOT = Path(__file__).parents[1]
 
 COMMANDS_OF = dict(all_commands(get_command(app)))
 ALL = ["", *sorted({" ".join(words[:n]) for words in COMMANDS_OF for n in range(1, len(words) + 1)})]
@@ -49,8 +53,11 @@ def test_h_and_v_work_on_every_command(words):
     titles = re.findall(r"^(\S.*):$", first, re.M)
     assert len(titles) == len(set(titles))
     assert ("Examples" in titles) == (words in EXAMPLES)
-    # a value has a name, and not a type
-    assert not re.search(r"^  -.*<(int|float|text)", first, re.M)
+    # a value has a name in capitals, and not a type; a range is in words
+    shown = first.split("\nExamples:")[0]
+    assert not re.search(
+        r"^  -.*<(int|float|text)|[{<]\w+[}>]|\[(?!required)[a-z_]+\](\.\.\.)?$|x[<>]=", shown, re.M
+    )
 
 
 def test_every_command_has_two_examples_that_it_takes():
@@ -95,6 +102,36 @@ def test_options_stand_in_groups_with_their_real_defaults():
     assert "x>=" not in said
 
 
+def test_an_earlier_name_of_an_option_works_and_is_not_shown():
+    inspect = COMMANDS_OF["inspect",].make_context("x", ["text", "--png", "a.png"])
+    assert str(inspect.params["plot"]) == "a.png"
+    assert "--plot PNG" in shown_by("inspect")
+    assert COMMANDS_OF["models", "show"].make_context("x", ["--type-k", "q8_0"]).params["type_k"] == "q8_0"
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name in _EARLIER:
+        for words in COMMANDS_OF:
+            assert name not in shown_by(*words), words
+        assert name not in page
+
+
+def test_a_range_is_in_words():
+    assert "Points in time that --html can show (1 to 255). [default: 32]" in shown_by("inspect")
+    assert "Port to listen on (0 to 65535). [default: 8080]" in shown_by("serve")
+
+
+@pytest.mark.parametrize("group", ["models", "session"])
+def test_no_sentence_about_a_command_is_cut(group):
+    said = shown_by(group)
+    for words, command in COMMANDS_OF.items():
+        if words[0] == group:
+            assert " ".join(command.help.split()).partition(". ")[0].removesuffix(".") + "." in said
+
+
+def shown_by(*words):
+    """The help of a command without its line breaks."""
+    return " ".join(called(*words, "-h").stdout.split())
+
+
 def test_a_command_of_several_lists_their_options_alone():
     for name in ("models", "session"):
         assert "completion" not in called(name, "-h").stdout
@@ -106,16 +143,19 @@ def test_a_command_of_several_lists_their_options_alone():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run"], "kvtool has no command 'run'; use `kvtool chat`"),
-        (["list"], "kvtool has no command 'list'; use `kvtool models list`"),
-        (["ls"], "kvtool has no command 'ls'; use `kvtool models list`"),
-        (["pull", "x"], "kvtool has no command 'pull'; use `kvtool models pull`"),
-        (["models", "ls"], "kvtool models has no command 'ls'; use `kvtool models list`"),
-        (["session", "shwo"], "kvtool session has no command 'shwo'; did you mean `kvtool session show`?"),
-        (["genrate", "x"], "kvtool has no command 'genrate'; did you mean `kvtool generate`?"),
-        (["tinyllama.gguf"], "kvtool has no command 'tinyllama.gguf'; use `kvtool chat tinyllama.gguf`"),
-        (["xyzzy"], "kvtool has no command 'xyzzy'; `kvtool -h` lists all"),
-        (["help", "xyzzy"], "kvtool has no command 'xyzzy'; `kvtool -h` lists all"),
+        (["run"], "there is no command 'run'; use `kvtool chat`"),
+        (["list"], "there is no command 'list'; use `kvtool models list`"),
+        (["ls"], "there is no command 'ls'; use `kvtool models list`"),
+        (["pull", "x"], "there is no command 'pull'; use `kvtool models pull`"),
+        (["models", "ls"], "`kvtool models`: there is no command 'ls'; use `kvtool models list`"),
+        (
+            ["session", "shwo"],
+            "`kvtool session`: there is no command 'shwo'; did you mean `kvtool session show`?",
+        ),
+        (["genrate", "x"], "there is no command 'genrate'; did you mean `kvtool generate`?"),
+        (["tinyllama.gguf"], "there is no command 'tinyllama.gguf'; use `kvtool chat tinyllama.gguf`"),
+        (["xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
+        (["help", "xyzzy"], "there is no command 'xyzzy'; `kvtool -h` lists them"),
         (["help", "chat", "x"], "`kvtool chat` has no commands of its own; `kvtool chat -h` is its help"),
         (
             ["chat", "--budgett", "3"],
@@ -124,13 +164,16 @@ def test_a_command_of_several_lists_their_options_alone():
         (["bench", "--policy", "h2o"], "no such option: --policy; `kvtool bench -h` "),
         (
             ["chat", "--temperature", "1"],
-            "no such option: --temperature (did you mean --temp?); `kvtool chat -h` ",
+            "no such option: --temperature; use --temp",
         ),
-        (["perplexity"], "give a text: a file, or - for stdin; `kvtool perplexity -h` "),
+        (["models", "pull"], "MODEL is missing; `kvtool models pull -h` lists its options"),
         (["inspect", "--snapshots", "0"], "--snapshots must be in 1..255, got 0; `kvtool inspect -h` "),
-        (["server"], "kvtool has no command 'server'; use `kvtool serve`"),
-        (["ps"], "kvtool has no command 'ps'; nothing of it runs in the background"),
-        (["Why is the sky blue?"], 'kvtool takes a command first; use `kvtool generate "PROMPT"`'),
+        (["server"], "there is no command 'server'; use `kvtool serve`"),
+        (["ps"], "there is no command 'ps'; kvtool runs nothing in the background"),
+        (
+            ["Why is the sky blue?"],
+            'name a command first: `kvtool generate "Why is the sky blue?"` or `kvtool chat`',
+        ),
     ],
 )
 def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
@@ -138,6 +181,76 @@ def test_a_near_miss_is_one_line_that_says_what_to_type(words, said):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"kvtool: {said}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chat", "-hf", "a/b:Q8_0"], "no such option: -hf; use -m hf:a/b:Q8_0"),
+        # -h alone is an option
+        (["generate", "-hf", "a/b"], "no such option: -hf; use -m hf:a/b"),
+        (["generate", "x", "--hf-repo=a/b"], "no such option: --hf-repo; use -m hf:a/b"),
+        (["chat", "-hf"], "no such option: -hf; use -m hf:..."),
+        (["chat", "--num-ctx", "9"], "no such option: --num-ctx; use --ctx-size"),
+        (["chat", "--max-tokens", "9"], "no such option: --max-tokens; use --predict"),
+        (["chat", "-s", "9"], "no such option: -s; use --seed"),
+        (["chat", "--type-k", "f16"], "no such option: --type-k; use --cache-type-k"),
+        # -c alone is an option
+        (["chat", "-cnv"], "no such option: -cnv; `kvtool chat` is a conversation, without this option"),
+        (["chat", "-p", "x"], "no such option: -p; `kvtool generate` answers a prompt"),
+        (["chat", "--mlock"], "no such option: --mlock; models are mapped into memory, and not locked there"),
+        # an option that the command lacks, too
+        (["bench", "--temperature", "1"], "no such option: --temperature; `kvtool bench -h` "),
+        (["-hf", "a/b"], "name a command before its options: `kvtool COMMAND -hf`"),
+        (["-m", "x", "chat"], "name a command before its options: `kvtool COMMAND -m`"),
+        (
+            ["generate", "Tell", "me", "-n", "9", "a", "story"],
+            'put the prompt into quotes: `kvtool generate "Tell me a story"`',
+        ),
+        (["generate", "It's", "$5?"], """put the prompt into quotes: `kvtool generate 'It'"'"'s $5?'`"""),
+        (
+            ["chat", "Why is it?"],
+            "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers a prompt, ",
+        ),
+        (
+            ["chat", "Why", "is", "it?"],
+            "'Why is it?' is not a model; `kvtool generate \"Why is it?\"` answers ",
+        ),
+        (["policies", "h2o", "tova"], "`kvtool policies` takes only [NAME]; leave out tova"),
+        (["doctor", "x"], "`kvtool doctor` takes only options; leave out x"),
+        (["chat", "-n"], "-n needs a value; `kvtool chat -h` lists its options"),
+        (["chat", "--plain=3"], "--plain takes no value; `kvtool chat -h` lists its options"),
+    ],
+)
+def test_a_line_for_another_program_is_answered_with_ours(words, said):
+    done = called(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvtool: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_value_is_not_taken_for_an_option_of_another_program():
+    generate = COMMANDS_OF["generate",]
+    assert generate.make_context("x", ["-p", "-hf", "--system=-i"]).params["prompt"] == "-hf"
+    assert generate.make_context("x", ["--", "-i"]).params["given"] == "-i"
+
+
+def test_every_option_that_is_suggested_exists():
+    shown = {
+        words: {name for each in command.params for name in each.opts}
+        for words, command in COMMANDS_OF.items()
+    }
+    for ours, names in near.OURS.items():
+        having = [options for options in shown.values() if ours in options]
+        assert having, ours
+        # where ours exists, the other name is free
+        for options in having:
+            assert not set(names) & options - {"--type-k", "--type-v"}, ours
+    names = [name for many in (near.OURS, near.ADVICE) for names in many.values() for name in names]
+    assert len(names) - len(set(names)) == 2  # -no-cnv: --raw where there is one
+    for command in ("chat", "serve", "perplexity", "bench"):
+        for name in names:
+            assert called(command, name, "9").returncode == 2, (command, name)
 
 
 def test_what_is_suggested_exists():
@@ -160,15 +273,15 @@ def test_what_is_suggested_exists():
     [
         (["--top-p", "2"], "--top-p must be in 0..1, got 2"),
         # ggml ends the process for more
-        (["-t", "513"], "-t must be in 1..512, got 513"),
+        (["-t", "513"], "--threads must be in 1..512, got 513"),
         (["--temp", "-1"], "--temp must be in 0.."),
         (["--min-p", "-0.1"], "--min-p must be in 0..1, got -0.1"),
         (["--repeat-penalty", "0"], "--repeat-penalty must be in 0.001..1000, got 0"),
         (["--top-k", "x"], "kvtool: --top-k must be a whole number, got 'x'; `"),
-        (["-n", "0"], "0 writes nothing; give at least 1, or -1 for no limit"),
-        (["-n", "-2"], "kvtool: --n-predict must be at least -1, got -2; `"),
+        (["-n", "0"], "--predict must be at least 1, or -1 for no limit, got 0"),
+        (["-n", "-2"], "kvtool: --predict must be at least -1, got -2; `"),
         (["--seed", "-2"], "kvtool: --seed must be at least -1, got -2; `"),
-        (["-t", "0"], "kvtool: -t must be in 1..512, got 0\n"),
+        (["-t", "0"], "kvtool: --threads must be in 1..512, got 0; `"),
         (["-m", ""], "the model's name is empty"),
         (["--budget", ""], "the budget is empty"),
         (["--budget", "0.5"], "a budget in tokens is a whole number, got '0.5'"),

@@ -324,7 +324,17 @@ def test_inspect_writes_what_was_asked_and_json(tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     done = kvtool(
         *("inspect", "-m", tiny_model(), "--policy", "streamingllm", "--budget", 32, "--evict-every", 8),
-        *("--max-tokens", 100, "--html", tmp_path / "o.html", "--png", tmp_path / "o.png", "--json", "-t", 1),
+        *(
+            "--max-tokens",
+            100,
+            "--html",
+            tmp_path / "o.html",
+            "--plot",
+            tmp_path / "o.png",
+            "--json",
+            "-t",
+            1,
+        ),
         *("--snapshots", 5),
         stdin="word " * 40,
     )
@@ -356,9 +366,9 @@ def test_a_file_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of Unix")
-@pytest.mark.parametrize("flag", ["--html", "--png"])
+@pytest.mark.parametrize("flag", ["--html", "--plot"])
 def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
-    if flag == "--png":
+    if flag == "--plot":
         pytest.importorskip("matplotlib")
     (tmp_path / "text").write_text("word " * 40)
     out = tmp_path / "out"
@@ -385,7 +395,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tiny_model, tmp_path, flag):
             2,
             "cannot write /nowhere/x.html: it must be a file in an existing folder",
         ),
-        (["x", "--png", "/"], 2, "cannot write /"),
+        (["x", "--plot", "/"], 2, "cannot write /"),
     ],
 )
 def test_bad_input_gets_one_line(arguments, code, words):
@@ -407,12 +417,12 @@ def test_what_does_not_fit_the_full_cache_is_refused(tiny_model):
 def test_a_missing_matplotlib_is_said_before_any_work(tmp_path):
     code = "import sys; sys.modules['matplotlib'] = None; from kvtool.__main__ import main; main()"
     done = forked.run(
-        [sys.executable, "-c", code, "inspect", "x", "--png", tmp_path / "x.png"],
+        [sys.executable, "-c", code, "inspect", "x", "--plot", tmp_path / "x.png"],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("kvtool: --png needs matplotlib, which is not installed: pip install")
+    assert done.stderr.startswith("kvtool: --plot needs matplotlib, which is not installed: pip install")
     assert done.stderr.count("\n") == 1

@@ -367,7 +367,7 @@ OWN = {
 def test_a_map_is_json_a_table_and_a_picture(kind, tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", kind, "--max-tokens", 60)
-    done = kvtool(*arguments, "--json", "--png", tmp_path / "o.png", stdin="the tide comes in. " * 20)
+    done = kvtool(*arguments, "--json", "--plot", tmp_path / "o.png", stdin="the tide comes in. " * 20)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == COMMON | OWN[kind]
@@ -447,7 +447,7 @@ def test_options_that_make_no_sense_are_refused_in_one_line(arguments, words):
 def test_a_picture_that_cannot_be_written_loses_no_result(tiny_model, tmp_path):
     pytest.importorskip("matplotlib")
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", "share", "--json", "--png", tmp_path / "o")
+    arguments = ("inspect", "-m", tiny_model(), "-t", 1, "--map", "share", "--json", "--plot", tmp_path / "o")
     done = kvtool(*arguments, stdin="word " * 40, preexec_fn=full)
     assert done.returncode == 2
     assert done.stderr == f"kvtool: cannot write {tmp_path / 'o'}: File too large\n"

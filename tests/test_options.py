@@ -43,13 +43,13 @@ class Calm(Tide):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"height": 0}, "-h2 must be at least 1, got 0"),
+        ({"height": 0}, "--height must be at least 1, got 0"),
         ({"share": 2}, "--share must be in 0..1, got 2; 1: all"),
         ({"share": float("nan")}, "--share must be in 0..1, got nan; 1: all"),
         ({"moon": "blue"}, "--moon must be new, half or full, got 'blue'"),
     ],
 )
-def test_a_value_out_of_its_range_names_the_first_flag(wrong, words):
+def test_a_value_out_of_its_range_names_the_long_flag(wrong, words):
     with pytest.raises(UsageError) as caught:
         Tide(**wrong)
     assert str(caught.value) == words

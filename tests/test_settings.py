@@ -192,8 +192,8 @@ def test_a_key_for_other_commands_loads_none_of_them(file):
         ("seed = true", "seed must be a whole number, got true"),
         ("policy = true", "policy must be a text, got true"),
         ("explain = 1", "explain must be true or false, got 1"),
-        ("[chat]\nn = 0", "[chat] n: 0 writes nothing"),
-        ("batch-size = 0", "config.toml: batch-size: must be at least 1, got 0"),
+        ("[chat]\nn = 0", "[chat] n must be at least 1, or -1 for no limit, got 0"),
+        ("batch-size = 0", "config.toml: batch-size must be at least 1, got 0"),
         ('[models."smollm2-135m"]\nmodel = "x"', "cannot name another model"),
         ('[models."smollm2-135m"]\nbudge = 1', "[models.smollm2-135m] budge is no option"),
         ("budget = ", "config.toml is not TOML: "),
@@ -253,7 +253,10 @@ def test_a_misspelt_command_in_a_models_table_is_none(file):
 def test_a_value_of_a_variable_is_named_by_it(file, monkeypatch):
     monkeypatch.setenv("KVTOOL_CHAT_SEED", "x")
     done = kvtool("chat")
-    assert (done.returncode, done.stderr) == (2, "kvtool: $KVTOOL_CHAT_SEED: 'x' is not a whole number\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvtool: $KVTOOL_CHAT_SEED must be a whole number, got 'x'\n",
+    )
 
 
 def test_an_error_says_who_has_set_an_option_that_nobody_typed(file):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,23 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from kvtool import __version__
-from kvtool.cli.command import CLICK_ERROR, Group, plain, shaped
-from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS
+from kvtool.cli.command import CLICK, BadValue, Group, shaped
+from kvtool.cli.listed import COMMANDS, FUNCTIONS, GROUPS, flag
 from kvtool.errors import InputError, KvtoolError, OutOfMemory
 from kvtool.system import interrupt
 
 # what a shell shows for a program that the signal has killed
 _HANGUP, _PIPE = 128 + 1, 128 + 13
 
-_OURS = (
-    (r"a ((?:whole )?number)", r"\1 must be a \3, got \2"),
-    (r"in the range x>=(\S+)", r"\1 must be at least \3, got \2"),
-    (r"in the range (\S+)<=x<=(\S+)", r"\1 must be in \3..\4, got \2"),
-)
-"""How click says that a value is wrong, and how kvtool does."""
-
 _ALIKE = 0.75
-"""How much like an option that is suggested another one must be: difflib's ratio."""
+"""How similar an option must be to a wrong one to be suggested: difflib's ratio."""
 
 
 class _Commands(UserDict[str, Any]):
@@ -59,6 +51,7 @@ class _Group(Group):
         return list(self.commands)
 
     def format_commands(self, context: Any, formatter: Any) -> None:
+        # without importing the commands
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -82,9 +75,9 @@ def _one_line() -> Iterator[None]:
         yield
     except KvtoolError as error:
         raise _end(error.exit_code, str(error)) from None
-    except CLICK_ERROR as error:
+    except CLICK.ClickException as error:
+        # click 8.1, which has no such class, prints the help itself
         if type(error).__name__ == "NoArgsIsHelpError":
-            # older versions of click print it themselves, and end well
             typer.echo(str(error))
             raise typer.Exit(0) from None
         raise _end(*_of_usage(error)) from None
@@ -104,28 +97,39 @@ def _one_line() -> Iterator[None]:
 
 
 def _of_usage(error: Any) -> tuple[int, str]:
-    """The exit code and the line for what does not parse."""
+    """The exit code and the line for a command line that does not parse."""
     said = _plainly(error)
-    for theirs, ours in _OURS:
-        said = re.sub(f"^Invalid value for '(?:.* / ')?(.*?)': (.*) is not {theirs}$", ours, said)
-    said = said if said.startswith("-") else said[:1].lower() + said[1:]
-    where = f"; `{error.ctx.command_path} -h` says what it takes" if getattr(error, "ctx", None) else ""
+    where = f"; `{error.ctx.command_path} -h` lists its options" if getattr(error, "ctx", None) else ""
     return error.exit_code, " ".join(f"{said}{where}".split())
 
 
 def _plainly(error: Any) -> str:
-    """What click says of it, or better words for that."""
-    if (name := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
-        # imported here: only a failing command needs it
-        from difflib import get_close_matches
+    """The error of click in plain words."""
+    param = getattr(error, "param", None)
+    if isinstance(error, CLICK.NoSuchOption):
+        return _no_such_option(error.option_name, error.possibilities or ())
+    if isinstance(error, BadValue):
+        return f"{flag(param)} {error.said}"
+    if isinstance(error, CLICK.MissingParameter) and param:
+        return f"{param.metavar or param.human_readable_name} is missing"
+    if isinstance(error, CLICK.BadOptionUsage) and error.ctx:
+        takers = (each for each in error.ctx.command.params if error.option_name in each.opts)
+        is_flag = any(each.is_flag or each.count for each in takers)
+        return f"{error.option_name} {'takes no value' if is_flag else 'needs a value'}"
+    if isinstance(error, typer.BadParameter) and param:
+        return f"{flag(param)}: {error.message.rstrip('.')}"
+    said = str(error.format_message()).rstrip(".")
+    return said[:1].lower() + said[1:]
 
-        # all that are a little like it would make a longer list than help
-        alike = [each for each in error.possibilities or () if name.startswith(each) or each.startswith(name)]
-        meant = alike or get_close_matches(name, error.possibilities or (), n=1, cutoff=_ALIKE)
-        return f"no such option: {name}" + (f" (did you mean {meant[0]}?)" if meant else "")
-    if type(error).__name__ == "MissingParameter" and getattr(error.param, "name", "") == "file":
-        return "give a text: a file, or - for stdin"
-    return plain(error.format_message()).rstrip(".")
+
+def _no_such_option(name: str, possible: Sequence[str]) -> str:
+    # imported here: only a failing command needs it
+    from difflib import get_close_matches
+
+    # all that are a little like it would make a longer list than help
+    alike = [each for each in possible if name.startswith(each) or each.startswith(name)]
+    meant = alike or get_close_matches(name, possible, n=1, cutoff=_ALIKE)
+    return f"no such option: {name}" + (f" (did you mean {meant[0]}?)" if meant else "")
 
 
 def _of_output(error: OSError) -> tuple[int, str]:

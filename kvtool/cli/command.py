@@ -1,4 +1,4 @@
-"""What all commands share: -h and -V, help in groups with examples, defaults from elsewhere, near misses."""
+"""Parts that all commands share: -h and -V, help in groups with examples, settings, wrong command lines."""
 
 from __future__ import annotations
 
@@ -6,34 +6,50 @@ import os
 import re
 import sys
 from functools import cached_property
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from kvtool.cli.listed import words_of
+from kvtool.cli import near
+from kvtool.cli.listed import flag, words_of
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.options.field import ARCHIVES, DRAWS, KEEPS, RUNS, SERVES, SHOWS
 
 if TYPE_CHECKING:
     from kvtool.cli.settings import Setting
 
-CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
-"""The base class of what click raises; newer versions of typer bring their own click."""
+CLICK: Any = sys.modules[typer.BadParameter.__module__]
+"""The module with click's exceptions; newer versions of typer bring their own click."""
 
 _ORDER = ("Arguments", "Options", KEEPS, DRAWS, SERVES, RUNS, ARCHIVES, SHOWS, "Help")
 """All groups. "Options" has those that only one command has."""
 
 _HELP = ("help", "version", "install_completion", "show_completion")
 
-_METAVARS = {"<str>": "TEXT", "<path>": "FILE", "<int>": "N", "<float>": "X"}
+_METAVARS = {"<str>": "TEXT", "<path>": "FILE"}
 
-_AT_LEAST = re.compile(r"; x>=-?\d+(?=])|  \[x>=-?\d+\]$")
-"""What a number must be at least: an error says it to those who need it."""
+_EARLIER = ("--png", "--type-k", "--type-v")
+"""Names of options that still work, and that help and documents no longer show."""
 
 _WIDEST = 32
 """The widest name of an option that has its text beside it."""
+
+
+class BadValue(typer.BadParameter):
+    """A value that an option does not take.
+
+    Attributes
+    ----------
+    said
+        The reason, as it follows the option's name: "must be at least 1, got 0".
+    """
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said)
+        self.said = said
 
 
 class _Shared:
@@ -43,6 +59,10 @@ class _Shared:
         root = ctx.find_root()
         version = [] if root is ctx else [each for each in root.command.params if each.name == "version"]
         return [*super().get_params(ctx), *version]  # type: ignore[misc]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        # newer versions of typer put braces around what is required
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self.get_params(ctx), ctx, formatter)
@@ -67,15 +87,21 @@ class Command(_Shared, TyperCommand):
             # completion does without
             return super().parse_args(ctx, args)
         ctx.default_map = found = _Defaults(self, ctx, list(args))
+        # click would name arguments that are too many, and nothing to do about them
+        ctx.allow_extra_args = True
         try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            name = str(getattr(error.param, "name", ""))
-            if name in found and ctx.get_parameter_source(name).name == "DEFAULT_MAP":
-                said = plain(error.message).rstrip(".")
-                said = re.sub(r"^(\S+) is not in the range x>=(\S+)$", r"must be at least \2, got \1", said)
-                raise UsageError(f"{found.settings[name].source}: {said}") from None
+            if advice := near.other_option(ctx, args):
+                raise UsageError(advice)
+            spare = super().parse_args(ctx, args)
+        except CLICK.UsageError as error:
+            error.ctx = ctx
+            name = getattr(getattr(error, "param", None), "name", None)
+            if name and name in found and ctx.get_parameter_source(name).name == "DEFAULT_MAP":
+                raise UsageError(_wrong_setting(error, found.settings[name].source)) from None
             raise
+        if spare:
+            raise UsageError(near.too_many(ctx, spare))
+        return spare
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -96,15 +122,26 @@ class Command(_Shared, TyperCommand):
 class Group(_Shared, TyperGroup):
     """A command of several commands."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0].partition("=")[0] if args else ""
+        known = {name for param in self.get_params(ctx) for name in param.opts}
+        if first.startswith("-") and first not in known and not ctx.resilient_parsing:
+            raise UsageError(near.no_command_yet(ctx, args))
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
         command = self.get_command(ctx, name)
         if command is None and not ctx.resilient_parsing:
-            from kvtool.cli.near import missing
-
             path = " ".join(("kvtool", *words_of(ctx)))
-            raise UsageError(missing(path, name, self.list_commands(ctx)))
+            raise UsageError(near.no_command(path, name, self.list_commands(ctx)))
         return name if command else None, command, args[1:]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        # click would cut each sentence to what one line holds
+        with formatter.section("Commands"):
+            commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+            formatter.write_dl([(name, sentence_of(each)) for name, each in commands.items()])
 
 
 def shaped(app: typer.Typer) -> Any:
@@ -115,10 +152,15 @@ def shaped(app: typer.Typer) -> Any:
     return get_command(app)
 
 
-def plain(message: str) -> str:
-    """A message of click without its names for types."""
-    message = re.sub(r"valid int(eger)?( range)?\b", "whole number", message)
-    return re.sub(r"valid float( range)?\b", "number", message)
+def sentence_of(command: Any) -> str:
+    """The first sentence of a command's help."""
+    said = command.short_help or cleandoc(command.help or "").split("\n\n")[0]
+    return " ".join(said.split()).partition(". ")[0].rstrip(".") + "."
+
+
+def flags_of(param: Any) -> list[str]:
+    """The names of an option that help and documents show."""
+    return [name for name in param.opts if name not in _EARLIER]
 
 
 def default_of(param: Any) -> str | None:
@@ -152,7 +194,8 @@ def _write_options(params: list[Any], ctx: Any, formatter: Any) -> None:
         names, text = record
         for metavar, plain in _METAVARS.items():
             names = names.replace(metavar, plain)
-        text = _AT_LEAST.sub("", text)
+        for name in _EARLIER:
+            names = names.replace(f", {name}", "")
         if words := default_of(param):
             # typer puts words in parentheses
             text = text.replace(f"({param.show_default})", words)
@@ -183,10 +226,15 @@ class _Defaults(dict[str, Any]):
         return self.settings[name].value if name in self.settings else default
 
 
+def _wrong_setting(error: Any, source: str) -> str:
+    """The line for a value that nobody typed. source: where it is set."""
+    if isinstance(error, BadValue):
+        return f"{source} {error.said}"
+    return f"{source}: {error.message.rstrip('.')}"
+
+
 def _origins(ctx: Any, said: str) -> str:
     """Where the options come from that an error names and nobody typed; empty if there are none."""
-    from kvtool.cli.settings import flag
-
     found = ctx.default_map.settings if isinstance(ctx.default_map, _Defaults) else {}
     return "; ".join(
         f"{flag(param)} is set by {found[param.name].source}"

@@ -107,7 +107,7 @@ class _Own(Options):
 @options
 def compare(
     *,
-    file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, or - for stdin.")],
     grid: _Grid,
     own: _Own,
     run: _Run,

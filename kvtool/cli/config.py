@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli import settings
+from kvtool.cli.command import default_of
 from kvtool.cli.completion import models
 from kvtool.cli.declared import Json, command_words
+from kvtool.cli.listed import flag
 from kvtool.errors import UsageError, suggestion
 from kvtool.system.texts import json_text
 
@@ -66,8 +68,6 @@ def config(
 
 def _of_command(words: tuple[str, ...], model: str | None, root: Any) -> Iterator[Row]:
     """Every option of a command with what holds."""
-    from kvtool.cli.command import default_of
-
     known = dict(settings.all_commands(root))
     if words not in known:
         names = [" ".join(each) for each in known]
@@ -133,7 +133,7 @@ def _of_variables(known: Commands) -> Iterator[Row]:
 
 def _row(words: tuple[str, ...], param: Any, value: Any, source: str) -> Row:
     of = " ".join(words) or "all"
-    return {"command": of, "option": settings.flag(param), "value": value, "source": source}
+    return {"command": of, "option": flag(param), "value": value, "source": source}
 
 
 def _print(rows: list[Row]) -> None:

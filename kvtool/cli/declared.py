@@ -9,6 +9,8 @@ from typing import Annotated, Any, NewType, get_args, get_origin, get_type_hints
 import typer
 
 from kvtool.cli import completion
+from kvtool.cli.command import BadValue
+from kvtool.cli.listed import flag
 from kvtool.errors import UsageError
 from kvtool.options.field import SHOWS, Option, Options, declared
 
@@ -30,7 +32,7 @@ ModelName = Annotated[
 def command_words(help: str, default: str) -> Any:
     """An argument that takes the words of a command."""
     return typer.Argument(
-        metavar="[COMMAND...]", help=help, show_default=default, autocompletion=completion.commands
+        metavar="[COMMAND]...", help=help, show_default=default, autocompletion=completion.commands
     )
 
 
@@ -56,7 +58,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
         given = {name: str(getattr(context.get_parameter_source(name), "name", "")) for name in values}
         typed = {name for name, source in given.items() if source == "COMMANDLINE"}
         set_or_typed = {name for name, source in given.items() if source != "DEFAULT"}
-        flags = {str(each.name): each.opts[-1] for each in context.command.params if each.name in typed}
+        flags = {str(each.name): flag(each) for each in context.command.params if each.name in typed}
         filled = {name: kind.filled(values, typed, set_or_typed) for name, kind in kinds.items()}
         own = {name: value for name, value in values.items() if name in hints.keys() - kinds.keys()}
         command(**own, **filled, **{name: Typed(flags) for name in asks})
@@ -86,32 +88,49 @@ def parameters(kind: type[Options]) -> Iterator[inspect.Parameter]:
 
 
 def _typer_option(kind: type[Options], hint: Any, its: Option) -> Any:
-    is_number = any(kind in str(hint) for kind in ("int", "float"))
+    number = next((each for each in (int, float) if each.__name__ in str(hint)), None)
     return typer.Option(
         *its.flags,
-        help=its.help,
+        help=_with_range(its),
         metavar=its.metavar,
         show_default=_words(kind, its.words),
-        min=its.least if is_number else None,
-        max=its.most if is_number else None,
         count=its.is_count,
         rich_help_panel=its.group,
-        callback=_readable(its) if is_number else None,
+        parser=_parser(its, number, of_list="list" in str(hint)) if number and not its.is_count else None,
         autocompletion=_completer(its),
     )
 
 
-def _readable(its: Option) -> Callable[[Any], Any]:
-    """Refuses a number that cannot be read while the line is parsed, so that the error says what set it."""
+def _parser(its: Option, number: type[int] | type[float], *, of_list: bool) -> Callable[[Any], Any]:
+    """Reads a number while the line is parsed, so that an error can name the setting that it comes from.
 
-    def callback(value: Any) -> Any:
+    of_list: the option may be repeated, and `Option.read` takes all its numbers.
+    """
+
+    def parse(raw: Any) -> Any:
         try:
-            its.taken(value)
+            value = number(raw)
+        except ValueError:
+            kind = "a whole number" if number is int else "a number"
+            raise BadValue(f"must be {kind}, got {raw!r}") from None
+        try:
+            its.check(value, its.name)
+            if not of_list:
+                its.taken(value)
         except UsageError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise BadValue(str(error).removeprefix(f"{its.name} ")) from None
         return value
 
-    return callback
+    # the kind of value that a file of settings must have
+    parse.__name__ = number.__name__
+    return parse
+
+
+def _with_range(its: Option) -> str:
+    """The help of an option, with the range of a number that is limited at both ends."""
+    if its.least is None or its.most is None:
+        return its.help
+    return f"{its.help.removesuffix('.')} ({its.least} to {its.most})."
 
 
 def _words(kind: type[Options], words: str | bool) -> str | bool:

@@ -116,13 +116,15 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Argument(
+            metavar="[TASK]",
             help="A task. Without one, all tasks are listed.",
             show_default=False,
             autocompletion=completion.tasks,
         ),
     ] = None,
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Files that the task reads.", show_default=False)
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="Files that the task reads.", show_default=False),
     ] = None,
     own: _Own,
     given: _Run,

@@ -36,7 +36,7 @@ N_TOKENS = 512
 """Default of --max-tokens with --map."""
 
 TAKEN = {
-    *("file", "kind", "layer", "head", "png", "max_tokens", "model", "threads", "gpu_layers", "rpc"),
+    *("file", "kind", "layer", "head", "plot", "max_tokens", "model", "threads", "gpu_layers", "rpc"),
     *("verbose", "as_json"),
 }
 """The parameters of kvtool inspect that go with --map."""
@@ -71,8 +71,8 @@ class _Own(Options):
         "--last N", None, "Number of last tokens to show.", least=1, words=f"{LAST}, in --html {_LAST_HTML}"
     )
     html: Path | None = option("--html", None, "Write a web page with sliders for layer, head and time.")
-    png: Path | None = option(
-        "--png", None, "Write a picture, rows by positions or the map; needs matplotlib."
+    plot: Path | None = option(
+        "--plot, --png PNG", None, "Write a picture, rows by positions or the map; needs matplotlib."
     )
     kind: str | None = option(
         "--map KIND",
@@ -94,7 +94,7 @@ class _Own(Options):
 @options
 def inspect(
     *,
-    file: Annotated[str | None, typer.Argument(help="A text file, or - for stdin.")] = None,
+    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="A text file, or - for stdin.")] = None,
     asked: _Run,
     own: _Own,
     as_json: Json = False,
@@ -106,7 +106,7 @@ def inspect(
     """
     _check(own, typed)
     output.check_writable(own.html)
-    output.check_picture("--png", own.png)
+    output.check_picture("--plot", own.plot)
     if file is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("there is nothing to read; name a text file, or give a text on stdin")
@@ -155,7 +155,7 @@ def inspect(
         return output.png(held(result, found))
 
     html = own.html, lambda: page(result, found, texts, own.last or _LAST_HTML)
-    with output.written(html, (own.png, picture)):
+    with output.written(html, (own.plot, picture)):
         if as_json:
             of_tokens = {"text": texts, "share": share.round(4).tolist(), "attended": attended_record(found)}
             typer.echo(json_text(result | of_tokens))
@@ -169,7 +169,7 @@ def _show_map(kind: str, own: _Own, run: Run, file: str, text: str, as_json: boo
     from kvtool.cli import inspect_map
 
     drawn, title = inspect_map.read(kind, own.layer, own.head, run, file, text, own.max_tokens or N_TOKENS)
-    with output.written((own.png, lambda: inspect_map.picture(kind, drawn, title))):
+    with output.written((own.plot, lambda: inspect_map.picture(kind, drawn, title))):
         if as_json:
             typer.echo(json_text(drawn.record))
         else:

@@ -1,4 +1,4 @@
-"""The commands that there are."""
+"""The commands that there are, and the names of commands and options in messages."""
 
 from typing import Any
 
@@ -27,6 +27,11 @@ GROUPS = ("models", "session")
 
 FUNCTIONS = {"eval": "evaluate", "help": "help_"}
 """What the function of a command is called where Python needs the name itself."""
+
+
+def flag(param: Any) -> str:
+    """The name of an option in messages and documents: the first long one, or its only one."""
+    return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 
 
 def words_of(context: Any) -> tuple[str, ...]:

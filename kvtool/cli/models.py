@@ -31,6 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help="A name from `kvtool models list`, a URL of a GGUF file, or hf:OWNER/REPO[:QUANT].",
         autocompletion=completion.models,
     ),
@@ -162,7 +163,10 @@ def show(
     name_or_path: Annotated[
         str | None,
         typer.Argument(
-            help=declared(Run)["model"].help, show_default="{model}", autocompletion=completion.models
+            metavar="[MODEL]",
+            help=declared(Run)["model"].help,
+            show_default="{model}",
+            autocompletion=completion.models,
         ),
     ] = None,
     fit: Annotated[

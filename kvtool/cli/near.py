@@ -1,9 +1,9 @@
-"""What to say of a command that kvtool does not have: names that other programs use, and near misses."""
+"""Advice for wrong command lines: names of other programs, near misses, prompts without quotes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 _CALLED = {
     "chat": ("run", "start", "cli"),
@@ -23,7 +23,7 @@ _CALLED = {
     "doctor": ("check",),
     "--version": ("version",),
 }
-"""What other programs call our commands."""
+"""Names that other programs give to our commands."""
 
 _ALL = {name: ours for ours, names in _CALLED.items() for name in names}
 
@@ -39,25 +39,185 @@ INSTEAD = {
 """Our command for the name of another program, by the group that was asked."""
 
 NOT_HERE = {
-    "ps": "nothing of it runs in the background; each command loads its model and frees it at its end",
-    "stop": "nothing of it runs in the background; Ctrl-C stops a command",
-    "quantize": "it runs GGUF files as they are; llama.cpp's llama-quantize makes smaller ones",
-    "convert": "it runs GGUF files as they are; llama.cpp's convert_hf_to_gguf.py makes them",
+    "ps": "kvtool runs nothing in the background: a command loads its model, and frees it when it ends",
+    "stop": "kvtool runs nothing in the background; press Ctrl-C to stop a command",
+    "quantize": "kvtool does not change GGUF files; llama.cpp's llama-quantize makes smaller ones",
+    "convert": "kvtool does not make GGUF files; llama.cpp's convert_hf_to_gguf.py does",
 }
-"""Why there is none."""
+"""Reasons for commands that kvtool does not have."""
+
+OURS = {
+    "--api-key-file": ("--api-key",),
+    "--batch-size": ("-ub", "--ubatch-size", "--n-batch", "--num-batch"),
+    "--budget": ("--max-kv-size",),
+    "--cache-type-k": ("--type-k", "--ctk", "--kv-cache-type", "--kv-cache-dtype"),
+    "--cache-type-v": ("--type-v", "--ctv"),
+    "--ctx-size": (
+        *("--ctx", "--n-ctx", "--num-ctx", "--context", "--context-size", "--context-length"),
+        *("--max-context", "--max-model-len"),
+    ),
+    "--draft": ("-md", "--model-draft", "--draft-model"),
+    "--gpu-layers": ("--ngl", "--n-gpu-layers", "--num-gpu", "--num-gpu-layers"),
+    "--grammar": ("--grammar-file",),
+    "--hide-thinking": ("--hidethinking",),
+    "--host": ("--listen",),
+    "--json-schema": ("-jf", "--json-schema-file", "--format"),
+    "--logprobs": ("--n-probs", "--top-logprobs"),
+    "--parallel": ("-np", "--n-parallel", "--max-num-seqs"),
+    "--plain": ("--nowordwrap",),
+    "--predict": ("--max-tokens", "--max-new-tokens", "--max-length", "--num-predict"),
+    "--raw": ("-no-cnv", "--no-conversation"),
+    "--repeat-penalty": ("--repetition-penalty",),
+    "--seed": ("-s",),
+    "--session": ("--prompt-cache", "--prompt-cache-file"),
+    "--sessions": ("--slot-save-path",),
+    "--stop": ("-r", "--reverse-prompt"),
+    "--system": ("-sys", "--system-prompt"),
+    "--system-file": ("-sysf", "--system-prompt-file"),
+    "--temp": ("--temperature",),
+    "--threads": ("-tb", "--threads-batch", "--n-threads", "--num-thread", "--num-threads"),
+    "--windows": ("--ppl-window",),
+}
+"""Our option, and its names in llama.cpp, Ollama, vLLM, mlx-lm and transformers."""
+
+ADVICE = {
+    "use -m hf:{value}": ("-hf", "-hfr", "--hf-repo"),
+    "use -m hf:OWNER/REPO:{value}": ("-hff", "--hf-file"),
+    "use -m {value}": ("-mu", "--model-url"),
+    "put the token into $HF_TOKEN": ("-hft", "--hf-token"),
+    "`kvtool chat` is a conversation, without this option": (
+        *(
+            "-cnv",
+            "--conversation",
+            "-i",
+            "--interactive",
+            "-if",
+            "--interactive-first",
+            "-ins",
+            "--instruct",
+        ),
+    ),
+    "`kvtool generate` answers a prompt": (
+        "-p",
+        "--prompt",
+        "-st",
+        "--single-turn",
+        "-no-cnv",
+        "--no-conversation",
+    ),
+    "the model's own chat template is always used; leave it out": (
+        *("--jinja", "--no-jinja", "--chat-template", "--chat-template-file"),
+    ),
+    "models are mapped into memory, and not locked there; leave it out": (
+        *("--mlock", "--mmap", "--no-mmap", "--use-mmap", "--use-mlock"),
+    ),
+    "sinks and the system prompt always stay; leave it out": ("--keep", "--n-keep", "--num-keep"),
+    "the eviction policy (--policy) makes room in a full cache; leave it out": (
+        *("--context-shift", "--no-context-shift"),
+    ),
+    "positions beyond the trained context are made by --positions; leave it out": (
+        *("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx"),
+        *("-gan", "--grp-attn-n", "-gaw", "--grp-attn-w"),
+    ),
+    "layers are spread over all GPUs; $CUDA_VISIBLE_DEVICES chooses among them": (
+        *("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev", "--device"),
+        *("--tensor-parallel-size",),
+    ),
+    "use --gpu-layers N to keep the other layers on the CPU": (
+        *("-ot", "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
+    ),
+    "kvtool runs text models without adapters; leave it out": (
+        *("--mmproj", "-mm", "--image", "--lora", "--lora-scaled", "--control-vector"),
+    ),
+    "kvtool needs no such option; leave it out": (
+        *("-co", "--color", "-e", "--escape", "--simple-io", "--no-display-prompt", "--no-warmup"),
+        *("--log-disable", "--no-perf", "--keepalive", "--keep-alive", "--gpu-memory-utilization"),
+    ),
+}
+"""Advice for options of these programs that have no counterpart of the same form."""
+
+_OURS = {name: ours for ours, names in OURS.items() for name in names}
+_ADVICE = {name: advice for advice, names in ADVICE.items() for name in names}
 
 
-def missing(path: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that is no command. path: the group that was asked. known: its commands."""
-    said = f"{path} has no command {name!r}"
+def no_command(path: str, name: str, known: Iterable[str]) -> str:
+    """The line for a word that is not a command. path: the group that was asked. known: its commands."""
+    group = "" if path == "kvtool" else f"`{path}`: "
+    said = f"{group}there is no command {name!r}"
     if instead := INSTEAD.get(path, {}).get(name):
         return f"{said}; use `kvtool {instead}`"
-    if path == "kvtool" and name in NOT_HERE:
+    if not group and name in NOT_HERE:
         return f"{said}; {NOT_HERE[name]}"
-    if path == "kvtool" and name.endswith(".gguf"):
+    if not group and name.endswith(".gguf"):
         return f"{said}; use `kvtool chat {name}`"
-    if path == "kvtool" and " " in name:
-        return f'{path} takes a command first; use `kvtool generate "PROMPT"` or `kvtool chat`'
+    if not group and " " in name:
+        return f"name a command first: `kvtool generate {quoted(name)}` or `kvtool chat`"
+    # imported here: every command looks into this file
+    from difflib import get_close_matches
+
     if meant := get_close_matches(name, list(known), n=1):
         return f"{said}; did you mean `{path} {meant[0]}`?"
-    return f"{said}; `{path} -h` lists all"
+    return f"{said}; `{path} -h` lists them"
+
+
+def no_command_yet(context: Any, args: Sequence[str]) -> str:
+    """The line for options that stand before a command, or without one."""
+    path = context.command_path
+    return f"name a command before its options: `{path} COMMAND {args[0]}`; `{path} -h` lists the commands"
+
+
+def other_option(context: Any, args: Sequence[str]) -> str | None:
+    """The line for an option of another program; None if there is none on the command line.
+
+    args: as they were typed. Values of our own options are not looked at.
+    """
+    params = [each for each in context.command.get_params(context) if each.param_type_name == "option"]
+    known = {name: each for each in params for name in (*each.opts, *each.secondary_opts)}
+    words = iter(args)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if word == "--":
+            break
+        if name in known:
+            if not (has_value or known[name].is_flag or known[name].count):
+                next(words, None)
+        elif name in _OURS and _OURS[name] in known:
+            return f"no such option: {name}; use {_OURS[name]}"
+        elif name in _OURS and name not in _ADVICE:
+            # else -md 9 would be -m d and an argument 9
+            return f"no such option: {name}; `{context.command_path} -h` lists its options"
+        elif name in _ADVICE:
+            advice = _ADVICE[name].format(value=value if has_value else next(words, "..."))
+            return f"no such option: {name}; {advice}"
+    return None
+
+
+def too_many(context: Any, spare: Sequence[str]) -> str:
+    """The line for arguments that a command does not take. spare: those that are too many."""
+    from shlex import quote
+
+    path, command = context.command_path, context.command
+    if command.name == "generate":
+        prompt = " ".join([context.params["given"], *spare])
+        return f"put the prompt into quotes: `{path} {quoted(prompt)}`"
+    if command.name in ("chat", "serve"):
+        prompt = " ".join([context.params["model_name"], *spare])
+        return not_a_model(prompt)
+    names = [each.metavar for each in command.params if each.param_type_name == "argument"]
+    takes = f"takes only {' '.join(names)}" if names else "takes only options"
+    return f"`{path}` {takes}; leave out {' '.join(map(quote, spare))}"
+
+
+def not_a_model(text: str) -> str:
+    """The line for a prompt where a model was expected."""
+    return (
+        f"{text!r} is not a model; `kvtool generate {quoted(text)}` answers a prompt, and `kvtool chat` "
+        "starts a chat in which you type it"
+    )
+
+
+def quoted(text: str) -> str:
+    """A text as a shell takes it, in double quotes where they change nothing in it."""
+    from shlex import quote
+
+    return quote(text) if set(text) & set('"$`\\!') else f'"{text}"'

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli import near
 from kvtool.cli.console import say
 from kvtool.cli.locate import locate
 from kvtool.errors import UsageError
@@ -34,6 +36,8 @@ def of_model(run: Run, name: str | None) -> Run:
     """The options with a model that may come as an argument. Raises UsageError for both."""
     if name is None:
         return run
+    if len(name.split()) > 1 and not Path(name).expanduser().exists():
+        raise UsageError(near.not_a_model(name))
     if "model" in run.typed:
         raise UsageError(f"{name!r} and -m {run.model!r} are two models; leave out one of them")
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})

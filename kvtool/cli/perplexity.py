@@ -49,7 +49,7 @@ class _Own(Options):
 @options
 def perplexity(
     *,
-    file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A text file, or - for stdin.")],
     own: _Own,
     asked: _Run,
     as_json: Json = False,

@@ -34,6 +34,7 @@ def policies(
     name: Annotated[
         str | None,
         typer.Argument(
+            metavar="[NAME]",
             help="Show this policy alone, and explain its parameters.",
             show_default="all",
             autocompletion=complete,

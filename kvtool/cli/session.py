@@ -18,7 +18,10 @@ from kvtool.system.texts import json_text, shown
 app = typer.Typer(help=COMMANDS["session"], no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 File = Annotated[
-    Path, typer.Argument(help="A file that `kvtool chat --session` wrote.", autocompletion=sessions)
+    Path,
+    typer.Argument(
+        metavar="FILE", help="A file that `kvtool chat --session` wrote.", autocompletion=sessions
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtool.cli.listed import COMMANDS, GROUPS, words_of
+from kvtool.cli.listed import COMMANDS, GROUPS, flag, words_of
 from kvtool.errors import UsageError, suggestion
 from kvtool.options.field import declared
 from kvtool.options.run import Run
@@ -139,11 +139,6 @@ def options_of(command: Any, but_own: tuple[str, ...] = ()) -> list[Any]:
     """A command's options that can have a default. but_own: its words, to leave out its `OWN` ones."""
     options = [each for each in command.params if each.param_type_name == "option" and each.expose_value]
     return [each for each in options if each.name not in OWN.get(but_own, ())]
-
-
-def flag(param: Any) -> str:
-    """How an option is named: the first long name, or its only one."""
-    return str(next((name for name in param.opts if name.startswith("--")), param.opts[0]))
 
 
 def variable(param: Any, words: Iterable[str] = ()) -> str:

@@ -28,7 +28,7 @@ class Option:
     Attributes
     ----------
     flags
-        How it is typed: all its names, the one that errors use first.
+        All its names, as they are typed.
     help
         What it does.
     group
@@ -83,6 +83,11 @@ class Option:
     request: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Its name in errors and documents: the first long one, or its only one."""
+        return next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
+
     def check(self, value: Any, name: str) -> None:
         """Raise UsageError for a value that is out of range. name: how the error calls the option."""
         for each in value if isinstance(value, tuple) else () if value is None else (value,):
@@ -94,6 +99,8 @@ class Option:
             if self.fits and not self.fits(each):
                 needed, semicolon, hint = self.needed.partition(";")
                 raise UsageError(f"{name} must be {needed}, got {each:g}{semicolon}{hint}")
+            if None not in (self.least, self.most) and not self.least <= each <= self.most:
+                raise UsageError(f"{name} must be in {self.least}..{self.most}, got {each}")
             if self.least is not None and not each >= self.least:
                 raise UsageError(f"{name} must be at least {self.least}, got {each}")
             if self.most is not None and each > self.most:
@@ -105,7 +112,7 @@ class Option:
 
     def taken(self, raw: Any) -> Any:
         """The value of what was typed, of a setting, or of what a session has kept. Raises UsageError."""
-        return self.read(raw, self.flags[0]) if self.read else raw
+        return self.read(raw, self.name) if self.read else raw
 
 
 def option(usage: str, default: Any, help: str, **more: Any) -> Any:
@@ -145,7 +152,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, its in declared(type(self)).items():
-            its.check(getattr(self, name), its.flags[0])
+            its.check(getattr(self, name), its.name)
 
     @classmethod
     def filled(

@@ -64,7 +64,7 @@ def _or_file(is_text: Callable[[str], bool]) -> Callable[[str | None, str], str 
 def _limit(raw: int | None, flag: str) -> int | None:
     """-1 is no limit, as in llama.cpp."""
     if raw == 0:
-        raise UsageError("0 writes nothing; give at least 1, or -1 for no limit")
+        raise UsageError(f"{flag} must be at least 1, or -1 for no limit, got 0")
     return None if raw == -1 else raw
 
 
