@@ -29,6 +29,10 @@ DEVICE_TESTS += $(foreach case,gemma3 gemma4-corm gemma4-recall,'--deselect=test
 CUDA_ARCH ?= 86
 CUDA_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)-real \
 	$(shell nvcc --help 2>/dev/null | grep -q Ofast-compile && echo -DCMAKE_CUDA_FLAGS=-Ofc=max)
+# for measurements on another machine: of any CPU with AVX2, which all servers with such GPUs have
+GPU_ARCH ?= 90
+GPU_ARGS = -DGGML_CUDA=on -DGGML_CUDA_NO_VMM=ON -DCMAKE_CUDA_ARCHITECTURES=$(GPU_ARCH)-real -DGGML_NATIVE=OFF \
+	$(foreach set,SSE42 AVX AVX2 BMI2 FMA F16C,-DGGML_$(set)=ON)
 # $(call IN_SITE,COMMAND): unpacks the wheel that COMMAND prints into a folder $$site, deleted after the recipe
 IN_SITE = wheel=$$($(1)) && site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --target "$$site" "$$wheel" >&2
@@ -37,7 +41,7 @@ NEEDED := library $(READY)
 STAGES := lint test-patches test-unjitted test-bounds test-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda check-vulkan check-page check-claude check-tests check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
+.PHONY: help setup prepared library kernels chat dist check-dist test test-long $(STAGES) stock build-server check-stock check-archs check-cuda gpu-check check-vulkan check-page check-claude check-tests check-chance fuzz fuzz-serve fuzz-sanitized papers papers-tables docs clean
 
 help:
 	@echo 'make chat         set up, then start a chat; ARGS="--policy buzz --budget 512" go to kvtool chat'
@@ -61,6 +65,9 @@ help:
 	@echo '                 takes minutes; DIR=folder keeps the models there'
 	@echo 'make check-cuda   compile with nvcc for one architecture (CUDA_ARCH=86), and run the tests of the engine'
 	@echo '                 if there is an NVIDIA GPU'
+	@echo 'make gpu-check    pack what measuring kvtool on an NVIDIA GPU needs into build/gpu-check, and measure if there'
+	@echo '                 is one; GPU_ARCH=90 is an H100 or H200, WHEEL=file takes a library that is built already;'
+	@echo '                 ARGS="--only 2a,2b" measures some parts'
 	@echo 'make check-vulkan run the tests of the engine on Mesa'"'"'s Vulkan: the CPU as a device with its own memory'
 	@echo 'make check-page   use the page of kvtool serve in Chromium; ARGS="--shots DIR" writes pictures of it'
 	@echo 'make check-claude use kvtool serve from Claude Code, which npm installs to build/claude'
@@ -183,6 +190,14 @@ check-cuda: setup
 			$(CC) -O1 -shared -fPIC -o "$$site/cuda_f32.so" tests/cuda_f32.c && \
 			LD_PRELOAD="$$site/cuda_f32.so" NVIDIA_TF32_OVERRIDE=0 $(PYTEST) $(DEVICE_TESTS); \
 		else echo 'no NVIDIA GPU: the tests of the engine did not run' >&2; fi
+
+# the program and build/gpu-check are all that a machine with a GPU needs: no network, no compiler, no model
+gpu-check: setup
+	@wheel="$(WHEEL)"; wheel=$${wheel:-$$(CMAKE_ARGS='$(GPU_ARGS)' $(PY) -m kvtool.build)} && \
+		$(PY) benchmarks/gpu_pack.py build/gpu-check "$$wheel" --tests $(DEVICE_TESTS)
+	@if nvidia-smi >/dev/null 2>&1; then $(PY) benchmarks/gpu_check.py build/gpu-check --out build/gpu-check/out $(ARGS); \
+	else echo 'no NVIDIA GPU here; on a machine with one, in a copy of this folder:' >&2; \
+		echo 'python3 benchmarks/gpu_check.py build/gpu-check --out build/gpu-check/out' >&2; fi
 
 # ggml uses a device that is a CPU only if it is named; without half precision, for exact results
 check-vulkan: setup

@@ -30,6 +30,9 @@ BLOCK, BLOCK_BYTES = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
 CODE_STD = float(np.std(np.arange(16)))
 """The codes 0 .. 15 are equally likely."""
 
+N_REPEATED = 256
+"""Rows of a matrix that are random with --repeat."""
+
 
 def main() -> None:
     parser = make_parser(__doc__)
@@ -48,6 +51,9 @@ def main() -> None:
     parser.add_argument("--ff", type=int, default=14336, help="inner size of the feed-forward layers")
     parser.add_argument("--n-ctx", type=int, default=131072, help="trained context in the header")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--repeat", action="store_true", help="repeat 256 random rows in each matrix, which takes less time"
+    )
     args = parser.parse_args()
     n_embd = args.heads * args.head_dim
     for name, size in (("heads x head-dim", n_embd), ("ff", args.ff)):
@@ -100,7 +106,9 @@ def main() -> None:
     for name, shape in matrices.items():
         # a recurrent layer's decay is negative
         plain = np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32) if is_plain(shape) else None
-        writer.write_tensor_data(quantized(rng, *shape) if plain is None else plain)
+        writer.write_tensor_data(
+            quantized(rng, *shape, N_REPEATED if args.repeat else None) if plain is None else plain
+        )
     writer.close()
     n_weight = sum(int(np.prod(shape)) for shape in matrices.values())
     note(f"{args.out}: {n_weight / 1e9:.2f}B weights, {args.out.stat().st_size / 1e9:.2f} GB")
@@ -171,12 +179,16 @@ def recurrent(n_embd: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def quantized(rng: np.random.Generator, n_row: int, n_in: int) -> np.ndarray:
-    """Random blocks of Q4_0, u8[n_row, bytes]. The product with a vector has entries of about its size."""
-    blocks = rng.integers(0, 256, (n_row, n_in // BLOCK, BLOCK_BYTES), np.uint8)
+def quantized(rng: np.random.Generator, n_row: int, n_in: int, n_random: int | None = None) -> np.ndarray:
+    """Random blocks of Q4_0, u8[n_row, bytes]. The product with a vector has entries of about its size.
+
+    n_random: how many rows are random; the others repeat them. All if not given.
+    """
+    blocks = rng.integers(0, 256, (min(n_random or n_row, n_row), n_in // BLOCK, BLOCK_BYTES), np.uint8)
     scale = np.array([1 / (CODE_STD * n_in**0.5)], np.float16)
     blocks[..., :2] = scale.view(np.uint8)
-    return blocks.reshape(n_row, -1)
+    rows = blocks.reshape(len(blocks), -1)
+    return rows if len(rows) == n_row else np.resize(rows, (n_row, rows.shape[1]))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from kvtool.measure import perplexity
 from tests.running import open_engine
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if path.stem not in ("common", "servers")]
+PROGRAMS = [path for path in sorted(FOLDER.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
