@@ -69,6 +69,20 @@ PLANTED = {
         "What.QUERIES: tensor.src[0]",
         ("test_maps.py",),
     ),
+    "chats, efforts": Fault(
+        "an effort that the template does not take is the nearest lower one without a word",
+        "kvtool/chats/effort.py",
+        "        if why:\n            raise UsageError(",
+        "        if False:\n            raise UsageError(",
+        ("test_think_options.py",),
+    ),
+    "chats, headers": Fault(
+        "an empty thought of a reply's header stays once the reply is an earlier one",
+        "kvtool/chats/conversation.py",
+        "if not (splitter.had_thought or self.n_opening):",
+        "if not splitter.had_thought:",
+        ("test_thinking.py",),
+    ),
     "serve, calls of tools": Fault(
         "a call that is broken loses the white space before it",
         "kvtool/serve/calls.py",

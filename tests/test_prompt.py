@@ -207,6 +207,21 @@ def test_what_a_stop_left_unread_is_read_before_a_writer_goes_on(engine):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("before", "has_one"),
+    [
+        ("", False),
+        ("<s>", False),
+        ("<s>[gMASK]<sop>", False),
+        ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", True),
+        ("{% if messages[0].role != 'system' %}<|im_start|>system\nOn 1 May<|im_end|>\n{% endif %}", True),
+        ("{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}", False),
+    ],
+)  # fmt: skip
+def test_a_template_says_whether_it_has_a_system_prompt_itself(before, has_one):
+    assert Template(before + CHATML, "<s>", "").has_own_system is has_one
+
+
 def test_the_template_of_a_model_is_its_own(tiny_model, tmp_path):
     tiny.write_llama(tmp_path / "m.gguf", chat_template=CHATML)
     model = Model(tmp_path / "m.gguf")

@@ -330,7 +330,7 @@ def test_chat_and_generate_and_python_have_the_same_settings():
         found = {name: each.default for name, each in inspect.signature(command).parameters.items()}
         for name, value in defaults.items():
             assert found[name] == (shown.get(name, value) if not isinstance(value, tuple) else None)
-        assert {*defaults, "json_schema", "seed", "n"} == set(declared(Drawing))
+        assert {*defaults, "json_schema", "seed", "n", "think"} == set(declared(Drawing))
 
 
 @pytest.mark.engine
@@ -370,7 +370,7 @@ def test_of_a_grammar_and_a_schema_what_is_typed_goes_before_a_sessions():
 @pytest.mark.engine
 def test_one_setting_is_changed_by_its_name(engine, tmp_path):
     sampler = Sampler(engine.model, Drawing().sampling())
-    chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None)
+    chat = SimpleNamespace(writer=SimpleNamespace(sampler=sampler), kept=None, effort=None)
     keeper = Keeper(chat, Run(), Drawing())
     sampler.recent.append(A)
     keeper.set("top-k", "5")

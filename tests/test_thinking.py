@@ -13,6 +13,7 @@ from kvtool.chats.thinking import THINK, Splitter, Tags, tags_in, without_though
 from kvtool.chats.writer import Writer
 from kvtool.engine.loop import Engine
 from kvtool.engine.settings import Settings
+from kvtool.errors import UsageError
 from kvtool.llama.model import Model
 from kvtool.llama.sampler import Sampler
 
@@ -227,3 +228,100 @@ def test_thoughts_between_control_tokens_are_told_and_dropped(talk):
         "".join(each.reply("Are you sure?"))
     text = Template(HEADED, "", "").render(ours.messages, reply=False).removesuffix("<|im_end|>")
     assert ours.writer.tokens.tolist() == ours.writer.engine.model.tokenize(text, special=True).tolist()
+
+
+SWITCHED = DROPS.replace("%OPEN%", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
+OPENED = DROPS.replace(
+    "%OPEN%", "<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
+)
+# earlier replies begin with an empty thought, and the effort is in the prompt
+TOLD = "effort {{ reasoning_effort or 'medium' }}. " + DROPS.replace(
+    "{{ m.content.split", "<think></think>{{ m.content.split"
+).replace("%OPEN%", "<think>\n")
+
+
+def read_afresh(talk):
+    """The tokens of the chat so far as its template renders it."""
+    whole = talk.template.render([*talk.messages, {"role": "user", "content": "."}])
+    text = whole.removesuffix(talk.template.turn(talk.messages[:-1], "."))
+    return talk.writer.engine.model.tokenize(text, special=True).tolist()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["full", "h2o", "recall"])
+@pytest.mark.parametrize("source", [SWITCHED, OPENED, TOLD])
+def test_after_each_reply_the_cache_is_a_fresh_reading_of_the_chat(talk, source, policy):
+    ours = talk(source, policy, 512 if policy == "full" else 64)
+    efforts = [None, "low", "high", None] if source is TOLD else [None, "off", "off", "on"]
+    for turn, effort in enumerate(efforts):
+        ours.think(effort)
+        thinks, opens = effort != "off", ours.template.opens_thought
+        says(ours, thinks * ("" if opens else "<think>\n") + thinks * "Hm.\n</think>\n\n" + f"It is {turn}.")
+        pieces = "".join(ours.reply(f"And {turn}?"))
+        assert without_thought(pieces, ours.splitter()) == f"It is {turn}."
+        assert ours.writer.tokens.tolist() == read_afresh(ours)
+
+
+@pytest.mark.engine
+def test_an_effort_that_changes_the_header_alone_keeps_what_is_read(talk):
+    ours = talk(OPENED)
+    says(ours, "Hm.\n</think>\n\nSeven.")
+    "".join(ours.reply("Name a number."))
+    before = ours.writer.tokens.tolist()
+    assert ours.splitter().had_thought
+    assert not ours.rereads("off")
+    ours.think("off")
+    assert (ours.effort, ours.splitter().had_thought) == ("off", False)
+    assert ours.writer.tokens.tolist() == before
+    says(ours, "Yes.")
+    "".join(ours.reply("Sure?"))
+    assert ours.writer.tokens.tolist()[: len(before)] == before
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", ["h2o", "recall"])
+def test_an_effort_in_the_prompt_has_the_chat_read_again_and_is_undone_with_it(talk, policy):
+    ours = talk(TOLD, policy)
+    ours.undoable = True
+    says(ours, "Hm.</think>Seven.")
+    "".join(ours.reply("Name a number."))
+    before, template = ours.writer.tokens.tolist(), ours.template
+    assert ours.rereads("low")
+    assert ours.remember("/think low")
+    ours.think("low")
+    # nothing is read until somebody says something
+    assert ours.writer.engine.n_past == 0
+    says(ours, "Hm.</think>Yes.")
+    "".join(ours.reply("Sure?"))
+    assert (
+        "effort low." in b"".join(map(ours.writer.engine.model.piece, ours.writer.tokens.tolist())).decode()
+    )
+    assert ours.writer.tokens.tolist() == read_afresh(ours)
+    assert ours.undo().startswith("the turn")
+    assert (ours.undo(), ours.effort, ours.template.variables) == ("/think low", None, template.variables)
+    assert ours.writer.tokens.tolist() == before
+
+
+@pytest.mark.engine
+def test_an_effort_that_a_template_does_not_take_changes_nothing(talk):
+    ours = talk(OPENED)
+    ours.think("off")
+    with pytest.raises(UsageError, match="--think low: the model's chat template takes off and on"):
+        ours.think("low")
+    with pytest.raises(UsageError, match="has no thinking to switch on"):
+        talk(DROPS.replace("</think>", "</x>").replace("%OPEN%", "")).think("high")
+    assert (ours.effort, ours.template.opens_thought) == ("off", False)
+
+
+@pytest.mark.engine
+def test_an_effort_pins_the_system_prompt_that_it_changes(talk):
+    ours = talk(TOLD, budget=512)
+    ours.reset("Be brief.")
+    ours.pin_system()
+    n = ours.writer.engine.n_pinned
+    ours.think("low")
+    assert ours.writer.engine.n_pinned == n + len(ours.writer.engine.model.tokenize("low")) - len(
+        ours.writer.engine.model.tokenize("medium")
+    )
+    ours.think("high")
+    assert ours.writer.is_new

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtool.chats.marks import tokens_of
+from kvtool.chats import session
+from kvtool.chats.effort import Efforts
+from kvtool.chats.marks import marked, tokens_of
 from kvtool.chats.prompt import prefix_tokens, system_prefix
+from kvtool.chats.segments import Listing
 from kvtool.chats.template import Message, Template
 from kvtool.chats.thinking import Splitter, control_tokens, without_thought
 from kvtool.chats.undo import Before, of_turn
 from kvtool.chats.undoable import Undoable
 from kvtool.chats.writer import Writer
 from kvtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.llama.model import Model
 
 
 def transcript(messages: list[Message]) -> str:
@@ -30,29 +38,105 @@ class Conversation(Undoable):
 
     Attributes
     ----------
+    template
+        The chat template, under the variables for `effort`.
+    effort
+        How much replies think, as `think` takes it; None: as the template has it by default.
     n_held
         Tokens of the reply header, which are held in the cache.
     n_opening
-        Those of it that open a thought. They are left out with it.
+        Last tokens of the header that earlier replies do not begin with: they open a thought, or an empty
+        thought is part of the header. They are left out once the reply is written.
     shown
         Control tokens whose text tells thoughts from what is said.
 
     The others as in `Undoable`.
     """
 
+    effort: str | None
+
     def __init__(
         self, writer: Writer, template: Template, system: str | None = None, *, undoable: bool = False
     ) -> None:
         super().__init__(writer, undoable=undoable)
-        self.template = template
-        model = writer.engine.model
-        # what is said needs them, to be told from thoughts
-        self.shown = writer.shown = control_tokens(model, template.tags)
-        self.n_held = len(model.tokenize(template.reply_start(), special=True))
-        self.n_opening = 0
-        if template.drops_thoughts and template.opens_thought:
-            self.n_opening = len(model.tokenize(template.opening, special=True))
+        self.effort = None
+        self.use(template)
+        # the text of these tokens tells thoughts from the rest of a reply
+        self.shown = writer.shown = control_tokens(writer.engine.model, template.tags)
         self.reset(system)
+
+    def use(self, template: Template) -> None:
+        """Take this template from the next reply on; the cache stays."""
+        model, header = self.writer.engine.model, template.reply_start()
+        self.template = template
+        self.n_held = len(model.tokenize(header, special=True))
+        n_kept, self._instead = _start_that_stays(model, template, header)
+        self.n_opening = self.n_held - n_kept
+
+    def think(self, effort: str | None) -> None:
+        """Let replies think so much from now on; None: as the template has it by default.
+
+        If the template then renders the chat so far differently, the next turn reads all of it again: see
+        `rereads`. Raises UsageError, with nothing changed, for an effort that the template does not take.
+        """
+        template, before, again = self._under(effort), self.template, self.rereads(effort)
+        self.use(template)
+        try:
+            if again:
+                self._postpone_past()
+            elif self.n_turn:
+                self.writer.engine.hold(self.n_held)
+            elif self.writer.engine.n_held:
+                self.pin_system()
+        except UsageError:
+            # the header leaves no room in the cache
+            self.use(before)
+            raise
+        self.effort = effort
+
+    @cached_property
+    def efforts(self) -> Efforts:
+        """The efforts that the template takes."""
+        return Efforts.of(self.template)
+
+    def rereads(self, effort: str | None) -> bool:
+        """True if the template renders the chat so far differently under this effort. Raises as `think`."""
+        template = self._under(effort)
+        return bool(self.n_turn) and self._past(template) != self._past(self.template)
+
+    def _under(self, effort: str | None) -> Template:
+        """Return the template under the variables for an effort. Raises UsageError."""
+        variables = {} if effort is None else self.efforts.exact(effort)
+        return self.template.under(variables)
+
+    def _past(self, template: Template) -> str:
+        """The text of the chat so far, up to the end of its last reply, as this template renders it."""
+        whole = template.render([*self.messages, {"role": "user", "content": "."}])
+        turn = template.turn(self.messages[:-1], ".")
+        if not whole.endswith(turn):
+            raise UsageError("the model's chat template shows the last reply in another form; /reset first")
+        return whole.removesuffix(turn)
+
+    def _postpone_past(self) -> None:
+        """Empty the cache, and let the next turn read the chat so far first. Raises UsageError."""
+        tokens, n = self._with_prefix(self._past(self.template))
+        self.writer.engine.eviction.check_pin(n + self.n_held)
+        self.writer.postpone(tokens)
+        self._pin(n)
+        self.version += 1
+
+    def save(self, listed: Listing) -> tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]:
+        """As `Undoable.save`, with the effort."""
+        meta, arrays = super().save(listed)
+        return meta | {"effort": self.effort}, arrays
+
+    def restore(self, meta: session.Meta, arrays: session.Arrays, *, seed: int | None = None) -> None:
+        """As `Undoable.restore`, with the effort."""
+        super().restore(meta, arrays, seed=seed)
+        # sessions of earlier versions have none
+        if (effort := meta.get("effort")) != self.effort:
+            self.use(self._under(effort))
+            self.effort = effort
 
     @property
     def n_turn(self) -> int:
@@ -146,7 +230,7 @@ class Conversation(Undoable):
         self.writer.sampler.start(self.n_reply)
         self.n_reply += 1
         said: list[str] = []
-        before = self._copy_of_now() if self.template.drops_thoughts else None
+        before = self._copy_of_now() if self.template.drops_thoughts or self.n_opening else None
         try:
             if self.writer.read(self._opening):
                 for piece in self.writer.write(n_max):
@@ -166,10 +250,13 @@ class Conversation(Undoable):
         return Splitter(self.template.tags, is_open=self.template.opens_thought)
 
     def _drop_thought(self, before: Before, said: str) -> None:
-        """Goes back there and reads what was said after the thought, if there was one."""
+        """Make the reply begin in the cache as the template has earlier replies, without its thought.
+
+        Goes back there, and reads the rest of the reply again.
+        """
         splitter = self.splitter()
         spoken = without_thought(said, splitter)
-        if not splitter.had_thought:
+        if not (splitter.had_thought or self.n_opening):
             return
         messages, sampler = self.messages, self.writer.sampler
         recent, seed = list(sampler.recent), sampler.seed
@@ -180,8 +267,8 @@ class Conversation(Undoable):
             return
         self.messages = messages
         sampler.resume(recent, seed)
-        model, header = self.writer.engine.model, self.template.tags.plain
-        self.writer.read(np.concatenate([model.tokenize(header, special=True), model.tokenize(spoken)]))
+        markers = self.template.markers
+        self.writer.read(tokens_of(self.writer.engine.model, self._instead + marked(markers, spoken)))
 
     def _tokens_of_turn(self, text: str) -> np.ndarray:
         if self.writer.is_new:
@@ -201,7 +288,31 @@ class Conversation(Undoable):
 
     def _first(self, text: str) -> tuple[np.ndarray, int]:
         """The tokens of a first turn, and how many of them are the system prompt's."""
-        whole = self.template.render([*self.messages, {"role": "user", "content": text}])
+        return self._with_prefix(self.template.render([*self.messages, {"role": "user", "content": text}]))
+
+    def _with_prefix(self, whole: str) -> tuple[np.ndarray, int]:
+        """The tokens of a rendered chat, and how many of them are the system prompt's."""
         prefix = (system_prefix(self.template, self.system) if self.system else "") or ""
         self.is_pinned = not self.system or (bool(prefix) and whole.startswith(prefix))
         return prefix_tokens(self.writer.engine.model, whole, len(prefix) if self.is_pinned else 0)
+
+
+def _start_that_stays(model: Model, template: Template, header: str) -> tuple[int, str]:
+    """Return how many tokens of a header an earlier reply also begins with, and the text behind these.
+
+    All tokens stay if the template keeps thoughts, or if the difference has no tag of a thought.
+    """
+    tokens, earlier = model.tokenize(header, special=True), template.earlier_start
+    if earlier is None or (template.opens_thought and not template.drops_thoughts):
+        return len(tokens), template.tags.plain
+    kept = os.path.commonprefix([header, earlier])
+    others = model.tokenize(earlier, special=True)
+    # a token may go across the place where they part
+    while n := len(cut := model.tokenize(kept, special=True)):
+        if np.array_equal(cut, tokens[:n]) and np.array_equal(cut, others[:n]):
+            break
+        kept = kept[:-1]
+    left_out, rest = header[len(kept) :], earlier[len(kept) :]
+    if left_out and not any(tag and tag in left_out + rest for tag in template.tags):
+        return len(tokens), template.tags.plain
+    return n, rest

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2.nodes
 
 from kvtool.chats.template import Template
-from kvtool.errors import ModelError
+from kvtool.errors import ModelError, UsageError
 
 OFF, ON = "off", "on"
 
@@ -95,6 +95,13 @@ class Efforts:
         if self.takes_budget and budget is not None and effort != OFF:
             found = {**found, _BUDGET: budget}
         return found, why
+
+    def exact(self, effort: str) -> Variables:
+        """Return the variables for an effort. Raises UsageError if the template does not take it."""
+        found, why = self.variables(effort)
+        if why:
+            raise UsageError(f"--think {effort}: the model's chat template {why.partition(';')[0]}")
+        return found
 
     def _of(self, effort: str) -> tuple[Variables, str | None]:
         least = next(iter(self.levels), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -49,10 +50,15 @@ RAW = "kvtool generate and kvtool eval need none with --raw"
 
 _STAND_IN = "kvtool stands in for the reply"
 _THOUGHT = "kvtool stands in for the thought"
+_QUESTION = "kvtool stands in for the question"
 """Texts that mark places in a rendered chat."""
 
 _NOT_ASCII = re.compile(f"{JOINT}{JOINT}|{CUT}{CUT}|[^\0-\x7f{JOINT}{CUT}]")
 """What JSON in ASCII escapes: all but marks."""
+
+
+_MARKED, _WORDS = re.compile(r"<[^<>\s]+>|\[[^][\s]+\]"), re.compile(r"\w\W+\w")
+"""What looks like a marker; two words or more."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -83,6 +89,7 @@ class Template:
 
     def __init__(self, source: str, bos: str, eos: str, markers: Markers | None = None) -> None:
         self.source = source
+        self._bos = bos
         self.markers = markers
         self.variables: Mapping[str, Any] = {}
         self._and_tags = markers and markers.and_tags(source)
@@ -228,6 +235,18 @@ class Template:
         return self.render([{"role": "user", "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
 
     @cached_property
+    def earlier_start(self) -> str | None:
+        """The text between a user's message and an earlier reply without a thought; None if it is hidden."""
+        user = {"role": "user", "content": _QUESTION}
+        try:
+            text = self.render([user, {"role": "assistant", "content": _STAND_IN}, {**user, "content": "."}])
+        except ModelError:
+            return None
+        _, is_shown, text = text.partition(_QUESTION)
+        text, has_reply, _ = text.partition(_STAND_IN)
+        return text if is_shown and has_reply else None
+
+    @cached_property
     def opening(self) -> str:
         """The end of the reply header from the tag on that opens a thought; "" if it opens none."""
         header = self.reply_start()
@@ -254,6 +273,19 @@ class Template:
         except ModelError:
             return False
         return _STAND_IN in text and _THOUGHT not in text
+
+    @cached_property
+    def has_own_system(self) -> bool:
+        """True if the template begins a chat without a system prompt with one that it has itself."""
+        user, reply = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _STAND_IN}
+        try:
+            before = self.render([user]).partition(_QUESTION)[0].removeprefix(self._bos)
+            between = self.render([user, reply, user]).partition(_STAND_IN)[2].partition(_QUESTION)[0]
+        except ModelError:
+            return False
+        # the user's turns begin alike
+        n = len(os.path.commonprefix([before[::-1], between[::-1]]))
+        return _WORDS.search(_MARKED.sub("", before[: len(before) - n])) is not None
 
     @cached_property
     def has_tools(self) -> bool:

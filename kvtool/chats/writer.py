@@ -80,6 +80,11 @@ class Writer:
         self.engine.reset()
         self._forget()
 
+    def postpone(self, tokens: np.ndarray) -> None:
+        """Starts over with an empty cache; the next text is read behind these tokens i32[n]."""
+        self.reset()
+        self._unread = tokens
+
     def _forget(self) -> None:
         self._unread = np.empty(0, np.int32)
         self._decoded = array("i")

@@ -15,12 +15,16 @@ from kvtool.cli.progress import restoring_progress
 from kvtool.errors import KvtoolError, SessionError, UsageError
 from kvtool.options.field import declared
 from kvtool.options.sampling import Drawing
+from kvtool.options.thinking import EFFORTS
 from kvtool.system.texts import shown, with_lf
 
 if TYPE_CHECKING:
     from kvtool.cli.chat_screen import Terminal
 
 _ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
+
+_DEFAULT = "default"
+"""The value of /think that returns to the model's own way."""
 
 _HOT = 2
 """A temperature above which hardly any text makes sense: llama.cpp takes it, other programs refuse it."""
@@ -49,6 +53,7 @@ class Commands:
             "/load": self._load,
             "/cells": lambda last: chat_show.cells(terminal, last),
             "/system": self._system,
+            "/think": self._think,
         }
 
     def words(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
@@ -56,6 +61,7 @@ class Commands:
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
         found |= {"/show": lambda: chat_show.SHOWN, "/set": lambda: declared(Drawing)}
         found["/help"] = lambda: chat_show.MORE
+        found["/think"] = lambda: (*EFFORTS, _DEFAULT)
         return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
 
     def run(self, line: str) -> bool:
@@ -154,6 +160,9 @@ class Commands:
             chat_show.settings(self.terminal)
             return
         name = Drawing.field(name)
+        if name == "think":
+            self._think(value)
+            return
         if given:
             self.keeper.set(name, value)
         self.terminal.note(f"{name}  {chat_show.setting(self.terminal, name)}")
@@ -169,7 +178,7 @@ class Commands:
 
     def _system(self, text: str) -> None:
         if not text:
-            self.terminal.console.print(self.conversation.system or "(none)")
+            chat_show.system(self.terminal)
         else:
             text = shown(text)
             self.conversation.check(text)
@@ -179,6 +188,21 @@ class Commands:
                 self._note_new("started over under the new system prompt")
                 if may_lose_system(self.conversation):
                     self.terminal.note(unpinned("the system prompt"))
+
+    def _think(self, text: str) -> None:
+        chat = self.conversation
+        if text:
+            its = declared(Drawing)["think"]
+            effort = None if text.lower() == _DEFAULT else its.taken(text)
+            its.check(effort, "/think")
+            again = chat.rereads(effort)
+            if again and not self._remember(f"/think {text}"):
+                return
+            chat.think(effort)
+            if again:
+                self.terminal.note("the next turn first reads the chat again, since its text is another now")
+        taken = f"the model's chat template takes {chat.efforts.taken}"
+        self.terminal.note(f"think  {chat_show.setting(self.terminal, 'think')}; {taken}")
 
     def _save(self, name: str) -> None:
         path = _path("/save", name)

@@ -86,6 +86,13 @@ def show(terminal: Terminal, what: str) -> None:
     SHOWN[what](terminal)
 
 
+def system(terminal: Terminal) -> None:
+    """The system prompt, as text and not as markup."""
+    chat = terminal.conversation
+    none = "(the template's own)" if chat.template.has_own_system else "(none)"
+    terminal.console.print(chat.system or none)
+
+
 def setting(terminal: Terminal, name: str) -> str:
     """What /set may change, in words. name: of a field of `Drawing`."""
     drawing = terminal.keeper.drawing
@@ -95,7 +102,9 @@ def setting(terminal: Terminal, name: str) -> str:
     if isinstance(value, list):
         # as one can type them: a line break is \n
         return ", ".join('"' + text.replace('"', '\\"') + '"' for text in value) or "(none)"
-    return ("no limit" if name == "n" else "(none)") if value is None else str(value)
+    if value is None:
+        return {"n": "no limit", "think": "(the model's own)"}.get(name, "(none)")
+    return str(value)
 
 
 def settings(terminal: Terminal) -> None:
@@ -111,7 +120,7 @@ def settings(terminal: Terminal) -> None:
 
 
 SHOWN: dict[str, Callable[[Terminal], None]] = {
-    "system": lambda on: on.console.print(on.conversation.system or "(none)"),
+    "system": lambda on: system(on),
     "settings": lambda on: _table(on, {name: setting(on, name) for name in declared(Drawing)}),
     "template": lambda on: on.console.print(on.conversation.template.source),
     "policy": lambda on: on.console.print(policy_line(on.engine, on.policy)),
@@ -140,6 +149,7 @@ HELP = {
     "/load FILE": "continue the chat in a session file",
     "/cells [N]": "show the last N tokens; the darker, the more rows hold it",
     "/reset, /clear": "forget everything and start over; the system prompt stays",
+    "/think [EFFORT]": "change how much replies think: on, off, low, high, ...; alone, show it",
     "/system [TEXT]": "start over under another system prompt; alone, show it",
     "/exit, /bye": "leave; so do /quit and Ctrl-D",
 }

@@ -14,7 +14,7 @@ import typer
 from kvtool.cli.console import say
 from kvtool.cli.declared import Json, options
 from kvtool.cli.explain import before_text, unpinned
-from kvtool.cli.opening import open_run, sampling_of
+from kvtool.cli.opening import left_out_unless_typed, open_run, sampling_of
 from kvtool.cli.progress import reading_progress
 from kvtool.cli.texts import check_length
 from kvtool.errors import InputError, KvtoolError, UsageError
@@ -97,6 +97,8 @@ def generate(
         raise UsageError("the prompt is empty; give a text")
     if printed.logprobs is not None and not as_json:
         raise UsageError("--logprobs goes into the JSON; add --json")
+    if raw and "think" in drawing.typed:
+        raise UsageError("--think is for the chat template, which --raw leaves out; leave out one of them")
     sampling = sampling_of(drawing)
     with ExitStack() as stack:
         opened = stack.enter_context(open_run(run))
@@ -117,7 +119,7 @@ def generate(
         if raw:
             whole, prefix = escaped(request), escaped(first)
         else:
-            whole, prefix = _rendered(writer, system_prompt, request, first)
+            whole, prefix = _rendered(writer, drawing, system_prompt, request, first)
         tokens = pin_prefix(engine, whole, len(prefix))
         check_length(engine, len(tokens), "prompt")
         before_text(engine, opened.run, "prompt", len(tokens))
@@ -159,17 +161,23 @@ def generate(
             raise KeyboardInterrupt
 
 
-def _rendered(writer: Writer, system: str | None, request: str, first: str) -> tuple[str, str]:
+def _rendered(
+    writer: Writer, drawing: Drawing, system: str | None, request: str, first: str
+) -> tuple[str, str]:
     """The request in the model's chat template, and the part of it that is pinned.
 
     The writer will show what tells a thought from the answer. first: the start of the request that is pinned,
     if any, else the system prompt is.
     """
+    from kvtool.chats.effort import Efforts
     from kvtool.chats.prompt import request_prefix, system_prefix, template_of
     from kvtool.chats.thinking import control_tokens
 
     engine = writer.engine
     template = template_of(engine.model)
+    if drawing.think:
+        with left_out_unless_typed(drawing):
+            template = template.under(Efforts.of(template).exact(drawing.think))
     writer.shown = control_tokens(engine.model, template.tags)
     before = [{"role": "system", "content": system}] if system else []
     whole = template.render([*before, {"role": "user", "content": request}])

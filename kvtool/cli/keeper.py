@@ -53,7 +53,7 @@ class Keeper:
     def __init__(self, chat: Conversation, run: Run, drawing: Drawing, path: Path | None = None) -> None:
         self.chat = chat
         self.run = run
-        self.drawing = drawing
+        self._drawing = drawing
         self.path = path
         self.transcript: Log | None = None
         self.unsaved: SessionError | None = None
@@ -64,6 +64,11 @@ class Keeper:
         self._there: Meta | None = None
         self._asides: list[Path] = []
         chat.kept = self._kept
+
+    @property
+    def drawing(self) -> Drawing:
+        """How tokens are drawn, with the chat's effort."""
+        return self._drawing.changed(think=self.chat.effort)
 
     def resume(self, path: Path) -> None:
         """Continues its own session. Raises SessionError where the options typed do not go with it."""
@@ -103,7 +108,7 @@ class Keeper:
         sampler.change(sampling_of(drawing))
         if drawing.seed is not None:
             sampler.seed = drawing.seed
-        self.drawing = drawing
+        self._drawing = drawing
 
     @property
     def has_previous(self) -> bool:

@@ -43,6 +43,20 @@ def of_model(run: Run, name: str | None) -> Run:
     return replace(run, model=name, typed=run.typed | {"model"}, given=run.given | {"model"})
 
 
+@contextmanager
+def left_out_unless_typed(drawing: Drawing) -> Iterator[None]:
+    """Inside, an effort that the model's template does not take is an error only if it was typed.
+
+    From a setting or a session it is left out, with a line on stderr.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if drawing.think is None or "think" in drawing.typed:
+            raise
+        say([f"{error}; it is left out"])
+
+
 def sampling_of(drawing: Drawing) -> Sampling:
     """The sampler's settings. Says on stderr what a grammar cannot hold the text to. Raises UsageError."""
     if (schema := drawing.json_schema) is None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, get_type_hints
 
 from kvtool.errors import UsageError, suggestion
 from kvtool.options.field import DRAWS, Options, again, declared, option, unless, within
+from kvtool.options.thinking import Thinking
 from kvtool.system.texts import read_text, shown, utf8
 
 MOST = 2**20
@@ -232,8 +233,8 @@ class _Limit(Options):
 
 
 @dataclass(frozen=True)
-class Drawing(Sampling, _Limit):
-    """What a command says of drawing: the sampler's settings, how much, and the seed.
+class Drawing(Sampling, Thinking, _Limit):
+    """What a command says of drawing: the sampler's settings, how much, how much thinking, and the seed.
 
     The defaults are llama.cpp's. Of a grammar and a schema, which say the same, one is left: that which was
     typed. Raises UsageError where both were.
@@ -303,13 +304,13 @@ _SHAPES = ("grammar", "json_schema")
 
 def _raw(name: str, text: str) -> Any:
     """What was typed for a field, in the type that its option takes."""
-    kind = str(Drawing.__annotations__.get(name) or Sampling.__annotations__.get(name) or "int")
+    kind = str(get_type_hints(Drawing)[name])
     if kind.startswith("tuple"):
         return [text] if text else None
-    if name in _SHAPES:
+    if "str" in kind:
         return text or None
     try:
-        return float(text) if kind.startswith("float") else int(text)
+        return float(text) if "float" in kind else int(text)
     except ValueError:
-        what = "a number" if kind.startswith("float") else "a whole number"
+        what = "a number" if "float" in kind else "a whole number"
         raise UsageError(f"{name} must be {what}, got {text!r}") from None
