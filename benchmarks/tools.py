@@ -126,7 +126,7 @@ def _agents(model_path: str) -> Iterator[Json]:
     with lzma.open(REQUESTS, "rt", encoding="utf-8") as lines:
         for each in map(json.loads, lines):
             is_response = each["path"] == "/v1/responses"
-            body = responses.as_chat(each["body"]) if is_response else each["body"]
+            body = responses.as_chat(each["body"])[0] if is_response else each["body"]
             chat = requests.chat(body, requests.Defaults())
             _, n_pinned = rendering.whole(chat.messages, chat.tools)
             schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in chat.tools}

@@ -174,6 +174,27 @@ PLANTED = {
         "if site:",
         ("test_serve_chats.py",),
     ),
+    "serve, neutral values": Fault(
+        "a field that asks for nothing is refused",
+        "kvtool/serve/fields.py",
+        "if value is not None and value not in neutral:",
+        "if value is not None and value not in neutral[1:]:",
+        ("test_serve_fields.py",),
+    ),
+    "serve, names of fields": Fault(
+        "an error names a message as kvtool counts them, not as the client does",
+        "kvtool/serve/errors.py",
+        'f"messages[{i + self.shift}]"',
+        'f"messages[{i}]"',
+        ("test_serve_fields.py",),
+    ),
+    "serve, allowed tokens": Fault(
+        "tokens that are not allowed are written",
+        "kvtool/serve/talk.py",
+        "banned = set(range(n_vocab)) - {*request.allowed}",
+        "banned = set(range(1)) - {*request.allowed}",
+        ("test_serve_fields.py",),
+    ),
     "serve, stop strings": Fault(
         "an answer has the stop string that ended it",
         "kvtool/chats/stops.py",

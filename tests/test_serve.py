@@ -423,7 +423,7 @@ def test_responses_are_chats_in_another_form(client):
     assert kinds[-1] == "response.incomplete"
     assert event.response.output_text == text
     assert event.response.usage.input_tokens_details.cached_tokens == same.usage.total_tokens
-    with pytest.raises(openai.BadRequestError, match="previous_response_id is not there"):
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
         client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
 
 

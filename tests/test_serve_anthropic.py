@@ -66,7 +66,7 @@ def test_a_request_is_a_chat():
         "output_config": {"effort": "high"},
     }
     body = ASKED | {"system": [text("A."), text("B.")], "messages": talk, "tools": tools} | more | accepted
-    chat = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
+    chat, _ = anthropic.as_chat(body | {"tool_choice": {"type": "any"}})
     found = messages.check(chat.pop("messages"))
     assert found == [
         said("system", "A.\n\nB."),
@@ -81,10 +81,11 @@ def test_a_request_is_a_chat():
     ]
     assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "go"]
     assert chat.pop("stop") == more.pop("stop_sequences")
-    assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more}
+    rest = {name: accepted[name] for name in ("metadata", "context_management", "service_tier")}
+    assert chat == {"model": "m", "max_tokens": 5, "tool_choice": "required", **more, **rest}
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for asked in ({"output_config": {"format": form}}, {"output_format": form}):
-        assert anthropic.as_chat(ASKED | asked)["json_schema"] == form["schema"]
+        assert anthropic.as_chat(ASKED | asked)[0]["json_schema"] == form["schema"]
 
 
 def call(id, arguments):
@@ -161,7 +162,7 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
         ({"system": 5}, "system must be a string or a list of blocks"),
         ({"system": [IMAGE]}, "system[0] is of type image"),
         ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": -1}, "max_tokens must be in 0.."),
+        ({"max_tokens": -2}, "max_tokens must be in -1.."),
         ({"max_tokens": "5"}, "max_tokens must be a whole number"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stream": 1}, "stream must be true or false"),
@@ -185,8 +186,8 @@ def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
         ({"output_config": 5}, "output_config must be an object"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be json_schema"),
         ({"output_format": {"type": "json_schema"}}, "output_format.schema must be an object"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not there in kvtool; leave it out"),
-        ({"container": "x"}, "container is not there in kvtool"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported; remove it"),
+        ({"container": "x"}, "container is not supported"),
     ],
     ids=str,
 )

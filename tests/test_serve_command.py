@@ -129,7 +129,7 @@ def test_fields_of_llama_server_are_taken_or_refused(server, client):
         )["usage"]["completion_tokens"]
         == 3
     )
-    for field, value in (("ignore_eos", True), ("min_tokens", 5), ("kvtool", {"shore": 5}), ("kvtool", 5)):
+    for field, value in (("lora", [{"id": 0}]), ("min_tokens", 5), ("kvtool", {"shore": 5}), ("kvtool", 5)):
         with pytest.raises(openai.BadRequestError, match=field if field != "kvtool" else "shore|kvtool"):
             client.post(
                 "/chat/completions", body={"messages": [said("user", "x")], field: value}, cast_to=object

@@ -32,11 +32,13 @@ class Writer:
     is_cut
         Whether the last `write` ended because it had written as many tokens as it may.
     ending
-        The token by which the model ended the last `write`; None where something else did.
+        The token that ended the last `write`; None where it ended for another reason.
     stopped_by
         The stop string that the last `write` has come to; "" if to none.
     shown
         Control tokens whose text `write` yields all the same.
+    ends
+        Tokens that end `write` as the model's end of a turn does.
     before_reading
         Called with the number of tokens of each text before it is read.
     after_sampling
@@ -58,6 +60,7 @@ class Writer:
         self.ending: int | None = None
         self.stopped_by = ""
         self.shown: frozenset[int] = frozenset()
+        self.ends: frozenset[int] = frozenset()
         self.before_reading: Callable[[int], None] = lambda n: None
         self.after_sampling: Callable[[int], None] = lambda token: None
         self.while_reading: Callable[[int, int], None] = lambda done, n: None
@@ -69,10 +72,12 @@ class Writer:
         shown: frozenset[int],
         after_sampling: Callable[[int], None],
         while_reading: Callable[[int, int], None],
+        ends: frozenset[int] = frozenset(),
     ) -> None:
-        """Prepares the next text: another sampler, which it takes in place of its own, and callbacks."""
+        """Prepare the next text: another sampler, which replaces the present one, callbacks, and its ends."""
         self.sampler.close()
         self.sampler, self.shown, self.stop, self.n_anew = sampler, shown, False, 0
+        self.ends = ends
         self.after_sampling, self.while_reading = after_sampling, while_reading
 
     def reset(self) -> None:
@@ -221,7 +226,7 @@ class Writer:
         model = self.engine.model
         while not self.stop and self.n_written != n_max:
             token = self.sampler.sample(self.engine.context)
-            if model.ends_turn(token):
+            if model.ends_turn(token) or token in self.ends:
                 self.ending = token
                 break
             self.n_written += 1

@@ -77,9 +77,7 @@ class _Drawing(Drawing):
     n: int = again(
         Drawing,
         "n",
-        help="Maximum tokens of an answer, unless a request says how many.",
-        least=1,
-        read=None,
+        help="Maximum tokens of an answer, unless a request says how many; -1 means no limit.",
     )
 
 

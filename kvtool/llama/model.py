@@ -223,6 +223,11 @@ class Model:
         self._check_open()
         return bool(api.llama_vocab_is_eog(self._vocab, int(token)))
 
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """All of the model's end-of-generation tokens."""
+        return tuple(filter(self.ends_turn, range(self.n_vocab)))
+
     def chat_template(self) -> str | None:
         """The Jinja template in the model's header; None if it has none."""
         text = api.llama_model_chat_template(self._model, None)

@@ -106,7 +106,7 @@ class Sampling(Options):
         1.0,
         within(0.001, 1000, "; 1 is off"),
         "Make recently used tokens less likely; 1 means off.",
-        also=("repetition_penalty",),
+        request=("repeat_penalty", "repetition_penalty"),
     )
     repeat_last_n: int = _number(
         "--repeat-last-n N",

@@ -15,11 +15,8 @@ Body = dict[str, Any]
 _REFUSED = ("mcp_servers", "container")
 """Fields that need what only Anthropic's servers have."""
 
-_SAME = (
-    *("model", "temperature", "top_p", "top_k", "stream", "max_tokens", "kvtool"),
-    *("seed", "min_p", "grammar", "prompt_cache_key"),
-)
-"""Fields that mean the same in a chat."""
+Places = dict[str, str]
+"""Places in a request of /v1/messages, by the places in the chat that it becomes."""
 
 _THINKING = ("enabled", "disabled", "adaptive")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -35,54 +32,63 @@ _KINDS = {
 }
 
 
-def as_chat(body: object, *, is_counted: bool = False) -> Body:
-    """The body of /v1/chat/completions that asks for the same. Raises ApiError.
+def as_chat(body: object, *, is_counted: bool = False) -> tuple[Body, Places]:
+    """The body of /v1/chat/completions that asks for the same, and the origin of its parts.
 
-    is_counted: whether only the prompt's tokens are asked for.
+    Fields that mean the same in a chat are passed on. Raise ApiError.
+
+    is_counted: True if only the prompt's tokens are asked for.
     """
     fields = Fields(body)
     fields.refuse(_REFUSED)
-    messages = [
-        {"role": "system", "content": _text(block, "text", where)}
-        for where, block in _blocks(fields.any("system") or "", "system", ("text",))
-    ]
+    messages: list[Body] = []
+    places: Places = {}
+
+    def add(where: str, message: Body) -> None:
+        places[f"messages[{len(messages)}]"] = where
+        messages.append(message)
+
+    for where, block in _blocks(fields.any("system") or "", "system", ("text",)):
+        add(where, {"role": "system", "content": _text(block, "text", where)})
     asked = fields.any("messages")
     if not isinstance(asked, list):
         raise wrong("messages", "a list", asked)
     if not asked:
         raise ApiError("messages must have at least one message", param="messages")
     given = fields.any("tools")
-    tools = [] if given is None else _tools(given)
+    tools = [] if given is None else _tools(given, places)
     for i, each in enumerate(asked):
-        messages += _messages(each, f"messages[{i}]", tools)
+        for where, message in _messages(each, f"messages[{i}]", tools):
+            add(where, message)
     chat: Body = {"messages": messages}
-    chat |= {name: value for name in _SAME if (value := fields.any(name)) is not None}
     if not is_counted:
-        _check_answered(messages, chat)
+        _check_answered(messages, fields)
     if stops := fields.texts("stop_sequences", MOST_STOPS):
-        chat["stop"] = list(stops)
+        chat["stop"], places["stop"] = list(stops), "stop_sequences"
     if given is not None:
         chat["tools"] = tools
     if (choice := fields.any("tool_choice")) is not None:
-        chat["tool_choice"] = _choice(choice)
-    if schema := _schema(fields.any("output_config"), fields.any("output_format")):
+        chat["tool_choice"], places["tool_choice.function"] = _choice(choice), "tool_choice"
+    where, schema = _schema(fields.any("output_config"), fields.any("output_format"))
+    if schema is not None:
         chat["json_schema"] = schema
+        places["json_schema"] = places["response_format"] = where
     thinking = fields.any("thinking")
     if thinking is not None and (not isinstance(thinking, dict) or thinking.get("type") not in _THINKING):
         raise ApiError(f"thinking.type must be one of {', '.join(_THINKING)}", param="thinking.type")
-    return chat
+    return {name: fields.any(name) for name in fields.left} | chat, places
 
 
-def _check_answered(messages: list[Body], chat: Body) -> None:
-    """Raises ApiError for what no answer can be written to."""
-    if "max_tokens" not in chat:
+def _check_answered(messages: list[Body], fields: Fields) -> None:
+    """Raise ApiError for a request that cannot be answered."""
+    if "max_tokens" not in fields.left:
         raise ApiError("max_tokens is missing: it is the most tokens of the answer", param="max_tokens")
     if messages[-1]["role"] == "assistant":
         raise ApiError("messages must end with one of the user: kvtool continues no reply", param="messages")
 
 
-def _messages(value: object, where: str, tools: list[Any]) -> Iterator[Body]:
-    """Convert a message to messages of a chat, in which each result of a tool is a separate message."""
+def _messages(value: object, where: str, tools: list[Any]) -> Iterator[tuple[str, Body]]:
+    """Convert a message to places and messages of a chat, where each result of a tool is a message."""
     if not isinstance(value, dict):
         raise wrong(where, "an object", value)
     role, content = value.get("role"), value.get("content")
@@ -97,10 +103,10 @@ def _messages(value: object, where: str, tools: list[Any]) -> Iterator[Body]:
             calls.append(_call(block, at))
         elif block["type"] == "tool_result":
             n_result += 1
-            yield _result(block, at, tools)
+            yield at, _result(block, at, tools)
     if texts or calls or not n_result:
         more = {"tool_calls": calls} if calls else {}
-        yield {"role": role, "content": "".join(texts), **more}
+        yield where, {"role": role, "content": "".join(texts), **more}
 
 
 def _blocks(value: object, where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Body]]:
@@ -161,7 +167,7 @@ def _definition(block: Body, where: str, tools: list[Any]) -> str:
     raise ApiError(f"{where} must be the name of a tool in tools, got {shown(name)!r}", param=where)
 
 
-def _tools(value: object) -> list[Any]:
+def _tools(value: object, places: Places) -> list[Any]:
     """The client's own tools as a chat's. Anthropic's, which have another type and no schema, are left out.
 
     A tool with `defer_loading` stays out of the prompt until a result refers to it. If the request relies on
@@ -171,22 +177,19 @@ def _tools(value: object) -> list[Any]:
         raise wrong("tools", "a list", value)
     kinds = [each.get("type") if isinstance(each, dict) else None for each in value]
     is_hosted_search = any(isinstance(kind, str) and kind.startswith("tool_search_tool") for kind in kinds)
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": each.get("name"),
-                "description": each.get("description"),
-                "parameters": each.get("input_schema"),
-                "strict": each.get("strict"),
-            },
-            "defer_loading": None if is_hosted_search else each.get("defer_loading"),
-        }
-        if isinstance(each, dict)
-        else each
-        for each, kind in zip(value, kinds, strict=True)
-        if kind in (None, "custom")
-    ]
+    found: list[Any] = []
+    for i, (each, kind) in enumerate(zip(value, kinds, strict=True)):
+        if kind not in (None, "custom"):
+            continue
+        where, at = f"tools[{i}]", f"tools[{len(found)}]"
+        places |= {f"{at}.function.parameters": f"{where}.input_schema", f"{at}.function": where, at: where}
+        if isinstance(each, dict):
+            own = {name: each.get(name) for name in ("name", "description", "strict")}
+            function = own | {"parameters": each.get("input_schema")}
+            deferred = None if is_hosted_search else each.get("defer_loading")
+            each = {"type": "function", "function": function, "defer_loading": deferred}
+        found.append(each)
+    return found
 
 
 def _choice(value: object) -> object:
@@ -202,19 +205,19 @@ def _choice(value: object) -> object:
     return _CHOICES[kind]
 
 
-def _schema(config: object, form: object) -> object:
-    """The JSON schema that the answer must fit, if any."""
+def _schema(config: object, form: object) -> tuple[str, object]:
+    """The place of the JSON schema that the answer must fit, and the schema, or None."""
     if config is not None and not isinstance(config, dict):
         raise wrong("output_config", "an object", config)
     where = "output_config.format" if form is None else "output_format"
     form = (config or {}).get("format") if form is None else form
     if form is None:
-        return None
+        return where, None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise ApiError(f"{where}.type must be json_schema", param=f"{where}.type")
     if not isinstance(schema := form.get("schema"), dict):
         raise wrong(f"{where}.schema", "an object", schema)
-    return schema
+    return f"{where}.schema", schema
 
 
 def has_cache_control(body: Body) -> bool:
@@ -237,6 +240,4 @@ def error_body(error: ApiError, request_id: str) -> Body:
     if error.code == "context_length_exceeded":
         # clients look for these words
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**error.more)
-    if (error.param or "").startswith("tool"):
-        message = message.replace(".function.parameters", ".input_schema").replace(".function", "")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -7,7 +7,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -170,21 +170,25 @@ async def _text(site: Site, http: HttpRequest) -> Response:
 
 async def _response(site: Site, http: HttpRequest) -> Response:
     body = await _body(site, http)
-    request = _chat_request(site, http, responses.as_chat(body))
+    request = _chat_request(site, http, *responses.as_chat(body))
     return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
 
 
 async def _message(site: Site, http: HttpRequest) -> Response:
     body = await _body(site, http)
-    request = _chat_request(site, http, anthropic.as_chat(body))
+    request = _chat_request(site, http, *anthropic.as_chat(body))
     return await _answer(site, http, request, MessageBodies(site.model, site.policy, body, http.state.id))
 
 
 async def _count(site: Site, http: HttpRequest) -> Response:
     chat = anthropic.as_chat(await _body(site, http), is_counted=True)
+    request = _chat_request(site, http, *chat)
     assert site.count
-    # it takes as long as a template does
-    n = await asyncio.to_thread(site.count, _chat_request(site, http, chat))
+    try:
+        # it takes as long as a template does
+        n = await asyncio.to_thread(site.count, request)
+    except ApiError as error:
+        raise request.names.of(error) from None
     return JSONResponse({"input_tokens": n})
 
 
@@ -196,8 +200,10 @@ async def _embeddings(site: Site, http: HttpRequest) -> Response:
     )
 
 
-def _chat_request(site: Site, http: HttpRequest, body: object) -> ChatRequest:
-    return requests.chat(body, site.defaults, http.headers.get("x-session-id"))
+def _chat_request(
+    site: Site, http: HttpRequest, body: object, places: Mapping[str, str] | None = None
+) -> ChatRequest:
+    return requests.chat(body, site.defaults, http.headers.get("x-session-id"), places)
 
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBodies) -> Response:

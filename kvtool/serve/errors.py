@@ -1,9 +1,11 @@
-"""What a client gets instead of an answer."""
+"""Errors: sent to a client instead of an answer."""
 
 from __future__ import annotations
 
+import re
 import traceback
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 
@@ -14,7 +16,7 @@ class ApiError(Exception):
     Attributes
     ----------
     message
-        One line: what is wrong, and what to do about it.
+        One line: the fault, and a remedy.
     param
         The field of the request that is wrong, such as "messages[2].role".
     code
@@ -36,19 +38,51 @@ class ApiError(Exception):
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # it may repeat what a stranger has sent
+        # it may quote a request
         self.message = "".join(each if each.isprintable() else " " for each in self.message)
         super().__init__(self.message)
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client gets."""
+        """The JSON that the client gets."""
         own = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": own | self.more}
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A client's names of the parts of a chat, for errors.
+
+    Attributes
+    ----------
+    places
+        Where the client put a part, by its place in a body of /v1/chat/completions ("messages[1].content").
+    shift
+        How many messages at the beginning were joined into one or dropped; negative for one that was added.
+    """
+
+    places: Mapping[str, str]
+    shift: int = 0
+
+    def of(self, error: ApiError) -> ApiError:
+        """The error, naming the client's places in its message and its `param`."""
+        param = None if error.param is None else self._of_text(error.param)
+        return replace(error, message=self._of_text(error.message), param=param)
+
+    def _of_text(self, text: str) -> str:
+        if self.shift:
+            text = re.sub(r"\bmessages\[(\d+)\]", lambda found: self._message(int(found[1])), text)
+        if not self.places:
+            return text
+        known = "|".join(map(re.escape, sorted(self.places, key=len, reverse=True)))
+        return re.sub(rf"(?<![\w.])({known})(?!\w)", lambda found: self.places[found[1]], text)
+
+    def _message(self, i: int) -> str:
+        return f"messages[{i + self.shift}]" if i + self.shift >= 0 else "the server's system prompt"
+
+
 def bug(error: Exception) -> ApiError:
-    """What a client gets for a mistake of ours; the log gets where it was made."""
+    """The error for a mistake in kvtool; the traceback goes to the log."""
     traceback.print_exception(error)
     what = type(error).__name__
     return ApiError(f"kvtool has failed ({what}); its log says more", status=500, kind="server_error")

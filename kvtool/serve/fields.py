@@ -1,4 +1,4 @@
-"""A request's JSON, and its fields, each checked for its type and range as it is taken out."""
+"""The JSON of a request and its fields. Taking a field out checks its type and range."""
 
 from __future__ import annotations
 
@@ -14,13 +14,114 @@ from kvtool.serve.errors import ApiError
 MOST_DEEP = 200
 """The most levels of a request's JSON: what looks through it later may recurse."""
 
+NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
+"""Values that ask for nothing, of fields that are off by default."""
+
+_TEXT_ONLY = "kvtool reads and writes text only; remove it"
+
+_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    # OpenAI
+    ("modalities", ([], ["text"]), _TEXT_ONLY),
+    ("audio", (), _TEXT_ONLY),
+    ("web_search_options", (), "kvtool searches nothing; remove it"),
+    ("functions", ([],), "use tools"),
+    ("function_call", ("none", "auto"), "use tool_choice"),
+    ("suffix", ("",), "kvtool writes at the end of a text only; remove it"),
+    # llama-server
+    ("input_prefix input_suffix", ("",), "put it into prompt"),
+    ("image_data", ([],), _TEXT_ONLY),
+    ("n_probs", (0,), "use logprobs"),
+    ("dynatemp_range", (0,), "use temperature"),
+    ("top_n_sigma", (-1, 0), "use min_p"),
+    ("adaptive_target", (-1, 0), "use min_p"),
+    ("min_keep", (0, 1), "remove it"),
+    (
+        "samplers",
+        ([], ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]),
+        "their order is fixed; remove it",
+    ),
+    ("n_keep", (-1, 0), "the policy decides which tokens stay; remove it"),
+    ("t_max_predict_ms", (-1, 0), "use max_tokens"),
+    ("lora response_fields", ([],), "remove it"),
+    ("n_indent", (0,), "remove it"),
+    ("post_sampling_probs return_tokens grammar_lazy", (False,), "remove it"),
+    # vLLM
+    ("thinking_budget", (-1,), "remove it"),
+    ("chat_template_kwargs", NOTHING, "remove it"),
+    ("bad_words", ([],), "ban single tokens by logit_bias"),
+    ("min_tokens", (0,), "remove it"),
+    ("prompt_logprobs", (False,), "ask /v1/completions for echo and logprobs"),
+    ("truncate_prompt_tokens", (-1,), "the policy decides which tokens stay; remove it"),
+    ("add_generation_prompt", (True,), "remove it"),
+    ("continue_final_message", (False,), "remove it"),
+    ("skip_special_tokens", (True,), "remove it"),
+    ("chat_template chat_template_str instruction_template_str", ("",), "the model's own is used; remove it"),
+    ("documents logits_processors", ([],), "remove it"),
+    (
+        "use_beam_search include_stop_str_in_output return_token_ids return_tokens_as_token_ids",
+        (False,),
+        "remove it",
+    ),
+    # text-generation-webui and TGI
+    ("do_sample", (True,), "use a temperature of 0"),
+    ("mode", ("instruct",), "remove it"),
+    ("guidance_scale encoder_repetition_penalty tfs tfs_z", (1,), "remove it"),
+    ("dynatemp_low dynatemp_high", (1,), "use temperature"),
+    ("smoothing_factor top_a epsilon_cutoff eta_cutoff penalty_alpha", (0,), "use min_p"),
+    ("no_repeat_ngram_size", (0,), "use dry_multiplier"),
+    ("mirostat_mode", (0,), "use mirostat"),
+    ("max_tokens_second top_n_tokens truncate", (0,), "remove it"),
+    ("negative_prompt custom_token_bans tool_prompt guideline adapter_id", ("",), "remove it"),
+    ("grammar_string", ("",), "use grammar"),
+    ("sampler_priority", ([],), "their order is fixed; remove it"),
+    ("add_bos_token", (True,), "remove it"),
+    ("dynamic_temperature auto_max_new_tokens watermark return_full_text", (False,), "remove it"),
+    # Mistral, OpenRouter, Ollama
+    ("safe_prompt", (False,), "write it into the system prompt"),
+    ("random_seed", (), "use seed"),
+    ("plugins", ([],), "remove it"),
+    ("format", ("",), "use response_format"),
+    ("raw", (False,), "use /v1/completions"),
+    ("template", ("",), "the model's own is used; remove it"),
+)
+"""Fields of other servers that change an answer there, and that kvtool does not support.
+
+Each row has their names, the values that change nothing, and a way to do without. null is always accepted.
+"""
+
+NEUTRAL = {name: (values, hint) for names, values, hint in _UNSUPPORTED for name in names.split()}
+
+HARMLESS = frozenset(
+    (
+        # OpenAI: records, speed and price
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
+        *("prediction",),
+        # llama-server: the choice of a cache, timings, speculation, parameters of samplers that are off
+        *("cache_prompt", "id_slot", "n_cache_reuse", "timings_per_token", "sse_ping_interval"),
+        *("backend_sampling", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
+        *("dynatemp_exponent", "adaptive_decay"),
+        # vLLM: the queue, and beam search
+        *("priority", "request_id", "cache_salt", "kv_transfer_params", "length_penalty", "early_stopping"),
+        *("spaces_between_special_tokens", "add_special_tokens"),
+        # text-generation-webui and TGI
+        *("details", "smoothing_curve", "temperature_last", "truncation_length", "static_cache"),
+        *("prompt_lookup_num_tokens",),
+        # LM Studio, Ollama, OpenRouter
+        *("ttl", "draft_model", "keep_alive", "provider", "route", "models", "transforms", "usage"),
+        *("trace", "session_id", "debug"),
+        # Anthropic, Codex
+        *("context_management", "cache_control", "inference_geo", "client_metadata"),
+    )
+)
+"""Fields of other servers that do not change the answer."""
+
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE = re.compile(
     r"(\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]XX\\u[dD][c-fC-F]XX)|\\u[dD][89a-fA-F]XX".replace(
         "XX", "[0-9a-fA-F]{2}"
     )
 )
-"""Escapes in JSON; the group has those that are no half of a character alone."""
+"""Escapes in JSON; the group matches all but lone halves of characters."""
 
 
 def parsed(data: bytes) -> Any:
@@ -64,7 +165,7 @@ def _too_deep() -> ApiError:
 
 
 class _NoNumber(ValueError):
-    """What Python takes for a number, and JSON does not, or what is too large."""
+    """A number that only Python knows (NaN), or one that is too large."""
 
 
 def _not_json(name: str) -> NoReturn:
@@ -91,11 +192,11 @@ class Fields:
 
     @property
     def left(self) -> list[str]:
-        """The names of those that were not taken out."""
+        """Names of the fields that were not taken out."""
         return list(self._left)
 
     def any(self, name: str) -> Any:
-        """The value as it is; None if there is none."""
+        """The value, unchecked; None if the field is missing."""
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
@@ -142,6 +243,15 @@ class Fields:
             raise ApiError(f"{name} must be a finite number", param=name)
         return value
 
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """A list of tokens, which are whole numbers of 0 or more; empty if the field is missing."""
+        value = self.any(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise wrong(name, "a list of tokens", value)
+        return tuple(value)
+
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """A string, or a list of at most so many."""
         value = self.any(name)
@@ -154,11 +264,22 @@ class Fields:
             raise ApiError(f"{name} takes at most {most} strings, got {len(found)}", param=name)
         return tuple(found)
 
-    def refuse(self, names: Iterable[str], why: str = "is not there in kvtool; leave it out") -> None:
-        """Raises ApiError if one of these fields is given, but for what asks for nothing."""
+    def refuse(self, names: Iterable[str]) -> None:
+        """Raise ApiError if one of these fields asks for something."""
         for name in names:
-            if self.any(name) not in (None, False, 0, "", [], {}):
-                raise ApiError(f"{name} {why}", param=name, code="unsupported_parameter")
+            self._refuse(name, NOTHING, "remove it")
+
+    def check_rest(self) -> None:
+        """Take out the fields of other servers. Raise ApiError for a value that kvtool does not support."""
+        for name, (neutral, hint) in NEUTRAL.items():
+            self._refuse(name, neutral, hint)
+        for name in HARMLESS:
+            self.any(name)
+
+    def _refuse(self, name: str, neutral: tuple[Any, ...], hint: str) -> None:
+        value = self.any(name)
+        if value is not None and value not in neutral:
+            raise ApiError(f"{name} is not supported; {hint}", param=name, code="unsupported_parameter")
 
 
 def wrong(name: str, needed: str, value: object) -> ApiError:

@@ -156,7 +156,7 @@ def answer(job: Job, by: Callable[[Job], None]) -> None:
     try:
         by(job)
     except ApiError as error:
-        job.emit("error", error=error)
+        job.emit("error", error=job.request.names.of(error))
     except Exception as error:  # noqa: BLE001
         # a mistake of ours: its client shall not wait for ever
         job.emit("error", error=bug(error))

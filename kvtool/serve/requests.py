@@ -1,23 +1,28 @@
-"""What a request asks for: its fields, checked, over the defaults that the server was started with."""
+"""Requests: their fields, checked, over the defaults that the server was started with."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, get_type_hints
 
 from kvtool.errors import UsageError
 from kvtool.options.field import declared
-from kvtool.options.sampling import Drawing, Sampling
+from kvtool.options.sampling import MOST, Drawing, Sampling
 from kvtool.serve import messages
-from kvtool.serve.errors import ApiError
+from kvtool.serve.errors import ApiError, Names
 from kvtool.serve.fields import Fields, shown, wrong
 from kvtool.serve.messages import Message
 from kvtool.serve.tools import Choice, check_choice, check_tools
 
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
+MOST_BREAKERS = 64
+
+MOST_IGNORED = 20
+"""The most fields that an answer names as ignored."""
 
 _KINDS = get_type_hints(Sampling)
 _NUMBERS = {
@@ -28,25 +33,20 @@ _NUMBERS = {
 }
 """Fields of OpenAI and llama-server, and what `Sampling` calls them."""
 
-_REFUSED = (
-    *("audio", "modalities", "prediction", "web_search_options", "functions", "function_call", "suffix"),
-    *("n_probs", "image_data", "lora", "dynatemp_range", "samplers", "n_keep", "id_slot", "thinking_budget"),
-    *("ignore_eos", "top_n_sigma", "repetition_penalty", "min_tokens", "t_max_predict_ms"),
-    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-)
-"""Fields that would change the answer, and that kvtool has nothing for."""
+_ALL_WRITTEN = ("repeat_last_n", "dry_penalty_last_n")
+"""Fields of which llama-server's -1 looks back at all tokens written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds where a request says nothing.
+    """Values for fields that a request leaves out.
 
     Attributes
     ----------
     sampling
         How tokens are drawn.
     n_max
-        The most tokens of an answer.
+        The most tokens of an answer; None is no limit.
     seed
         What draws depend on; None draws another one for each answer.
     system
@@ -58,7 +58,7 @@ class Defaults:
     """
 
     sampling: Sampling = field(default_factory=Sampling)
-    n_max: int = 2048
+    n_max: int | None = 2048
     seed: int | None = None
     system: str | None = None
     model: str | None = None
@@ -67,36 +67,51 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What chats and plain completions have in common.
+    """Fields that chats and plain completions share.
 
     Attributes
     ----------
     sampling
         How tokens are drawn. Its grammar is None where `schema` is to become one.
     n_max
-        The most tokens of the answer.
+        The most tokens of the answer; None is no limit.
     seed
         None: drawn.
+    stop_tokens
+        Tokens that end the answer, and are no part of it.
+    allowed
+        The only tokens that the answer may have; empty allows all.
+    ignores_end
+        True if the answer continues where the model would end it.
     schema
         A JSON schema that the answer must fit.
     logprobs
-        How many of the likeliest tokens to list beside each; None lists no log-probabilities.
+        How many of the likeliest tokens to list for each token; None lists no log-probabilities.
     stream
         Whether the answer comes piece by piece.
     with_usage
         Whether a stream ends with the usage.
     n_share
-        Of how many of the last tokens to say which share of the rows holds them.
+        How many of the last tokens to report the share of rows for.
+    ignored
+        Fields that kvtool does not know, which the answer names.
+    names
+        The client's names of places in the request, for errors.
     """
 
     sampling: Sampling
-    n_max: int
+    n_max: int | None
     seed: int | None
+    stop_tokens: tuple[int, ...]
+    allowed: tuple[int, ...]
+    ignores_end: bool
     schema: str | None
     logprobs: int | None
     stream: bool
     with_usage: bool
     n_share: int
+    ignored: list[str]
+    names: Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +150,24 @@ class TextRequest(Request):
     echo: bool
 
 
-def chat(body: object, defaults: Defaults, name: str | None = None) -> ChatRequest:
-    """Checks the body of /v1/chat/completions. Raises ApiError."""
+def chat(
+    body: object, defaults: Defaults, name: str | None = None, places: Mapping[str, str] | None = None
+) -> ChatRequest:
+    """Check the body of /v1/chat/completions. Raise ApiError.
+
+    places: where the client put the parts of a body that was translated from another interface, by their
+    places in `body`.
+    """
+    try:
+        return _chat(body, defaults, name, places or {})
+    except ApiError as error:
+        raise Names(places or {}).of(error) from None
+
+
+def _chat(body: object, defaults: Defaults, name: str | None, places: Mapping[str, str]) -> ChatRequest:
     fields = Fields(body)
-    found = messages.check(fields.any("messages"))
+    asked = fields.any("messages")
+    found = messages.check(asked)
     if not defaults.keep_headers:
         messages.drop_header(found)
     if defaults.system and all(message["role"] != "system" for message in found):
@@ -147,7 +176,7 @@ def chat(body: object, defaults: Defaults, name: str | None = None) -> ChatReque
     choice = check_choice(fields.any("tool_choice"), tools)
     listed = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MOST_LOGPROBS)
-    if top is not None and not listed:
+    if top and not listed:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     key = fields.text("prompt_cache_key")
     return ChatRequest(
@@ -156,6 +185,7 @@ def chat(body: object, defaults: Defaults, name: str | None = None) -> ChatReque
         tools=tools,
         choice=choice,
         logprobs=(top or 0) if listed else None,
+        names=Names(places, len(asked) - len(found)),
         **_common(fields, defaults),
     )
 
@@ -166,9 +196,16 @@ def text(body: object, defaults: Defaults) -> TextRequest:
     return TextRequest(
         prompt=_prompt(fields.any("prompt")),
         echo=fields.flag("echo"),
-        logprobs=fields.whole("logprobs", 0, MOST_LOGPROBS),
+        logprobs=_logprobs(fields),
+        names=Names({}),
         **_common(fields, defaults),
     )
+
+
+def _logprobs(fields: Fields) -> int | None:
+    value = fields.any("logprobs")
+    # clients of chats say false where they want none
+    return Fields({"logprobs": None if value is False else value}).whole("logprobs", 0, MOST_LOGPROBS)
 
 
 def _prompt(value: object) -> str | list[int]:
@@ -184,27 +221,37 @@ def _prompt(value: object) -> str | list[int]:
 
 
 def _common(fields: Fields, defaults: Defaults) -> dict[str, Any]:
-    """What `Request` has but log-probabilities, of the fields that are left. Raises ApiError."""
-    fields.refuse(_REFUSED)
-    for one in ("n", "best_of"):
+    """The fields of `Request` except log-probabilities and names. Raise ApiError."""
+    for one in ("n", "n_cmpl", "best_of"):
         if (fields.whole(one, 1, 2**31 - 1) or 1) > 1:
             raise ApiError(f"{one} must be 1: kvtool writes one answer a request", param=one)
     check_model(fields.text("model"), defaults)
-    n_max = [fields.whole(name, 0, 2**31 - 1) for name in declared(Drawing)["n"].request]
     options = fields.any("stream_options")
     if options is not None and not isinstance(options, dict):
         raise wrong("stream_options", "an object", options)
     stream = fields.flag("stream")
     schema, shape = _shape(fields)
-    return {
+    found = {
         "sampling": _sampling(fields, defaults.sampling, shape, schema),
-        "n_max": next((n for n in n_max if n is not None), defaults.n_max),
+        "n_max": _most(fields, defaults.n_max),
         "seed": _seed(fields, defaults.seed),
+        "stop_tokens": fields.tokens("stop_token_ids"),
+        "allowed": fields.tokens("allowed_token_ids"),
+        "ignores_end": any([fields.flag(name) for name in ("ignore_eos", "ban_eos_token")]),
         "schema": schema,
         "stream": stream,
         "with_usage": stream and bool((options or {}).get("include_usage")),
         "n_share": _share(fields.any("kvtool")),
     }
+    fields.check_rest()
+    return found | {"ignored": [shown(each) for each in fields.left[:MOST_IGNORED]]}
+
+
+def _most(fields: Fields, default: int | None) -> int | None:
+    """The most tokens of the answer. -1 is no limit, as in llama-server."""
+    given = [fields.whole(name, -1, 2**31 - 1) for name in declared(Drawing)["n"].request]
+    n = next((n for n in given if n is not None), default)
+    return None if n == -1 else n
 
 
 def check_model(asked: str | None, defaults: Defaults) -> None:
@@ -219,7 +266,7 @@ def check_model(asked: str | None, defaults: Defaults) -> None:
 
 
 def _share(own: object) -> int:
-    """Of how many tokens kvtool's own field asks for the shares."""
+    """How many tokens the field `kvtool` asks the shares of."""
     if own is None:
         return 0
     if not isinstance(own, dict):
@@ -267,13 +314,14 @@ def _shape(fields: Fields) -> tuple[str | None, str | None]:
 def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: str | None) -> Sampling:
     own: dict[str, Any] = {}
     for name, its in _NUMBERS.items():
-        # llama-server's -1 looks back at the whole context
         value = fields.whole(name, -(2**31), 2**31 - 1) if _KINDS[its] is int else fields.number(name)
         if value is not None:
-            own[its] = value
+            own.setdefault(its, MOST if value == -1 and its in _ALL_WRITTEN else value)
     stops = tuple(each for each in fields.texts("stop", MOST_STOPS) if each)
     if stops:
         own["stop"] = stops
+    if breakers := fields.texts("dry_sequence_breakers", MOST_BREAKERS):
+        own["dry_sequence_breaker"] = tuple(each for each in breakers if each != "none")
     if bias := _bias(fields.any("logit_bias")):
         own["logit_bias"] = bias
     if grammar or schema:
@@ -285,7 +333,7 @@ def _sampling(fields: Fields, default: Sampling, grammar: str | None, schema: st
 
 
 def of_usage(error: UsageError) -> ApiError:
-    """What a command says of its options, said of fields."""
+    """The error of an option, worded for a field."""
     said = str(error)
     for name, its in _NUMBERS.items():
         said = said.replace(f"--{its.replace('_', '-')} ", f"{name} ")

@@ -13,87 +13,110 @@ from kvtool.serve.errors import ApiError
 from kvtool.serve.fields import Fields, shown, wrong
 
 _REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max_tool_calls")
-"""Fields that need what a server without a memory of responses does not have."""
+"""Fields that only a server that remembers responses can support."""
 
-_SAME = (
-    *("model", "temperature", "top_p", "top_logprobs", "stream", "prompt_cache_key", "kvtool"),
-    *("seed", "stop", "top_k", "min_p"),
-)
-"""Fields that mean the same in a chat."""
+_LOGPROBS = "message.output_text.logprobs"
+"""The item of `include` that asks for log-probabilities."""
+
+Places = dict[str, str]
+"""Places in a request of /v1/responses, by the places in the chat that it becomes."""
 
 
-def as_chat(body: object) -> Body:
-    """The body of /v1/chat/completions that asks for the same. Raises ApiError."""
+def as_chat(body: object) -> tuple[Body, Places]:
+    """The body of /v1/chat/completions that asks for the same, and the origin of its parts.
+
+    Fields that mean the same in a chat are passed on. Raise ApiError.
+    """
     fields = Fields(body)
     fields.refuse(_REFUSED)
     asked = fields.any("input")
     instructions = fields.text("instructions")
-    messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[Body] = []
+    places: Places = {}
+    if instructions:
+        places["messages[0].content"] = places["messages[0]"] = "instructions"
+        messages.append({"role": "system", "content": instructions})
     if isinstance(asked, str):
+        places[f"messages[{len(messages)}].content"] = places[f"messages[{len(messages)}]"] = "input"
         messages.append({"role": "user", "content": asked})
     elif isinstance(asked, list):
         for i, item in enumerate(asked):
-            _add(messages, item, f"input[{i}]")
+            _add(messages, places, item, f"input[{i}]")
     else:
         raise wrong("input", "a string or a list", asked)
+    if not messages:
+        raise ApiError("input must have at least one item", param="input")
     chat: Body = {"messages": messages}
-    chat |= {name: value for name in _SAME if (value := fields.any(name)) is not None}
     if (n := fields.any("max_output_tokens")) is not None:
-        chat["max_completion_tokens"] = n
+        chat["max_completion_tokens"], places["max_completion_tokens"] = n, "max_output_tokens"
     if tools := fields.any("tools"):
-        chat["tools"] = _tools(tools)
+        chat["tools"] = _tools(tools, places)
     if (choice := fields.any("tool_choice")) is not None:
         is_named = isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice
         function = {"name": _full(choice.get("namespace"), choice["name"])} if is_named else None
         chat["tool_choice"] = {"type": "function", "function": function} if is_named else choice
-    if shape := _shape(fields.any("text")):
+        places["tool_choice.function"] = "tool_choice"
+    text = fields.any("text")
+    if shape := _shape(text):
         chat["response_format"] = shape
-    return chat
+        places["response_format.json_schema"] = places["response_format"] = "text.format"
+    if text and text.get("verbosity") not in (None, "medium"):
+        # reported as ignored
+        chat["text.verbosity"] = text["verbosity"]
+    top, included = fields.any("top_logprobs"), fields.any("include")
+    if top or (isinstance(included, list) and _LOGPROBS in included):
+        chat |= {"logprobs": True, "top_logprobs": top}
+    # the policy decides which tokens of a long chat stay
+    fields.any("truncation")
+    return {name: fields.any(name) for name in fields.left} | chat, places
 
 
-def _add(messages: list[Body], item: object, where: str) -> None:
+def _add(messages: list[Body], places: Places, item: object, where: str) -> None:
     """Adds an item of the input to the messages."""
     if not isinstance(item, dict):
         raise wrong(where, "an object", item)
-    kind = item.get("type", "message")
+    kind, at = item.get("type", "message"), f"messages[{len(messages)}]"
     if kind == "message":
         messages.append({name: item[name] for name in ("role", "content") if name in item})
+        places[at] = where
     elif kind == "function_call":
         name = _full(item.get("namespace"), item.get("name"))
         function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        if messages and messages[-1]["role"] == "assistant":
-            # text and calls of one reply are items of their own here
-            messages[-1].setdefault("tool_calls", []).append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        # text and calls of one reply are separate items here
+        if not (messages and messages[-1].get("role") == "assistant"):
+            messages.append({"role": "assistant", "content": None})
+        calls = messages[-1].setdefault("tool_calls", [])
+        at = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
+        calls.append(call)
+        places |= {f"{at}.id": f"{where}.call_id", f"{at}.function": where, at: where}
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        places |= {f"{at}.tool_call_id": f"{where}.call_id", f"{at}.content": f"{where}.output", at: where}
     elif kind != "reasoning":
         raise ApiError(
-            f"{where} is of type {shown(kind)}, which is not there in kvtool",
+            f"{where}.type must be message, function_call, function_call_output or reasoning, "
+            f"got {shown(kind)}",
             param=f"{where}.type",
             code="unsupported_content",
         )
 
 
-def _tools(value: object) -> object:
+def _tools(value: object, places: Places) -> object:
     """Chats have a function's fields one level deeper."""
-    names = ("description", "parameters", "strict")
-    return [
-        {
-            "type": "function",
-            "function": {"name": _full(group, each.get("name"))}
-            | {name: each[name] for name in names if name in each},
-        }
-        if isinstance(each, dict)
-        else each
-        for group, each in _functions(value)
-    ]
+    found: list[object] = []
+    for where, group, each in _functions(value):
+        at = f"tools[{len(found)}]"
+        places |= {f"{at}.function": where, at: where}
+        if isinstance(each, dict):
+            own = {name: each[name] for name in ("description", "parameters", "strict") if name in each}
+            each = {"type": "function", "function": {"name": _full(group, each.get("name")), **own}}
+        found.append(each)
+    return found
 
 
-def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str | None, object]]:
-    """The tools that the model is told of, each with the name of the namespace that it is in.
+def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str, str | None, object]]:
+    """The tools that the model is told of: place, name of the namespace, and tool.
 
     Tools that OpenAI's servers run, such as web_search, are left out, as are those that take no JSON: clients
     offer them to every model. Raises ApiError.
@@ -101,12 +124,12 @@ def _functions(tools: object, where: str = "tools") -> Iterator[tuple[str | None
     if not isinstance(tools, list):
         raise wrong(where, "a list", tools)
     for i, each in enumerate(tools):
-        kind = each.get("type") if isinstance(each, dict) else None
+        kind, at = each.get("type") if isinstance(each, dict) else None, f"{where}[{i}]"
         if kind == "namespace":
-            for _, inner in _functions(each.get("tools"), f"{where}[{i}].tools"):
-                yield each.get("name"), inner
+            for place, _, inner in _functions(each.get("tools"), f"{at}.tools"):
+                yield place, each.get("name"), inner
         elif kind == "function" or not isinstance(kind, str):
-            yield None, each
+            yield at, None, each
 
 
 def _full(group: object, name: object) -> object:
@@ -145,10 +168,11 @@ class ResponseBodies(Answer):
         self._n = 0
         self._item: Body | None = None
         self._output: list[Body] = []
+        self._listed: list[Body] = []
         # what clients call the functions of namespaces
         self._known = {
             _full(group, each.get("name")): {"name": each.get("name"), "namespace": group}
-            for group, each in _functions(asked.get("tools") or [])
+            for _, group, each in _functions(asked.get("tools") or [])
             if isinstance(each, dict) and group
         }
         names = ("instructions", "temperature", "top_p", "max_output_tokens", "metadata", "text")
@@ -176,12 +200,14 @@ class ResponseBodies(Answer):
             return []
         lines = [] if self._item else self._open()
         assert self._item
+        self._listed += listed or []
         place = {"item_id": self._item["id"], "output_index": len(self._output), "content_index": 0}
         more = {"logprobs": listed or []}
         return [*lines, self._event("response.output_text.delta", delta=text, **place, **more)]
 
     def last(self, listed: list[Body] | None, end: Body) -> list[str]:
         """What a stream ends with."""
+        self._listed += listed or []
         lines, calls = self._close(end), end["message"].get("tool_calls", [])
         lines += [line for call in calls for line in self._called(call)]
         return [*lines, self._event(f"response.{_status(end)}", response=self._done(end))]
@@ -195,7 +221,7 @@ class ResponseBodies(Answer):
         message = end["message"]
         if message["content"] or not message.get("tool_calls"):
             item = _message(_id("msg"), _status(end))
-            item["content"] = [_part(message["content"])]
+            item["content"] = [_part(message["content"], listed)]
             self._output.append(item)
         self._output += map(self._call_item, message.get("tool_calls", []))
         return self._done(end)
@@ -216,12 +242,13 @@ class ResponseBodies(Answer):
             return []
         item, text, place = self._item, end["message"]["content"], {"output_index": len(self._output)}
         own = {"item_id": item["id"], "content_index": 0}
-        item |= {"status": _status(end), "content": [_part(text)]}
+        part = _part(text, self._listed)
+        item |= {"status": _status(end), "content": [part]}
         self._item = None
         self._output.append(item)
         return [
-            self._event("response.output_text.done", text=text, logprobs=[], **own, **place),
-            self._event("response.content_part.done", part=_part(text), **own, **place),
+            self._event("response.output_text.done", text=text, logprobs=self._listed, **own, **place),
+            self._event("response.content_part.done", part=part, **own, **place),
             self._event("response.output_item.done", item=item, **place),
         ]
 
@@ -274,5 +301,5 @@ def _message(name: str, status: str) -> Body:
     return {"id": name, "type": "message", "status": status, "role": "assistant", "content": []}
 
 
-def _part(text: str) -> Body:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, listed: list[Body] | None = None) -> Body:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": listed or []}

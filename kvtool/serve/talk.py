@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,9 @@ class Talk:
         shown: as in `Writer`. forced: a grammar beside the request's own.
         """
         settings = replace(request.sampling, grammar=forced) if forced else request.sampling
+        if banned := self._banned(request):
+            bans = ((token, -inf) for token in banned)
+            settings = replace(settings, logit_bias=(*settings.logit_bias, *bans))
         try:
             if request.schema is not None:
                 settings = replace(settings, grammar=self._grammars.of_schema(request.schema))
@@ -281,8 +285,17 @@ class Talk:
             if n_all > 1:
                 job.emit("reading", n_read=n_read, n_all=n_all)
 
-        self.writer.begin(sampler, shown, after_sampling, while_reading)
+        self.writer.begin(sampler, shown, after_sampling, while_reading, frozenset(request.stop_tokens))
         unless_gone()
+
+    def _banned(self, request: Request) -> set[int]:
+        """The tokens that the answer must not have. Raises ApiError for tokens that there are not."""
+        n_vocab = self.model.n_vocab
+        for name, tokens in (("stop_token_ids", request.stop_tokens), ("allowed_token_ids", request.allowed)):
+            if max(tokens, default=0) >= n_vocab:
+                raise ApiError(f"{name} must have tokens in 0..{n_vocab - 1}", param=name)
+        banned = set(range(n_vocab)) - {*request.allowed} if request.allowed else set()
+        return banned | {*self.model.ends} if request.ignores_end else banned
 
     def _take_listed(self) -> list[dict[str, Any]]:
         """The log-probabilities that came since the last call."""
@@ -294,9 +307,10 @@ class Talk:
         if self._ends and n >= self.engine.n_ctx:
             raise _too_long(self.engine, n)
 
-    def _room(self, request: Request) -> int:
-        """The most tokens of the answer."""
-        return min(request.n_max, self.engine.n_ctx - self._n_asked) if self._ends else request.n_max
+    def _room(self, request: Request) -> int | None:
+        """The most tokens of the answer; None is no limit."""
+        n_left = self.engine.n_ctx - self._n_asked if self._ends else None
+        return min((n for n in (request.n_max, n_left) if n is not None), default=None)
 
     @property
     def _ends(self) -> bool:
@@ -308,6 +322,8 @@ class Talk:
         held = _held(self.writer, request.n_share)
         if self._resumer and self._resumer.unsaved:
             held["unsaved"] = self._resumer.unsaved
+        if request.ignored:
+            held["ignored"] = request.ignored
         n_prompt, n_cached = counts["n_prompt"], counts["n_cached"]
         self._say(
             f"{n_prompt:,} tokens, {n_cached:,} of them stored before, read in {counts['read_s']:.1f} s; "

@@ -1,0 +1,86 @@
+"""kvtool serve in the test's process, without a socket: it starts in a fraction of a second."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import httpx2 as httpx
+
+from kvtool.cli import serve
+from kvtool.options.run import WriteRun
+from kvtool.serve import app
+from kvtool.serve.app import Site
+from kvtool.serve.jobs import Waiting
+from kvtool.serve.requests import Defaults
+from tests.held import PATIENCE_S
+
+
+class Here:
+    """A server that is ready.
+
+    site: what its routes share. slots: its engines.
+    """
+
+    def __init__(self, site, slots):
+        self.site, self.slots = site, slots
+        self._app = app.make(site)
+        # the engine's threads hand events to it until the server ends
+        self._loop = asyncio.new_event_loop()
+
+    def ask(self, path, body=None, method="POST", **how):
+        """The answer to one request, complete. how: as for httpx."""
+
+        async def asked():
+            way = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=way, base_url="http://localhost", timeout=None) as client:
+                return await client.request(method, path, json=body, **how)
+
+        return self._loop.run_until_complete(asked())
+
+    def close(self):
+        """Frees what requests needed; after the engine."""
+        self._loop.close()
+
+    def chat(self, messages, **more):
+        """(message, usage) of a chat's answer."""
+        answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 6, **more})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        return found["choices"][0]["message"], found["usage"]
+
+
+@contextmanager
+def here(model, **options):
+    """Serves a model, greedily unless a request says otherwise. options: fields of `WriteRun`."""
+    raw = {"model": str(model), "threads": 1, **options}
+    run, drawing = WriteRun.filled(raw, given=raw), serve._Drawing(temp=0)
+    site = Site("here", run.policy, Waiting(64), Defaults(drawing.sampling()))
+    opened = partial(serve._opened, site, run, drawing, serve._Serving(), None, 2**32)
+    ready, slots, failed = threading.Event(), [], []
+
+    def work():
+        try:
+            with opened() as made:
+                serve._tell(site, made)
+                slots.append(made)
+                ready.set()
+                made.run(site.waiting)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+            ready.set()
+
+    engine = threading.Thread(target=work, daemon=True)
+    engine.start()
+    assert ready.wait(PATIENCE_S)
+    try:
+        if failed:
+            raise failed[0]
+        server = Here(site, slots[0])
+        yield server
+    finally:
+        site.waiting.close()
+        engine.join(PATIENCE_S)
+    server.close()
