@@ -110,7 +110,7 @@ REFERENCE = {"type": "tool_reference", "tool_name": "later"}
 
 def test_a_reference_to_a_tool_becomes_its_definition():
     talk = [said("user", "Hi."), said("assistant", [use("a")]), said("user", [result("a", [REFERENCE])])]
-    chat = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
+    chat, _ = anthropic.as_chat(ASKED | {"messages": talk, "tools": [SEARCH, LATER]})
     definition = '{"name": "later", "description": "Waits.", "parameters": {"type": "object"}}'
     assert messages.check(chat["messages"])[-1]["content"] == (
         f"<functions>\n<function>{definition}</function>\n</functions>"
@@ -123,7 +123,7 @@ def test_a_reference_to_a_tool_becomes_its_definition():
 
 def test_all_tools_are_in_the_prompt_if_a_hosted_search_would_load_them():
     hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
-    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]})["tools"])
+    (later,) = check_tools(anthropic.as_chat(ASKED | {"tools": [hosted, LATER]})[0]["tools"])
     assert "defer_loading" not in later
 
 
