@@ -17,6 +17,7 @@ written to DIR/gpu-check.json at once; a table of all rows is printed at the end
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import os
@@ -48,7 +49,8 @@ CUDA_FOLDERS = (
     "/usr/local/nvidia/lib64",
     "/usr/local/nvidia/lib",
 )
-CUDA_LIBRARIES = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcuda.so.1")
+DRIVER = "libcuda.so.1"
+CUDA_LIBRARIES = ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", DRIVER)
 
 MOST_ERROR = 0.02
 """Relative error of an attention in F16 or q8_0 up to which its result counts as right."""
@@ -283,19 +285,29 @@ def unpack(pack: Path, work: Path, kernels: str) -> dict[str, str]:
     return env
 
 
+def loads(library: str) -> bool:
+    """True if the system finds a library without being told its folder."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 def cuda_folders() -> list[str]:
     """The folders that have CUDA's libraries, each library's first one."""
     found: dict[str, str] = {}
+    names = [name for name in CUDA_LIBRARIES if name != DRIVER or not loads(DRIVER)]
     patterns = list(CUDA_FOLDERS)
     sites = {path for path in sys.path if path.endswith("-packages")}
     sites.add("/opt/torch/.venv/lib/python3*/site-packages")
     patterns += [f"{site}/nvidia/*/lib" for site in sorted(sites)]
     for pattern in patterns:
         for folder in sorted(Path("/").glob(pattern.lstrip("/"))):
-            for name in CUDA_LIBRARIES:
+            for name in names:
                 if (folder / name).exists():
                     found.setdefault(name, str(folder))
-    for name in CUDA_LIBRARIES:
+    for name in names:
         if name not in found:
             print(f"{name} is not in the usual folders", file=sys.stderr)
             command = ["timeout", "20", "find", "/", "-xdev", "-name", name, "-print", "-quit"]
