@@ -139,11 +139,20 @@ class Check:
             if part.name in ("3", "3s", "4") and not self._model_ready():
                 continue
             self._run(part)
+            if part.name == "1" and not self.args.small and not self._has_gpu():
+                # sizes for a GPU would take hours here
+                self._add(
+                    {"part": "1", "what": "GPU", "why": "the library sees none: nothing else is measured"}
+                )
+                break
         if self._writer and self._writer.poll() is None:
             self._writer.terminate()
             self._writer.wait()
         print("\n".join(table(self.rows)))
         print(f"{time.monotonic() - self.started:.0f} s; all rows: {self.args.out / 'gpu-check.json'}")
+
+    def _has_gpu(self) -> bool:
+        return any(row.get("type") in ("gpu", "igpu") for row in self.rows if row.get("what") == "device")
 
     def parts(self) -> Iterator[Part]:
         """The parts, the most important first."""
