@@ -9,8 +9,9 @@ import httpx2 as httpx
 import pytest
 
 from kvtool.serve import anthropic, app, messages
-from kvtool.serve.app import Limits, Site
+from kvtool.serve.app import Site
 from kvtool.serve.errors import ApiError
+from kvtool.serve.gate import Limits
 from kvtool.serve.jobs import Waiting
 from kvtool.serve.tools import check_tools
 from tests.crowd_serve import said

@@ -78,7 +78,9 @@ def test_stored_chats_are_sessions_of_kvtool_chat(chat_model, tmp_path, connect)
         code, told = server.stop()
     n = first.usage.prompt_tokens
     assert re.match(
-        rf"{n} tokens, 0 of them stored before, read in [\d.]+ s; 8 written in [\d.]+ s \(length\)\n", told
+        rf"\S+ \S+ 127\.0\.0\.1 POST /v1/chat/completions 200 \d+ ms, {n} tokens \(0 cached\) read in "
+        r"[\d.]+ s, 8 written in [\d.]+ s \(length\)\n",
+        told,
     )
     (file,) = chats.glob("*.kv")
 

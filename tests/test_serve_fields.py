@@ -126,7 +126,12 @@ PARAMETERS = {"type": "object", "properties": 5}
         ({"input": [said("king", "x")]}, "input[0].role"),
         ({"input": [said("user", "x"), {"type": "function_call", "call_id": "1"}]}, "input[1].name"),
         (
-            {"input": [said("assistant", "x"), {"type": "function_call", "call_id": 5, "name": "f"}]},
+            {
+                "input": [
+                    said("assistant", "x"),
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": 5},
+                ]
+            },
             "input[1].arguments",
         ),
         (

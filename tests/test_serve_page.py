@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.serve import app
-from kvtool.serve.app import Limits, Site
+from kvtool.serve.app import Site
+from kvtool.serve.gate import Limits
 from kvtool.serve.jobs import Job, Waiting
 from tests.held import PATIENCE_S
 

@@ -90,7 +90,7 @@ class Serving:
             settings = Settings(n_batch=n_batch, n_threads=1, archive_type="f16")
             engine = stack.enter_context(closing(Engine(model, fitted, settings)))
             writer, meta = Writer(engine, Sampler(model)), lambda chat: {"fixed": {}}
-            rest = "forget", meta, lambda line: None, False, self.crew
+            rest = "forget", meta, False, self.crew
             return Talk(writer, template_of(model), chats, *rest)
 
         self.crew = stack.enter_context(closing(Crew(self.baton, n, self.said.append)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtool.chats.template import Template
-from kvtool.serve import formats
+from kvtool.serve import formats, messages
 from kvtool.serve.errors import ApiError
 from kvtool.serve.formats import HERMES, Format, shown_tokens
 from kvtool.serve.tools import Choice, check_choice, check_tools, for_template, tools_text
@@ -111,6 +111,79 @@ def test_wrong_tools_are_named_by_their_field(value, param, words):
     assert error.message.startswith(f"{param} {words}")
     assert (error.status, error.kind, error.code) == (400, "invalid_request_error", None)
     assert "\n" not in error.message
+
+
+def test_calls_and_results_come_as_clients_send_them():
+    def calling(*calls):
+        return {"role": "assistant", "content": None, "tool_calls": list(calls)}
+
+    def call(arguments, **more):
+        return {"function": {"name": "weather", "arguments": arguments}, **more}
+
+    def checked(*found):
+        return messages.check([{"role": "user", "content": "?"}, *found])[1:]
+
+    def result(content, **more):
+        return {"role": "tool", "content": content, **more}
+
+    now = {"function": {"name": "now"}, "id": None}
+    asked, *results = checked(
+        calling(call({"city": "\u00c5rhus", "days": 2}), call('{"city": "Oslo"}', id=""), now),
+        result("Noon.", name="now"),
+        result("Rain."),
+        result("Snow.", tool_call_id=""),
+    )
+    assert asked["tool_calls"] == [
+        {
+            "id": f"call_{n + 1}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for n, (name, arguments) in enumerate(
+            [("weather", '{"city": "\u00c5rhus", "days": 2}'), ("weather", '{"city": "Oslo"}'), ("now", "{}")]
+        )
+    ]
+    assert [each["tool_call_id"] for each in results] == ["call_3", "call_1", "call_2"]
+    # ids that are there stay, and a later call gets another
+    own = (calling(call("{}", id="x")), result("a", tool_call_id="x"), calling(call("{}")), result("b"))
+    *_, later, last = checked(*own)
+    assert (later["tool_calls"][0]["id"], last["tool_call_id"]) == ("call_2", "call_2")
+    # Ollama's name of the tool
+    _, _, third = checked(calling(call("{}", id="x"), now), result("a", tool_name="now"), result("b"))
+    assert third["tool_call_id"] == "x"
+
+
+def test_calls_in_another_form_are_the_same_chat():
+    def digest(call, **result):
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        found = messages.check([asked, {"role": "tool", "content": "Rain.", **result}])
+        return messages.History(None, [], found).now
+
+    whole = {"id": "1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+    short = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    assert digest(whole, tool_call_id="1") == digest(short)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id is missing, and no call waits"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id must be a string"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": [1]}}]}],
+            "messages[0].tool_calls[0].function.arguments must be an object, or its JSON as a string, got a",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "a"}}]}],
+            "messages[0].tool_calls[0].id must be a string, got a number",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_calls_and_results_are_named_by_their_field(found, words):
+    with pytest.raises(ApiError) as caught:
+        messages.check(found)
+    assert caught.value.message.startswith(words)
 
 
 def test_choices():

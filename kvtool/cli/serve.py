@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from kvtool.options.sampling import Drawing
 from kvtool.options.system import System
 from kvtool.system import interrupt
 from kvtool.system.paths import extra_command
-from kvtool.system.texts import read_text
+from kvtool.system.texts import read_text, shown
 
 if TYPE_CHECKING:
     from kvtool.chats.conversation import Conversation
@@ -35,12 +36,28 @@ if TYPE_CHECKING:
 _serving = partial(option, group=SERVES)
 
 
+def _origins(raw: Sequence[str] | None, flag: str) -> tuple[str, ...]:
+    """Origins as browsers send them. Raises UsageError."""
+    for origin in raw or ():
+        if not re.fullmatch(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+", origin):
+            raise UsageError(
+                f"{flag} must be like https://example.com, without a path, or *; got {shown(origin)!r}"
+            )
+    return tuple(origin.lower() for origin in raw or ())
+
+
 @dataclass(frozen=True)
 class _Serving(Options):
     host: str = _serving("--host ADDRESS", "127.0.0.1", "Address to listen on.")
     port: int = _serving("--port N", 8080, "Port to listen on.", least=0, most=65535)
     api_key_file: Path | None = _serving(
         "--api-key-file", None, "File of API keys, one a line: each request needs one."
+    )
+    allow_origin: tuple[str, ...] = _serving(
+        "--allow-origin ORIGIN",
+        (),
+        "A web page or app that may ask, such as app://obsidian.md; * allows all. Repeatable.",
+        read=_origins,
     )
     sessions: Path | None = _serving("--sessions FOLDER", None, "Keep all chats in this folder.")
     sessions_bytes: str = _serving("--sessions-bytes BYTES", "4GiB", "The most that stored chats take.")
@@ -92,7 +109,8 @@ def serve(
     import kvtool.llama.bindings  # noqa: F401
 
     try:
-        from kvtool.serve.app import Limits, Site
+        from kvtool.serve.app import Site
+        from kvtool.serve.gate import Limits
         from kvtool.serve.server import serve as answer
     except ModuleNotFoundError as error:
         raise LibraryError(f"{error.name} is missing; install it: {extra_command('serve')}") from None
@@ -131,8 +149,14 @@ def serve(
             model=name if serving.strict_model else None,
             keep_headers=serving.keep_headers,
         ),
-        Limits(keys, local_only=local_only, read_timeout=serving.read_timeout),
+        Limits(
+            keys,
+            local_only=local_only,
+            origins=serving.allow_origin,
+            read_timeout=serving.read_timeout,
+        ),
         has_metrics=serving.metrics,
+        log=(lambda line: say([line])) if run.verbose else None,
     )
 
     def ready(slots: Slots) -> None:
@@ -144,6 +168,8 @@ def serve(
             say([archive_limit(engine, slots.most)])
         if not endpoints.is_loopback(address) and not keys:
             say(["there is no API key: whoever reaches the port can use the model"])
+        elif "*" in serving.allow_origin and not keys:
+            say(["there is no API key: any web page that a browser here opens can use the model"])
         say([f"serving {name} on http://{address}:{port}/v1, a chat page at /; Ctrl-C ends it"])
 
     with listening:
@@ -188,7 +214,6 @@ def _opened(
         if template and system:
             # it must fit before anybody asks
             Conversation(Writer(engine, Sampler(engine.model)), template).check(system)
-        told = (lambda line: say([line])) if run.verbose else lambda line: None
 
         def meta(chat: Conversation) -> Meta:
             return meta_of(chat, fixed, kept)
@@ -201,7 +226,7 @@ def _opened(
 
         def talk(engine: Engine) -> Talk:
             writer = Writer(engine, Sampler(engine.model), drafts.of(engine))
-            rest = serving.overflow, meta, told, serving.pin, crew
+            rest = serving.overflow, meta, serving.pin, crew
             return Talk(writer, template, chats, *rest)
 
         def more() -> Talk:

@@ -170,7 +170,7 @@ def _definition(block: Body, where: str, tools: list[Any]) -> str:
 def _tools(value: object, places: Places) -> list[Any]:
     """The client's own tools as a chat's. Anthropic's, which have another type and no schema, are left out.
 
-    A tool with `defer_loading` stays out of the prompt until a result refers to it. If the request relies on
+    A tool with "defer_loading" stays out of the prompt until a result refers to it. If the request relies on
     Anthropic's tool search, no result ever will, and all tools are in the prompt.
     """
     if not isinstance(value, list):

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvtool.serve import anthropic, metrics, page, requests, responses
+from kvtool.serve import anthropic, gate, metrics, page, requests, responses
+from kvtool.serve.access import Access
 from kvtool.serve.anthropic_bodies import MessageBodies
 from kvtool.serve.bodies import Bodies, Body
 from kvtool.serve.errors import ApiError, bug
-from kvtool.serve.fields import Fields, parsed
+from kvtool.serve.fields import Fields
+from kvtool.serve.gate import Limits
 from kvtool.serve.jobs import Job, Waiting
 from kvtool.serve.metrics import Counts
 from kvtool.serve.requests import ChatRequest, Defaults, Request
@@ -37,33 +35,15 @@ AnyBodies = Bodies | ResponseBodies | MessageBodies
 
 Handler = Callable[["Site", HttpRequest], Awaitable[Response]]
 
-_LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-"""Origins of web pages that may ask."""
+_HEADERS = {
+    415: {"Accept-Encoding": "gzip, deflate"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+"""Headers of errors, by their status."""
 
 PING_S = 5.0
 """Seconds without a word after which a stream says that it lives."""
-
-
-@dataclass(slots=True)
-class Limits:
-    """What a client may do.
-
-    Attributes
-    ----------
-    keys
-        API keys, one of which each request must have; none are needed without.
-    local_only
-        Whether a request must name this machine as its host.
-    most_bytes
-        Of a body.
-    read_timeout
-        Seconds that a body may take to come.
-    """
-
-    keys: tuple[str, ...] = ()
-    local_only: bool = False
-    most_bytes: int = 64 * 2**20
-    read_timeout: float = 30.0
 
 
 @dataclass(slots=True)
@@ -82,6 +62,8 @@ class Site:
         Whether /metrics is there, and what it tells.
     count
         Gives the tokens of a chat's prompt.
+    log
+        Called with a line about each request; None keeps no log.
     stored, caches
         Give the number of stored chats, and of those that may be answered at once, and their bytes.
     """
@@ -97,6 +79,7 @@ class Site:
     count: Callable[[ChatRequest], int] | None = None
     has_metrics: bool = False
     counts: Counts = field(default_factory=Counts)
+    log: Callable[[str], None] | None = None
     stored: Callable[[], tuple[int, int]] = lambda: (0, 0)
     caches: Callable[[], tuple[int, int]] = lambda: (1, 0)
 
@@ -108,9 +91,9 @@ def make(site: Site) -> Starlette:
         async def endpoint(request: HttpRequest) -> Response:
             request.state.id = f"req_{secrets.token_hex(12)}"
             try:
-                _check_host(site, request)
+                gate.check_host(site.limits, request)
                 if not is_open:
-                    _check_key(site, request)
+                    gate.check_key(site.limits, request)
                 if method == "POST":
                     _check_ready(site)
                 answer = await handler(site, request)
@@ -145,43 +128,54 @@ def make(site: Site) -> Starlette:
     ]
     if site.has_metrics:
         own.append(route("/metrics", _metrics))
-    cors = Middleware(CORSMiddleware, allow_origin_regex=_LOCAL, allow_methods=["*"], allow_headers=["*"])
+    parts = [gate.cors(site.limits), Middleware(_unslashed)]
+    if site.log:
+        parts.insert(0, Middleware(Access, say=site.log))
     handlers = {404: _no_route, 405: _no_route, Exception: _bug}
-    app = Starlette(routes=own, middleware=[cors], exception_handlers=handlers)
+    app = Starlette(routes=own, middleware=parts, exception_handlers=handlers)
     # the new address would begin with whatever host the client has named
     app.router.redirect_slashes = False
     return app
+
+
+def _unslashed(app: ASGIApp) -> ASGIApp:
+    """The application, for which a path with a slash at its end is the same as without."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
+
+    return called
 
 
 # answers
 
 
 async def _chat(site: Site, http: HttpRequest) -> Response:
-    request = _chat_request(site, http, await _body(site, http))
+    request = _chat_request(site, http, await gate.body(site.limits, http))
     bodies = Bodies("chat", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
 async def _text(site: Site, http: HttpRequest) -> Response:
-    request = requests.text(await _body(site, http), site.defaults)
+    request = requests.text(await gate.body(site.limits, http), site.defaults)
     bodies = Bodies("text", site.model, site.policy, with_usage=request.with_usage)
     return await _answer(site, http, request, bodies)
 
 
 async def _response(site: Site, http: HttpRequest) -> Response:
-    body = await _body(site, http)
+    body = await gate.body(site.limits, http)
     request = _chat_request(site, http, *responses.as_chat(body))
     return await _answer(site, http, request, ResponseBodies(site.model, site.policy, body))
 
 
 async def _message(site: Site, http: HttpRequest) -> Response:
-    body = await _body(site, http)
+    body = await gate.body(site.limits, http)
     request = _chat_request(site, http, *anthropic.as_chat(body))
     return await _answer(site, http, request, MessageBodies(site.model, site.policy, body, http.state.id))
 
 
 async def _count(site: Site, http: HttpRequest) -> Response:
-    chat = anthropic.as_chat(await _body(site, http), is_counted=True)
+    chat = anthropic.as_chat(await gate.body(site.limits, http), is_counted=True)
     request = _chat_request(site, http, *chat)
     assert site.count
     try:
@@ -207,7 +201,7 @@ def _chat_request(
 
 
 async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBodies) -> Response:
-    job = Job(request, _client(http))
+    job = http.state.job = Job(request, gate.client(http))
     site.waiting.put(job)
     try:
         if request.stream:
@@ -253,6 +247,7 @@ async def _whole(site: Site, job: Job, request: Request, bodies: AnyBodies) -> R
             raise event["error"]
         listed += event.get("listed", [])
         if event["kind"] == "end":
+            job.end = event
             site.counts.add(event)
             return JSONResponse(bodies.whole(None if request.logprobs is None else listed, event))
 
@@ -276,6 +271,7 @@ async def _stream(
             if event["kind"] == "error":
                 lines += bodies.failed(event["error"])
             if event["kind"] == "end":
+                job.end = event
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
             # what is not told yet, such as the beginning of a call, may be long
@@ -351,7 +347,7 @@ async def _health(site: Site, http: HttpRequest) -> Response:
 
 
 async def _tokenize(site: Site, http: HttpRequest) -> Response:
-    fields = Fields(await _body(site, http))
+    fields = Fields(await gate.body(site.limits, http))
     # the other names are vLLM's
     content = fields.text("content") or fields.text("prompt") or ""
     add = fields.flag("add_special") or fields.flag("add_special_tokens")
@@ -365,7 +361,7 @@ async def _tokenize(site: Site, http: HttpRequest) -> Response:
 
 
 async def _detokenize(site: Site, http: HttpRequest) -> Response:
-    tokens = Fields(await _body(site, http)).any("tokens")
+    tokens = Fields(await gate.body(site.limits, http)).any("tokens")
     if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
         raise ApiError("tokens must be a list of whole numbers", param="tokens")
     assert site.detokenize
@@ -381,70 +377,6 @@ def _check_ready(site: Site) -> dict[str, Any]:
 
 def _loading() -> ApiError:
     return ApiError("the model is being loaded", status=503, kind="unavailable_error", code="loading")
-
-
-def _check_key(site: Site, http: HttpRequest) -> None:
-    if not site.limits.keys:
-        return
-    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
-    key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
-    given = key.encode("utf-8", "surrogatepass")
-    # all are compared, so that the time tells nothing
-    if not sum(hmac.compare_digest(given, own.encode()) for own in site.limits.keys):
-        raise ApiError(
-            "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
-        )
-
-
-def _check_host(site: Site, http: HttpRequest) -> None:
-    """Refuses what web pages of others ask for where nobody needs a key.
-
-    Such a page may give its own name this machine's address. And what it sends comes, though it may not read
-    the answer.
-    """
-    origin = http.headers.get("origin")
-    own = f"//{http.headers.get('host', '')}"
-    if origin and not site.limits.keys and not (re.fullmatch(_LOCAL, origin) or origin.endswith(own)):
-        raise ApiError("web pages may ask from localhost only", status=403, code="wrong_origin")
-    if not site.limits.local_only:
-        return
-    try:
-        name = urlsplit(f"//{http.headers.get('host', '')}").hostname
-    except ValueError:
-        name = None
-    if name not in ("localhost", "127.0.0.1", "::1"):
-        raise ApiError(
-            "this server answers under localhost and 127.0.0.1 alone; --host and --api-key-file open it",
-            status=403,
-            code="wrong_host",
-        )
-
-
-def _client(http: HttpRequest) -> str:
-    """Who asks, for a fair queue."""
-    names = ("authorization", "x-api-key", "x-session-id")
-    own = next(filter(None, map(http.headers.get, names)), None)
-    return own or (http.client.host if http.client else "")
-
-
-async def _body(site: Site, http: HttpRequest) -> Any:
-    """The JSON of a request. Raises ApiError."""
-    try:
-        data = await asyncio.wait_for(_bytes(site, http), site.limits.read_timeout)
-    except asyncio.TimeoutError:
-        raise ApiError("the body took too long to come", status=408, code="timeout") from None
-    return parsed(data)
-
-
-async def _bytes(site: Site, http: HttpRequest) -> bytes:
-    most = site.limits.most_bytes
-    parts, n = [], 0
-    async for part in http.stream():
-        n += len(part)
-        if n > most:
-            raise ApiError(f"the body has more than {most} bytes", status=413, code="body_too_large")
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def _unless_gone(http: HttpRequest, job: Job, wanted: Awaitable[_T]) -> _T:
@@ -469,7 +401,7 @@ async def _gone(http: HttpRequest) -> None:
 
 def _failed(http: HttpRequest, error: ApiError) -> Response:
     """An error, in the words of the interface that the client speaks."""
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    headers = _HEADERS.get(error.status, {})
     if not (http.url.path.startswith("/v1/messages") or "anthropic-version" in http.headers):
         return JSONResponse(error.body, error.status, headers)
     id = getattr(http.state, "id", "") or f"req_{secrets.token_hex(12)}"
@@ -482,5 +414,10 @@ async def _bug(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _no_route(http: HttpRequest, error: Any) -> Response:
-    what = "no such address" if error.status_code == 404 else f"{http.method} is not for this address"
-    return _failed(http, ApiError(f"{what}: {http.url.path}", status=error.status_code, code="not_found"))
+    is_known = error.status_code == 405
+    what = f"{http.method} is not for this address" if is_known else "no such address"
+    code = "method_not_allowed" if is_known else "not_found"
+    answer = _failed(http, ApiError(f"{what}: {http.url.path}", status=error.status_code, code=code))
+    # the methods that are
+    answer.headers.update(error.headers or {})
+    return answer

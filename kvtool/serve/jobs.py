@@ -33,6 +33,8 @@ class Job:
     counts
         How many tokens the prompt has ("n_prompt") and how many of them were stored before ("n_cached");
         None until that is known.
+    end
+        The last event of an answer that was sent to its client; None before.
     is_cancelled
         Whether nobody waits for the answer any more; the engine looks at it before each step.
     """
@@ -41,6 +43,7 @@ class Job:
         self.request = request
         self.client = client
         self.counts: Event | None = None
+        self.end: Event | None = None
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()

@@ -21,7 +21,8 @@ def check(value: object) -> list[Message]:
     """The messages of a request as templates take them. Raises ApiError.
 
     Texts in parts become one; "developer" is "system". System messages at the beginning become one, as many
-    templates take no second. What is said in pictures or sound is refused by name.
+    templates take no second. Calls and results without an id get one, in their order. Pictures and sound are
+    refused by name.
     """
     if not isinstance(value, list):
         raise wrong("messages", "a list", value)
@@ -30,6 +31,7 @@ def check(value: object) -> list[Message]:
     if len(value) > MOST:
         raise ApiError(f"messages has {len(value):,} messages; the most are {MOST:,}", param="messages")
     found = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
+    _name_calls(found)
     n = next((i for i, each in enumerate(found) if each["role"] != "system"), len(found))
     if n > 1:
         found[:n] = [found[0] | {"content": "\n\n".join(each["content"] for each in found[:n])}]
@@ -57,10 +59,36 @@ def _message(value: object, where: str) -> Message:
     elif value.get("content") is None and role != "assistant":
         raise ApiError(f"{where}.content is missing", param=f"{where}.content")
     if role == "tool":
-        found["tool_call_id"] = _text(value, "tool_call_id", where)
-    if isinstance(value.get("name"), str):
-        found["name"] = value["name"]
+        found["tool_call_id"] = _id(value, "tool_call_id", where)
+    # the other name is Ollama's
+    if isinstance(name := value.get("name", value.get("tool_name")), str):
+        found["name"] = name
     return found
+
+
+def _name_calls(found: list[Message]) -> None:
+    """Give ids to calls and results that have none. Raise ApiError for a result that no call waits for."""
+    waiting: list[Message] = []
+    n = 0
+    for i, message in enumerate(found):
+        if "tool_calls" in message:
+            waiting = list(message["tool_calls"])
+        for call in message.get("tool_calls", ()):
+            n += 1
+            call["id"] = call["id"] or f"call_{n}"
+        if message["role"] != "tool":
+            continue
+        id, name = message["tool_call_id"], message.get("name")
+        fitting = [call for call in waiting if call["id"] == id] if id else waiting
+        # of several calls without an id, the first of the result's name
+        of_name = [call for call in fitting if call["function"]["name"] == name]
+        call = next(iter(of_name or fitting), None)
+        if call:
+            waiting.remove(call)
+            message["tool_call_id"] = call["id"]
+        elif not id:
+            where = f"messages[{i}].tool_call_id"
+            raise ApiError(f"{where} is missing, and no call waits for a result", param=where)
 
 
 def _content(value: object, where: str) -> str:
@@ -94,9 +122,24 @@ def _calls(value: object, where: str) -> list[Message]:
         function = each.get("function") if isinstance(each, dict) else None
         if not isinstance(function, dict):
             raise wrong(f"{where}[{i}].function", "an object", function)
-        own = {name: _text(function, name, f"{where}[{i}].function") for name in ("name", "arguments")}
-        found.append({"id": _text(each, "id", f"{where}[{i}]"), "type": "function", "function": own})
+        own = {
+            "name": _text(function, "name", f"{where}[{i}].function"),
+            "arguments": _arguments(function.get("arguments"), f"{where}[{i}].function.arguments"),
+        }
+        found.append({"id": _id(each, "id", f"{where}[{i}]"), "type": "function", "function": own})
     return found
+
+
+def _arguments(value: object, where: str) -> str:
+    """The JSON text of a call's arguments, which clients may send as an object."""
+    if not isinstance(value, str | dict | None):
+        raise wrong(where, "an object, or its JSON as a string", value)
+    return _clean(value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False))
+
+
+def _id(value: Message, name: str, where: str) -> str | None:
+    """The id of a call or a result; None if it is missing or empty."""
+    return _text(value, name, where) or None if value.get(name) is not None else None
 
 
 def _text(value: Message, name: str, where: str) -> str:

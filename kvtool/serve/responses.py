@@ -16,7 +16,7 @@ _REFUSED = ("previous_response_id", "background", "conversation", "prompt", "max
 """Fields that only a server that remembers responses can support."""
 
 _LOGPROBS = "message.output_text.logprobs"
-"""The item of `include` that asks for log-probabilities."""
+"""The item of "include" that asks for log-probabilities."""
 
 Places = dict[str, str]
 """Places in a request of /v1/responses, by the places in the chat that it becomes."""

@@ -55,8 +55,6 @@ class Talk:
         "forget", as the policy does, or "error": a chat longer than the context is refused.
     meta
         What a session says of a chat, besides what `Conversation.save` has.
-    say
-        Called with a line about each answer.
     pins
         Whether a chat's system prompt and tools are pinned, also where an archive keeps them.
     crew
@@ -70,7 +68,6 @@ class Talk:
         chats: Chats,
         overflow: str,
         meta: Callable[[Conversation], session.Meta],
-        say: Callable[[str], None] = lambda line: None,
         pins: bool = True,
         crew: Crew | None = None,
     ) -> None:
@@ -80,7 +77,7 @@ class Talk:
         self.chats = chats
         self.overflow = overflow
         self.template = template
-        self._say, self._crew = say, crew
+        self._crew = crew
         # tokens of the request that is answered
         self._n_asked = 0
         self._resumer: Resumer | None = None
@@ -324,11 +321,6 @@ class Talk:
             held["unsaved"] = self._resumer.unsaved
         if request.ignored:
             held["ignored"] = request.ignored
-        n_prompt, n_cached = counts["n_prompt"], counts["n_cached"]
-        self._say(
-            f"{n_prompt:,} tokens, {n_cached:,} of them stored before, read in {counts['read_s']:.1f} s; "
-            f"{counts['n_written']:,} written in {counts['write_s']:.1f} s ({finish})"
-        )
         stop = self.writer.stopped_by
         job.emit("end", message=reply.message, finish=finish, stopped_by=stop, held=held, **counts)
 

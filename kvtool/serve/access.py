@@ -1,0 +1,52 @@
+"""The access log: one line for each request, once its answer has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtool.serve.fields import shown
+
+
+class Access:
+    """Reports each request to `say`: time, client, method, path, status, milliseconds, and tokens."""
+
+    def __init__(self, app: ASGIApp, say: Callable[[str], None]) -> None:
+        self._app = app
+        self._say = say
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, is_over, started = 0, False, time.perf_counter()
+        # the routes put the answer's job there
+        state: dict[str, Any] = scope.setdefault("state", {})
+
+        async def noted(message: Message) -> None:
+            nonlocal status, is_over
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                is_over = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            ms = 1e3 * (time.perf_counter() - started)
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            client = scope["client"][0] if scope.get("client") else "-"
+            path = "".join(each if each.isprintable() else " " for each in shown(scope["path"]))
+            told = f"{now} {client} {scope['method']} {path} {status} {ms:.0f} ms"
+            job = state.get("job")
+            if job and job.end:
+                told += f", {_tokens(job.end)}"
+            elif not is_over:
+                told += ", the client has gone"
+            self._say(told)
+
+
+def _tokens(end: dict[str, Any]) -> str:
+    read = f"{end['n_prompt']:,} tokens ({end['n_cached']:,} cached) read in {end['read_s']:.1f} s"
+    return f"{read}, {end['n_written']:,} written in {end['write_s']:.1f} s ({end['finish']})"

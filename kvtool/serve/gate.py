@@ -1,0 +1,171 @@
+"""The gate: who may ask, and how large a request may be."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+
+from kvtool.serve.errors import ApiError
+from kvtool.serve.fields import parsed, shown
+
+_LOCAL = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of web pages that may always ask."""
+
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+"""Encodings of bodies that are decoded."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """Limits of what a client may do.
+
+    Attributes
+    ----------
+    keys
+        API keys, one of which each request must have; empty asks for none.
+    local_only
+        True if a request must name this machine as its host.
+    origins
+        Web pages and apps that may ask, in addition to pages from this machine; "*" allows all.
+    most_bytes
+        Bytes that a body may have, before and after decoding.
+    read_timeout
+        Seconds that a body may take to arrive.
+    """
+
+    keys: tuple[str, ...] = ()
+    local_only: bool = False
+    origins: tuple[str, ...] = ()
+    most_bytes: int = 64 * 2**20
+    read_timeout: float = 30.0
+
+    def may_ask(self, origin: str) -> bool:
+        """True if a page of this origin may ask a server without keys."""
+        return bool("*" in self.origins or origin in self.origins or re.fullmatch(_LOCAL, origin))
+
+
+def cors(limits: Limits) -> Middleware:
+    """The part that tells browsers which pages may read answers."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=limits.origins,
+        allow_origin_regex=_LOCAL,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        # browsers ask before a page of the internet reaches this machine
+        allow_private_network=bool(limits.origins),
+    )
+
+
+def check_key(limits: Limits, http: Request) -> None:
+    """Raise ApiError for a request without one of the keys."""
+    if not limits.keys:
+        return
+    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+    given = key.encode("utf-8", "surrogatepass")
+    # all are compared, so that the time reveals nothing
+    if not sum(hmac.compare_digest(given, own.encode()) for own in limits.keys):
+        raise ApiError(
+            "the API key is wrong or missing", status=401, kind="authentication_error", code="invalid_api_key"
+        )
+
+
+def check_host(limits: Limits, http: Request) -> None:
+    """Raise ApiError for a request of somebody else's web page, where nobody needs a key.
+
+    Such a page may give its own name this machine's address. And its request arrives even if the page may not
+    read the answer.
+    """
+    host = http.headers.get("host", "")
+    origin = http.headers.get("origin")
+    is_own = origin in (f"http://{host}", f"https://{host}")
+    if origin and not limits.keys and not (is_own or limits.may_ask(origin)):
+        raise ApiError(
+            f"pages of {shown(origin)} may not ask; kvtool serve --allow-origin {shown(origin)} lets them",
+            status=403,
+            code="wrong_origin",
+        )
+    if not limits.local_only:
+        return
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        name = None
+    if name not in ("localhost", "127.0.0.1", "::1"):
+        raise ApiError(
+            "this server answers under localhost and 127.0.0.1 alone; --host and --api-key-file open it",
+            status=403,
+            code="wrong_host",
+        )
+
+
+def client(http: Request) -> str:
+    """Who asks, for a fair queue."""
+    names = ("authorization", "x-api-key", "x-session-id")
+    own = next(filter(None, map(http.headers.get, names)), None)
+    return own or (http.client.host if http.client else "")
+
+
+async def body(limits: Limits, http: Request) -> Any:
+    """The JSON of a request. Raises ApiError."""
+    encoding = http.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", *_ENCODINGS):
+        raise ApiError(
+            f"the body has the encoding {shown(encoding)}; send it plain, or as gzip or deflate",
+            status=415,
+            code="unsupported_encoding",
+        )
+    try:
+        data = await asyncio.wait_for(_bytes(limits, http), limits.read_timeout)
+    except asyncio.TimeoutError:
+        raise ApiError("the body took too long to come", status=408, code="timeout") from None
+    if encoding in _ENCODINGS:
+        # it may become a thousand times as long
+        data = await asyncio.to_thread(_decoded, data, encoding, limits.most_bytes)
+    return parsed(data)
+
+
+async def _bytes(limits: Limits, http: Request) -> bytes:
+    parts, n = [], 0
+    async for part in http.stream():
+        n += len(part)
+        if n > limits.most_bytes:
+            raise _too_large(limits.most_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _decoded(data: bytes, encoding: str, most: int) -> bytes:
+    """The data without their encoding. Raises ApiError for more than `most` bytes."""
+    # some clients send deflate without the header of zlib, which begins with an 8
+    is_bare = encoding == "deflate" and data[:1] and data[0] & 0x0F != 8
+    window = -zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32
+    found = b""
+    while True:
+        decoder = zlib.decompressobj(window)
+        try:
+            found += decoder.decompress(data, most + 1 - len(found))
+        except zlib.error:
+            raise ApiError(f"the body is not {encoding}, as its Content-Encoding says") from None
+        if len(found) > most:
+            raise _too_large(most)
+        if not decoder.eof:
+            raise ApiError(f"the body ends in the middle of its {encoding} data")
+        # gzip may have several parts
+        data = decoder.unused_data
+        if not data:
+            return found
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(f"the body has more than {most} bytes", status=413, code="body_too_large")
