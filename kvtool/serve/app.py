@@ -48,7 +48,7 @@ PING_S = 5.0
 
 @dataclass(slots=True)
 class Site:
-    """What the routes share.
+    """State that the routes share.
 
     Attributes
     ----------
@@ -59,13 +59,13 @@ class Site:
     props
         What is known of the engine once it is ready; None before.
     has_metrics, counts
-        Whether /metrics is there, and what it tells.
+        True if there is /metrics, and the sums that it reports.
     count
         Gives the tokens of a chat's prompt.
     log
         Called with a line about each request; None keeps no log.
     stored, caches
-        Give the number of stored chats, and of those that may be answered at once, and their bytes.
+        Give the number of stored chats, and of requests that may be answered at once, and their bytes.
     """
 
     model: str
@@ -121,7 +121,7 @@ def make(site: Site) -> Starlette:
         route("/props", _props),
         route("/tokenize", _tokenize, "POST"),
         route("/detokenize", _detokenize, "POST"),
-        # by this lm-evaluation-harness knows that it needs no tokenizer of its own
+        # tells lm-evaluation-harness that it needs no separate tokenizer
         route("/tokenizer_info", _props),
         # who looks whether a server lives has no key
         route("/health", _health, is_open=True),
@@ -205,7 +205,7 @@ async def _answer(site: Site, http: HttpRequest, request: Request, bodies: AnyBo
     site.waiting.put(job)
     try:
         if request.stream:
-            # an error that comes soon has a status of its own
+            # an early error gets its HTTP status
             first = await _unless_gone(http, job, _soon(job))
             if first and first["kind"] == "error":
                 raise first["error"]
@@ -256,7 +256,7 @@ async def _stream(
     site: Site, job: Job, request: Request, bodies: AnyBodies, first: Body | None
 ) -> AsyncIterator[str]:
     lines = bodies.first()
-    # log-probabilities that came without a word of their own
+    # log-probabilities of tokens without text
     listed: list[Body] = []
     event, said_at = first or {"kind": "reading"}, time.monotonic()
     try:
@@ -274,7 +274,7 @@ async def _stream(
                 job.end = event
                 site.counts.add(event)
                 lines += bodies.last(shown, event)
-            # what is not told yet, such as the beginning of a call, may be long
+            # text that is held back, such as the beginning of a call, may be long
             if not lines and time.monotonic() - said_at > PING_S:
                 lines.append(bodies.ping())
             for line in lines:
@@ -380,7 +380,7 @@ def _loading() -> ApiError:
 
 
 async def _unless_gone(http: HttpRequest, job: Job, wanted: Awaitable[_T]) -> _T:
-    """What is awaited, or ClientDisconnect as soon as the client has gone."""
+    """The awaited result, or ClientDisconnect as soon as the client has gone."""
     waited = asyncio.ensure_future(wanted)
     gone = asyncio.ensure_future(_gone(http))
     try:

@@ -26,7 +26,7 @@ _ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 @dataclass(slots=True)
 class Limits:
-    """Limits of what a client may do.
+    """Limits on clients.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ def check_host(limits: Limits, http: Request) -> None:
 
 
 def client(http: Request) -> str:
-    """Who asks, for a fair queue."""
+    """An id of the client, for a fair queue."""
     names = ("authorization", "x-api-key", "x-session-id")
     own = next(filter(None, map(http.headers.get, names)), None)
     return own or (http.client.host if http.client else "")

@@ -1,4 +1,4 @@
-"""Messages of a request: checked, and compared with those of stored chats."""
+"""Messages of a request: checks, and digests that find the stored chat they continue."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class History:
     Parameters
     ----------
     name
-        Of the chat, if its client names chats: those of other names share no more than the system prompt.
+        Of the chat, if its client names chats: chats of other names share at most the system prompt.
     tools
         What templates get as tools.
     """
@@ -189,7 +189,7 @@ class History:
 
     @property
     def now(self) -> bytes:
-        """Of all messages."""
+        """The digest of all messages."""
         return self.digests[-1]
 
 
@@ -205,7 +205,7 @@ def _compared(message: Message) -> Message:
 
 
 def loaded(text: str) -> Any:
-    """The value of a JSON text; the text itself where it is none."""
+    """The value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
