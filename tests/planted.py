@@ -48,6 +48,13 @@ PLANTED = {
         "return text",
         ("test_line_breaks.py",),
     ),
+    "cli, pictures": Fault(
+        "archived tokens are white, as if they were lost",
+        "kvtool/cli/inspect_plot.py",
+        "for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):",
+        "for tokens, colour in ((rows, _HELD),):",
+        ("test_inspect.py::test_the_picture_tells_rows_and_archive_apart",),
+    ),
     "models": Fault(
         "a share of the context is rounded to the nearest cell",
         "kvtool/models/budget.py",

@@ -208,7 +208,9 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
           const levels = [0, 0.02, 0.021, 0.7, 0.99, 1].map((share) => level(data, share));
           data.archived[1] = [data.first + 1, data.first + 3];
           const archived = [0, 1, 2, 3].map((token) => isArchived(data, token, 1));
-          console.log(JSON.stringify({ counts, levels, archived }));
+          data.archived[6] = [0, data.first + 100];
+          const parts = [0, 1, 2, 3].map((row) => whereAre(data, until, row, 0, 128, 6));
+          console.log(JSON.stringify({ counts, levels, archived, parts }));
         });"""
     got = run_script(page, driver)
     layer, head = found.layer, found.head
@@ -218,6 +220,11 @@ def test_the_page_counts_rows_as_the_engine_does(watched):
     assert got["levels"] == inspect_terminal._levels(np.array([0, 0.02, 0.021, 0.7, 0.99, 1]), False)
     assert got["levels"] == [0, 1, 2, 6, 7, 8]
     assert got["archived"] == [False, True, True, False]
+    # what the picture of the page mixes its colours of: the row's own tokens, then the archive's
+    held = found.held(6)[:, 30:158]
+    only = ~held & (np.arange(128) < 100)
+    assert got["parts"] == np.stack([held.mean(axis=1), only.mean(axis=1)], axis=1).tolist()
+    assert 0 < held.mean() < 1
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +290,7 @@ def test_the_archived_tokens_with_most_attention_are_shown(attended, width):
     assert (of["layer"], of["head"], of["query"]) == (-1, -1, -1)
 
 
-def test_the_picture_is_dark_where_a_row_holds():
+def test_the_picture_tells_rows_and_archive_apart():
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
@@ -291,29 +298,45 @@ def test_the_picture_is_dark_where_a_row_holds():
 
     layer = np.repeat(np.arange(6, dtype=np.int32), 2)
     until = np.zeros((12, 5000), np.uint8)
-    # layers 0 to 2 hold the first half, the others the last quarter
+    # layers 0 to 2 hold the first half, the others the last quarter; the archive has half of each
     until[:6, :2500] = until[6:, 3750:] = 1
     found = holdings.Holdings(
-        layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until, np.zeros((1, 2), np.int64)
+        *(layer, np.tile(np.arange(2, dtype=np.int32), 6), np.array([5000]), until),
+        archived=np.array([[1250, 4375]]),
     )
-    pixels = imread(io.BytesIO(output.png(inspect_plot.held(RESULT, found))))[..., :3]
-    dark, light = (
-        np.abs(pixels - np.array(colour) / 255).max(axis=2) < 0.01
-        for colour in ((8, 48, 107), (247, 251, 255))
-    )
-    # the rows and columns of the heatmap itself: nearly all of it is dark or light
-    inside = dark | light
-    top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.7)
-    left, *_, right = np.flatnonzero(inside.mean(axis=0) > 0.5)
-    picture = dark[top : bottom + 1, left : right + 1]
-    height, width = picture.shape
-    upper, lower = picture[: height // 2 - 3], picture[height // 2 + 3 :]
-    edges = [int(width * share) for share in (0, 0.5, 0.75, 1)]
-    found = [
-        [float(half[:, a + 4 : b - 4].mean()) for a, b in zip(edges, edges[1:], strict=False)]
-        for half in (upper, lower)
+    figure = inspect_plot.held(RESULT, found)
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["held by the row", "archived: outside the cache, still used", "forgotten"]
+    colours = [handle.get_facecolor()[:3] for handle in legend.get_patches()]
+    pixels = imread(io.BytesIO(output.png(figure)))[..., :3]
+    kinds = [np.abs(pixels - np.array(colour)).max(axis=2) < 0.01 for colour in colours]
+    # the rows and columns of the picture itself; the legend below has less of the colours
+    inside = kinds[0] | kinds[1]
+    top, *_, bottom = np.flatnonzero(inside.mean(axis=1) > 0.5)
+    left, right = np.flatnonzero(inside[top:bottom].any(axis=0))[[0, -1]]
+    height, width = bottom + 1 - top, right + 1 - left
+    halves = slice(top, top + height // 2 - 3), slice(top + height // 2 + 3, bottom + 1)
+    edges = [left + int(width * eighth / 8) for eighth in range(9)]
+    seen = [
+        "".join(
+            "hi-"[int(np.argmax([kind[half, a + 4 : b - 4].mean() for kind in kinds]))]
+            for a, b in zip(edges, edges[1:], strict=False)
+        )
+        for half in halves
     ]
-    assert np.round(found, 1).tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert seen == ["hhhhiii-", "--iiiihh"]
+
+
+def test_a_picture_without_an_archive_says_what_white_is():
+    pytest.importorskip("matplotlib")
+    from kvtool.cli import inspect_plot
+
+    until = np.array([[1, 0, 1], [0, 1, 1]], np.uint8)
+    rows = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
+    found = holdings.Holdings(*rows, np.array([3]), until, np.zeros((1, 2), np.int64))
+    (legend,) = inspect_plot.held(RESULT, found).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["held by the row", "not held by the row"]
 
 
 # the command

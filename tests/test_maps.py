@@ -321,7 +321,12 @@ def test_important_keys_are_green_and_two_queries_are_framed():
     of = maps.AttentionMap(attention.astype(np.float32), mask, similar)
     ones = np.ones(1)
     found = maps.Attention(np.zeros(1, int), np.zeros(1, int), ones, ones, ones, ones, {(0, 0): of})
-    picture = pixels(inspect_plot.attention(found, "x"))
+    figure = inspect_plot.attention(found, "x")
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert "a query and the earlier query most similar to it" in names
+    assert legend.get_patches()[2].get_edgecolor()[:3] == pytest.approx((0.88, 0, 0), abs=0.01)
+    picture = pixels(figure)
     green, red = (
         np.abs(picture - np.array(colour)).max(axis=2) < 0.02 for colour in ((0, 0.62, 0.25), (0.88, 0, 0))
     )

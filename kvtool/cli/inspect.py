@@ -139,7 +139,7 @@ def inspect(
             found = holdings.watch(engine, tokens, own.snapshots, step)
         seconds = time.monotonic() - started
         texts = holdings.texts(engine.model, tokens)
-        share, archived = found.share(), holdings.is_archived(engine)
+        share, archived = found.share(), found.is_archived()
         result = {
             "tokens": len(tokens),
             "forgotten": holdings.n_forgotten(engine),

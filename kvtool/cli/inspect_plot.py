@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from kvtool.measure.holdings import Holdings
@@ -19,6 +19,7 @@ from kvtool.runs.report import budget
 MOST_PIXELS, MOST_COLUMNS = 800, 1600
 """Longer texts have several tokens in a pixel of a map, and in a column of the picture of rows."""
 
+_HELD, _ARCHIVED, _WHITE = (0.03, 0.19, 0.42), (0.8, 0.6, 0.9), (1.0, 1.0, 1.0)
 _GREEN = (0, 0.62, 0.25)
 _RED = "#e00000"
 _FAINT = 1e-5
@@ -26,33 +27,43 @@ _FAINT = 1e-5
 
 
 def held(result: dict[str, Any], found: Holdings) -> Figure:
-    """Rows by positions, dark where a row holds the token."""
+    """Rows by positions: dark where a row holds the token, violet where only the archive has it."""
     rows = found.held()
     n_row, n = rows.shape
     first, size = _parts(n, MOST_COLUMNS)
-    columns = np.add.reduceat(rows, first, axis=1, dtype=np.float32) / size
-    figure = Figure(figsize=(12, min(max(2.2 + n_row * 0.055, 3.2), 14)), dpi=120, layout="constrained")
+    archived = found.is_archived() & ~rows
+    colours = np.ones((n_row, len(first), 3))
+    for tokens, colour in ((rows, _HELD), (archived, _ARCHIVED)):
+        columns = np.add.reduceat(tokens, first, axis=1, dtype=np.float64) / size
+        colours -= columns[..., None] * (1 - np.array(colour))
+    figure = Figure(figsize=(12, min(max(2.5 + n_row * 0.055, 3.5), 14)), dpi=120, layout="constrained")
     # one label per layer, fewer where they would touch
-    layer, first, n_head = np.unique(found.layer, return_index=True, return_counts=True)
+    layer, row, n_head = np.unique(found.layer, return_index=True, return_counts=True)
     step, name = -(-len(layer) // 32), Path(result["model"]).stem
     what = f"{result['policy']}, {budget(result):,} cells per row: which of {n:,} tokens are held ({name})"
+    across = "position of the token in the text"
+    if len(first) < n:
+        across += f"; each column is the mean of {size.max():,} tokens"
     down = f"row: layer, and {int(n_head.max())} KV heads in each"
-    axes = figure.add_subplot(title=what, xlabel="position of the token in the text", ylabel=down)
-    image = axes.imshow(
-        columns, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1, extent=(0, n, n_row, 0)
-    )
-    axes.set_yticks((first + n_head / 2)[::step], [str(number) for number in layer[::step]])
-    figure.colorbar(image, label="share of the column's tokens that are held", pad=0.01)
+    axes = figure.add_subplot(title=what, xlabel=across, ylabel=down)
+    axes.imshow(colours, aspect="auto", interpolation="nearest", extent=(0, n, n_row, 0))
+    axes.set_yticks((row + n_head / 2)[::step], [str(number) for number in layer[::step]])
+    names = {"held by the row": _HELD}
+    if archived.any():
+        names |= {"archived: outside the cache, still used": _ARCHIVED, "forgotten": _WHITE}
+    else:
+        names["not held by the row"] = _WHITE
+    _legend(figure, {name: Patch(facecolor=colour, edgecolor="0.5") for name, colour in names.items()})
     return figure
 
 
 def attention(found: Attention, title: str) -> Figure:
     """Attention by query and key: important keys green, others the darker the more attention they get.
 
-    Red frames: the last query whose most similar earlier one is some way back, and that one.
+    Red frames: the last query whose most similar earlier query is some way back, and that earlier query.
     """
     heads = {(a, b): share for a, b, share in zip(found.layer, found.head, found.share, strict=True)}
-    figure, panels = _grid(found.maps, f"attention of {title}: important keys are green", colorbar=False)
+    figure, panels = _grid(found.maps, f"attention of {title}", colorbar=False, n_below=3)
     for place, axes in panels.items():
         of = found.maps[place]
         n = len(of.attention)
@@ -68,6 +79,12 @@ def attention(found: Attention, title: str) -> Figure:
             frame = (0, at + 0.5 - height / 2), at + 1, height
             axes.add_patch(Rectangle(*frame, fill=False, color=_RED, linewidth=1.2, clip_on=False))
         axes.set_title(f"{_name(place)}: {heads[place]:.1%} important", fontsize="medium")
+    marks = {
+        "important key": Patch(facecolor=_GREEN),
+        "other key, darker with more attention": Patch(facecolor="0.7"),
+        "a query and the earlier query most similar to it": Patch(fill=False, edgecolor=_RED),
+    }
+    _legend(figure, marks)
     return figure
 
 
@@ -126,13 +143,25 @@ def share(found: Share, title: str) -> Figure:
     return figure
 
 
-def _grid(maps: Mapping[Place, Any], title: str, *, colorbar: bool) -> tuple[Figure, dict[Place, Axes]]:
-    """A panel for each head, those of a layer below each other. colorbar: leaves room for one."""
+def _legend(figure: Figure, marks: Mapping[str, Patch]) -> None:
+    """Put a legend below everything, in one line if the figure is wide."""
+    n_column = len(marks) if figure.get_figwidth() >= 12 else 1
+    where: dict[str, Any] = {"loc": "outside lower center", "ncols": n_column, "frameon": False}
+    figure.legend(handles=list(marks.values()), labels=list(marks), **where)
+
+
+def _grid(
+    maps: Mapping[Place, Any], title: str, *, colorbar: bool, n_below: int = 0
+) -> tuple[Figure, dict[Place, Axes]]:
+    """A panel for each head; the heads of a layer are below each other.
+
+    colorbar: leave room for a colorbar. n_below: lines of a legend below the panels.
+    """
     layers = list(dict.fromkeys(layer for layer, _ in maps))
     columns = [[place for place in maps if place[0] == layer] for layer in layers]
     n_row, n_column = max(map(len, columns)), len(columns)
     size = 6.5 if len(maps) == 1 else 4.2
-    room = size * n_column + colorbar, size * n_row + 0.3
+    room = size * n_column + colorbar, size * n_row + 0.3 + 0.25 * n_below
     figure, panels = Figure(figsize=room, dpi=120, layout="constrained"), {}
     figure.suptitle(title, fontsize="medium")
     for i, column in enumerate(columns):
@@ -156,6 +185,6 @@ def _coarse(array: np.ndarray) -> np.ndarray:
 
 
 def _parts(n: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where equal parts of n tokens begin, at most so many, and their sizes."""
+    """First tokens of equal parts of n tokens, at most `most` of them, and the parts' sizes."""
     first = np.unique(np.arange(min(n, most)) * n // min(n, most))
     return first, np.diff(first, append=n)

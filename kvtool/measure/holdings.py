@@ -121,6 +121,13 @@ class Holdings:
         share: np.ndarray = self.held(snapshot).mean(axis=0)
         return share
 
+    def is_archived(self, snapshot: int = -1) -> np.ndarray:
+        """b1[n], True where the archive has the token at that snapshot."""
+        begin, end = self.archived[snapshot]
+        at = np.arange(self.until.shape[1])
+        archived: np.ndarray = (begin <= at) & (at < end)
+        return archived
+
 
 def is_archived(engine: Engine) -> np.ndarray:
     """b1[n_past], whether a token is in the archive: no row holds it, and it may be recalled."""
