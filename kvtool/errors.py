@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _ALIKE = 0.2
-"""How much less a name may be like a wrong one than the likest is, to be suggested too."""
+"""How much less similar than the most similar name another suggestion may be: difflib's ratio."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
@@ -77,9 +77,15 @@ class SessionError(KvtoolError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean ...?" with the known names that are like this one; empty if there are none.
+    """ " Did you mean ...?" with the known names that are similar to this one; empty if there are none."""
+    meant = alike(name, known)
+    return f" Did you mean {' or '.join(meant)}?" if meant else ""
 
-    Those that begin with it go before others, in their order.
+
+def alike(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that are similar to this one, most similar first.
+
+    If some begin with it, these names alone, in their order.
     """
     # imported here: only a failing command needs it
     from difflib import SequenceMatcher, get_close_matches
@@ -89,7 +95,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     if not meant and (meant := get_close_matches(name, known, n=3)):
         ratios = [SequenceMatcher(a=name, b=each).ratio() for each in meant]
         meant = [each for each, ratio in zip(meant, ratios, strict=True) if ratio > max(ratios) - _ALIKE]
-    return f" Did you mean {' or '.join(meant)}?" if meant else ""
+    return meant
 
 
 def where(error: BaseException) -> str:

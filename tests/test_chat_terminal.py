@@ -145,7 +145,7 @@ def test_the_help_says_what_undo_keeps(terminal):
     text = " ".join(chat.say("/help more").split())
     for each in NOTES:
         assert each in text
-    assert f"up to {MOST} steps" in text
+    assert f"up to {MOST} changes" in text
     assert f"{MOST_BYTES >> 20} MiB" in text
     leave(chat)
 
@@ -154,7 +154,10 @@ def test_the_help_is_seen_whole_in_a_small_terminal(terminal):
     chat = terminal(columns=80, rows=24)
     # with the line that asks for it and the next prompt
     assert len(chat.say("/help").split("\n")) <= 24 - 3
-    assert chat.say("/help me") == "/help takes nothing after it, or more"
+    assert chat.say("/help me") == "/help takes a command or `more`; there is no command me"
+    for name in ("set", "/SET"):
+        assert chat.say(f"/help {name}") == f"/set [NAME X]  {HELP['/set [NAME X]']}"
+    assert chat.say("/help quit") == f"/exit, /bye, /quit  {HELP['/exit, /bye, /quit']}"
     leave(chat)
 
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from kvtool.chats import session
-from kvtool.cli.chat_input import goes_on, meant, typed_as, with_files
+from kvtool.cli.chat_input import Prompt, goes_on, meant, typed_as, with_files
 from kvtool.errors import InputError
 from tests.called import called
 from tests.held import Held, until
@@ -71,8 +71,9 @@ def test_blocks_and_lines_that_go_on(typed, more, text):
         # what is quoted is text
         ('"""/help\n\nmore"""', "/help\n\nmore", False),
         ('"""//help"""', "//help", False),
-        # a path is no command, and several lines are none unless it takes them
-        ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
+        # a line with a slash is never a turn unasked, and several lines are no command unless it takes them
+        ("/usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", True),
+        ("//usr/lib/foo.c:12: what is that?", "/usr/lib/foo.c:12: what is that?", False),
         ("/usr/lib/foo.c:12: error: x\nWhat is that?", "/usr/lib/foo.c:12: error: x\nWhat is that?", False),
         ("/exit\nwas typed", "/exit\nwas typed", False),
         ("// a comment\nint x;", "// a comment\nint x;", False),
@@ -109,6 +110,54 @@ def test_a_file_takes_the_place_of_its_name(tmp_path, monkeypatch):
         with_files(f"@{tmp_path}")
 
 
+# keys at the prompt
+
+
+@pytest.fixture
+def typed_at(monkeypatch, tmp_path):
+    """What a prompt with a text gives back after these keys."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def typed(keys, default="", selected=False):
+        with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+            keyboard.send_text(keys)
+            return Prompt({}).ask(default, selected=selected)
+
+    return typed
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ("/undo\r", "/undo"),
+        ("\r", "/foo bar"),
+        # the right arrow, then a text; a backspace; a paste
+        ("\x1b[C x\r", "/foo bar x"),
+        ("\x7fy\r", "y"),
+        (f"{PASTE}one\r\ntwo{PASTED}\r", "one\ntwo"),
+    ],
+)
+def test_what_is_typed_replaces_a_selected_line_and_an_arrow_key_keeps_it(typed_at, keys, line):
+    assert typed_at(keys, "/foo bar", selected=True) == line
+
+
+def test_an_offered_line_is_not_selected(typed_at):
+    assert typed_at(" more\r", "one") == "one more"
+
+
+def test_ctrl_z_suspends_and_is_no_text(typed_at, monkeypatch):
+    from prompt_toolkit.application import Application
+
+    suspended = []
+    monkeypatch.setattr(Application, "suspend_to_background", lambda self: suspended.append(self))
+    assert typed_at("he\x1allo\r") == "hello"
+    assert len(suspended) == 1
+
+
 # in a terminal
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="terminals of Unix")
@@ -130,7 +179,7 @@ def test_texts_of_several_lines_are_one_turn_each(terminal, tmp_path):
     chat.type("/help is text here\r")
     chat.say('really"""')
     chat.say(f"{PASTE}/usr/lib/foo.c:12: error: x\nwhat does that mean?{PASTED}")
-    chat.say("/usr/bin")
+    chat.say("//usr/bin")
     chat.say(f"nine: @{file}")
     # Tab puts quotes around a name with blanks
     (tmp_path / "my file.txt").write_text("blanks")
@@ -292,6 +341,70 @@ def test_what_was_typed_ahead_does_not_follow_what_is_put_at_the_prompt(terminal
 
 
 @pytest.mark.engine
+def test_a_line_with_a_slash_reaches_the_model_only_if_it_is_confirmed(terminal, tmp_path):
+    path = tmp_path / "chat.kv"
+    chat = terminal("--session", path)
+    chat.say("one")
+    for line in ("/nope", "/no/pe"):
+        chat.type(f"{line}\r")
+        if "/" in line[1:]:
+            chat.until(f"There is no command {line}. Send the line to the model? [y/N] ")
+            chat.type("n\r")
+        chat.until(f"[y/N] n\n\n> {line}", f"there is no command {line}; /help lists them\n\n> {line}")
+        # typed over it
+        assert "2 turns" not in chat.say("/undo 0")
+    assert said(path) == ["one"]
+    chat.type("/no/pe is a path\r")
+    chat.until("[y/N] ")
+    chat.type("y\r")
+    until(lambda: said(path) == ["one", "/no/pe is a path"])
+
+
+@pytest.mark.engine
+def test_an_option_of_the_start_is_no_setting_and_a_near_miss_is_a_setting(terminal):
+    chat = terminal()
+    start = "is fixed when a chat starts; leave with /exit and start `kvtool chat"
+    assert chat.say("/set budget 1024") == f"budget {start} --budget 1024`"
+    assert chat.say("/set num_ctx") == f"num_ctx {start} --ctx-size`"
+    assert chat.say("/set -t 4") == f"-t {start} --threads 4`"
+    assert chat.say("/set system x") == "/system TEXT starts over with another system prompt"
+    for wrong, right in (("temprature", "temp"), ("num_predikt", "n"), ("topp", "top_p")):
+        shown = chat.say(f"/set {wrong} 1")
+        _, _, names = shown.partition("There are: ")
+        assert shown.startswith(f"there is no setting {wrong}. Did you mean {right}")
+        assert right in names.split(", ")
+
+
+def test_the_terminal_is_set_again_after_a_stop(monkeypatch):
+    import pty
+    import signal
+    import termios
+
+    from kvtool.cli.chat_screen import Keys
+
+    own, theirs = pty.openpty()
+    with open(theirs, closefd=False) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        before, (keys, handler) = termios.tcgetattr(theirs), (Keys(), signal.getsignal(signal.SIGCONT))
+
+        def echoes_after_stop():
+            # as a shell does
+            termios.tcsetattr(theirs, termios.TCSANOW, before)
+            signal.raise_signal(signal.SIGCONT)
+            return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
+
+        with keys.waiting():
+            assert not echoes_after_stop()
+            with keys.normal():
+                assert echoes_after_stop()
+            assert not echoes_after_stop()
+        assert termios.tcgetattr(theirs) == before
+        assert signal.getsignal(signal.SIGCONT) == handler
+    os.close(own)
+    os.close(theirs)
+
+
+@pytest.mark.engine
 def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
     chat = terminal("--system", "Be brief.", "--session", tmp_path / "chat.kv")
     assert chat.say("/set num_predict 2") == "n  2"
@@ -314,7 +427,7 @@ def test_settings_change_and_are_shown_and_kept(terminal, tmp_path):
         *("n", "temp", "top_k", "top_p", "min_p", "seed", "/show"),
     ]
     assert "there is no setting topp" in chat.say("/set topp 1")
-    assert "0 writes nothing; give at least 1, or -1 for no limit" in chat.say("/set n 0")
+    assert "n must be at least 1, or -1 for no limit, got 0" in chat.say("/set n 0")
     shown = {line.split()[0]: line.split()[-1] for line in chat.say("/show settings").split("\n")}
     assert (shown["n"], shown["top_p"]) == ("2", "0.5")
     assert "cut at 2 tokens by -n; /set n changes it" in chat.say("Tell me a story.")

@@ -388,7 +388,7 @@ def test_one_setting_is_changed_by_its_name(engine, tmp_path):
         ("top_kk", "1", UsageError, "there is no setting top_kk. Did you mean top_k"),
         ("grammar", "root ::= x", UsageError, "Undefined rule identifier 'x'"),
         ("json_schema", "nowhere.json", InputError, "cannot read nowhere.json"),
-        ("n", "0", UsageError, "0 writes nothing; give at least 1, or -1 for no limit"),
+        ("n", "0", UsageError, "n must be at least 1, or -1 for no limit, got 0"),
     ):
         with pytest.raises(error, match=words.replace(".", r"\.")):
             keeper.set(name, text)

@@ -99,8 +99,9 @@ def _one_line() -> Iterator[None]:
 def _of_usage(error: Any) -> tuple[int, str]:
     """The exit code and the line for a command line that does not parse."""
     said = _plainly(error)
-    where = f"; `{error.ctx.command_path} -h` lists its options" if getattr(error, "ctx", None) else ""
-    return error.exit_code, " ".join(f"{said}{where}".split())
+    if getattr(error, "ctx", None) and not isinstance(error, BadValue):
+        said += f"; `{error.ctx.command_path} -h` lists its options"
+    return error.exit_code, " ".join(said.split())
 
 
 def _plainly(error: Any) -> str:

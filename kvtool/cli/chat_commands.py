@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.cli import chat_show
+from kvtool.cli import chat_show, near
 from kvtool.cli.explain import may_lose_system, unpinned
 from kvtool.cli.keeper import turns
 from kvtool.cli.progress import restoring_progress
@@ -60,7 +60,7 @@ class Commands:
         """The commands, each with the words that may follow it; None stands for a path."""
         found: dict[str, Callable[[], Iterable[str]] | None] = {"/save": None, "/load": None}
         found |= {"/show": lambda: chat_show.SHOWN, "/set": lambda: declared(Drawing)}
-        found["/help"] = lambda: chat_show.MORE
+        found["/help"] = lambda: (*chat_show.MORE, *(name[1:] for name in self._with_text | self._plain))
         found["/think"] = lambda: (*EFFORTS, _DEFAULT)
         return dict.fromkeys([*self._plain, *self._with_text, *_ALIASES, "/exit"], tuple) | found
 
@@ -75,11 +75,7 @@ class Commands:
             if name in self._with_text:
                 self._with_text[name](rest)
             elif name not in self._plain and name != "/exit":
-                meant = self._meant(name)
-                instead = f"did you mean {meant}?" if meant else "/help lists them"
-                self.terminal.error(f"there is no command {typed}; {instead}")
-                # to be mended, as a turn with a wrong @FILE is
-                self.terminal.typed = shown(line)
+                self._refuse(typed, shown(line))
             elif rest:
                 self.terminal.error(f"{typed} takes nothing after it")
             elif name in self._plain:
@@ -93,12 +89,24 @@ class Commands:
             self.terminal.note("stopped")
         return True
 
+    def _refuse(self, name: str, line: str) -> None:
+        """Report a line with no command. A path may begin a turn: the user is asked whether to send it."""
+        if "/" in name[1:]:
+            if self.terminal.confirm(f"There is no command {name}. Send the line to the model?"):
+                self.terminal.say(line)
+                return
+        else:
+            meant = self._meant(name.lower())
+            instead = f"did you mean {meant}?" if meant else "/help lists them"
+            self.terminal.error(f"there is no command {name}; {instead}")
+        self.terminal.typed, self.terminal.selects = line, True
+
     def _meant(self, name: str) -> str | None:
         """The command that a word may stand for: one that takes it, or the one most like it."""
         for command, taken in self.words().items():
             if taken is not None and name[1:] in taken():
                 return f"{command} {name[1:]}"
-        return next(iter(get_close_matches(name, self.words(), 1)), None)
+        return next(iter(get_close_matches(name, self.words(), 1, 0.7)), None)
 
     def _undo(self, n: str) -> None:
         if n and not (n.isdecimal() and int(n)):
@@ -159,6 +167,7 @@ class Commands:
         if not text:
             chat_show.settings(self.terminal)
             return
+        self._check_start(name, given)
         name = Drawing.field(name)
         if name == "think":
             self._think(value)
@@ -170,6 +179,16 @@ class Commands:
             self.terminal.note(
                 f"above {_HOT} a reply is mostly random words; the default is {Drawing.temp:g}"
             )
+
+    def _check_start(self, name: str, value: str) -> None:
+        """Raise UsageError for an option of kvtool chat that cannot change while the chat runs."""
+        if name == "system":
+            raise UsageError("/system TEXT starts over with another system prompt")
+        ours = near.ours(name)
+        for its in declared(type(self.keeper.run)).values():
+            if ours in its.flags:
+                call = " ".join(filter(None, ("kvtool chat", its.name, value)))
+                raise UsageError(f"{name} is fixed when a chat starts; leave with /exit and start `{call}`")
 
     def _reset(self) -> None:
         if self._remember("/reset"):

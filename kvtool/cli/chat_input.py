@@ -13,13 +13,14 @@ from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import is_searching
+from prompt_toolkit.filters import has_selection, is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 
 from kvtool.errors import InputError
-from kvtool.system.texts import decoded
+from kvtool.system.texts import decoded, with_lf
 
 BLOCK = '"""'
 """Opens and closes a text of several lines."""
@@ -47,14 +48,27 @@ class Prompt:
             completer=_Completer(commands),
             complete_while_typing=False,
             key_bindings=_keys(),
+            enable_suspend=True,
             multiline=True,
             prompt_continuation="  ",
             enable_history_search=True,
         )
 
-    def ask(self, default: str = "") -> str:
-        """What is typed. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
-        return self._session.prompt("\n> ", default=default)
+    def ask(self, default: str = "", *, selected: bool = False) -> str:
+        """Return what is typed. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
+
+        default: stands at the prompt. selected: typing replaces it, and an arrow key keeps it.
+        """
+        return self._session.prompt("\n> ", default=default, pre_run=self._select if selected else None)
+
+    def _select(self) -> None:
+        buffer = self._session.default_buffer
+        buffer.cursor_position = 0
+        buffer.start_selection()
+        buffer.cursor_position = len(buffer.text)
+        if buffer.selection_state:
+            # else typed text is inserted, as in Emacs
+            buffer.selection_state.enter_shift_mode()
 
     def forget(self) -> bool:
         """Drops what was typed ahead; returns whether there was any."""
@@ -70,7 +84,7 @@ class Prompt:
 def confirmed(question: str) -> bool:
     """Whether "y" or "yes" is the answer. Raises as `Prompt.ask` does."""
     # not input(): without readline, it misses a Ctrl-C that comes at once
-    answer: str = PromptSession[str]().prompt(question)
+    answer: str = PromptSession[str](enable_suspend=True).prompt(question)
     return answer.strip().lower() in ("y", "yes")
 
 
@@ -82,10 +96,10 @@ class Meant(NamedTuple):
 
 
 def meant(typed: str) -> Meant:
-    """Reads a text as it was typed: without a block's quotes, and the backslashes of lines that go on.
+    """Return a text without the marks of how it was typed: a block's quotes, backslashes at line ends.
 
-    A command starts with a slash. Quoted text is none, nor is a path; several lines are one only where the
-    command takes a text. In a single line `//` stands for a slash that starts a turn.
+    A single line that starts with a slash is a command, and so are several lines if the command takes a text.
+    A single line that starts with `//` is a turn that starts with a slash, and quoted text is a turn.
     """
     text = typed.strip()
     if text.startswith(BLOCK):
@@ -98,7 +112,7 @@ def meant(typed: str) -> Meant:
     if is_line and text.startswith("//"):
         return Meant(text[1:], False)
     name, *_ = text.split(maxsplit=1)
-    return Meant(text, "/" not in name[1:] and (is_line or name in _OF_LINES))
+    return Meant(text, is_line or name in _OF_LINES)
 
 
 def typed_as(text: str) -> str:
@@ -172,6 +186,11 @@ def _keys() -> KeyBindings:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
+
+    @keys.add(Keys.BracketedPaste, filter=has_selection)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.cut_selection()
+        event.current_buffer.insert_text(with_lf(event.data))
 
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:

@@ -44,7 +44,9 @@ class Terminal:
     tokens_per_s
         Speed of the last reply; 0 if it has no more than one token.
     typed
-        What the next prompt begins with.
+        Text at the next prompt.
+    selects
+        True if typing replaces that text: it is a line that was refused.
     edits
         Whether the next turn takes the place of the last one.
     last_typed
@@ -60,6 +62,7 @@ class Terminal:
     hide_thinking: bool = False
     thought: str = ""
     typed: str = ""
+    selects: bool = False
     edits: bool = False
     tokens_per_s: float = 0.0
     last_typed: dict[str, str] = field(default_factory=dict)
@@ -137,6 +140,7 @@ class Terminal:
         except (InputError, SessionError, UsageError) as error:
             self.error(f"{error}; nothing was said")
             self.typed = typed_as(text) if again or "\n" not in text else ""
+            self.selects = not again
             self.edits = again and isinstance(error, InputError)
             return
         self.last_typed, text = {said: text}, said
@@ -219,7 +223,7 @@ class Keys:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Typed characters would break what is drawn: they are not shown inside."""
+        """Inside, typed characters are not shown: they would break what is drawn."""
         try:
             import termios
         except ImportError:
@@ -230,9 +234,9 @@ class Keys:
         waiting[3] &= ~termios.ECHO
         # else the terminal itself swallows Ctrl-D, and the prompt never gets it
         waiting[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE") & 0xFF])
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, waiting)
         try:
-            yield
+            with _attributes(waiting):
+                yield
         finally:
             # a terminal that is gone cannot be set back
             with suppress(termios.error):
@@ -248,9 +252,27 @@ class Keys:
         import termios
 
         waiting = termios.tcgetattr(sys.stdin)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
         try:
-            yield
+            with _attributes(self._before):
+                yield
         finally:
             with suppress(termios.error):
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, waiting)
+
+
+@contextmanager
+def _attributes(attributes: Any) -> Iterator[None]:
+    """Sets the terminal's attributes, and sets them again after Ctrl-Z and `fg`: a shell changes them."""
+    import termios
+
+    def apply(*_: object) -> None:
+        # a terminal that is gone has none
+        with suppress(termios.error):
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
+
+    apply()
+    before = signal.signal(signal.SIGCONT, apply)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCONT, before)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.cli.console import table
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def cells(terminal: Terminal, last: str) -> None:
-    """The last tokens, the darker the more rows still hold them. Raises UsageError for what is no number."""
+    """The last tokens, coloured by the share of rows that hold each. Raises UsageError for a wrong number."""
     from kvtool.cli.inspect import LAST
     from kvtool.cli.inspect_terminal import show
     from kvtool.measure import holdings
@@ -70,12 +71,20 @@ def stats(terminal: Terminal) -> None:
 
 
 def help(terminal: Terminal, what: str) -> None:
-    """The commands, or "more": how a turn is typed, and what is kept. Raises UsageError for anything else."""
-    if what not in ("", *MORE):
-        raise UsageError(f"/help takes nothing after it, or {MORE[0]}")
-    if not what:
-        _table(terminal, HELP, dim=False)
-    for text in NOTES if what else (KEYS,):
+    """All commands, one of them, or "more": how a turn is typed, and what is kept.
+
+    Raises UsageError for anything else.
+    """
+    name = f"/{what.removeprefix('/').lower()}"
+    of_one = {usage: text for usage, text in HELP.items() if name in re.findall(r"/[\w?-]+", usage)}
+    if what in MORE:
+        texts: Sequence[str] = NOTES
+    elif what and not of_one:
+        raise UsageError(f"/help takes a command or `{MORE[0]}`; there is no command {what}")
+    else:
+        _table(terminal, of_one if what else HELP, dim=False)
+        texts = () if what else (KEYS,)
+    for text in texts:
         terminal.console.print(text)
 
 
@@ -137,33 +146,33 @@ MORE = ("more",)
 """What may follow /help."""
 
 HELP = {
-    "/help, /?": "show this help; /help more is about typing, /undo and sessions",
+    "/help, /?": "show this help; /help more explains typing, /undo and sessions",
     "/stats": "show what the cache holds, its size in bytes, and the speed",
     "/show NAME": "show system, settings, template, policy, thought or last (turn)",
-    "/set [NAME X]": "change how tokens are drawn, or n, the limit of a reply",
-    "/retry": "take back the last reply, and answer once more",
-    "/edit-last": "put the last turn at the prompt; what you send takes its place",
+    "/set [NAME X]": "show or change a sampling setting, or n, the longest reply",
+    "/retry": "take back the last reply and write another one",
+    "/edit-last": "edit the last turn; the new turn replaces it",
     "/edit": "write the next turn in $EDITOR",
-    "/undo [N]": "take back N changes: turns, /reset, /system and /load",
-    "/save FILE": "write a session file; asks before it replaces another chat",
-    "/load FILE": "continue the chat in a session file",
-    "/cells [N]": "show the last N tokens; the darker, the more rows hold it",
+    "/undo [N]": "take back the last N changes: turns, /reset, /system, /load",
+    "/save FILE": "save the chat to a file; asks before it replaces another chat",
+    "/load FILE": "continue the chat that a file holds",
+    "/cells [N]": "show the last N tokens, coloured by how many rows hold each",
     "/reset, /clear": "forget everything and start over; the system prompt stays",
     "/think [EFFORT]": "change how much replies think: on, off, low, high, ...; alone, show it",
-    "/system [TEXT]": "start over under another system prompt; alone, show it",
-    "/exit, /bye": "leave; so do /quit and Ctrl-D",
+    "/system [TEXT]": "start over with another system prompt; alone, show it",
+    "/exit, /bye, /quit": "leave; so does Ctrl-D",
 }
-KEYS = 'Ctrl-C stops a reply. @FILE inserts a file. """ begins and ends several lines.'
+KEYS = 'Ctrl-C stops a reply. @FILE inserts a text. """ begins and ends a turn of several lines.'
 NOTES = (
-    "A pasted text is one turn. A line that ends with a backslash goes on; so does one that ends with "
-    'Alt-Enter, and """ opens and closes a text of several lines. @FILE puts a file in its place. // '
-    "starts a turn with a slash. Tab completes, and Ctrl-R searches what was typed. Ctrl-C stops a reply "
-    "and keeps it; while a turn is read, it takes the turn back.",
-    "/undo goes back up to 10 steps. Its copies take at most 512 MiB of disk, without the archive of "
-    "--policy recall, and are deleted when you leave. With that policy and full turns need no copies, "
-    "and /undo goes back any number of them, also of those of a session's earlier runs.",
-    "With --session FILE, the file is written after every reply and every /undo. /reset, /system and "
-    "/load do not touch it: the next reply first moves the chat that is in it to FILE.1 (FILE.2, ...).",
+    "A pasted text is one turn. To type several lines, end a line with a backslash, press Alt-Enter, or put "
+    'the text between """ and """. @FILE inserts the text of a file. // begins a turn with a slash. Tab '
+    "completes commands and paths; Ctrl-R searches what you typed before. Ctrl-C stops a reply and keeps it; "
+    "while a turn is read, it takes the turn back. Ctrl-Z suspends kvtool.",
+    "/undo takes back up to 10 changes. The copies that it needs take at most 512 MiB of disk, without the "
+    "archive of recall, and are deleted when you leave. With recall and full it needs no copies: it takes "
+    "back any number of turns, also those of a session's earlier runs.",
+    "With --session FILE, the file is written after every reply and /undo. /reset, /system and /load "
+    "do not change it: the next reply first moves the chat in it to FILE.1 (FILE.2, ...).",
 )
 
 

@@ -54,15 +54,16 @@ def _ask(terminal: Terminal, prompt: Prompt) -> str | None:
     """What the user types next; None to leave."""
     interrupt.raises()
     default, terminal.typed = terminal.typed, ""
+    selected, terminal.selects = terminal.selects, False
     # at the end of another text it would mean something else
     if default and prompt.forget():
         terminal.note("what you typed ahead was dropped")
     while True:
         try:
-            return str(prompt.ask(default))
+            return prompt.ask(default, selected=selected)
         except EOFError:
             return None
         except KeyboardInterrupt:
-            default = ""
+            default, selected = "", False
             terminal.note(_KEPT if terminal.edits else "Ctrl-D or /exit leaves")
             terminal.edits = False

@@ -1,4 +1,4 @@
-"""What kvtool inspect and /cells show on a terminal: tokens, the darker the more rows hold them."""
+"""Tokens on a terminal, coloured or marked by the share of rows that hold each: kvtool inspect and /cells."""
 
 from __future__ import annotations
 

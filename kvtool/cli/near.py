@@ -166,6 +166,13 @@ def no_command_yet(context: Any, args: Sequence[str]) -> str:
     return f"name a command before its options: `{path} COMMAND {args[0]}`; `{path} -h` lists the commands"
 
 
+def ours(name: str) -> str:
+    """Return our option for a name with or without dashes, which may be another program's."""
+    name = name.lstrip("-").replace("_", "-")
+    flag = f"--{name}" if len(name) > 1 else f"-{name}"
+    return _OURS.get(flag, flag)
+
+
 def other_option(context: Any, args: Sequence[str]) -> str | None:
     """The line for an option of another program; None if there is none on the command line.
 

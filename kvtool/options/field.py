@@ -110,9 +110,12 @@ class Option:
         """What `/set` may call it. field: the name of its field."""
         return (field, *self.request, *self.also)
 
-    def taken(self, raw: Any) -> Any:
-        """The value of what was typed, of a setting, or of what a session has kept. Raises UsageError."""
-        return self.read(raw, self.name) if self.read else raw
+    def taken(self, raw: Any, name: str | None = None) -> Any:
+        """Return the value of what was typed, of a setting, or of what a session has kept. Raises UsageError.
+
+        name: the option's name in an error, unless it is `self.name`.
+        """
+        return self.read(raw, name or self.name) if self.read else raw
 
 
 def option(usage: str, default: Any, help: str, **more: Any) -> Any:

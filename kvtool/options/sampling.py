@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import Any, get_type_hints
 
-from kvtool.errors import UsageError, suggestion
+from kvtool.errors import UsageError, alike
 from kvtool.options.field import DRAWS, Options, again, declared, option, unless, within
 from kvtool.options.thinking import Thinking
 from kvtool.system.texts import read_text, shown, utf8
@@ -280,8 +280,10 @@ class Drawing(Sampling, Thinking, _Limit):
         names = {each: field for field, its in declared(cls).items() for each in its.names(field)}
         name = name.lstrip("-").replace("-", "_")
         if name not in names:
-            right = ", ".join(declared(cls))
-            raise UsageError(f"there is no setting {name}.{suggestion(name, names)} There are: {right}")
+            # a name of a request leads to the setting, under the name that the list has
+            meant = dict.fromkeys(names[each] for each in alike(name, names))
+            hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
+            raise UsageError(f"there is no setting {name}.{hint} There are: {', '.join(declared(cls))}")
         return names[name]
 
     def set(self, name: str, text: str) -> Drawing:
@@ -293,7 +295,7 @@ class Drawing(Sampling, Thinking, _Limit):
         name = self.field(name)
         none = dict.fromkeys(_SHAPES, None) if name in _SHAPES else {}
         its = declared(Drawing)[name]
-        value = its.taken(_raw(name, text))
+        value = its.taken(_raw(name, text), name)
         # named as it was typed, and not as the option
         its.check(value, name)
         return self.changed(**none | {name: value})
