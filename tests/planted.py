@@ -230,6 +230,13 @@ PLANTED = {
         "",
         ("test_serve_tools.py",),
     ),
+    "doctor, leftovers": Fault(
+        "chats of a running server are taken for those of a killed one",
+        "kvtool/serve/leftovers.py",
+        "and not is_locked(folder / LOCK):",
+        "and is_locked(folder / LOCK) < 2:",
+        ("test_doctor.py",),
+    ),
     "serve, stop strings": Fault(
         "an answer has the stop string that ended it",
         "kvtool/chats/stops.py",

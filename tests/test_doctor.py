@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from kvtool.build import kernels as compiled
 from kvtool.cli import doctor
 from kvtool.errors import LibraryError
 from kvtool.system import paths
+from kvtool.system.files import LOCK, locked
 
 
 @pytest.fixture
@@ -142,6 +144,33 @@ def test_kernels_that_are_not_compiled(library, capsys):
     code, out = run(capsys)
     assert code == 1
     assert f"{sys.executable} -m kvtool.build.kernels" in out
+
+
+def test_chats_of_killed_servers_are_named_and_removed_on_request(library, capsys, tmp_path):
+    killed, running, young = (tmp_path / f"serve-{name}" for name in ("killed", "running", "young"))
+    for folder in (killed, running, young):
+        folder.mkdir()
+        for name in ("0123456789abcdef.kv", "0123456789abcdef.kv.1", "0123456789abcdef.kv.archive", LOCK):
+            (folder / name).write_bytes(b"1234")
+    with locked(running / LOCK):
+        for folder in (killed, running):
+            os.utime(folder, (0, 0))
+        # to name them changes nothing
+        for _ in range(2):
+            code, out = run(capsys)
+            assert code == 0
+            lines = [line for line in out.splitlines() if line.startswith("left ")]
+            assert lines == [
+                f"left        {killed}, chats of a killed server: 1, 12 B; "
+                "kvtool doctor --remove deletes them"
+            ]
+        code, out = run(capsys, json=True, remove=True)
+        assert json.loads(out)["leftovers"] == [
+            {"path": str(killed), "n_chat": 1, "n_bytes": 12, "removed": True}
+        ]
+        assert "left  " not in run(capsys)[1]
+        assert (killed.exists(), running.exists(), young.exists()) == (False, True, True)
+        assert len(list(running.iterdir())) == 4
 
 
 @pytest.mark.engine

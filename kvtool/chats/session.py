@@ -24,16 +24,13 @@ import numpy as np
 from kvtool.chats import segments
 from kvtool.errors import SessionError
 from kvtool.llama.segment import SEGMENTS
-from kvtool.system.files import is_locked, locked, replacing, set_aside
+from kvtool.system.files import LOCK, is_locked, locked, replacing, set_aside
 
 FORMAT, FORMAT_BESIDE = 1, 2
 """Increases when the meaning of what is saved changes; the second: of a session with an archive beside it."""
 
 SERVED = re.compile(r"([0-9a-f]{16})\.kv(?:\.(\d+))?")
 """How a server names a chat's file: its key, and the number of an earlier turn's."""
-
-LOCK = ".lock"
-"""Of a session: behind its name. Of a folder that a server keeps its chats in: a file there."""
 
 Meta = dict[str, Any]
 Arrays = Mapping[str, np.ndarray]

@@ -18,18 +18,26 @@ _BUILD = build_command()
 _COMPILE = f"{sys.executable} -m kvtool.build.kernels"
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Delete the chats that killed servers left in the cache folder.")
+    ] = False,
+) -> None:
     """Check the installation: what is built and cached, what is wrong, and how to fix it.
 
     The exit code is 1 if anything is wrong.
     """
-    found = examine()
+    found = examine(remove=remove)
     typer.echo(dumps(found, indent=2) if json else _text(found))
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-def examine() -> dict[str, Any]:
-    """Everything that doctor shows. `problems` is a list of {wrong, command}, empty if nothing is wrong."""
+def examine(*, remove: bool = False) -> dict[str, Any]:
+    """Everything that doctor shows. `problems` is a list of {wrong, command}, empty if nothing is wrong.
+
+    remove: delete the chats of killed servers.
+    """
     from kvtool.build.kernels import are_compiled, are_linked
 
     problems: list[dict[str, str]] = []
@@ -51,7 +59,18 @@ def examine() -> dict[str, Any]:
         "library": library,
         "kernels": kernels,
         "models": {"path": str(models), "files": files},
+        "leftovers": _leftovers(remove),
     }
+
+
+def _leftovers(remove: bool) -> list[dict[str, Any]]:
+    """The folders of killed servers. The next server removes them, too."""
+    from kvtool.serve import leftovers
+
+    return [
+        {**each._asdict(), "path": str(each.path), "removed": leftovers.remove(each.path) if remove else None}
+        for each in leftovers.leftovers(cache_dir())
+    ]
 
 
 def _library(wrong: Callable[[str, str], None]) -> dict[str, Any] | None:
@@ -114,7 +133,12 @@ def _text(found: dict[str, Any]) -> str:
         state += f", not linked: numba takes 100 MiB more memory; {_COMPILE} says why"
     lines.append(f"kernels     {state}, {kernels['path']}")
     names = ", ".join(f"{file['name']} ({format_bytes(file['bytes'])})" for file in models["files"])
-    lines += [f"models      {names or 'none yet'}, {models['path']}", ""]
+    lines.append(f"models      {names or 'none yet'}, {models['path']}")
+    for each in found["leftovers"]:
+        size = f"chats of a killed server: {each['n_chat']:,}, {format_bytes(each['n_bytes'])}"
+        done = {None: "kvtool doctor --remove deletes them", True: "deleted", False: "cannot be deleted"}
+        lines.append(f"left        {each['path']}, {size}; {done[each['removed']]}")
+    lines.append("")
     for problem in found["problems"]:
         lines += [f"problem: {problem['wrong']}", f"  fix it with: {problem['command']}"]
     return "\n".join(lines if found["problems"] else [*lines, "no problems found"])

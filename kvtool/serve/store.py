@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -26,9 +25,8 @@ import numpy as np
 from kvtool.chats import segments, session
 from kvtool.errors import SessionError
 from kvtool.llama.archive import Archive
-from kvtool.system.files import is_locked, locked, second_name, spare_folder
-
-SUFFIX = ".kv"
+from kvtool.serve.leftovers import PREFIX, SUFFIX, leftovers, remove
+from kvtool.system.files import LOCK, is_locked, locked, second_name, spare_folder
 
 _UNFINISHED = re.compile(rf"([0-9a-f]{{16}}){re.escape(SUFFIX)}(?:(\.part)|\.archive(?:\.next)?)")
 
@@ -37,10 +35,6 @@ _NEWEST = 2**62
 
 Saved = Callable[[segments.Listing], tuple[session.Meta, Iterator[tuple[str, np.ndarray]]]]
 """Gives what is to be written, with the listing of the archive."""
-
-
-_PREFIX = "serve-"
-_YOUNG_S = 60.0
 
 
 class Turn(NamedTuple):
@@ -431,16 +425,17 @@ def held(folder: Path | None) -> Iterator[Path]:
     """
     if folder is None:
         spare = spare_folder()
-        _sweep(spare)
+        for left in leftovers(spare) if spare else ():
+            remove(left.path)
         with (
-            tempfile.TemporaryDirectory(prefix=_PREFIX, dir=spare) as path,
-            locked(Path(path) / session.LOCK, wait=False),
+            tempfile.TemporaryDirectory(prefix=PREFIX, dir=spare) as path,
+            locked(Path(path) / LOCK, wait=False),
         ):
             yield Path(path)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / session.LOCK, wait=False):
+        with locked(folder / LOCK, wait=False):
             for file in folder.iterdir():
                 if session.SERVED.fullmatch(file.name) and is_locked(session.lock_of(file)):
                     raise SessionError(f"{file} is in use by a chat; end that chat, or name another folder")
@@ -451,13 +446,3 @@ def held(folder: Path | None) -> Iterator[Path]:
         raise SessionError(f"{folder} is not a folder; name another one") from None
     except OSError as error:
         raise session.cannot("write", folder, error) from None
-
-
-def _sweep(spare: Path | None) -> None:
-    """Removes the folders of servers that were killed."""
-    for folder in spare.glob(f"{_PREFIX}*") if spare else ():
-        with suppress(OSError):
-            # not one that is being made; one whose removal was cut short has no lock
-            if time.time() - folder.stat().st_mtime > _YOUNG_S:
-                with locked(folder / session.LOCK, wait=False):
-                    shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,9 @@ from typing import BinaryIO, cast
 
 from kvtool.system.paths import cache_dir
 
+LOCK = ".lock"
+"""End of the name of a file's lock, and the name of a folder's."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:

@@ -1,0 +1,59 @@
+"""Folders of chats that killed servers left in the cache folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtool.system.files import LOCK, is_locked, locked
+
+PREFIX = "serve-"
+"""Start of the name of a folder that a server makes for its chats and removes at its end."""
+
+SUFFIX = ".kv"
+"""End of the name of a chat's file."""
+
+_YOUNG_S = 60.0
+
+
+class Leftover(NamedTuple):
+    """A folder without a server.
+
+    Attributes
+    ----------
+    n_chat
+        Chats in it.
+    n_bytes
+        Bytes of all its files.
+    """
+
+    path: Path
+    n_chat: int
+    n_bytes: int
+
+
+def leftovers(cache: Path) -> Iterator[Leftover]:
+    """The folders in the cache folder whose server has been killed."""
+    for folder in sorted(cache.glob(f"{PREFIX}*")):
+        with suppress(OSError):
+            stat = folder.stat()
+            # a young folder may get its lock yet; one whose removal was cut short has none
+            if time.time() - stat.st_mtime > _YOUNG_S and not is_locked(folder / LOCK):
+                # the look at the lock has made it young
+                os.utime(folder, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+                sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+                n_chat = sum(bool(re.fullmatch(rf"\w+{re.escape(SUFFIX)}", name)) for name in sizes)
+                yield Leftover(folder, n_chat, sum(sizes.values()))
+
+
+def remove(folder: Path) -> bool:
+    """Remove such a folder. Returns False if it is in use, or cannot be removed."""
+    with suppress(OSError), locked(folder / LOCK, wait=False):
+        shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
