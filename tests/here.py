@@ -38,7 +38,11 @@ class Here:
             async with httpx.AsyncClient(transport=way, base_url="http://localhost", timeout=None) as client:
                 return await client.request(method, path, json=body, **how)
 
-        return self._loop.run_until_complete(asked())
+        return self.run(asked())
+
+    def run(self, work):
+        """What a coroutine returns."""
+        return self._loop.run_until_complete(work)
 
     def close(self):
         """Frees what requests needed; after the engine."""

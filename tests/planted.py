@@ -237,6 +237,13 @@ PLANTED = {
         "and is_locked(folder / LOCK) < 2:",
         ("test_doctor.py",),
     ),
+    "serve, strict clients": Fault(
+        "a model has no lifecycle",
+        "kvtool/serve/app.py",
+        'openai | own | {"lifecycle": "active"} | meta',
+        "openai | own | meta",
+        ("test_serve_strict.py",),
+    ),
     "serve, stop strings": Fault(
         "an answer has the stop string that ended it",
         "kvtool/chats/stops.py",

@@ -113,8 +113,9 @@ def make(site: Site) -> Starlette:
         route("/v1/chat/completions", _chat, "POST"),
         route("/v1/completions", _text, "POST"),
         route("/v1/responses", _response, "POST"),
+        route("/v1/responses/input_tokens", _count_response, "POST"),
         route("/v1/messages", _message, "POST"),
-        route("/v1/messages/count_tokens", _count, "POST"),
+        route("/v1/messages/count_tokens", _count_message, "POST"),
         route("/v1/embeddings", _embeddings, "POST"),
         route("/v1/models", _models),
         route("/v1/models/{name:path}", _model),
@@ -174,16 +175,25 @@ async def _message(site: Site, http: HttpRequest) -> Response:
     return await _answer(site, http, request, MessageBodies(site.model, site.policy, body, http.state.id))
 
 
-async def _count(site: Site, http: HttpRequest) -> Response:
+async def _count_response(site: Site, http: HttpRequest) -> Response:
+    chat = responses.as_chat(await gate.body(site.limits, http))
+    n = await _counted(site, _chat_request(site, http, *chat))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": n})
+
+
+async def _count_message(site: Site, http: HttpRequest) -> Response:
     chat = anthropic.as_chat(await gate.body(site.limits, http), is_counted=True)
-    request = _chat_request(site, http, *chat)
+    return JSONResponse({"input_tokens": await _counted(site, _chat_request(site, http, *chat))})
+
+
+async def _counted(site: Site, request: ChatRequest) -> int:
+    """The tokens of a chat's prompt. Raises ApiError."""
     assert site.count
     try:
         # it takes as long as a template does
-        n = await asyncio.to_thread(site.count, request)
+        return await asyncio.to_thread(site.count, request)
     except ApiError as error:
         raise request.names.of(error) from None
-    return JSONResponse({"input_tokens": n})
 
 
 async def _embeddings(site: Site, http: HttpRequest) -> Response:
@@ -328,7 +338,7 @@ def _model_body(site: Site) -> Body:
     meta = {"meta": site.props["model_meta"]} if site.props else {}
     openai = {"id": site.model, "object": "model", "created": 0, "owned_by": "kvtool"}
     own = {"type": "model", "display_name": site.model, "created_at": "1970-01-01T00:00:00Z"}
-    return openai | own | meta
+    return openai | own | {"lifecycle": "active"} | meta
 
 
 async def _props(site: Site, http: HttpRequest) -> Response:

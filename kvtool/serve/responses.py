@@ -279,7 +279,11 @@ class ResponseBodies(Answer):
             "output": self._output,
             "usage": {
                 "input_tokens": n_prompt,
-                "input_tokens_details": {"cached_tokens": end["n_cached"]},
+                "input_tokens_details": {
+                    "cached_tokens": end["n_cached"],
+                    # all that is read stays in the cache
+                    "cache_write_tokens": n_prompt - end["n_cached"],
+                },
                 "output_tokens": n,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": n_prompt + n,
